@@ -1,0 +1,40 @@
+"""jaxmp: compress what the stages of a model-parallel network send each other."""
+
+from jaxmp.boundary import Boundary, Links, boundary, value_and_grad
+from jaxmp.codecs import *  # noqa: F403
+from jaxmp.codecs import __all__ as _codecs
+from jaxmp.feedback import Channel, aqsgd, direct, ef, ef21, ef_mixed, warm
+from jaxmp.pipeline import Pipeline, pipeline
+from jaxmp.spec import SpecError, canonical, parse
+from jaxmp.transport import Transport, local, ppermute
+from jaxmp.wire import Codec, Ctx, Like, bits, like, nbytes
+
+__version__ = '0.1.0'
+__all__ = [
+    'Boundary',
+    'Channel',
+    'Codec',
+    'Ctx',
+    'Like',
+    'Links',
+    'Pipeline',
+    'SpecError',
+    'Transport',
+    'aqsgd',
+    'bits',
+    'boundary',
+    'canonical',
+    'direct',
+    'ef',
+    'ef21',
+    'ef_mixed',
+    'like',
+    'local',
+    'nbytes',
+    'parse',
+    'pipeline',
+    'ppermute',
+    'value_and_grad',
+    'warm',
+    *_codecs,
+]

@@ -1,0 +1,164 @@
+"""Where the model is cut: the one custom_vjp.
+
+Forward, a boundary sends the activation through one channel; backward, its gradient through another.
+The forward state returns as an output. The backward state is made during the backward pass, so it
+has to leave through a cotangent, and cotangents of a value used twice are summed. Therefore the
+backward state passes through `cross` unchanged, and `value_and_grad` seeds the cotangent of its
+output with the current state: each crossing's backward rule takes that cotangent as its state and
+emits the next one. The state flows backward through time exactly as gradients do, also under a scan
+over micro-batches, where the order is the reverse of the forward one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmp.feedback import Channel
+from jaxmp.transport import Transport, local
+from jaxmp.wire import Ctx, Like, like
+
+
+class Links(NamedTuple):
+    """Feedback state of a boundary, or of all: a pair ``(tx, rx)`` a channel, each direction."""
+
+    fwd: Any
+    bwd: Any
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A cut between two stages; see `boundary`."""
+
+    fwd: Channel
+    bwd: Channel
+    via: Transport
+
+    def init(self, x: Array | Like) -> Links:
+        """States of both channels before the first crossing of a tensor like ``x``."""
+        return Links(*(self._ends(c, c.init(like(x))) for c in (self.fwd, self.bwd)))
+
+    def cross(self, x: Array, links: Links, ctx: Ctx | None = None) -> tuple[Array, Links]:
+        """Sends ``x`` across; its gradient will come back through the backward channel.
+
+        A backward channel with state needs `value_and_grad`; a bare `jax.grad` seeds zeros, that
+        is, forgets the state at every step. Backward states are floating arrays. Differentiating
+        twice goes silently through the codec; forward-mode differentiation raises.
+
+        Args:
+          x: the activation, axis 0 the sample.
+          links: the states, from `init` or the last crossing.
+          ctx: key, ids; the forward message's support reaches the backward channel by itself.
+
+        Returns:
+          What the next stage receives, and the states with the forward ones advanced.
+
+        Raises:
+          ValueError: if the states were made for another shape.
+        """
+        ctx = Ctx() if ctx is None else ctx
+        self._check(x, links)
+
+        @jax.custom_vjp
+        def cross(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
+            return forward(x, fwd, bwd, ctx)[0]
+
+        def forward(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
+            y, state, supports = self._move(self.fwd, self.via.forward, x, fwd, (ctx.fold(0),) * 2)
+            return (y, state, bwd), (ctx, supports)
+
+        def backward(res: Any, cotangents: Any) -> Any:
+            ctx, (sent, received) = res
+            g, _, bwd = cotangents
+            # The gradient's sender is the activation's receiver, and knows what that one knows.
+            at = tuple(ctx.fold(1)._replace(support=s) for s in (received, sent))
+            gx, state, _ = self._move(self.bwd, self.via.backward, g, bwd, at)
+            return gx, None, state, None
+
+        cross.defvjp(forward, backward)
+        y, fwd, bwd = cross(x, links.fwd, links.bwd, ctx)
+        return y, Links(fwd, bwd)
+
+    def _ends(self, channel: Channel, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        return (state[0], ()) if self._shares(channel) else state
+
+    def _shares(self, channel: Channel) -> bool:
+        return channel.mirrored and self.via.one_place
+
+    def _move(
+        self, channel: Channel, move: Callable, x: Array, state: Any, at: tuple[Ctx, Ctx]
+    ) -> tuple[Array, Any, tuple[Any, Any]]:
+        tx, rx = state
+        sent, next_tx = channel.send(x, tx, at[0])
+        received = move(sent)
+        y, next_rx = channel.recv(received, tx if self._shares(channel) else rx, like(x), at[1])
+        known = channel.codec.support
+        supports = known(sent, like(x), at[0]), known(received, like(x), at[1])
+        return y, self._ends(channel, (next_tx, next_rx)), supports
+
+    def _check(self, x: Array, links: Links) -> None:
+        want = jax.eval_shape(lambda: self.init(x))
+        for side in ('fwd', 'bwd'):
+            a, b = (jax.tree.map(lambda l: (l.shape), getattr(l, side)) for l in (want, links))
+            if a != b:
+                raise ValueError(
+                    f'links.{side} were made for buffers {b}, a tensor of shape {x.shape} needs '
+                    f'{a}: buffers are per batch position, so keep the batch size, or make new '
+                    'links with init'
+                )
+
+
+def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Boundary:
+    """A cut between two stages: activations go through ``fwd``, their gradients through ``bwd``.
+
+    Args:
+      fwd: channel of the activation.
+      bwd: channel of its gradient.
+      via: how payloads move; default `local`.
+
+    Raises:
+      TypeError: if ``fwd`` or ``bwd`` is not a channel.
+
+    >>> import jax, jaxmp
+    >>> b = jaxmp.boundary(jaxmp.parse('top_k(0.5)'), jaxmp.parse('same_support()'))
+    >>> x = jnp.array([[1.0, -4.0, 3.0, 2.0]])
+    >>> jax.grad(lambda x: jnp.sum(b.cross(x, b.init(x))[0] * 2))(x).tolist()
+    [[0.0, 2.0, 2.0, 0.0]]
+    """
+    for name, channel in (('fwd', fwd), ('bwd', bwd)):
+        if not isinstance(channel, Channel):
+            raise TypeError(
+                f'boundary {name} must be a channel, got {channel!r}; write direct(codec) or '
+                "parse('...')"
+            )
+    return Boundary(fwd, bwd, local() if via is None else via)
+
+
+def value_and_grad(
+    loss: Callable[..., tuple[Array, tuple[Links, Any]]],
+) -> Callable[..., tuple[tuple[Array, Any], Any, Links]]:
+    """`jax.value_and_grad` with the feedback states threaded both ways.
+
+    Args:
+      loss: ``(params, links, *args) -> (scalar, (links, aux))``.
+
+    Returns:
+      ``(params, links, *args) -> ((scalar, aux), gradients, links)``, the links advanced in both
+      directions. A boundary that ``loss`` does not cross keeps its states if ``loss`` returns them.
+    """
+
+    def run(params: Any, links: Links, *args: Any) -> tuple[tuple[Array, Any], Any, Links]:
+        def g(params: Any, token: Any) -> Any:  # token: only its cotangent matters
+            value, (out, aux) = loss(params, Links(links.fwd, token), *args)
+            return (value, out.bwd), (out.fwd, aux)
+
+        (value, _), pull, (fwd, aux) = jax.vjp(g, params, links.bwd, has_aux=True)
+        grads, bwd = pull((jnp.ones_like(value), links.bwd))
+        return (value, aux), grads, Links(fwd, bwd)
+
+    return run

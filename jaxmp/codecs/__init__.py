@@ -1,0 +1,35 @@
+"""What bits are sent: the codecs and the parts they are made of."""
+
+from jaxmp.codecs.dense import bf16, fp16, raw
+from jaxmp.codecs.logscale import log_scale
+from jaxmp.codecs.sparse import (
+    IndexCoding,
+    bitmap,
+    int32,
+    block_local,
+    packed,
+    random_k,
+    same_support,
+    top_k,
+)
+from jaxmp.codecs.uniform import block, max_scaled, nearest, stochastic, uniform
+
+__all__ = [
+    'IndexCoding',
+    'bf16',
+    'bitmap',
+    'block',
+    'fp16',
+    'int32',
+    'block_local',
+    'log_scale',
+    'max_scaled',
+    'nearest',
+    'packed',
+    'random_k',
+    'raw',
+    'same_support',
+    'stochastic',
+    'top_k',
+    'uniform',
+]

@@ -1,0 +1,216 @@
+"""Exact selection of the K entries of largest magnitude, row by row, and what a sparse message needs.
+
+The bit pattern of ``|x|``, read as an unsigned integer, orders as the magnitude does (a NaN comes
+after infinity), so the K-th largest magnitude is found by bisection on bits: test a bit, count how
+many keys reach the candidate, keep the bit if at least K do. The keys are split into bytes from the
+top. Once a byte of the threshold is known, only the keys that share it can decide the next byte; all
+others become zero and no longer count. A counting pass therefore reads one byte an entry, whatever
+the dtype, and 7 + 8 + 8 + 8 passes fix a float32 threshold.
+
+The chosen entries leave as a bitmap, n bits a row. Where entries tie at the threshold, the lowest
+indices win, which is `jax.lax.top_k`'s rule. The functions are integer work on bit patterns and are
+never differentiated: they belong inside a `custom_vjp`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int32, Shaped, UInt8, UInt32
+
+Count = Callable[[Bool[Array, " n"]], Int32[Array, ""]]
+
+LANES = 32  # columns of a vertical sum: one vector register of bytes
+FOLD = 8
+
+
+def count(n: int, fraction: float) -> int:
+    r"""How many of n entries a fraction keeps.
+
+    .. math:: K = \max(1,\; n - \lfloor n (1 - \text{fraction}) \rfloor)
+
+    evaluated in Python floats, as the reference implementation does.
+
+    >>> count(65536, 0.1), count(288, 0.05), count(7, 1.0)
+    (6554, 15, 7)
+    """
+    return max(1, n - int(n * (1 - fraction)))
+
+
+def k_largest(x: Float[Array, "B n"], k: int) -> UInt32[Array, "B w"]:
+    r"""Mark the k entries of largest magnitude in each row.
+
+    .. math:: S = \{i : |x_i| > t\} \cup \{\text{lowest } i : |x_i| = t\}, \qquad |S| = k
+
+    Args:
+      x: rows of shape ``(B, n)``.
+      k: entries to keep in each row, ``1 <= k <= n``.
+
+    Returns:
+      Bitmap of shape ``(B, ceil(n / 32))``: entry i is bit ``i % 32`` of word ``i // 32``.
+
+    >>> hex(int(k_largest(jnp.array([[1.0, -3.0, 2.0, 2.0]]), 2)[0, 0]))
+    '0x6'
+    """
+    if not 1 <= k <= x.shape[1]:
+        raise ValueError(f"k_largest of rows of {x.shape[1]} entries needs 1 <= k <= n, got k = {k}")
+    return _each_row(
+        partial(_k_largest, k=k, count=_vertical_count), partial(_k_largest, k=k, count=_count), x
+    )
+
+
+def positions(words: UInt32[Array, "B w"], k: int) -> Int32[Array, "B k"]:
+    """List the k set bits of each row of a bitmap, in ascending order.
+
+    >>> positions(jnp.array([[0b10110]], jnp.uint32), 3).tolist()
+    [[1, 2, 4]]
+    """
+    row = partial(_positions, k=k)
+    return _each_row(row, row, words)
+
+
+def bitmap(support: Int32[Array, "B k"], n: int) -> UInt32[Array, "B w"]:
+    """Set the bits that `support` lists: the inverse of `positions`.
+
+    >>> bin(int(bitmap(jnp.array([[1, 2, 4]]), 5)[0, 0]))
+    '0b10110'
+    """
+
+    def row(s):
+        bit = jnp.uint32(1) << (s % 32).astype(jnp.uint32)
+        return jnp.zeros(-(-n // 32), jnp.uint32).at[s // 32].add(bit)
+
+    return jax.vmap(row)(support)
+
+
+def gather(x: Shaped[Array, "B n"], support: Int32[Array, "B k"]) -> Shaped[Array, "B k"]:
+    """Read the entries of each row that `support` lists."""
+    return jnp.take_along_axis(x, support, axis=1, mode="clip")
+
+
+def scatter(
+    values: Shaped[Array, "B k"], support: Int32[Array, "B k"], n: int
+) -> Shaped[Array, "B n"]:
+    """Write values at the listed positions of rows of n zeros: undoes `gather` on its support."""
+
+    def row(v, s):
+        return jnp.zeros(n, v.dtype).at[s].set(v, unique_indices=True)
+
+    return jax.vmap(row)(values, support)
+
+
+def _each_row(cpu, default, x):
+    """Row after row on a CPU, where a row fits the cache; all rows at once elsewhere."""
+    return lax.platform_dependent(x, cpu=partial(lax.map, cpu), default=jax.vmap(default))
+
+
+def _k_largest(x: Float[Array, " n"], k: int, count: Count) -> UInt32[Array, " w"]:
+    key = _key(jnp.pad(x, (0, -x.size % (FOLD * LANES))))
+    t = _threshold(key, k, count)
+    reach = _pack(key >= t)
+
+    def settle_ties():
+        above = _pack(key > t)
+        return above | _lowest(reach ^ above, k - _ones(above).sum())
+
+    words = lax.cond(_ones(reach).sum() == k, lambda: reach, settle_ties)
+    return words[: -(-x.size // 32)]
+
+
+def _key(x):
+    bits = 8 * x.dtype.itemsize
+    key = lax.bitcast_convert_type(x, f"uint{bits}")
+    return key & key.dtype.type(2 ** (bits - 1) - 1)
+
+
+def _threshold(key, k: int, count: Count):
+    """The k-th largest key, one byte after the other."""
+    t, left = key[0] ^ key[0], k
+    top = 8 * key.dtype.itemsize - 8
+    for shift in range(top, -1, -8):
+        byte = (key ^ t) >> shift
+        byte = jnp.where(byte <= 255, byte, 0).astype(jnp.uint8)
+        digit, above = _digit(byte, left, int(shift == top), count)
+        t, left = t | digit.astype(key.dtype) << shift, left - above
+    return t
+
+
+def _digit(byte: UInt8[Array, " n"], k, first: int, count: Count):
+    """The largest digit that at least k bytes reach, and how many bytes exceed it."""
+
+    def test_bit(i, carry):
+        digit, above = carry
+        trial = digit | jnp.uint8(128) >> i.astype(jnp.uint8)
+        reach = count(byte >= trial)
+        keep = reach >= k
+        return jnp.where(keep, trial, digit), jnp.where(keep, above, reach)
+
+    zero = byte[0] ^ byte[0]
+    return lax.fori_loop(first, 8, test_bit, (zero, zero.astype(jnp.int32)))
+
+
+def _count(hits):
+    return hits.sum(dtype=jnp.int32)
+
+
+def _vertical_count(hits):
+    """Count in bytes, down columns: at most FOLD * 16 = 128 a byte before they are widened.
+
+    XLA:CPU vectorises sums over the leading axis only, and fuses the comparison into explicit
+    adds but not into a reduction.
+    """
+    rows = hits.astype(jnp.uint8).reshape(FOLD, -1)
+    folded = sum(rows[1:], rows[0]).reshape(-1, LANES)
+    zero = folded.dtype.type(0)
+    columns = lax.reduce_window(folded, zero, lax.add, (16, 1), (16, 1), "SAME")
+    return columns.sum(0, dtype=jnp.int32).sum()
+
+
+def _pack(mask):
+    octets = jnp.packbits(mask.reshape(-1, 4, 8), axis=-1, bitorder="little")
+    return lax.bitcast_convert_type(octets[..., 0], jnp.uint32)
+
+
+def _ones(words):
+    return lax.population_count(words).astype(jnp.int32)
+
+
+def _ones_before(words):
+    """Set bits in all earlier words."""
+    ones = _ones(words)
+    return jnp.cumsum(ones) - ones
+
+
+def _select(word, rank):
+    """Position of the set bit that has `rank` set bits below it, by halving the word."""
+    position = jnp.zeros_like(rank)
+    for half in (16, 8, 4, 2, 1):
+        low = _ones(word & jnp.uint32(2**half - 1))
+        up = rank >= low
+        rank = jnp.where(up, rank - low, rank)
+        word = jnp.where(up, word >> half, word)
+        position = jnp.where(up, position + half, position)
+    return position
+
+
+def _lowest(words, m):
+    """Keep the m lowest set bits of a row."""
+    room = m - _ones_before(words)
+    below = (jnp.uint32(1) << _select(words, jnp.maximum(room, 0)).astype(jnp.uint32)) - 1
+    return jnp.where(room < _ones(words), words & below, words)
+
+
+def _positions(words, k: int):
+    """Give every output slot its word and its rank there, then select the bit.
+
+    A word marks the slot of its first bit with its number; the next slots inherit the mark, which
+    loses one a slot, so that its low five bits tell the rank.
+    """
+    number = jnp.arange(1, words.size + 1, dtype=jnp.int32)
+    mark = jnp.zeros(k, jnp.int32).at[_ones_before(words)].max(32 * number + 31, mode="drop")
+    for step in (1, 2, 4, 8, 16):
+        mark = jnp.maximum(mark, jnp.pad(mark, (step, 0))[:k] - step)
+    word = (mark >> 5) - 1
+    return 32 * word + _select(words.at[word].get(mode="clip"), 31 - (mark & 31))

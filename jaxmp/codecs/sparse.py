@@ -1,0 +1,239 @@
+"""Some elements sent, the rest taken as zero: which ones, and how their positions are written.
+
+A sparse codec is a selection and two parts: a codec for the kept values, and an *index coding* for
+their positions. All four codings have a static size, so that messages of one setting are equally
+long. For K of D positions a sample: `int32` takes 32 K bits, `packed` K ceil(log2 D), `bitmap` D,
+`block_local` 8 K + 9 D / 256.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt32
+
+from jaxmp.codecs import select
+from jaxmp.codecs.dense import raw
+from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
+
+
+class IndexCoding(NamedTuple):
+    """How ascending positions below ``n`` are written.
+
+    Attributes:
+      encode: ``(words, support, n) -> payload`` from the bitmap and the positions; use either.
+      decode: ``(payload, n, k, rows) -> support`` of shape ``(rows, k)``.
+    """
+
+    encode: Callable[[UInt32[Array, "B w"], Int[Array, "B K"], int], Any]
+    decode: Callable[[Any, int, int, int], Int[Array, "B K"]]
+
+
+def _width(n: int) -> int:
+    return max(1, math.ceil(math.log2(n)))
+
+
+int32 = IndexCoding(
+    encode=lambda words, support, n: support.astype(jnp.int32),
+    decode=lambda m, n, k, rows: m,
+)
+"""Positions as 32-bit integers."""
+
+packed = IndexCoding(
+    encode=lambda words, support, n: pack(support.astype(jnp.uint32), _width(n)),
+    decode=lambda m, n, k, rows: unpack(m, _width(n), rows * k).astype(jnp.int32).reshape(rows, k),
+)
+"""Positions in ``ceil(log2 D)`` bits each."""
+
+bitmap = IndexCoding(
+    encode=lambda words, support, n: words,
+    decode=lambda m, n, k, rows: select.positions(m, k),
+)
+"""One bit an element, rounded up to 32 a sample."""
+
+
+def _encode_local(words: Array, support: Array, n: int) -> dict[str, Array]:
+    rows, blocks = len(words), -(-n // 256)
+    words = jnp.pad(words, ((0, 0), (0, blocks * 8 - words.shape[1])))
+    counts = jax.lax.population_count(words.reshape(rows, blocks, 8)).sum(2, dtype=jnp.uint32)
+    return {'counts': pack(counts, 9), 'low': (support & 255).astype(jnp.uint8)}
+
+
+def _decode_local(m: dict[str, Array], n: int, k: int, rows: int) -> Array:
+    blocks = -(-n // 256)
+    counts = unpack(m['counts'], 9, rows * blocks).astype(jnp.int32).reshape(rows, blocks)
+    starts = jnp.cumsum(counts, axis=1) - counts
+    # A block's number is written at its first slot (later blocks win), then carried to the right.
+    mark = jnp.zeros((rows, k), jnp.int32).at[jnp.arange(rows)[:, None], starts]
+    high = mark.max(jnp.arange(blocks, dtype=jnp.int32), mode='drop')
+    return (jax.lax.cummax(high, axis=1) << 8) | m['low'].astype(jnp.int32)
+
+
+block_local = IndexCoding(_encode_local, _decode_local)
+"""One byte an index, local to its block of 256 elements, and a 9-bit count a block."""
+
+
+def check_parts(name: str, fraction: object, values: object, indices: object = bitmap) -> None:
+    """Raises unless ``fraction`` is in (0, 1], ``values`` a Codec, ``indices`` an IndexCoding."""
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+        raise TypeError(f'{name} fraction must be a number in (0, 1], got {fraction!r}')
+    if not 0 < fraction <= 1:
+        cure = f'; for {fraction:g} % write {name}({fraction / 100:g})' if 1 < fraction <= 100 else ''
+        raise ValueError(f'{name} fraction {fraction:g} is not in (0, 1]{cure}')
+    if not isinstance(values, Codec):
+        raise TypeError(f'{name} values must be a codec such as fp16, got {_kind(values)}')
+    if not isinstance(indices, IndexCoding):
+        raise TypeError(
+            f'{name} indices must be one of int32, packed, bitmap, block_local; got {_kind(indices)}'
+        )
+
+
+def _kind(part: object) -> str:
+    known = {'Channel': 'a feedback rule', 'Codec': 'a codec', 'IndexCoding': 'an index coding'}
+    return known.get(type(part).__name__, repr(part))
+
+
+def _inner(like: Like, k: int) -> Like:
+    return jax.ShapeDtypeStruct((like.shape[0], k), like.dtype)
+
+
+def _elements(like: Like) -> int:
+    return math.prod(like.shape[1:])
+
+
+def _scatter(values: Array, support: Array, like: Like) -> Array:
+    return select.scatter(values, support, _elements(like)).reshape(like.shape)
+
+
+def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -> Codec:
+    """Keeps the K largest magnitudes of each sample.
+
+    ``C(x)_i = x_i`` if ``i`` is among the K largest ``|x_i|``, else 0, with
+    ``K = D - int(D (1 - fraction))`` for D elements a sample. Exactly K are kept: of equal
+    magnitudes the lower index wins. NaN counts as larger than infinity, and both stay inside
+    their sample.
+
+    Args:
+      fraction: K / D in (0, 1].
+      values: codec of the ``(B, K)`` kept values.
+      indices: coding of their positions: ``int32``, ``packed``, ``bitmap`` or ``block_local``.
+
+    Raises:
+      ValueError: if ``fraction`` is out of range or the tensor has no axis besides the samples.
+
+    >>> import jaxmp
+    >>> C, x = top_k(0.5), jnp.array([[1.0, -4.0, 3.0, 2.0]])
+    >>> C.decode(C.encode(x, jaxmp.Ctx()), jaxmp.like(x), jaxmp.Ctx()).tolist()
+    [[0.0, -4.0, 3.0, 0.0]]
+
+    References:
+      Activations and Gradients Compression for Model-Parallel Training, arXiv 2401.07788, 2.3.
+    """
+    check_parts('top_k', fraction, values, indices)
+
+    def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
+        x = samples(x)
+        n, k = x.shape[1], select.count(x.shape[1], fraction)
+        words = select.k_largest(x, k)
+        at = select.positions(words, k)
+        kept = values.encode(select.gather(x, at), ctx._replace(support=None))
+        return {'indices': indices.encode(words, at, n), 'values': kept}
+
+    def read(m: dict[str, Any], like: Like, ctx: Ctx) -> tuple[Array, Array]:
+        n = _elements(like)
+        at = indices.decode(m['indices'], n, select.count(n, fraction), like.shape[0])
+        kept = values.decode(m['values'], _inner(like, at.shape[1]), ctx._replace(support=None))
+        return kept, at
+
+    def support(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
+        kept, at = read(m, like, ctx)
+        return jnp.where(kept == 0, ~at, at)
+
+    def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
+        return _scatter(*read(m, like, ctx), like)
+
+    return Codec(encode, decode, support)
+
+
+def random_k(fraction: float, values: Codec = raw) -> Codec:
+    """Keeps K positions drawn from the crossing's key; only values are sent.
+
+    Both ends draw the same positions from ``ctx.key``, one set for all samples of the tensor.
+    ``E |x - C(x)|^2 = (1 - K / D) |x|^2``: a contraction, not rescaled.
+
+    Args:
+      fraction: K / D in (0, 1].
+      values: codec of the kept values.
+
+    Raises:
+      ValueError: if ``fraction`` is out of range or the context has no key.
+
+    References:
+      Sparsified SGD with Memory, arXiv 1809.07599.
+    """
+    check_parts('random_k', fraction, values)
+
+    def draw(rows: int, n: int, ctx: Ctx) -> Array:
+        if ctx.key is None:
+            raise ValueError('random_k needs ctx.key; pass Ctx(key=jax.random.key(seed))')
+        k = select.count(n, fraction)
+        at = select.positions(select.k_largest(jax.random.uniform(ctx.key, (1, n)), k), k)
+        return jnp.broadcast_to(at, (rows, k))
+
+    def encode(x: Array, ctx: Ctx) -> Any:
+        x = samples(x)
+        return values.encode(select.gather(x, draw(*x.shape, ctx)), ctx._replace(support=None))
+
+    def support(m: Any, like: Like, ctx: Ctx) -> Array:
+        del m
+        return draw(like.shape[0], _elements(like), ctx)
+
+    def decode(m: Any, like: Like, ctx: Ctx) -> Array:
+        at = support(m, like, ctx)
+        kept = values.decode(m, _inner(like, at.shape[1]), ctx._replace(support=None))
+        return _scatter(kept, at, like)
+
+    return Codec(encode, decode, support)
+
+
+def same_support(values: Codec = raw) -> Codec:
+    """Keeps the positions that the forward message of this crossing kept; only values are sent.
+
+    ``C(g)_i = g_i`` if the activation at ``i`` was sent and not zero, else 0: the default of the
+    paper's GPT-2 runs, where independent positions diverge. (Fewer than K non-zeros leave places
+    in the message; the forward codec marks those positions by their complement.)
+
+    Args:
+      values: codec of the ``(B, K)`` kept values.
+
+    Raises:
+      ValueError: if the forward channel sends no positions.
+
+    References:
+      Activations and Gradients Compression for Model-Parallel Training, arXiv 2401.07788, 3.2.
+    """
+    check_parts('same_support', 1.0, values)
+
+    def known(ctx: Ctx) -> Array:
+        if ctx.support is None:
+            raise ValueError(
+                'same_support reuses the positions of the forward message, and there are none; '
+                'use it as bwd with a forward channel over top_k or random_k'
+            )
+        return ctx.support
+
+    def encode(x: Array, ctx: Ctx) -> Any:
+        s = known(ctx)
+        kept = jnp.where(s < 0, 0, select.gather(samples(x), jnp.maximum(s, ~s)))
+        return values.encode(kept, ctx._replace(support=None))
+
+    def decode(m: Any, like: Like, ctx: Ctx) -> Array:
+        s = known(ctx)
+        kept = values.decode(m, _inner(like, s.shape[1]), ctx._replace(support=None))
+        return _scatter(kept, jnp.maximum(s, ~s), like)
+
+    return Codec(encode, decode, lambda m, like, ctx: known(ctx))

@@ -1,0 +1,206 @@
+"""Uniform quantisers: k-bit codes on evenly spaced levels, with the range sent beside them.
+
+`uniform` is the paper's: one range for the whole tensor. `max_scaled` is that of the AQ-SGD authors:
+one scale a feature. `block` gives every run of `size` elements its own range, so that one outlier
+spoils 64 elements and not all. A group (tensor, feature or block) that holds NaN or an infinity
+has no range: it decodes to NaN throughout, which the trainer's check for a NaN loss then sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmp.wire import Codec, Ctx, Like, half_bytes, pack, unpack
+
+Rounding = Callable[[Array, Ctx], Array]
+
+
+def nearest(x: Array, ctx: Ctx) -> Array:
+    """Rounds to the nearest integer, halves to even."""
+    del ctx
+    return jnp.round(x)
+
+
+def stochastic(x: Array, ctx: Ctx) -> Array:
+    """Rounds up with probability ``x - floor(x)``, so that ``E[round(x)] = x``.
+
+    Raises:
+      ValueError: if the context has no key.
+    """
+    if ctx.key is None:
+        raise ValueError('stochastic rounding needs ctx.key; pass Ctx(key=jax.random.key(seed))')
+    return jnp.floor(x + jax.random.uniform(ctx.key, x.shape, x.dtype))
+
+
+def check_bits(name: str, width: object, least: int, most: int = 8) -> None:
+    """Raises ValueError unless ``width`` is an integer number of bits in ``[least, most]``."""
+    if not isinstance(width, int) or not least <= width <= most:
+        raise ValueError(
+            f'{name} bits {width} is not an integer from {least} to {most}; '
+            f'for 4 bits write {name}(4)'
+        )
+
+
+def check_rounding(name: str, rounding: object) -> None:
+    """Raises TypeError unless ``rounding`` is a rounding function."""
+    if rounding not in (nearest, stochastic):
+        raise TypeError(f'{name} rounding must be nearest or stochastic, got {rounding}')
+
+
+def _to_unit(x: Array, lo: Array, hi: Array) -> Array:
+    """``(x - lo) / (hi - lo)``; halves, because the range may exceed the largest float."""
+    half = hi * 0.5 - lo * 0.5
+    return (x * 0.5 - lo * 0.5) / jnp.where(half > 0, half, 1)
+
+
+def _from_unit(t: Array, lo: Array, hi: Array) -> Array:
+    return lo * (1 - t) + hi * t
+
+
+def _range(x: Array, axis: int | None) -> tuple[Array, Array]:
+    """Smallest and largest along ``axis``, NaN where either is not finite."""
+    lo, hi = jnp.min(x, axis), jnp.max(x, axis)
+    finite = jnp.isfinite(lo) & jnp.isfinite(hi)
+    return jnp.where(finite, lo, jnp.nan), jnp.where(finite, hi, jnp.nan)
+
+
+def _wide(x: Array) -> Array:
+    """``x`` in at least float32, so that the codes do not depend on a 16-bit range."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
+    """k-bit min-max quantiser over the whole tensor.
+
+    ``q = round((x - lo) / (hi - lo) * L)``, ``C(x) = lo + q / L * (hi - lo)``, ``L = 2**bits - 1``,
+    ``lo, hi = min x, max x``. A constant tensor is exact, and so are the two ends of the range.
+
+    Args:
+      bits: 1 to 8.
+      rounding: ``nearest`` (to even) or ``stochastic``.
+
+    Raises:
+      ValueError: if ``bits`` is out of range.
+
+    >>> import jaxmp
+    >>> C = uniform(2)
+    >>> x = jnp.array([[0.0, 1.0, 2.2, 3.0]])
+    >>> C.decode(C.encode(x, jaxmp.Ctx()), jaxmp.like(x), jaxmp.Ctx()).tolist()
+    [[0.0, 1.0, 2.0, 3.0]]
+
+    References:
+      Activations and Gradients Compression for Model-Parallel Training, arXiv 2401.07788, 2.2.
+    """
+    check_bits('uniform', bits, 1)
+    check_rounding('uniform', rounding)
+    levels = 2**bits - 1
+
+    def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
+        x = _wide(x)
+        ends = jnp.stack(_range(x, None))
+        q = rounding(_to_unit(x, ends[0], ends[1]) * levels, ctx)
+        return {'codes': pack(jnp.clip(q, 0, levels).astype(jnp.uint8), bits), 'ends': ends}
+
+    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+        del ctx
+        lo, hi = m['ends']
+        q = unpack(m['codes'], bits, math.prod(like.shape)).astype(lo.dtype)
+        return _from_unit(q / levels, lo, hi).reshape(like.shape).astype(like.dtype)
+
+    return Codec(encode, decode)
+
+
+def max_scaled(bits: int) -> Codec:
+    """Signed quantiser with one float16 scale a feature, as in the AQ-SGD authors' code.
+
+    ``s = max |x|`` over the batch, as float16; ``q = clip(round(x / (s + 1e-6) * 2**f),
+    -2**f, 2**f - 1)``, the divisor in float16 too;
+    ``C(x) = q / 2**f * s`` with ``f = bits - 1``.
+
+    Args:
+      bits: 2 to 8.
+
+    Raises:
+      ValueError: if ``bits`` is out of range.
+
+    References:
+      Fine-tuning Language Models over Slow Networks using Activation Compression with Guarantees,
+      arXiv 2206.01299.
+    """
+    check_bits('max_scaled', bits, 2)
+    top = 2 ** (bits - 1)
+
+    def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
+        del ctx
+        x = _wide(x)
+        s = jnp.max(jnp.abs(x), axis=0)
+        s = jnp.where(jnp.isfinite(s), jnp.minimum(s, 65504.0), jnp.nan).astype(jnp.float16)
+        divisor = (s.astype(x.dtype) + 1e-6).astype(jnp.float16).astype(x.dtype)
+        q = jnp.clip(jnp.round(x / divisor * top), -top, top - 1)
+        return {
+            'codes': pack((jnp.nan_to_num(q) + top).astype(jnp.uint8), bits),
+            'scale': half_bytes(s),
+        }
+
+    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+        del ctx
+        wide = jnp.promote_types(like.dtype, jnp.float32)
+        s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(wide)
+        q = unpack(m['codes'], bits, math.prod(like.shape)).astype(wide).reshape(like.shape) - top
+        return (q / top * s).astype(like.dtype)
+
+    return Codec(encode, decode)
+
+
+def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
+    """k-bit min-max quantiser with its own range for every run of ``size`` elements.
+
+    As `uniform` a block. The two ends travel as float16 fractions of the largest magnitude of the
+    tensor (one float32), so a block costs ``32 / size`` bits an element more, and its ends are
+    exact to 2**-11 of themselves.
+
+    Args:
+      bits: 1 to 8.
+      size: 32, 64 or 128 elements.
+      rounding: ``nearest`` or ``stochastic`` (drawn from the crossing's key).
+
+    Raises:
+      ValueError: if ``bits`` or ``size`` is out of range.
+    """
+    check_bits('block', bits, 1)
+    check_rounding('block', rounding)
+    if size not in (32, 64, 128):
+        raise ValueError(f'block size {size} is not 32, 64 or 128; write block(4, size=64)')
+    levels = 2**bits - 1
+
+    def ends_of(m: dict[str, Array], dtype: jnp.dtype) -> tuple[Array, Array]:
+        ends = jax.lax.bitcast_convert_type(m['ends'], jnp.float16).astype(dtype)
+        ends = ends * m['scale'].astype(dtype)
+        return ends[0, :, None], ends[1, :, None]
+
+    def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
+        flat = _wide(x).reshape(-1)
+        if short := -flat.size % size:
+            flat = jnp.pad(flat, (0, short), mode='edge')
+        x = flat.reshape(-1, size)
+        lo, hi = _range(x, 1)
+        scale = jnp.max(jnp.nan_to_num(jnp.maximum(-lo, hi)))
+        ends = jnp.stack([lo, hi]) / jnp.where(scale > 0, scale, 1)
+        m = {'ends': half_bytes(ends.astype(jnp.float16)), 'scale': scale.astype(jnp.float32)}
+        q = rounding(_to_unit(x, *ends_of(m, x.dtype)) * levels, ctx)
+        return m | {'codes': pack(jnp.clip(q, 0, levels).astype(jnp.uint8), bits)}
+
+    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+        del ctx
+        n = math.prod(like.shape)
+        wide = jnp.promote_types(like.dtype, jnp.float32)
+        q = unpack(m['codes'], bits, -(-n // size) * size).astype(wide).reshape(-1, size)
+        x = _from_unit(q / levels, *ends_of(m, wide))
+        return x.reshape(-1)[:n].reshape(like.shape).astype(like.dtype)
+
+    return Codec(encode, decode)

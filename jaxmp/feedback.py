@@ -1,0 +1,265 @@
+"""What is remembered: feedback rules make a channel, two state machines, out of a codec.
+
+A channel has a state at each end of the wire. The sender turns a tensor and its state into a message
+and its next state; the receiver turns the message and its own state into what the next stage sees.
+Buffers have the shape of the batch (position i of this batch meets position i of the last one) and
+start at zero; AQ-SGD's has one slot a training example. Where both ends hold the same buffer the
+channel is `mirrored`, and a boundary inside one process keeps a single copy of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmp.codecs.dense import raw
+from jaxmp.wire import Codec, Ctx, Like, Payload
+
+Tx = Any
+Rx = Any
+
+
+def _keep(x: Array, state: Any, ctx: Ctx) -> Any:
+    del x, ctx
+    return state
+
+
+class Channel(NamedTuple):
+    """A feedback rule over a codec: what is sent, and what both ends remember.
+
+    Attributes:
+      codec: the codec that makes the messages.
+      init: ``like -> (tx, rx)``, the states of the two ends.
+      send: ``(x, tx, ctx) -> (payload, tx)``.
+      recv: ``(payload, rx, like, ctx) -> (y, rx)``.
+      prime: ``(x, state, ctx) -> state``, either end's state after ``x`` itself was sent (warm-up).
+      mirrored: whether the two ends always hold equal states.
+    """
+
+    codec: Codec
+    init: Callable[[Like], tuple[Tx, Rx]]
+    send: Callable[[Array, Tx, Ctx], tuple[Payload, Tx]]
+    recv: Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]
+    prime: Callable[[Array, Any, Ctx], Any] = _keep
+    mirrored: bool = False
+
+
+def _wide(like: Like) -> jnp.dtype:
+    return jnp.promote_types(like.dtype, jnp.float32)
+
+
+def _buffer(like: Like) -> Array:
+    return jnp.zeros(like.shape, _wide(like))
+
+
+def _like(x: Array) -> Like:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def check_codec(rule: str, codec: object) -> None:
+    """Raises TypeError unless ``codec`` is a Codec."""
+    if isinstance(codec, Channel):
+        raise TypeError(f'{rule} takes a codec and got a feedback rule; rules do not nest')
+    if not isinstance(codec, Codec):
+        raise TypeError(f'{rule} takes a codec such as top_k(0.1), got {codec!r}')
+
+
+def direct(codec: Codec) -> Channel:
+    """No memory: ``y = C(x)``.
+
+    Args:
+      codec: C.
+
+    Raises:
+      TypeError: if ``codec`` is not a codec.
+    """
+    check_codec('direct', codec)
+
+    def recv(m: Payload, rx: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
+        return codec.decode(m, like, ctx), rx
+
+    return Channel(
+        codec, lambda like: ((), ()), lambda x, tx, ctx: (codec.encode(x, ctx), tx), recv
+    )
+
+
+def ef(codec: Codec) -> Channel:
+    """Error feedback: ``m = C(x + e)``, ``e <- x + e - m``.
+
+    Args:
+      codec: C.
+
+    Raises:
+      TypeError: if ``codec`` is not a codec.
+
+    >>> import jaxmp
+    >>> rule = ef(jaxmp.top_k(0.5))
+    >>> x, ctx = jnp.array([[3.0, 2.0]]), jaxmp.Ctx()
+    >>> m, e = rule.send(x, rule.init(jaxmp.like(x))[0], ctx)
+    >>> m, e = rule.send(x, e, ctx)
+    >>> rule.recv(m, (), jaxmp.like(x), ctx)[0].tolist(), e.tolist()
+    ([[0.0, 4.0]], [[3.0, 0.0]])
+
+    References:
+      Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Error Feedback Fixes
+      SignSGD, arXiv 1901.09847.
+    """
+    check_codec('ef', codec)
+
+    def send(x: Array, e: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
+        p = x + e
+        m = codec.encode(p.astype(x.dtype), ctx)
+        return m, p - codec.decode(m, _like(x), ctx)
+
+    def recv(m: Payload, rx: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
+        return codec.decode(m, like, ctx), rx
+
+    return Channel(codec, lambda like: (_buffer(like), ()), send, recv, _cleared)
+
+
+def _cleared(x: Array, state: Any, ctx: Ctx) -> Any:
+    del x, ctx
+    return jax.tree.map(jnp.zeros_like, state)
+
+
+def ef21(codec: Codec) -> Channel:
+    """EF21: ``m = C(x - g)``, ``g <- g + m`` at both ends; the next stage sees ``g``.
+
+    Args:
+      codec: C.
+
+    Raises:
+      TypeError: if ``codec`` is not a codec.
+
+    References:
+      EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback,
+      arXiv 2106.05203.
+    """
+    check_codec('ef21', codec)
+
+    def send(x: Array, g: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
+        m = codec.encode((x - g).astype(x.dtype), ctx)
+        return m, g + codec.decode(m, _like(x), ctx)
+
+    def recv(m: Payload, g: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
+        g = g + codec.decode(m, like, ctx)
+        return g.astype(like.dtype), g
+
+    return Channel(
+        codec,
+        init=lambda like: (_buffer(like), _buffer(like)),
+        send=send,
+        recv=recv,
+        prime=lambda x, g, ctx: x.astype(g.dtype),
+        mirrored=True,
+    )
+
+
+def ef_mixed(codec: Codec) -> Channel:
+    """Two messages, of the tensor and of the error: ``y = C(x) + C(e)``, ``e <- e + x - y``.
+
+    Both halves are sent, so the paper's 'EF-mixed + Top 10 %' (5 % of each) is
+    ``ef_mixed(top_k(0.05))``.
+
+    Args:
+      codec: C, applied to each of the two.
+
+    Raises:
+      TypeError: if ``codec`` is not a codec.
+
+    References:
+      Activations and Gradients Compression for Model-Parallel Training, arXiv 2401.07788, 2.4.
+    """
+    check_codec('ef_mixed', codec)
+
+    def total(m: Payload, like: Like, ctx: Ctx) -> Array:
+        return codec.decode(m[0], like, ctx.fold(0)) + codec.decode(m[1], like, ctx.fold(1))
+
+    def send(x: Array, e: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
+        m = codec.encode(x, ctx.fold(0)), codec.encode(e.astype(x.dtype), ctx.fold(1))
+        return m, e + x - total(m, _like(x), ctx)
+
+    def recv(m: Payload, rx: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
+        return total(m, like, ctx), rx
+
+    return Channel(
+        codec._replace(support=lambda m, like, ctx: None),
+        lambda like: (_buffer(like), ()),
+        send,
+        recv,
+        _cleared,
+    )
+
+
+def aqsgd(codec: Codec, examples: int) -> Channel:
+    """AQ-SGD: the change of an example since its last visit, ``m[id] += C(x - m[id])`` at both ends.
+
+    One buffer a training example, zero before the first visit, so the first visit is compressed
+    too; after a warm-up epoch (`warm`) every ``m[id]`` is the activation itself, which is the
+    'first visit in full precision' of AQ-SGD. A table takes ``examples`` times the bytes of one
+    example's activation.
+
+    Args:
+      codec: C.
+      examples: number of training examples; ids are ``0 .. examples - 1``.
+
+    Raises:
+      TypeError: if ``codec`` is not a codec.
+      ValueError: if ``examples`` is not a positive integer, or the context has no ids.
+
+    References:
+      Fine-tuning Language Models over Slow Networks using Activation Compression with Guarantees,
+      arXiv 2206.01299.
+    """
+    check_codec('aqsgd', codec)
+    if not isinstance(examples, int) or examples < 1:
+        raise ValueError(f'aqsgd examples {examples!r} is not the number of training examples')
+
+    def ids(ctx: Ctx) -> Array:
+        if ctx.ids is None:
+            raise ValueError("aqsgd needs ctx.ids; the data pipeline must yield 'id'")
+        return ctx.ids
+
+    def table(like: Like) -> Array:
+        return jnp.zeros((examples, *like.shape[1:]), _wide(like))
+
+    def send(x: Array, t: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
+        g = t[ids(ctx)]
+        m = codec.encode((x - g).astype(x.dtype), ctx)
+        return m, t.at[ids(ctx)].set(g + codec.decode(m, _like(x), ctx))
+
+    def recv(m: Payload, t: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
+        g = t[ids(ctx)] + codec.decode(m, like, ctx)
+        return g.astype(like.dtype), t.at[ids(ctx)].set(g)
+
+    return Channel(
+        codec,
+        init=lambda like: (table(like), table(like)),
+        send=send,
+        recv=recv,
+        prime=lambda x, t, ctx: t.at[ids(ctx)].set(x.astype(t.dtype)),
+        mirrored=True,
+    )
+
+
+def warm(channel: Channel) -> Channel:
+    """The same channel in its warm-up: sends the tensor itself and primes both states with it.
+
+    ``y = x``; afterwards EF has ``e = 0``, EF21 ``g = x``, AQ-SGD ``m[id] = x``.
+
+    Args:
+      channel: the channel that takes over when the warm-up ends; the states are its own.
+    """
+
+    def send(x: Array, tx: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
+        return raw.encode(x, ctx), channel.prime(x, tx, ctx)
+
+    def recv(m: Payload, rx: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
+        y = raw.decode(m, like, ctx)
+        return y, channel.prime(y, rx, ctx)
+
+    return channel._replace(codec=raw, send=send, recv=recv)

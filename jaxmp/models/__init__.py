@@ -1,0 +1,5 @@
+"""Networks as tuples of stages, with no word about compression."""
+
+from jaxmp.models.resnet import resnet18
+
+__all__ = ['resnet18']

@@ -1,0 +1,130 @@
+"""Text to channel: one text names a channel in configs, on the command line, in logs and tables.
+
+The text is Python's expression syntax cut down to names, numbers and calls. It is parsed, never
+evaluated: names are looked up among the package's public codecs, index codings, roundings and
+feedback rules, so the namespace is the registry.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmp import codecs, feedback
+from jaxmp.feedback import Channel, direct
+from jaxmp.wire import Codec
+
+ROUNDINGS = (codecs.nearest, codecs.stochastic)
+RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd')
+NAMES: Mapping[str, Any] = {
+    **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
+    **{name: getattr(feedback, name) for name in RULES},
+}
+
+
+class SpecError(ValueError):
+    """A channel text that makes no sense; the message quotes the text and says why."""
+
+
+def parse(text: str, names: Mapping[str, Any] | None = None) -> Channel:
+    """The channel that ``text`` names; a bare codec means ``direct``.
+
+    Args:
+      text: for example ``'ef21(top_k(0.1, values=fp16, indices=bitmap))'``.
+      names: further names, for your own codecs (functions or codecs) or numbers.
+
+    Raises:
+      SpecError: if the text is not such an expression, or what it says makes no sense.
+
+    >>> parse('top_k(10)')
+    Traceback (most recent call last):
+    ...
+    jaxmp.spec.SpecError: in 'top_k(10)': top_k fraction 10 is not in (0, 1]; for 10 % write \
+top_k(0.1)
+    """
+    if not isinstance(text, str):
+        raise SpecError(f'a channel is named by a text such as "top_k(0.1)", got {text!r}')
+    known = {**NAMES, **(names or {})}
+    try:
+        thing = _build(ast.parse(text.strip(), mode='eval').body, known)
+        return thing if isinstance(thing, Channel) else direct(_codec(thing, text.strip()))
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise SpecError(
+            f'in {text!r}: not an expression of names, numbers and calls such as '
+            f'ef21(top_k(0.1, values=fp16)) ({error})'
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise SpecError(f'in {text!r}: {error}') from None
+
+
+def canonical(text: str, names: Mapping[str, Any] | None = None) -> str:
+    """The text in one spelling, as Python's own unparser writes it; see `parse`.
+
+    >>> canonical(' top_k( 0.10,values = fp16 ) ')
+    'top_k(0.1, values=fp16)'
+    """
+    parse(text, names)
+    return ast.unparse(ast.parse(text.strip(), mode='eval'))
+
+
+def _codec(thing: Any, text: str) -> Codec:
+    if inspect.isfunction(thing):
+        raise SpecError(f'{text} needs its arguments: {text}{_form(thing)}')
+    if not isinstance(thing, Codec):
+        raise TypeError(f'{text} is not a codec or feedback rule by itself')
+    return thing
+
+
+def _build(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id=name):
+            return _look_up(name, names)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            return _call(name, args, keywords, names)
+    raise SpecError(
+        f'{ast.unparse(node)!r} is not allowed; write names, numbers and calls such as '
+        'ef21(top_k(0.1, values=fp16))'
+    )
+
+
+def _look_up(name: str, names: Mapping[str, Any]) -> Any:
+    if name in names:
+        return names[name]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f' (did you mean {near[0]}?)' if near else ''
+    raise SpecError(f'unknown word {name!r}{hint}; known: {", ".join(sorted(names))}')
+
+
+def _call(
+    name: str, args: list[ast.expr], keywords: list[ast.keyword], names: Mapping[str, Any]
+) -> Any:
+    function = _look_up(name, names)
+    if not callable(function) or isinstance(function, tuple):
+        raise SpecError(f'{name} takes no arguments; write {name}')
+    built = [_argument(a, names) for a in args]
+    named = {k.arg or '**': _argument(k.value, names) for k in keywords}
+    try:
+        bound = inspect.signature(function).bind(*built, **named)
+    except TypeError as error:
+        raise SpecError(f'{name}: {error}; its form is {name}{_form(function)}') from None
+    return function(*bound.args, **bound.kwargs)
+
+
+def _argument(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    value = _build(node, names)
+    if inspect.isfunction(value) and value not in ROUNDINGS:
+        raise SpecError(f'{ast.unparse(node)} needs its arguments: {node.id}{_form(value)}')
+    return value
+
+
+def _form(function: Any) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    words = (p.name if p.default is p.empty else f'{p.name}=...' for p in parameters)
+    return f'({", ".join(words)})'
