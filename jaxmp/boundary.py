@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from jaxmp.feedback import Channel
 from jaxmp.transport import Transport, local
-from jaxmp.wire import Ctx, Like, like
+from jaxmp.wire import Ctx, Like, like, nbytes
 
 
 class Links(NamedTuple):
@@ -83,6 +83,18 @@ class Boundary:
         cross.defvjp(forward, backward)
         y, fwd, bwd = cross(x, links.fwd, links.bwd, ctx)
         return y, Links(fwd, bwd)
+
+    def bits(self, x: Array | Like) -> tuple[int, int]:
+        """Bits of the forward and of the backward message for a tensor like ``x``."""
+
+        def messages(x: Array) -> tuple[Any, Any]:
+            ctx = Ctx(jax.random.key(0), jnp.zeros(x.shape[:1], jnp.int32))
+            m, _ = self.fwd.send(x, self.fwd.init(like(x))[0], ctx)
+            ctx = ctx._replace(support=self.fwd.codec.support(m, like(x), ctx))
+            return m, self.bwd.send(x, self.bwd.init(like(x))[0], ctx)[0]
+
+        forward, backward = jax.eval_shape(messages, like(x))
+        return 8 * nbytes(forward), 8 * nbytes(backward)
 
     def _ends(self, channel: Channel, state: tuple[Any, Any]) -> tuple[Any, Any]:
         return (state[0], ()) if self._shares(channel) else state

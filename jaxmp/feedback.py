@@ -38,6 +38,7 @@ class Channel(NamedTuple):
       recv: ``(payload, rx, like, ctx) -> (y, rx)``.
       prime: ``(x, state, ctx) -> state``, either end's state after ``x`` itself was sent (warm-up).
       mirrored: whether the two ends always hold equal states.
+      per_example: whether the state is indexed by ``ctx.ids`` (unseen examples have none).
     """
 
     codec: Codec
@@ -46,6 +47,7 @@ class Channel(NamedTuple):
     recv: Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]
     prime: Callable[[Array, Any, Ctx], Any] = _keep
     mirrored: bool = False
+    per_example: bool = False
 
 
 def _wide(like: Like) -> jnp.dtype:
@@ -243,6 +245,7 @@ def aqsgd(codec: Codec, examples: int) -> Channel:
         recv=recv,
         prime=lambda x, t, ctx: t.at[ids(ctx)].set(x.astype(t.dtype)),
         mirrored=True,
+        per_example=True,
     )
 
 

@@ -55,7 +55,9 @@ def k_largest(x: Float[Array, "B n"], k: int) -> UInt32[Array, "B w"]:
     '0x6'
     """
     if not 1 <= k <= x.shape[1]:
-        raise ValueError(f"k_largest of rows of {x.shape[1]} entries needs 1 <= k <= n, got k = {k}")
+        raise ValueError(
+            f"k_largest of rows of {x.shape[1]} entries needs 1 <= k <= n, got k = {k}"
+        )
     return _each_row(
         partial(_k_largest, k=k, count=_vertical_count), partial(_k_largest, k=k, count=_count), x
     )
@@ -87,7 +89,7 @@ def bitmap(support: Int32[Array, "B k"], n: int) -> UInt32[Array, "B w"]:
 
 def gather(x: Shaped[Array, "B n"], support: Int32[Array, "B k"]) -> Shaped[Array, "B k"]:
     """Read the entries of each row that `support` lists."""
-    return jnp.take_along_axis(x, support, axis=1, mode="clip")
+    return jax.vmap(lambda row, s: row.at[s].get(mode="clip"))(x, support)
 
 
 def scatter(
@@ -113,7 +115,7 @@ def _k_largest(x: Float[Array, " n"], k: int, count: Count) -> UInt32[Array, " w
 
     def settle_ties():
         above = _pack(key > t)
-        return above | _lowest(reach ^ above, k - _ones(above).sum())
+        return above | _lowest(reach ^ above, k - _ones(above).sum(dtype=jnp.int32))
 
     words = lax.cond(_ones(reach).sum() == k, lambda: reach, settle_ties)
     return words[: -(-x.size // 32)]
@@ -165,7 +167,7 @@ def _vertical_count(hits):
     folded = sum(rows[1:], rows[0]).reshape(-1, LANES)
     zero = folded.dtype.type(0)
     columns = lax.reduce_window(folded, zero, lax.add, (16, 1), (16, 1), "SAME")
-    return columns.sum(0, dtype=jnp.int32).sum()
+    return columns.sum(0, dtype=jnp.int32).sum(dtype=jnp.int32)
 
 
 def _pack(mask):
@@ -178,9 +180,12 @@ def _ones(words):
 
 
 def _ones_before(words):
-    """Set bits in all earlier words."""
-    ones = _ones(words)
-    return jnp.cumsum(ones) - ones
+    """Set bits in all earlier words: a product within blocks of 32 words, exact in any precision."""
+    blocks = jnp.pad(_ones(words), (0, -words.size % 32)).reshape(-1, 32)
+    inside = blocks.astype(jnp.float32) @ jnp.triu(jnp.ones((32, 32), jnp.float32), 1)
+    total = blocks.sum(1, dtype=jnp.int32)
+    before = inside.astype(jnp.int32) + (jnp.cumsum(total, dtype=jnp.int32) - total)[:, None]
+    return before.reshape(-1)[: words.size]
 
 
 def _select(word, rank):

@@ -1,0 +1,91 @@
+"""Saving and restoring a run: the whole train state, its configuration and its place in the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# Keys that may differ between a run and its continuation: none changes a number already computed.
+FREE = ('name', 'epochs', 'data_dir', 'download', 'checkpoint_every', 'tensorboard')
+
+
+class WorkdirError(RuntimeError):
+    """A workdir that cannot be used; the message says what to do."""
+
+
+class Checkpoints:
+    """The checkpoints of a workdir, the newest two kept; see `open_checkpoints`."""
+
+    def __init__(self, workdir: Path) -> None:
+        """Opens ``workdir/checkpoints``."""
+        import orbax.checkpoint as ocp  # seconds of import
+
+        self._ocp = ocp
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
+
+    def save(self, step: int, state: Any, place: dict[str, Any]) -> None:
+        """Writes ``state`` (a pytree of arrays and keys) and ``place`` (JSON) as of ``step``."""
+        args = self._ocp.args
+        both = args.Composite(state=args.StandardSave(state), place=args.JsonSave(place))
+        self._manager.save(step, args=both, force=True)
+
+    def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The newest state, with the shapes and dtypes of ``like``, and its place; or None.
+
+        Raises:
+          WorkdirError: if the checkpoint was made with another model or channel.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        args = self._ocp.args
+        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
+        both = args.Composite(state=args.StandardRestore(abstract), place=args.JsonRestore())
+        try:
+            found = self._manager.restore(step, args=both)
+        except (ValueError, KeyError, TypeError) as error:
+            where = self._manager.directory / str(step)
+            raise WorkdirError(
+                f'{where} holds the state of another model or channel, or is damaged: '
+                f'{str(error).splitlines()[0]}; use the configuration that made it or a new '
+                '--workdir'
+            ) from error
+        return found['state'], found['place']
+
+    def close(self) -> None:
+        """Ends pending work."""
+        self._manager.close()
+
+
+def claim(workdir: Path, config: dict[str, Any]) -> None:
+    """Makes ``workdir``, or checks that what it holds is a run of the same configuration.
+
+    Writes ``config.json``. Keys in `FREE` may change.
+
+    Args:
+      workdir: the run's folder.
+      config: the resolved configuration.
+
+    Raises:
+      WorkdirError: if the folder cannot be written or holds a run of another configuration.
+    """
+    path = workdir / 'config.json'
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        old = json.loads(path.read_text()) if path.exists() else config
+        clash = [k for k in {**old, **config} if k not in FREE and old.get(k) != config.get(k)]
+        if clash:
+            raise WorkdirError(
+                f'{workdir} holds a run with other settings: '
+                + ', '.join(f'{k}={old.get(k)!r} (now {config.get(k)!r})' for k in clash)
+                + '; repeat those settings to go on with it, or give a new --workdir'
+            )
+        path.write_text(json.dumps(config, indent=1) + '\n')
+    except (OSError, json.JSONDecodeError) as error:
+        raise WorkdirError(
+            f'cannot use the workdir {workdir}: {error}; give a --workdir that is a writable folder'
+        ) from error

@@ -1,0 +1,185 @@
+"""What a run tells: records in metrics.jsonl, progress on the terminal, the closing table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a last line cut off by a kill is dropped."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith('}')]
+
+
+class Metrics:
+    """Appends records to ``metrics.jsonl``, and to TensorBoard if asked."""
+
+    def __init__(self, workdir: Path, step: int, tensorboard: bool = False) -> None:
+        """Opens the file, dropping records after ``step``: they will be made again.
+
+        Args:
+          workdir: the run's folder.
+          step: the step that the run goes on from.
+          tensorboard: also write event files under ``workdir/tensorboard``.
+
+        Raises:
+          ImportError: if TensorBoard is asked for and its extra is not installed.
+        """
+        path = workdir / 'metrics.jsonl'
+        self.records = [r for r in read(path) if r['step'] <= step]
+        text = ''.join(json.dumps(r) + '\n' for r in self.records)
+        path.write_text(text)
+        self._file = path.open('a', buffering=1)
+        self._board = _board(workdir) if tensorboard else None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends one record; it must hold ``step``."""
+        self.records.append(record)
+        self._file.write(json.dumps(record) + '\n')
+        if self._board:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f'{record["kind"]}/{name}', value, record['step'])
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def _board(workdir: Path) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            'config.tensorboard=True needs the extra: pip install "jaxmp[tensorboard]"'
+        ) from error
+    return SummaryWriter(str(workdir / 'tensorboard'))
+
+
+class Display:
+    """Progress with loss, accuracy, examples a second and time left.
+
+    A bar on a terminal; elsewhere a line at most every ten seconds.
+    """
+
+    def __init__(self, total: int, done: int, examples: int) -> None:
+        """Starts the display.
+
+        Args:
+          total: steps of the whole run.
+          done: steps already done.
+          examples: examples a step.
+        """
+        self._console = Console(stderr=True)
+        columns = TextColumn('{task.description}'), BarColumn(), TextColumn('{task.fields[now]}')
+        times = TimeElapsedColumn(), TextColumn('left'), TimeRemainingColumn(elapsed_when_finished=True)
+        self._bar = Progress(*columns, *times, console=self._console, transient=True)
+        self._task = self._bar.add_task('start', total=total, completed=done, now='compiling')
+        self._total, self._examples = total, examples
+        self._start, self._last = (time.time(), done), time.time()
+        if self._console.is_terminal:
+            self._bar.start()
+
+    def update(self, epoch: str, step: int, loss: float, accuracy: float) -> None:
+        """Shows the state after ``step`` steps."""
+        seconds = max(time.time() - self._start[0], 1e-9)
+        rate = (step - self._start[1]) / seconds
+        now = f'loss {loss:.3f}  acc {accuracy:6.2%}  {rate * self._examples:,.0f} ex/s'
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=step, description=epoch, now=now)
+        elif time.time() - self._last > 10:
+            self._last = time.time()
+            left = (self._total - step) / rate
+            self.say(f'{epoch}  step {step}/{self._total}  {now}  {duration(left)} left')
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._console.is_terminal:
+            self._bar.stop()
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` as h:mm:ss or m:ss.
+
+    >>> duration(75)
+    '1:15'
+    """
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f'{hours}:{m:02}:{s:02}' if hours else f'{m}:{s:02}'
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, hardware and versions, for results that can be traced."""
+    import jaxmp
+
+    device = jax.devices()[0]
+    kind = _cpu() if device.platform == 'cpu' else device.device_kind
+    versions = {'jaxmp': jaxmp.__version__, 'jax': jax.__version__}
+    versions['python'] = platform.python_version()
+    count = len(os.sched_getaffinity(0)) if device.platform == 'cpu' else len(jax.devices())
+    return {'commit': _commit(), 'hardware': f'{count} x {kind}', 'versions': versions}
+
+
+def _cpu() -> str:
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        return next(l.split(':', 1)[1].strip() for l in lines if l.startswith('model name'))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    root = Path(__file__).parent.parent
+    ask = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=12']
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    """The closing tables of a summary: quality off and on, and bytes at every boundary."""
+    quality = Table(title=f'{summary["name"]}: fwd {summary["fwd"]}, bwd {summary["bwd"]}')
+    for head in ('compression', 'accuracy best', '(epoch)', 'accuracy last', 'loss last'):
+        quality.add_column(head, justify='right')
+    for mode in ('off', 'on'):
+        best, last = summary['test'][mode]['best'], summary['test'][mode]['last']
+        row = f'{best["accuracy"]:.2%}', str(best['epoch']), f'{last["accuracy"]:.2%}'
+        quality.add_row(mode, *row, f'{last["loss"]:.4f}')
+    size = Table(title='bytes a step')
+    for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio '):
+        size.add_column(head, justify='right')
+    for row in summary['bytes']:
+        full, f, b = row['uncompressed'], row['forward'], row['backward']
+        cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
+        size.add_row(str(row['boundary']), *cells)
+    return [quality, size]
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Prints the closing tables to standard output."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
+    for table in tables(summary):
+        console.print(table)

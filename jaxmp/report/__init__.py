@@ -1,0 +1,1 @@
+"""From log files to tables and pictures; imports nothing else of jaxmp."""

@@ -1,0 +1,41 @@
+"""One run's curves: training loss, and test accuracy with compression off and on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def draw(workdir: Path) -> Path:
+    """Draws ``workdir/curves.png`` from ``metrics.jsonl`` and ``config.json``.
+
+    Args:
+      workdir: the run's folder.
+
+    Returns:
+      The picture's path.
+    """
+    from matplotlib.figure import Figure  # no pyplot: no global state, no display
+
+    lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    config = json.loads((workdir / 'config.json').read_text())
+    train = [r for r in records if r['kind'] == 'train']
+    test = [r for r in records if r['kind'] == 'test']
+    figure = Figure(figsize=(9, 3.6), layout='constrained')
+    left, right = figure.subplots(1, 2)
+    left.plot([r['epoch'] for r in train], [r['loss'] for r in train], color='black')
+    left.set(title='Training loss', xlabel='epoch', ylabel='cross-entropy (nats)', yscale='log')
+    for mode, style in (('off', '--'), ('on', '-')):
+        epochs = [r['epoch'] for r in test if r['compression'] == mode]
+        values = [100 * r['accuracy'] for r in test if r['compression'] == mode]
+        right.plot(epochs, values, style, marker='.', label=f'compression {mode}')
+    right.set(title='Test accuracy', xlabel='epoch', ylabel='%')
+    right.legend(loc='lower right')
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(f'{config["name"]}\nfwd {config["fwd"]}   bwd {config["bwd"]}', fontsize=10)
+    path = workdir / 'curves.png'
+    figure.savefig(path, dpi=120)
+    return path
