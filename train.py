@@ -16,12 +16,14 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; default r
 def main(argv: list[str]) -> None:
     """Trains what the flags say; a mistake in them ends with one line, not a traceback."""
     if len(argv) > 1:
-        sys.exit(f'train.py: unexpected arguments {argv[1:]}; options are written --config.key=value')
+        sys.exit(
+            f'train.py: unexpected arguments {argv[1:]}; options are written --config.key=value'
+        )
     import jax
     from absl import logging
 
     from jaxmp.checkpoint import WorkdirError
-    from jaxmp.train import Diverged, run
+    from jaxmp.run import DivergedError, run
 
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
     config = CONFIG.value
@@ -29,7 +31,7 @@ def main(argv: list[str]) -> None:
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     try:
         summary = run(config, WORKDIR.value or Path('runs') / config.name)
-    except (ValueError, FileNotFoundError, ImportError, WorkdirError, Diverged) as error:
+    except (ValueError, FileNotFoundError, ImportError, WorkdirError, DivergedError) as error:
         sys.exit(f'train.py: {type(error).__name__}: {error}')
     sys.exit(0 if summary else 143)
 

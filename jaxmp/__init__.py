@@ -7,9 +7,9 @@ from jaxmp.feedback import Channel, aqsgd, direct, ef, ef21, ef_mixed, warm
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import SpecError, canonical, parse
 from jaxmp.transport import Transport, local, ppermute
+from jaxmp.version import __version__ as __version__
 from jaxmp.wire import Codec, Ctx, Like, bits, like, nbytes
 
-__version__ = '0.1.0'
 __all__ = [
     'Boundary',
     'Channel',

@@ -1,12 +1,12 @@
 """Where the model is cut: the one custom_vjp.
 
-Forward, a boundary sends the activation through one channel; backward, its gradient through another.
-The forward state returns as an output. The backward state is made during the backward pass, so it
-has to leave through a cotangent, and cotangents of a value used twice are summed. Therefore the
-backward state passes through `cross` unchanged, and `value_and_grad` seeds the cotangent of its
-output with the current state: each crossing's backward rule takes that cotangent as its state and
-emits the next one. The state flows backward through time exactly as gradients do, also under a scan
-over micro-batches, where the order is the reverse of the forward one.
+Forward, a boundary sends the activation through one channel; backward, its gradient through
+another. The forward state returns as an output. The backward state is made during the backward
+pass, so it has to leave through a cotangent, and cotangents of a value used twice are summed.
+Therefore the backward state passes through `cross` unchanged, and `value_and_grad` seeds the
+cotangent of its output with the current state: each crossing's backward rule takes that cotangent
+as its state and emits the next one. The state flows backward through time exactly as gradients do,
+also under a scan over micro-batches, where the order is the reverse of the forward one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Boundary:
             return forward(x, fwd, bwd, ctx)[0]
 
         def forward(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
-            y, state, supports = self._move(self.fwd, self.via.forward, x, fwd, (ctx.fold(0),) * 2)
+            y, state, supports = self._move(
+                self.fwd, self.via.forward, x, fwd, (ctx.fold(0), ctx.fold(0))
+            )
             return (y, state, bwd), (ctx, supports)
 
         def backward(res: Any, cotangents: Any) -> Any:
@@ -116,7 +118,7 @@ class Boundary:
     def _check(self, x: Array, links: Links) -> None:
         want = jax.eval_shape(lambda: self.init(x))
         for side in ('fwd', 'bwd'):
-            a, b = (jax.tree.map(lambda l: (l.shape), getattr(l, side)) for l in (want, links))
+            a, b = (jax.tree.map(lambda l: l.shape, getattr(l, side)) for l in (want, links))
             if a != b:
                 raise ValueError(
                     f'links.{side} were made for buffers {b}, a tensor of shape {x.shape} needs '

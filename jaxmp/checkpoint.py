@@ -1,4 +1,4 @@
-"""Saving and restoring a run: the whole train state, its configuration and its place in the data."""
+"""Saving and restoring a run: the whole train state, its configuration, its place in the data."""
 
 from __future__ import annotations
 

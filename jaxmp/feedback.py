@@ -1,10 +1,10 @@
 """What is remembered: feedback rules make a channel, two state machines, out of a codec.
 
-A channel has a state at each end of the wire. The sender turns a tensor and its state into a message
-and its next state; the receiver turns the message and its own state into what the next stage sees.
-Buffers have the shape of the batch (position i of this batch meets position i of the last one) and
-start at zero; AQ-SGD's has one slot a training example. Where both ends hold the same buffer the
-channel is `mirrored`, and a boundary inside one process keeps a single copy of it.
+A channel has a state at each end of the wire. The sender turns a tensor and its state into a
+message and its next state; the receiver turns the message and its own state into what the next
+stage sees. Buffers have the shape of the batch (position i of this batch meets position i of the
+last one) and start at zero; AQ-SGD's has one slot a training example. Where both ends hold the same
+buffer the channel is `mirrored`, and a boundary inside one process keeps a single copy of it.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def ef_mixed(codec: Codec) -> Channel:
 
 
 def aqsgd(codec: Codec, examples: int) -> Channel:
-    """AQ-SGD: the change of an example since its last visit, ``m[id] += C(x - m[id])`` at both ends.
+    """AQ-SGD, the change of an example since its last visit: ``m[id] += C(x - m[id])``, both ends.
 
     One buffer a training example, zero before the first visit, so the first visit is compressed
     too; after a warm-up epoch (`warm`) every ``m[id]`` is the activation itself, which is the

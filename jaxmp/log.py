@@ -64,7 +64,7 @@ class Metrics:
 
 def _board(workdir: Path) -> Any:
     try:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             'config.tensorboard=True needs the extra: pip install "jaxmp[tensorboard]"'
@@ -88,7 +88,11 @@ class Display:
         """
         self._console = Console(stderr=True)
         columns = TextColumn('{task.description}'), BarColumn(), TextColumn('{task.fields[now]}')
-        times = TimeElapsedColumn(), TextColumn('left'), TimeRemainingColumn(elapsed_when_finished=True)
+        times = (
+            TimeElapsedColumn(),
+            TextColumn('left'),
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
         self._bar = Progress(*columns, *times, console=self._console, transient=True)
         self._task = self._bar.add_task('start', total=total, completed=done, now='compiling')
         self._total, self._examples = total, examples

@@ -61,7 +61,7 @@ class Pipeline:
         x: Array,
         ctx: Ctx | None = None,
         **kwargs: Any,
-    ) -> tuple[Array, Variables, Links | None]:
+    ) -> tuple[Array, Variables, Any]:
         """Runs the stages; ``links=None`` leaves the boundaries open (no compression).
 
         Args:
@@ -99,9 +99,7 @@ class Pipeline:
         return found
 
 
-def _run(
-    stage: nn.Module, variables: dict, x: Array, ctx: Ctx, kwargs: dict
-) -> tuple[Array, dict]:
+def _run(stage: nn.Module, variables: dict, x: Array, ctx: Ctx, kwargs: dict) -> tuple[Array, dict]:
     mutable = [name for name in variables if name != 'params']
     rngs = {} if ctx.key is None else {'dropout': ctx.key}
     x, changed = stage.apply(variables, x, mutable=mutable, rngs=rngs, **kwargs)
@@ -118,7 +116,7 @@ def pipeline(
     bwd: Channel | Sequence[Channel],
     via: Transport | None = None,
 ) -> Pipeline:
-    """A model cut into stages, its activations sent through ``fwd``, their gradients through ``bwd``.
+    """A model cut into stages; activations go through ``fwd``, their gradients through ``bwd``.
 
     Args:
       stages: Flax modules, each taking the last one's output.

@@ -72,7 +72,7 @@ def canonical(text: str, names: Mapping[str, Any] | None = None) -> str:
 
 def _codec(thing: Any, text: str) -> Codec:
     if inspect.isfunction(thing):
-        raise SpecError(f'{text} needs its arguments: {text}{_form(thing)}')
+        raise SpecError(_incomplete(text, thing))
     if not isinstance(thing, Codec):
         raise TypeError(f'{text} is not a codec or feedback rule by itself')
     return thing
@@ -120,8 +120,12 @@ def _call(
 def _argument(node: ast.expr, names: Mapping[str, Any]) -> Any:
     value = _build(node, names)
     if inspect.isfunction(value) and value not in ROUNDINGS:
-        raise SpecError(f'{ast.unparse(node)} needs its arguments: {node.id}{_form(value)}')
+        raise SpecError(_incomplete(ast.unparse(node), value))
     return value
+
+
+def _incomplete(text: str, function: Any) -> str:
+    return f'{text} needs its arguments: {text}{_form(function)}'
 
 
 def _form(function: Any) -> str:

@@ -1,42 +1,36 @@
-"""Trains a pipeline under compression: state, step, evaluation, the run from start to summary.
+"""What is trained and how: the setting of a run, its state, a step, an epoch.
 
-One linear `run`. An epoch is a Python loop over a compiled step on CPU, where convolutions inside a
-scan are some twenty times slower, and one compiled scan on an accelerator. Data order is a pure
-function of (seed, epoch) and every key one of (seed, step), so a resumed run repeats to the bit.
+An epoch is a Python loop over a compiled step on CPU, where convolutions inside a scan are some
+twenty times slower, and one compiled scan on an accelerator. Data order is a pure function of
+(seed, epoch) and every key one of (seed, step), so a resumed run repeats to the bit.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import signal
-import time
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
 from jaxmp import data, models
-from jaxmp.boundary import Boundary, Links, value_and_grad
-from jaxmp.checkpoint import Checkpoints, WorkdirError, claim
-from jaxmp.feedback import Channel, direct, warm
-from jaxmp.log import Display, Metrics, duration, provenance, show
+from jaxmp.boundary import Links, value_and_grad
+from jaxmp.feedback import Channel, warm
 from jaxmp.pipeline import Pipeline, pipeline
-from jaxmp.report import curves
 from jaxmp.spec import parse
 from jaxmp.wire import Ctx, nbytes
 
 MODELS = {'resnet18': models.resnet18}
 AUGMENT = ('none', 'crop_flip')
 EVALUATIONS = ('carry', 'direct', 'frozen')
+
+
+Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -52,7 +46,7 @@ class TrainState(flax.struct.PyTreeNode):
 class Setting(NamedTuple):
     """What a run does not change: the data, the model in its two phases, the optimiser."""
 
-    config: ml_collections.ConfigDict
+    config: Config
     data: data.Dataset
     model: Pipeline
     warm_model: Pipeline
@@ -60,11 +54,7 @@ class Setting(NamedTuple):
     epoch_steps: int
 
 
-class Diverged(RuntimeError):
-    """The loss is not finite; the last checkpoint is from before."""
-
-
-def setting(config: ml_collections.ConfigDict) -> Setting:
+def setting(config: Config) -> Setting:
     """Loads the data and builds model and optimiser, with all the checks that need no compilation.
 
     Raises:
@@ -86,7 +76,7 @@ def setting(config: ml_collections.ConfigDict) -> Setting:
     examples = len(found.train.y)
     if not 1 <= config.batch_size <= examples:
         raise ValueError(f'config.batch_size={config.batch_size} is not in 1..{examples}')
-    fwd, bwd = (parse(config[k], {'examples': examples}) for k in ('fwd', 'bwd'))
+    fwd, bwd = (parse(str(config[k]), {'examples': examples}) for k in ('fwd', 'bwd'))
     if bwd.per_example:
         raise ValueError(f'config.bwd={config.bwd!r}: aqsgd is for activations; use ef or ef21')
     if fwd.per_example:
@@ -107,12 +97,10 @@ def check_ids(fwd: Channel, text: str, examples: int) -> None:
         )
 
 
-def optimiser(
-    config: ml_collections.ConfigDict, epoch_steps: int
-) -> optax.GradientTransformation:
+def optimiser(config: Config, epoch_steps: int) -> optax.GradientTransformation:
     """SGD with momentum, weight decay on all parameters, a cosine that moves once an epoch."""
 
-    def rate(step: Array) -> Array:
+    def rate(step: Any) -> Array:
         epoch = step // epoch_steps
         return config.lr * 0.5 * (1 + jnp.cos(jnp.pi * epoch / config.cosine_epochs))
 
@@ -149,7 +137,7 @@ def prepare(s: Setting, x: Array, key: Array | None = None) -> Float[Array, 'B H
 
 
 def crop_flip(x: Array, key: Array, frame: int = 4) -> Array:
-    """Each image shifted by up to ``frame`` pixels over black, and mirrored with probability 1/2."""
+    """Each image shifted by up to ``frame`` pixels over black, mirrored with probability 1/2."""
     key_crop, key_flip = jax.random.split(key)
     padded = jnp.pad(x, ((0, 0), (frame, frame), (frame, frame), (0, 0)))
     corners = jax.random.randint(key_crop, (len(x), 2), 0, 2 * frame + 1)
@@ -205,75 +193,22 @@ def epoch_by_step(s: Setting, model: Pipeline) -> Epoch:
 
 def epoch_by_scan(s: Setting, model: Pipeline) -> Epoch:
     """An epoch inside one compiled scan, the data on the device: the form for accelerators."""
-    x, y = jnp.asarray(s.data.train.x), jnp.asarray(s.data.train.y)
+    held = tuple(jnp.asarray(a) for a in s.data.train)
 
-    def step(state: TrainState, at: Array) -> tuple[TrainState, dict[str, Array]]:
-        return train_step(s, model, state, {'x': x[at], 'y': y[at], 'id': at})
+    @functools.partial(jax.jit, donate_argnums=0)
+    def scan(state: TrainState, x: Array, y: Array, rows: Array) -> Any:
+        def step(state: TrainState, at: Array) -> tuple[TrainState, dict[str, Array]]:
+            return train_step(s, model, state, {'x': x[at], 'y': y[at], 'id': at})
 
-    scan = jax.jit(lambda state, order: jax.lax.scan(step, state, order), donate_argnums=0)
+        return jax.lax.scan(step, state, rows)
 
     def run(state: TrainState, order: np.ndarray) -> Iterator:
         steps = len(order) // s.config.batch_size
         rows = order[: steps * s.config.batch_size].reshape(steps, -1)
-        state, metrics = scan(state, rows)
+        state, metrics = scan(state, *held, rows)
         yield state, jax.tree.map(jnp.sum, metrics), steps
 
     return run
-
-
-def evaluation_model(s: Setting) -> Pipeline:
-    """The model whose crossings are those of the test: see config.eval_feedback.
-
-    A channel with a buffer an example evaluates as ``C(x)``, for test images have none.
-    """
-
-    def channel(fwd: Channel) -> Channel:
-        plain = fwd.per_example or s.config.eval_feedback == 'direct'
-        return direct(fwd.codec) if plain else fwd
-
-    cuts = tuple(Boundary(channel(b.fwd), b.bwd, b.via) for b in s.model.boundaries)
-    return Pipeline(s.model.stages, cuts)
-
-
-def evaluator(s: Setting) -> Callable[[TrainState, bool], dict[str, float]]:
-    """A function of (state, compressed) that scores the whole test split.
-
-    Feedback buffers are carried through a private copy and thrown away, or (config.eval_feedback
-    ``frozen``) read and never written; the training state is not touched.
-    """
-    model = evaluation_model(s)
-
-    @jax.jit
-    def step(variables: Any, links: Links | None, batch: dict[str, Array], key: Array) -> Any:
-        x = prepare(s, batch['x'])
-        logits, _, after = model.apply(variables, links, x, Ctx(key, batch['id']), train=False)
-        nll, right = score(logits, batch['y'])
-        sums = jnp.stack([jnp.sum(v * batch['mask']) for v in (nll, right)])
-        return sums, links if s.config.eval_feedback == 'frozen' else after
-
-    def run(state: TrainState, compressed: bool) -> dict[str, float]:
-        links = test_links(model, state.links) if compressed else None
-        total = np.zeros(2)
-        for i, batch in enumerate(data.batches(s.data.test, s.config.batch_size, pad=True)):
-            key = jax.random.fold_in(state.key, i)
-            sums, links = step(state.variables, links, batch, key)
-            total += np.asarray(sums)
-        loss, accuracy = total / len(s.data.test.y)
-        return {'loss': float(loss), 'accuracy': float(accuracy)}
-
-    return run
-
-
-def test_links(model: Pipeline, links: Links) -> Links:
-    """The training states of those channels that keep them in the evaluation, else none."""
-    nothing = ((), ())
-    direct_init = lambda b: not jax.tree.leaves(
-        jax.eval_shape(lambda: b.fwd.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
-    )
-    fwd = tuple(
-        nothing if direct_init(b) else f for b, f in zip(model.boundaries, links.fwd, strict=True)
-    )
-    return Links(fwd, links.bwd)
 
 
 def message_bytes(s: Setting, state: TrainState) -> list[dict[str, int]]:
@@ -286,168 +221,3 @@ def message_bytes(s: Setting, state: TrainState) -> list[dict[str, int]]:
         row = {'boundary': i, 'uncompressed': nbytes(x), 'forward': forward, 'backward': backward}
         rows.append(row)
     return rows
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and SIGINT append to, so that the loop can save before it ends."""
-    seen: list[int] = []
-    old = {n: signal.signal(n, lambda n, _: seen.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield seen
-    finally:
-        for n, handler in old.items():
-            signal.signal(n, handler)
-
-
-def run(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any] | None:
-    """Trains, evaluates every epoch, and leaves config, metrics, checkpoints, summary and curves.
-
-    Goes on from the workdir's last checkpoint if there is one.
-
-    Args:
-      config: as in configs/.
-      workdir: the run's folder.
-
-    Returns:
-      The summary, or None if a signal ended the run early (its state is saved).
-
-    Raises:
-      ValueError: for a configuration that makes no sense.
-      WorkdirError: if the workdir cannot be used.
-      Diverged: if the loss is not finite.
-    """
-    workdir = Path(workdir)
-    s = setting(config)
-    claim(workdir, config.to_dict())
-    checkpoints = Checkpoints(workdir)
-    state = create(s)
-    place = {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
-    if (found := checkpoints.restore(state)) is not None:
-        state, place = found
-    metrics = Metrics(workdir, int(state.step), config.tensorboard)
-    display = Display(config.epochs * s.epoch_steps, int(state.step), config.batch_size)
-    if found is not None:
-        display.say(f'going on from step {int(state.step)} of {workdir}')
-    try:
-        with stop_signals() as stopped:
-            state, place = train(s, state, place, checkpoints, metrics, display, stopped)
-    finally:
-        display.close()
-        metrics.close()
-        checkpoints.close()
-    if stopped:
-        print(f'stopped by signal {stopped[0]} at step {int(state.step)}; saved; the same command '
-              'goes on from there', flush=True)  # fmt: skip
-        return None
-    return finish(s, state, place, metrics.records, workdir)
-
-
-def train(
-    s: Setting,
-    state: TrainState,
-    place: dict[str, Any],
-    checkpoints: Checkpoints,
-    metrics: Metrics,
-    display: Display,
-    stopped: list[int],
-) -> tuple[TrainState, dict[str, Any]]:
-    """The epochs from ``state`` on; see `run`."""
-    form = epoch_by_step if jax.default_backend() == 'cpu' else epoch_by_scan
-    epochs: dict[bool, Epoch] = {}
-    evaluate = evaluator(s)
-    start = time.time() - place['seconds']
-    for epoch in range(int(state.step) // s.epoch_steps, s.config.epochs):
-        warming = epoch < s.config.warmup_epochs
-        if warming not in epochs:
-            epochs[warming] = form(s, s.warm_model if warming else s.model)
-        order = data.order(s.config.seed, epoch, len(s.data.train.y))
-        done = int(state.step) % s.epoch_steps
-        left = order[done * s.config.batch_size : s.epoch_steps * s.config.batch_size]
-        for state, sums, steps in epochs[warming](state, left):  # noqa: B007
-            place = add(s, place, sums, steps, epoch)
-            display.update(f'epoch {epoch + 1}/{s.config.epochs}', epoch * s.epoch_steps
-                           + place['steps'], place['loss'] / place['steps'],
-                           place['accuracy'] / place['steps'])  # fmt: skip
-            if stopped:
-                break
-        place['seconds'] = time.time() - start
-        if place['steps'] == s.epoch_steps:
-            record(s, state, place, epoch + 1, evaluate, metrics, display)
-            place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
-            place['seconds'] = time.time() - start
-        last = epoch + 1 == s.config.epochs
-        if stopped or last or (epoch + 1) % s.config.checkpoint_every == 0:
-            checkpoints.save(int(state.step), state, place)
-        if stopped:
-            break
-    return state, place
-
-
-def add(
-    s: Setting, place: dict[str, Any], sums: dict[str, Array], steps: int, epoch: int
-) -> dict[str, Any]:
-    """Adds the sums of some steps to the epoch's; raises Diverged if the loss is not finite."""
-    loss = float(sums['loss'])
-    if not math.isfinite(loss):
-        step = epoch * s.epoch_steps + place['steps'] + steps
-        raise Diverged(
-            f'the loss is {loss} at step {step} (epoch {epoch + 1}); the last checkpoint is from '
-            'before it. Lower config.lr, or send more bits backward'
-        )
-    total = {k: place[k] + float(v) for k, v in sums.items()}
-    return {**place, **total, 'steps': place['steps'] + steps}
-
-
-def record(
-    s: Setting,
-    state: TrainState,
-    place: dict[str, Any],
-    epoch: int,
-    evaluate: Callable[[TrainState, bool], dict[str, float]],
-    metrics: Metrics,
-    display: Display,
-) -> None:
-    """Closes an epoch: its mean training loss, and the test with compression off and on."""
-    base = {'step': int(state.step), 'epoch': epoch}
-    means = {k: place[k] / place['steps'] for k in ('loss', 'accuracy')}
-    metrics.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
-    off, on = evaluate(state, False), evaluate(state, True)
-    metrics.write({'kind': 'test', **base, 'compression': 'off', **off})
-    metrics.write({'kind': 'test', **base, 'compression': 'on', **on})
-    display.say(
-        f'epoch {epoch}/{s.config.epochs}  {duration(place["seconds"])}  '
-        f'train loss {means["loss"]:.4f}  test accuracy off {off["accuracy"]:.2%}  '
-        f'on {on["accuracy"]:.2%}'
-    )
-
-
-def finish(
-    s: Setting,
-    state: TrainState,
-    place: dict[str, Any],
-    records: list[dict[str, Any]],
-    workdir: Path,
-) -> dict[str, Any]:
-    """Writes summary.json and curves.png, prints the closing tables."""
-    keep = ('epoch', 'loss', 'accuracy')
-    test = {}
-    for mode in ('off', 'on'):
-        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
-        best = max(rows, key=lambda r: r['accuracy'])
-        test[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
-    summary = {
-        **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
-        'test': test,
-        'bytes': message_bytes(s, state),
-        'parameters': sum(p.size for p in jax.tree.leaves(split(state.variables)[0])),
-        'steps': int(state.step),
-        'seconds': round(place['seconds'], 1),
-        **provenance(),
-        'config': s.config.to_dict(),
-    }
-    (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
-    picture = curves.draw(workdir)
-    show(summary)
-    print(f'{summary["seconds"]} s; summary and curves: {workdir / "summary.json"}, {picture}')
-    return summary

@@ -10,6 +10,7 @@ its collectives; bytes travel as they are.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,8 +34,8 @@ class Ctx(NamedTuple):
     """
 
     key: Array | None = None
-    ids: Int[Array, " B"] | None = None
-    support: Int[Array, "B K"] | None = None
+    ids: Int[Array, ' B'] | None = None
+    support: Int[Array, 'B K'] | None = None
 
     def fold(self, n: int) -> Ctx:
         """The same context with the key of sub-stream ``n``."""
@@ -102,7 +103,7 @@ def samples(x: Array) -> Array:
     return x.reshape(x.shape[0], -1)
 
 
-def half_bytes(x: Array) -> UInt8[Array, "..."]:
+def half_bytes(x: Array) -> UInt8[Array, '...']:
     """The bytes of a 16-bit array, as uint16 words that every backend sends as they are."""
     return jax.lax.bitcast_convert_type(x, jnp.uint16)
 
@@ -111,7 +112,7 @@ def _parts(width: int) -> list[int]:
     return [p for p in (16, 8, 4, 2, 1) if width & p]
 
 
-def pack(codes: Array, width: int) -> UInt8[Array, " bytes"]:
+def pack(codes: Array, width: int) -> UInt8[Array, ' bytes']:
     """Packs unsigned codes below ``2**width`` (1 to 31 bits) into bytes.
 
     Args:
@@ -151,16 +152,16 @@ def _pack_part(codes: Array, part: int, last: bool) -> Array:
     return out
 
 
-def unpack(packed: UInt8[Array, " bytes"], width: int, count: int) -> Array:
+def unpack(packed: UInt8[Array, ' bytes'], width: int, count: int) -> Array:
     """The first ``count`` codes of ``pack(codes, width)``, as uint8, uint16 or uint32 by width."""
     dtype = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else jnp.uint32
-    codes, shift, start = None, 0, 0
+    shift, start, planes = 0, 0, []
     for part in _parts(width):
         size = -(-count * part // 8)
         plane = _unpack_part(packed[start : start + size], part, count).astype(dtype)
-        codes = plane if codes is None else codes | (plane << shift)
+        planes.append(plane << shift if shift else plane)
         shift, start = shift + part, start + size
-    return codes
+    return functools.reduce(jnp.bitwise_or, planes)
 
 
 def _unpack_part(packed: Array, part: int, count: int) -> Array:

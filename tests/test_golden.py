@@ -135,8 +135,12 @@ def test_chain(case):
         np.testing.assert_allclose(nll, data['losses'][t], **near)
         np.testing.assert_allclose(logits, data['logits'][t], **near)
         for i, layer in enumerate(grads):
-            np.testing.assert_allclose(layer['params']['Dense_0']['kernel'], data[f'dW{i}'][t], **near)
-            np.testing.assert_allclose(layer['params']['Dense_0']['bias'], data[f'db{i}'][t], **near)
+            np.testing.assert_allclose(
+                layer['params']['Dense_0']['kernel'], data[f'dW{i}'][t], **near
+            )
+            np.testing.assert_allclose(
+                layer['params']['Dense_0']['bias'], data[f'db{i}'][t], **near
+            )
         for i in range(3):
             for name, side in (('fw_buf', links.fwd), ('bw_buf', links.bwd)):
                 if f'{name}{i}' in data:

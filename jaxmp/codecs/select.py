@@ -1,15 +1,15 @@
-"""Exact selection of the K entries of largest magnitude, row by row, and what a sparse message needs.
+"""Exact selection of the K entries of largest magnitude in each row, and its bitmap.
 
 The bit pattern of ``|x|``, read as an unsigned integer, orders as the magnitude does (a NaN comes
-after infinity), so the K-th largest magnitude is found by bisection on bits: test a bit, count how
-many keys reach the candidate, keep the bit if at least K do. The keys are split into bytes from the
-top. Once a byte of the threshold is known, only the keys that share it can decide the next byte; all
-others become zero and no longer count. A counting pass therefore reads one byte an entry, whatever
-the dtype, and 7 + 8 + 8 + 8 passes fix a float32 threshold.
+after infinity), so the K-th largest magnitude is found by bisection on bits: set a bit, count how
+many keys reach the trial, keep the bit if at least K do. The keys are split into bytes from the
+top. Once a byte of the threshold is known, only the keys that share it can decide the next byte;
+the others become zero and no longer count. A counting pass therefore reads one byte an entry,
+whatever the dtype, and 7 + 8 + 8 + 8 passes fix a float32 threshold.
 
-The chosen entries leave as a bitmap, n bits a row. Where entries tie at the threshold, the lowest
-indices win, which is `jax.lax.top_k`'s rule. The functions are integer work on bit patterns and are
-never differentiated: they belong inside a `custom_vjp`.
+The chosen entries leave as a bitmap, one bit an entry. Where entries tie at the threshold, the
+lowest indices win, which is the rule of `jax.lax.top_k`. The functions are integer work on bit
+patterns and are never differentiated: they belong inside a `custom_vjp`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32, Shaped, UInt8, UInt32
 
-Count = Callable[[Bool[Array, " n"]], Int32[Array, ""]]
+Count = Callable[[Bool[Array, ' n']], Int32[Array, '']]
 
 LANES = 32  # columns of a vertical sum: one vector register of bytes
 FOLD = 8
@@ -39,7 +39,7 @@ def count(n: int, fraction: float) -> int:
     return max(1, n - int(n * (1 - fraction)))
 
 
-def k_largest(x: Float[Array, "B n"], k: int) -> UInt32[Array, "B w"]:
+def k_largest(x: Float[Array, 'B n'], k: int) -> UInt32[Array, 'B w']:
     r"""Mark the k entries of largest magnitude in each row.
 
     .. math:: S = \{i : |x_i| > t\} \cup \{\text{lowest } i : |x_i| = t\}, \qquad |S| = k
@@ -56,14 +56,14 @@ def k_largest(x: Float[Array, "B n"], k: int) -> UInt32[Array, "B w"]:
     """
     if not 1 <= k <= x.shape[1]:
         raise ValueError(
-            f"k_largest of rows of {x.shape[1]} entries needs 1 <= k <= n, got k = {k}"
+            f'k_largest of rows of {x.shape[1]} entries needs 1 <= k <= n, got k = {k}'
         )
     return _each_row(
         partial(_k_largest, k=k, count=_vertical_count), partial(_k_largest, k=k, count=_count), x
     )
 
 
-def positions(words: UInt32[Array, "B w"], k: int) -> Int32[Array, "B k"]:
+def positions(words: UInt32[Array, 'B w'], k: int) -> Int32[Array, 'B k']:
     """List the k set bits of each row of a bitmap, in ascending order.
 
     >>> positions(jnp.array([[0b10110]], jnp.uint32), 3).tolist()
@@ -73,7 +73,7 @@ def positions(words: UInt32[Array, "B w"], k: int) -> Int32[Array, "B k"]:
     return _each_row(row, row, words)
 
 
-def bitmap(support: Int32[Array, "B k"], n: int) -> UInt32[Array, "B w"]:
+def bitmap(support: Int32[Array, 'B k'], n: int) -> UInt32[Array, 'B w']:
     """Set the bits that `support` lists: the inverse of `positions`.
 
     >>> bin(int(bitmap(jnp.array([[1, 2, 4]]), 5)[0, 0]))
@@ -87,14 +87,14 @@ def bitmap(support: Int32[Array, "B k"], n: int) -> UInt32[Array, "B w"]:
     return jax.vmap(row)(support)
 
 
-def gather(x: Shaped[Array, "B n"], support: Int32[Array, "B k"]) -> Shaped[Array, "B k"]:
+def gather(x: Shaped[Array, 'B n'], support: Int32[Array, 'B k']) -> Shaped[Array, 'B k']:
     """Read the entries of each row that `support` lists."""
-    return jax.vmap(lambda row, s: row.at[s].get(mode="clip"))(x, support)
+    return jax.vmap(lambda row, s: row.at[s].get(mode='clip'))(x, support)
 
 
 def scatter(
-    values: Shaped[Array, "B k"], support: Int32[Array, "B k"], n: int
-) -> Shaped[Array, "B n"]:
+    values: Shaped[Array, 'B k'], support: Int32[Array, 'B k'], n: int
+) -> Shaped[Array, 'B n']:
     """Write values at the listed positions of rows of n zeros: undoes `gather` on its support."""
 
     def row(v, s):
@@ -108,7 +108,7 @@ def _each_row(cpu, default, x):
     return lax.platform_dependent(x, cpu=partial(lax.map, cpu), default=jax.vmap(default))
 
 
-def _k_largest(x: Float[Array, " n"], k: int, count: Count) -> UInt32[Array, " w"]:
+def _k_largest(x: Float[Array, ' n'], k: int, count: Count) -> UInt32[Array, ' w']:
     key = _key(jnp.pad(x, (0, -x.size % (FOLD * LANES))))
     t = _threshold(key, k, count)
     reach = _pack(key >= t)
@@ -123,7 +123,7 @@ def _k_largest(x: Float[Array, " n"], k: int, count: Count) -> UInt32[Array, " w
 
 def _key(x):
     bits = 8 * x.dtype.itemsize
-    key = lax.bitcast_convert_type(x, f"uint{bits}")
+    key = lax.bitcast_convert_type(x, f'uint{bits}')
     return key & key.dtype.type(2 ** (bits - 1) - 1)
 
 
@@ -139,7 +139,7 @@ def _threshold(key, k: int, count: Count):
     return t
 
 
-def _digit(byte: UInt8[Array, " n"], k, first: int, count: Count):
+def _digit(byte: UInt8[Array, ' n'], k, first: int, count: Count):
     """The largest digit that at least k bytes reach, and how many bytes exceed it."""
 
     def test_bit(i, carry):
@@ -166,12 +166,12 @@ def _vertical_count(hits):
     rows = hits.astype(jnp.uint8).reshape(FOLD, -1)
     folded = sum(rows[1:], rows[0]).reshape(-1, LANES)
     zero = folded.dtype.type(0)
-    columns = lax.reduce_window(folded, zero, lax.add, (16, 1), (16, 1), "SAME")
+    columns = lax.reduce_window(folded, zero, lax.add, (16, 1), (16, 1), 'SAME')
     return columns.sum(0, dtype=jnp.int32).sum(dtype=jnp.int32)
 
 
 def _pack(mask):
-    octets = jnp.packbits(mask.reshape(-1, 4, 8), axis=-1, bitorder="little")
+    octets = jnp.packbits(mask.reshape(-1, 4, 8), axis=-1, bitorder='little')
     return lax.bitcast_convert_type(octets[..., 0], jnp.uint32)
 
 
@@ -180,7 +180,7 @@ def _ones(words):
 
 
 def _ones_before(words):
-    """Set bits in all earlier words: a product within blocks of 32 words, exact in any precision."""
+    """Set bits in all earlier words: a product in blocks of 32, exact in any precision."""
     blocks = jnp.pad(_ones(words), (0, -words.size % 32)).reshape(-1, 32)
     inside = blocks.astype(jnp.float32) @ jnp.triu(jnp.ones((32, 32), jnp.float32), 1)
     total = blocks.sum(1, dtype=jnp.int32)
@@ -214,8 +214,8 @@ def _positions(words, k: int):
     loses one a slot, so that its low five bits tell the rank.
     """
     number = jnp.arange(1, words.size + 1, dtype=jnp.int32)
-    mark = jnp.zeros(k, jnp.int32).at[_ones_before(words)].max(32 * number + 31, mode="drop")
+    mark = jnp.zeros(k, jnp.int32).at[_ones_before(words)].max(32 * number + 31, mode='drop')
     for step in (1, 2, 4, 8, 16):
         mark = jnp.maximum(mark, jnp.pad(mark, (step, 0))[:k] - step)
     word = (mark >> 5) - 1
-    return 32 * word + _select(words.at[word].get(mode="clip"), 31 - (mark & 31))
+    return 32 * word + _select(words.at[word].get(mode='clip'), 31 - (mark & 31))

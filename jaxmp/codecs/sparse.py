@@ -29,8 +29,8 @@ class IndexCoding(NamedTuple):
       decode: ``(payload, n, k, rows) -> support`` of shape ``(rows, k)``.
     """
 
-    encode: Callable[[UInt32[Array, "B w"], Int[Array, "B K"], int], Any]
-    decode: Callable[[Any, int, int, int], Int[Array, "B K"]]
+    encode: Callable[[UInt32[Array, 'B w'], Int[Array, 'B K'], int], Any]
+    decode: Callable[[Any, int, int, int], Int[Array, 'B K']]
 
 
 def _width(n: int) -> int:
@@ -82,13 +82,15 @@ def check_parts(name: str, fraction: object, values: object, indices: object = b
     if isinstance(fraction, bool) or not isinstance(fraction, int | float):
         raise TypeError(f'{name} fraction must be a number in (0, 1], got {fraction!r}')
     if not 0 < fraction <= 1:
-        cure = f'; for {fraction:g} % write {name}({fraction / 100:g})' if 1 < fraction <= 100 else ''
+        cure = (
+            f'; for {fraction:g} % write {name}({fraction / 100:g})' if 1 < fraction <= 100 else ''
+        )
         raise ValueError(f'{name} fraction {fraction:g} is not in (0, 1]{cure}')
     if not isinstance(values, Codec):
         raise TypeError(f'{name} values must be a codec such as fp16, got {_kind(values)}')
     if not isinstance(indices, IndexCoding):
         raise TypeError(
-            f'{name} indices must be one of int32, packed, bitmap, block_local; got {_kind(indices)}'
+            f'{name} indices must be int32, packed, bitmap or block_local; got {_kind(indices)}'
         )
 
 
@@ -186,7 +188,9 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> Any:
         x = samples(x)
-        return values.encode(select.gather(x, draw(*x.shape, ctx)), ctx._replace(support=None))
+        return values.encode(
+            select.gather(x, draw(x.shape[0], x.shape[1], ctx)), ctx._replace(support=None)
+        )
 
     def support(m: Any, like: Like, ctx: Ctx) -> Array:
         del m

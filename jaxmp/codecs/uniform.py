@@ -1,9 +1,10 @@
 """Uniform quantisers: k-bit codes on evenly spaced levels, with the range sent beside them.
 
-`uniform` is the paper's: one range for the whole tensor. `max_scaled` is that of the AQ-SGD authors:
-one scale a feature. `block` gives every run of `size` elements its own range, so that one outlier
-spoils 64 elements and not all. A group (tensor, feature or block) that holds NaN or an infinity
-has no range: it decodes to NaN throughout, which the trainer's check for a NaN loss then sees.
+`uniform` is the paper's: one range for the whole tensor. `max_scaled` is that of the AQ-SGD
+authors: one scale a feature. `block` gives every run of `size` elements its own range, so that one
+outlier spoils 64 elements and not all. A group (tensor, feature or block) that holds NaN or an
+infinity has no range: it decodes to NaN throughout, which the trainer's check of the loss then
+sees.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Dataset(NamedTuple):
 def _loaders() -> dict[str, Callable[[str | None, bool], Dataset]]:
     from jaxmp.data import cifar10, digits  # they import the types above
 
-    return {"digits": digits.load, "cifar10": cifar10.load}
+    return {'digits': digits.load, 'cifar10': cifar10.load}
 
 
 def load(name: str, data_dir: str | None = None, download: bool = False) -> Dataset:
@@ -70,7 +70,7 @@ def load(name: str, data_dir: str | None = None, download: bool = False) -> Data
     """
     loaders = _loaders()
     if name not in loaders:
-        raise ValueError(f"no data set {name!r}; known are {', '.join(sorted(loaders))}")
+        raise ValueError(f'no data set {name!r}; known are {", ".join(sorted(loaders))}')
     return loaders[name](data_dir, download)
 
 
@@ -90,11 +90,11 @@ def order(seed: int, epoch: int, examples: int) -> np.ndarray:
     """
     if seed < 0 or epoch < 0 or examples < 1:
         raise ValueError(
-            f"order got seed {seed}, epoch {epoch}, examples {examples}; allowed are seeds and "
-            "epochs from 0 and at least one example"
+            f'order got seed {seed}, epoch {epoch}, examples {examples}; allowed are seeds and '
+            'epochs from 0 and at least one example'
         )
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(examples)
-    return np.argsort(words, kind="stable").astype(np.int32)
+    return np.argsort(words, kind='stable').astype(np.int32)
 
 
 def take(split: Split, examples: int) -> Split:
@@ -106,8 +106,8 @@ def take(split: Split, examples: int) -> Split:
     """
     if not 1 <= examples <= len(split.y):
         raise ValueError(
-            f"cannot take {examples} examples of a split that has {len(split.y)}; "
-            f"ask for 1 to {len(split.y)}"
+            f'cannot take {examples} examples of a split that has {len(split.y)}; '
+            f'ask for 1 to {len(split.y)}'
         )
     return Split(split.x[:examples], split.y[:examples])
 
@@ -132,16 +132,16 @@ def batches(
     """
     size = len(split.y)
     ids = np.arange(size) if order is None else np.asarray(order)
-    whole = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind in "iu"
+    whole = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind in 'iu'
     if not whole or ids.min() < 0 or ids.max() >= size:
         raise ValueError(
-            f"order, {ids.dtype} of shape {ids.shape}, does not name examples of a split that has "
-            f"{size}; pass ids 0 to {size - 1}, e.g. order(seed, epoch, {size})"
+            f'order, {ids.dtype} of shape {ids.shape}, does not name examples of a split that has '
+            f'{size}; pass ids 0 to {size - 1}, e.g. order(seed, epoch, {size})'
         )
     if batch_size < 1 or (batch_size > ids.size and not pad):
         raise ValueError(
-            f"batch_size {batch_size} leaves no full batch of {ids.size} examples; "
-            f"pass 1 to {ids.size}, or pad=True for evaluation"
+            f'batch_size {batch_size} leaves no full batch of {ids.size} examples; '
+            f'pass 1 to {ids.size}, or pad=True for evaluation'
         )
     return _cut(split, batch_size, ids.astype(np.int32), pad)
 
@@ -153,7 +153,7 @@ def _cut(
         rows = ids[start : start + batch_size]
         real = len(rows)
         rows = np.pad(rows, (0, batch_size - real))
-        batch = {"x": split.x[rows], "y": split.y[rows], "id": rows}
+        batch = {'x': split.x[rows], 'y': split.y[rows], 'id': rows}
         if pad:
-            batch["mask"] = (np.arange(batch_size) < real).astype(np.float32)
+            batch['mask'] = (np.arange(batch_size) < real).astype(np.float32)
         yield batch

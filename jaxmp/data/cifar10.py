@@ -33,11 +33,11 @@ import numpy as np
 
 from jaxmp.data import Dataset, Split
 
-_HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
-_TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
+_HOME = 'https://www.cs.toronto.edu/~kriz/cifar.html'
+_TRAIN = tuple(f'data_batch_{i}' for i in range(1, 6))
 _CLASSES = 10
 _PIXELS = 3 * 32 * 32
-_TFDS = ("cifar10", "3.0.2")
+_TFDS = ('cifar10', '3.0.2')
 _READ_AT_ONCE = 4096
 
 _Batch = tuple[np.ndarray, np.ndarray]  # uint8 (N, 3072), channels first; int32 (N,)
@@ -55,8 +55,8 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     """
     if data_dir is None:
         raise ValueError(
-            "cifar10 is not part of the package and data_dir is None; pass the folder that holds "
-            f"cifar-10-python.tar.gz (from {_HOME}), or one to download into with download=True"
+            'cifar10 is not part of the package and data_dir is None; pass the folder that holds '
+            f'cifar-10-python.tar.gz (from {_HOME}), or one to download into with download=True'
         )
     root = Path(data_dir).expanduser()
     splits = _published(root)
@@ -69,7 +69,7 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
         splits = _prepared(folder)
     train, test = splits
     return Dataset(
-        name="cifar10",
+        name='cifar10',
         train=train,
         test=test,
         classes=_CLASSES,
@@ -80,17 +80,17 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
 
 def _nothing_in(root: Path) -> str:
     if not root.is_dir():
-        return f"data_dir {root} is not a folder; pass the folder that holds CIFAR-10"
+        return f'data_dir {root} is not a folder; pass the folder that holds CIFAR-10'
     forms = [form for layout in _LAYOUTS for form in (layout.folder, layout.archive)]
     return (
-        f"no CIFAR-10 in {root}; looked for {', '.join([*forms, '/'.join(_TFDS)])}; put "
-        f"cifar-10-python.tar.gz from {_HOME} there, or pass download=True"
+        f'no CIFAR-10 in {root}; looked for {", ".join([*forms, "/".join(_TFDS)])}; put '
+        f'cifar-10-python.tar.gz from {_HOME} there, or pass download=True'
     )
 
 
 def _published(root: Path) -> tuple[Split, Split] | None:
     for layout in _LAYOUTS:
-        names = [name + layout.suffix for name in (*_TRAIN, "test_batch")]
+        names = [name + layout.suffix for name in (*_TRAIN, 'test_batch')]
         folder, archive = root / layout.folder, root / layout.archive
         if not folder.is_dir() and any((root / name).is_file() for name in names):
             folder = root
@@ -109,7 +109,7 @@ def _folder_files(folder: Path, names: list[str]) -> Iterator[tuple[str, bytes]]
 
 def _archive_files(archive: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
     try:
-        with tarfile.open(archive, "r|gz") as tar:  # a stream: one pass, whatever the order inside
+        with tarfile.open(archive, 'r|gz') as tar:  # a stream: one pass, whatever the order inside
             for member in tar:
                 name, file = PurePosixPath(member.name).name, None
                 if name in names and member.isfile():
@@ -118,19 +118,19 @@ def _archive_files(archive: Path, names: list[str]) -> Iterator[tuple[str, bytes
                     yield name, file.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         size = archive.stat().st_size
-        came = f"{archive}: {size:,} bytes that cannot be read as a .tar.gz ({error})"
-        raise ValueError(f"{came}; allowed is the whole published archive; {_AGAIN}") from error
+        came = f'{archive}: {size:,} bytes that cannot be read as a .tar.gz ({error})'
+        raise ValueError(f'{came}; allowed is the whole published archive; {_AGAIN}') from error
 
 
 def _assemble(
     where: Path, files: Iterator[tuple[str, bytes]], names: list[str], layout: _Layout
 ) -> tuple[Split, Split]:
-    found = {name: layout.decode(raw, f"{where}/{name}") for name, raw in files}
+    found = {name: layout.decode(raw, f'{where}/{name}') for name, raw in files}
     sizes = {name: len(found[name][1]) if name in found else 0 for name in names}
     if len(set(sizes.values())) > 1 or not found:
         raise ValueError(
-            f"{where}: examples found are {sizes}; allowed are six files of one size (10,000 in "
-            f"the published set); {_AGAIN}"
+            f'{where}: examples found are {sizes}; allowed are six files of one size (10,000 in '
+            f'the published set); {_AGAIN}'
         )
     return _split([found[name] for name in names[:-1]]), _split([found[names[-1]]])
 
@@ -161,25 +161,25 @@ class _Unpickler(pickle.Unpickler):
     """Builds plain containers, numbers, text and ``_Record``; imports and calls nothing else."""
 
     def find_class(self, module_name: str, global_name: str) -> type[_Record]:
-        known = {"ndarray", "dtype"} if module_name == "numpy" else set()
-        if module_name in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            known = {"_reconstruct"}
+        known = {'ndarray', 'dtype'} if module_name == 'numpy' else set()
+        if module_name in ('numpy.core.multiarray', 'numpy._core.multiarray'):
+            known = {'_reconstruct'}
         if global_name not in known:
-            raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, refused unrun")
+            raise pickle.UnpicklingError(f'it asks for {module_name}.{global_name}, refused unrun')
         return _Record
 
 
 def _from_pickle(raw: bytes, source: str) -> _Batch:
     try:
-        batch = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
+        batch = _Unpickler(io.BytesIO(raw), encoding='bytes').load()
     except Exception as error:  # a hostile or damaged pickle can raise nearly anything
         raise _not_a_batch(source, raw, str(error)) from error
     if not isinstance(batch, dict):
-        raise _not_a_batch(source, raw, f"it holds a {type(batch).__name__}")
-    data = batch.get(b"data", batch.get("data"))
-    labels = batch.get(b"labels", batch.get("labels"))
-    match getattr(data, "state", None):
-        case (_, (int(rows), int(width)), _Record(args=(b"u1" | "u1", *_)), False, bytes(pixels)):
+        raise _not_a_batch(source, raw, f'it holds a {type(batch).__name__}')
+    data = batch.get(b'data', batch.get('data'))
+    labels = batch.get(b'labels', batch.get('labels'))
+    match getattr(data, 'state', None):
+        case (_, (int(rows), int(width)), _Record(args=(b'u1' | 'u1', *_)), False, bytes(pixels)):
             shape, whole = (rows, width), rows >= 1 and len(pixels) == rows * width
         case _:
             raise _not_a_batch(source, raw, "its 'data' is no uint8 array")
@@ -194,7 +194,7 @@ def _from_pickle(raw: bytes, source: str) -> _Batch:
 
 def _not_a_batch(source: str, raw: bytes, why: str) -> ValueError:
     return ValueError(
-        f"{source}: {len(raw):,} bytes that are no python batch of CIFAR-10: {why}; allowed is a "
+        f'{source}: {len(raw):,} bytes that are no python batch of CIFAR-10: {why}; allowed is a '
         f"pickled dict of 'data', uint8 (N, {_PIXELS}), and 'labels', N numbers 0 to 9; {_AGAIN}"
     )
 
@@ -202,14 +202,14 @@ def _not_a_batch(source: str, raw: bytes, why: str) -> ValueError:
 def _from_records(raw: bytes, source: str) -> _Batch:
     if not raw or len(raw) % (1 + _PIXELS):
         raise ValueError(
-            f"{source}: {len(raw):,} bytes; allowed are whole records of {1 + _PIXELS} bytes, a "
-            f"label and the pixels; {_AGAIN}"
+            f'{source}: {len(raw):,} bytes; allowed are whole records of {1 + _PIXELS} bytes, a '
+            f'label and the pixels; {_AGAIN}'
         )
     records = np.frombuffer(raw, np.uint8).reshape(-1, 1 + _PIXELS)
     labels = records[:, 0].astype(np.int32)
     if labels.max() >= _CLASSES:
         raise ValueError(
-            f"{source}: {len(raw):,} bytes with label {labels.max()}; allowed are 0 to 9; {_AGAIN}"
+            f'{source}: {len(raw):,} bytes with label {labels.max()}; allowed are 0 to 9; {_AGAIN}'
         )
     return records[:, 1:], labels
 
@@ -221,10 +221,10 @@ class _Layout(NamedTuple):
     decode: Callable[[bytes, str], _Batch]
 
 
-_AGAIN = f"fetch it again from {_HOME}"
+_AGAIN = f'fetch it again from {_HOME}'
 _LAYOUTS = (
-    _Layout("cifar-10-batches-py", "cifar-10-python.tar.gz", "", _from_pickle),
-    _Layout("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", _from_records),
+    _Layout('cifar-10-batches-py', 'cifar-10-python.tar.gz', '', _from_pickle),
+    _Layout('cifar-10-batches-bin', 'cifar-10-binary.tar.gz', '.bin', _from_records),
 )
 
 
@@ -233,13 +233,13 @@ def _prepared(folder: Path) -> tuple[Split, Split]:
 
     try:
         builder: Any = tfds.builder_from_directory(str(folder))
-        train, test = (builder.as_data_source(split=name) for name in ("train", "test"))
+        train, test = (builder.as_data_source(split=name) for name in ('train', 'test'))
         return _in_published_order(train), _in_published_order(test)
     except Exception as error:  # tensorflow-datasets and array_record raise nearly anything
         raise ValueError(
             f"{folder}: {error}; allowed is cifar10 prepared with file_format='array_record'; "
-            f"`tfds convert_format --out_file_format=array_record --dataset_version_dir={folder}` "
-            "converts another format, else remove the folder and prepare it again"
+            f'`tfds convert_format --out_file_format=array_record --dataset_version_dir={folder}` '
+            'converts another format, else remove the folder and prepare it again'
         ) from error
 
 
@@ -248,28 +248,28 @@ def _in_published_order(source: Any) -> Split:
     x, y = np.empty((size, 32, 32, 3), np.uint8), np.full(size, -1, np.int32)
     for start in range(0, size, _READ_AT_ONCE):
         for row in source.__getitems__(list(range(start, min(start + _READ_AT_ONCE, size)))):
-            position = int(row["id"].rpartition(b"_")[2])
-            x[position], y[position] = row["image"], row["label"]
+            position = int(row['id'].rpartition(b'_')[2])
+            x[position], y[position] = row['image'], row['label']
     if size == 0 or y.min() < 0 or y.max() >= _CLASSES:
-        raise ValueError(f"{size} examples, whose ids are not 0 to {size - 1} or labels not 0 to 9")
+        raise ValueError(f'{size} examples, whose ids are not 0 to {size - 1} or labels not 0 to 9')
     return Split(x, y)
 
 
 def _fetch(root: Path) -> None:
-    instead = f"or put cifar-10-python.tar.gz from {_HOME} into {root}"
-    if find_spec("tensorflow") is None:
+    instead = f'or put cifar-10-python.tar.gz from {_HOME} into {root}'
+    if find_spec('tensorflow') is None:
         raise ImportError(
-            "download=True needs tensorflow, which is not installed: tensorflow-datasets prepares "
-            f"cifar10 with it; pip install tensorflow, {instead}"
+            'download=True needs tensorflow, which is not installed: tensorflow-datasets prepares '
+            f'cifar10 with it; pip install tensorflow, {instead}'
         )
     try:
-        request = urllib.request.Request(_HOME, method="HEAD")
+        request = urllib.request.Request(_HOME, method='HEAD')
         urllib.request.urlopen(request, timeout=3).close()
     except OSError as error:  # ask once here: tensorflow-datasets would retry for minutes
         raise ConnectionError(
-            f"download=True, but {_HOME} does not answer ({error}); check the network, {instead}"
+            f'download=True, but {_HOME} does not answer ({error}); check the network, {instead}'
         ) from error
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder(":".join(_TFDS), data_dir=str(root), file_format="array_record")
+    builder = tfds.builder(':'.join(_TFDS), data_dir=str(root), file_format='array_record')
     builder.download_and_prepare()

@@ -31,7 +31,7 @@ def draw(workdir: Path) -> Path:
         values = [100 * r['accuracy'] for r in test if r['compression'] == mode]
         right.plot(epochs, values, style, marker='.', label=f'compression {mode}')
     right.set(title='Test accuracy', xlabel='epoch', ylabel='%')
-    right.legend(loc='lower right')
+    right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)

@@ -1,0 +1,69 @@
+"""How a model is scored: with its boundaries open, or with the test images compressed too.
+
+Feedback buffers belong to the training. An evaluation works on a private copy that is thrown away
+(config.eval_feedback ``carry``), reads the training state and never writes (``frozen``), or does
+without (``direct``: plain ``C(x)``). A channel with one buffer a training example always evaluates
+as ``C(x)``, for test images have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmp import data
+from jaxmp.boundary import Boundary, Links
+from jaxmp.feedback import direct
+from jaxmp.pipeline import Pipeline
+from jaxmp.train import Setting, TrainState, prepare, score
+from jaxmp.wire import Ctx
+
+Evaluate = Callable[[TrainState, bool], dict[str, float]]
+
+
+def _forgets(s: Setting, cut: Boundary) -> bool:
+    return cut.fwd.per_example or s.config.eval_feedback == 'direct'
+
+
+def evaluation_model(s: Setting) -> Pipeline:
+    """The model whose crossings are those of the test."""
+    cuts = tuple(
+        Boundary(direct(b.fwd.codec), b.bwd, b.via) if _forgets(s, b) else b
+        for b in s.model.boundaries
+    )
+    return Pipeline(s.model.stages, cuts)
+
+
+def evaluation_links(s: Setting, links: Links) -> Links:
+    """The states that the evaluation starts from: the training's, or none."""
+    pairs = zip(s.model.boundaries, links.fwd, strict=True)
+    return Links(tuple(((), ()) if _forgets(s, b) else f for b, f in pairs), links.bwd)
+
+
+def evaluator(s: Setting) -> Evaluate:
+    """A function of (state, compressed): mean loss and accuracy on the whole test split."""
+    model = evaluation_model(s)
+
+    @jax.jit
+    def step(variables: Any, links: Links | None, batch: dict[str, Array], key: Array) -> Any:
+        x = prepare(s, batch['x'])
+        logits, _, after = model.apply(variables, links, x, Ctx(key, batch['id']), train=False)
+        nll, right = score(logits, batch['y'])
+        sums = jnp.stack([jnp.sum(v * batch['mask']) for v in (nll, right)])
+        return sums, links if s.config.eval_feedback == 'frozen' else after
+
+    def run(state: TrainState, compressed: bool) -> dict[str, float]:
+        links = evaluation_links(s, state.links) if compressed else None
+        total = np.zeros(2)
+        for i, batch in enumerate(data.batches(s.data.test, s.config.batch_size, pad=True)):
+            sums, links = step(state.variables, links, batch, jax.random.fold_in(state.key, i))
+            total += np.asarray(sums)
+        loss, accuracy = total / len(s.data.test.y)
+        return {'loss': float(loss), 'accuracy': float(accuracy)}
+
+    return run
