@@ -218,7 +218,7 @@ def aqsgd(codec: Codec, examples: int) -> Channel:
       arXiv 2206.01299.
     """
     check_codec('aqsgd', codec)
-    if not isinstance(examples, int) or examples < 1:
+    if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
         raise ValueError(f'aqsgd examples {examples!r} is not the number of training examples')
 
     def ids(ctx: Ctx) -> Array:

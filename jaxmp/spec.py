@@ -17,6 +17,7 @@ from jaxmp import codecs, feedback
 from jaxmp.feedback import Channel, direct
 from jaxmp.wire import Codec
 
+LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)
 RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd')
 NAMES: Mapping[str, Any] = {
@@ -47,6 +48,8 @@ top_k(0.1)
     """
     if not isinstance(text, str):
         raise SpecError(f'a channel is named by a text such as "top_k(0.1)", got {text!r}')
+    if len(text) > LONGEST:
+        raise SpecError(f'a channel text has at most {LONGEST} characters, got {len(text)}')
     known = {**NAMES, **(names or {})}
     try:
         thing = _build(ast.parse(text.strip(), mode='eval').body, known)
@@ -110,6 +113,8 @@ def _call(
         raise SpecError(f'{name} takes no arguments; write {name}')
     built = [_argument(a, names) for a in args]
     named = {k.arg or '**': _argument(k.value, names) for k in keywords}
+    if len(named) < len(keywords):
+        raise SpecError(f'{name}: an argument is given twice; its form is {name}{_form(function)}')
     try:
         bound = inspect.signature(function).bind(*built, **named)
     except TypeError as error:

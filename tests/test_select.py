@@ -25,10 +25,7 @@ TOP_K_KINDS = {  # rows without NaN, which lax.top_k orders by its own rule
 KINDS = TOP_K_KINDS | {'nan': lambda r, n: np.where(r.random(n) < 0.2, np.nan, np.inf)}
 
 CASES = [
-    *(
-        (n, k, 'float32')
-        for n, k in [(1, 1), (5, 2), (33, 33), (288, 1), (288, 287), (65536, 6554)]
-    ),
+    *((n, k, 'float32') for n, k in [(1, 1), (5, 1), (33, 33), (288, 287), (65536, 6554)]),
     *((4117, 411, dtype) for dtype in ('float32', 'float16', 'bfloat16', 'float64')),
 ]
 
@@ -84,7 +81,7 @@ def test_message(n, k, dtype):
     np.testing.assert_array_equal(np.asarray(back).astype(np.float64), expected)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'float16', 'bfloat16'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_agrees_with_top_k(dtype):
     x = rows(TOP_K_KINDS, 1000, dtype)
     at = np.sort(jax.jit(lax.top_k, static_argnums=1)(jnp.abs(x), 100)[1], axis=1)

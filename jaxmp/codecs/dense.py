@@ -19,16 +19,21 @@ def _decode_raw(m: Array, like: Like, ctx: Ctx) -> Array:
     return m.astype(like.dtype)
 
 
-def _sixteen(dtype: jnp.dtype, largest: float | None) -> Codec:
+def _saturated(x: Array, dtype: jnp.dtype) -> Array:
+    """``x`` in ``dtype``; finite values beyond its largest become the largest."""
+    x = x.astype(jnp.promote_types(jnp.promote_types(x.dtype, dtype), jnp.float32))
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+
+
+def _sixteen(dtype: jnp.dtype) -> Codec:
     def encode(x: Array, ctx: Ctx) -> Array:
         del ctx
-        if largest is not None:
-            x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-        return half_bytes(x.astype(dtype))
+        return half_bytes(_saturated(x, dtype))
 
     def decode(m: Array, like: Like, ctx: Ctx) -> Array:
         del ctx
-        return jax.lax.bitcast_convert_type(m, dtype).astype(like.dtype)
+        return _saturated(jax.lax.bitcast_convert_type(m, dtype), like.dtype)
 
     return Codec(encode, decode)
 
@@ -36,8 +41,10 @@ def _sixteen(dtype: jnp.dtype, largest: float | None) -> Codec:
 raw = Codec(_encode_raw, _decode_raw)
 """The tensor itself, in its own dtype: ``C(x) = x``."""
 
-fp16 = _sixteen(jnp.float16, 65504.0)
+fp16 = _sixteen(jnp.float16)
 """IEEE half precision, rounded to nearest even; finite values beyond 65504 saturate."""
 
-bf16 = _sixteen(jnp.bfloat16, None)
-"""bfloat16, rounded to nearest even: float32's range with 8 bits of precision."""
+bf16 = _sixteen(jnp.bfloat16)
+"""bfloat16, rounded to nearest even: float32's range with 8 bits of precision.
+
+Finite values beyond its largest, 3.39e38, saturate."""

@@ -44,10 +44,12 @@ def log_scale(bits: int) -> Codec:
         log_a = jnp.log(jnp.where(some, a, 1))
         lo = jnp.min(jnp.where(some, log_a, jnp.inf), axis=1, keepdims=True)
         hi = jnp.max(jnp.where(some, log_a, -jnp.inf), axis=1, keepdims=True)
-        ends = jnp.where(jnp.any(some, axis=1)[:, None], jnp.concatenate([lo, hi], 1), 0)
+        ends = jnp.where(jnp.isfinite(hi), jnp.concatenate([lo, hi], 1), jnp.nan)
+        ends = jnp.where(jnp.any(some, axis=1)[:, None], ends, 0)
         lo, width = ends[:, :1], ends[:, 1:] - ends[:, :1]
         q = 1 + jnp.round((log_a - lo) / jnp.where(width > 0, width, 1) * steps)
-        codes = jnp.where(some, jnp.clip(q, 1, steps + 1), 0) + jnp.where(x < 0, sign_bit, 0)
+        codes = jnp.where(some, jnp.clip(jnp.nan_to_num(q), 1, steps + 1), 0)
+        codes = codes + jnp.where(x < 0, sign_bit, 0)
         return {'codes': pack(codes.astype(jnp.uint8), bits), 'ends': ends}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
@@ -56,7 +58,8 @@ def log_scale(bits: int) -> Codec:
         lo, hi = m['ends'][:, :1], m['ends'][:, 1:]
         q = (codes & (sign_bit - 1)).astype(lo.dtype)
         t = (q - 1) / steps if steps else jnp.full_like(q, 0.5)
-        a = jnp.where(q == 0, 0, jnp.exp(lo * (1 - t) + hi * t))
+        a = jnp.minimum(jnp.exp(lo * (1 - t) + hi * t), jnp.finfo(lo.dtype).max)
+        a = jnp.where(q == 0, 0, a)
         return jnp.where(codes >= sign_bit, -a, a).reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)

@@ -95,7 +95,7 @@ def gather(x: Shaped[Array, 'B n'], support: Int32[Array, 'B k']) -> Shaped[Arra
 def scatter(
     values: Shaped[Array, 'B k'], support: Int32[Array, 'B k'], n: int
 ) -> Shaped[Array, 'B n']:
-    """Write values at the listed positions of rows of n zeros: undoes `gather` on its support."""
+    """Write values at the listed, distinct positions of rows of n zeros: undoes `gather`."""
 
     def row(v, s):
         return jnp.zeros(n, v.dtype).at[s].set(v, unique_indices=True)
@@ -129,7 +129,7 @@ def _key(x):
 
 def _threshold(key, k: int, count: Count):
     """The k-th largest key, one byte after the other."""
-    t, left = key[0] ^ key[0], k
+    t, left = _zero(key), k
     top = 8 * key.dtype.itemsize - 8
     for shift in range(top, -1, -8):
         byte = (key ^ t) >> shift
@@ -137,6 +137,11 @@ def _threshold(key, k: int, count: Count):
         digit, above = _digit(byte, left, int(shift == top), count)
         t, left = t | digit.astype(key.dtype) << shift, left - above
     return t
+
+
+def _zero(x):
+    # Made from the data: under shard_map a constant may not enter a loop whose result varies.
+    return x[0] ^ x[0]
 
 
 def _digit(byte: UInt8[Array, ' n'], k, first: int, count: Count):
@@ -149,7 +154,7 @@ def _digit(byte: UInt8[Array, ' n'], k, first: int, count: Count):
         keep = reach >= k
         return jnp.where(keep, trial, digit), jnp.where(keep, above, reach)
 
-    zero = byte[0] ^ byte[0]
+    zero = _zero(byte)
     return lax.fori_loop(first, 8, test_bit, (zero, zero.astype(jnp.int32)))
 
 

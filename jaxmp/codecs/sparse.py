@@ -85,7 +85,7 @@ def check_parts(name: str, fraction: object, values: object, indices: object = b
         cure = (
             f'; for {fraction:g} % write {name}({fraction / 100:g})' if 1 < fraction <= 100 else ''
         )
-        raise ValueError(f'{name} fraction {fraction:g} is not in (0, 1]{cure}')
+        raise ValueError(f'{name} fraction {fraction} is not in (0, 1]{cure}')
     if not isinstance(values, Codec):
         raise TypeError(f'{name} values must be a codec such as fp16, got {_kind(values)}')
     if not isinstance(indices, IndexCoding):
@@ -96,7 +96,7 @@ def check_parts(name: str, fraction: object, values: object, indices: object = b
 
 def _kind(part: object) -> str:
     known = {'Channel': 'a feedback rule', 'Codec': 'a codec', 'IndexCoding': 'an index coding'}
-    return known.get(type(part).__name__, repr(part))
+    return known.get(type(part).__name__, getattr(part, '__name__', repr(part)))
 
 
 def _inner(like: Like, k: int) -> Like:
@@ -186,11 +186,12 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
         at = select.positions(select.k_largest(jax.random.uniform(ctx.key, (1, n)), k), k)
         return jnp.broadcast_to(at, (rows, k))
 
+    def part(ctx: Ctx) -> Ctx:  # the draw has used the key: stochastic values need another
+        return ctx.fold(1)._replace(support=None)
+
     def encode(x: Array, ctx: Ctx) -> Any:
         x = samples(x)
-        return values.encode(
-            select.gather(x, draw(x.shape[0], x.shape[1], ctx)), ctx._replace(support=None)
-        )
+        return values.encode(select.gather(x, draw(x.shape[0], x.shape[1], ctx)), part(ctx))
 
     def support(m: Any, like: Like, ctx: Ctx) -> Array:
         del m
@@ -198,8 +199,7 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
         at = support(m, like, ctx)
-        kept = values.decode(m, _inner(like, at.shape[1]), ctx._replace(support=None))
-        return _scatter(kept, at, like)
+        return _scatter(values.decode(m, _inner(like, at.shape[1]), part(ctx)), at, like)
 
     return Codec(encode, decode, support)
 

@@ -40,27 +40,35 @@ def stochastic(x: Array, ctx: Ctx) -> Array:
 
 def check_bits(name: str, width: object, least: int, most: int = 8) -> None:
     """Raises ValueError unless ``width`` is an integer number of bits in ``[least, most]``."""
-    if not isinstance(width, int) or not least <= width <= most:
+    if isinstance(width, bool) or not isinstance(width, int) or not least <= width <= most:
         raise ValueError(
             f'{name} bits {width} is not an integer from {least} to {most}; '
             f'for 4 bits write {name}(4)'
         )
 
 
+def _name(part: object) -> str:
+    return getattr(part, '__name__', type(part).__name__)
+
+
 def check_rounding(name: str, rounding: object) -> None:
     """Raises TypeError unless ``rounding`` is a rounding function."""
     if rounding not in (nearest, stochastic):
-        raise TypeError(f'{name} rounding must be nearest or stochastic, got {rounding}')
+        raise TypeError(f'{name} rounding must be nearest or stochastic, got {_name(rounding)}')
 
 
 def _to_unit(x: Array, lo: Array, hi: Array) -> Array:
-    """``(x - lo) / (hi - lo)``; halves, because the range may exceed the largest float."""
-    half = hi * 0.5 - lo * 0.5
-    return (x * 0.5 - lo * 0.5) / jnp.where(half > 0, half, 1)
+    """``(x - lo) / (hi - lo)``, also where that range exceeds the largest float."""
+    # XLA divides by one number through its reciprocal, which flushes to zero beyond 2**126.
+    c = 1 / 16
+    span = hi * c - lo * c
+    return (x * c - lo * c) / jnp.where(span > 0, span, 1)
 
 
-def _from_unit(t: Array, lo: Array, hi: Array) -> Array:
-    return lo * (1 - t) + hi * t
+def _level(q: Array, levels: int, lo: Array, hi: Array) -> Array:
+    """Level ``q`` of ``0 .. levels``; `where`, because XLA may take ``q * (hi / levels)`` first."""
+    t = q / levels
+    return jnp.where(q == levels, hi, lo * (1 - t) + hi * t)
 
 
 def _range(x: Array, axis: int | None) -> tuple[Array, Array]:
@@ -111,7 +119,7 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
         del ctx
         lo, hi = m['ends']
         q = unpack(m['codes'], bits, math.prod(like.shape)).astype(lo.dtype)
-        return _from_unit(q / levels, lo, hi).reshape(like.shape).astype(like.dtype)
+        return _level(q, levels, lo, hi).reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)
 
@@ -161,9 +169,10 @@ def max_scaled(bits: int) -> Codec:
 def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
     """k-bit min-max quantiser with its own range for every run of ``size`` elements.
 
-    As `uniform` a block. The two ends travel as float16 fractions of the largest magnitude of the
+    As `uniform` a block. The two ends travel as float16, 2**15 being the largest magnitude of the
     tensor (one float32), so a block costs ``32 / size`` bits an element more, and its ends are
-    exact to 2**-11 of themselves.
+    exact to 2**-11 of themselves, or to 2**-40 of that magnitude. An element beyond a rounded end
+    is sent as that end.
 
     Args:
       bits: 1 to 8.
@@ -175,7 +184,7 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
     """
     check_bits('block', bits, 1)
     check_rounding('block', rounding)
-    if size not in (32, 64, 128):
+    if not isinstance(size, int) or size not in (32, 64, 128):
         raise ValueError(f'block size {size} is not 32, 64 or 128; write block(4, size=64)')
     levels = 2**bits - 1
 
@@ -190,7 +199,7 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
             flat = jnp.pad(flat, (0, short), mode='edge')
         x = flat.reshape(-1, size)
         lo, hi = _range(x, 1)
-        scale = jnp.max(jnp.nan_to_num(jnp.maximum(-lo, hi)))
+        scale = jnp.max(jnp.nan_to_num(jnp.maximum(-lo, hi))) * 2**-15
         ends = jnp.stack([lo, hi]) / jnp.where(scale > 0, scale, 1)
         m = {'ends': half_bytes(ends.astype(jnp.float16)), 'scale': scale.astype(jnp.float32)}
         q = rounding(_to_unit(x, *ends_of(m, x.dtype)) * levels, ctx)
@@ -201,7 +210,7 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         n = math.prod(like.shape)
         wide = jnp.promote_types(like.dtype, jnp.float32)
         q = unpack(m['codes'], bits, -(-n // size) * size).astype(wide).reshape(-1, size)
-        x = _from_unit(q / levels, *ends_of(m, wide))
+        x = _level(q, levels, *ends_of(m, wide))
         return x.reshape(-1)[:n].reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)

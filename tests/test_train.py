@@ -1,0 +1,340 @@
+"""The trainer: a step, a run, its evaluation, what it refuses, and that nothing is lost."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import flax.linen as nn
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp import checkpoint, evaluate, run, train
+from jaxmp.models import resnet18
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def config_of(name='digits_resnet', **changes):
+    spec = importlib.util.spec_from_file_location(name, ROOT / 'configs' / f'{name}.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config().lock()
+    config.update(changes)
+    return config
+
+
+class TinyStage(nn.Module):
+    """What a stage may have: parameters, statistics, a ``train`` switch. Compiles in no time."""
+
+    features: int
+    classes: int | None = None
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Conv(self.features, (2, 2), strides=2)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        return x if self.classes is None else nn.Dense(self.classes)(x.mean((1, 2)))
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    stages = lambda classes, width: (
+        TinyStage(4 * width),
+        TinyStage(4 * width),
+        TinyStage(4 * width, classes),
+    )
+    monkeypatch.setitem(train.MODELS, 'tiny', stages)
+
+
+SMALL = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 2, 'cosine_epochs': 4}
+
+# Searching for the largest takes longest to compile, and is not what is tested here.
+UNIFORM = {'fwd': 'uniform(2)', 'bwd': 'uniform(6)'}
+
+
+def small(**changes):
+    return config_of(**{'model': 'tiny', **UNIFORM, **SMALL, **changes})
+
+
+def batch_of(s, rows=slice(0, 32)):
+    x, y = s.data.train
+    return {'x': x[rows], 'y': y[rows], 'id': np.arange(len(y), dtype=np.int32)[rows]}
+
+
+def leaves_equal(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+@pytest.mark.parametrize(
+    ('fwd', 'bwd'),
+    [('ef21(uniform(2))', 'ef(uniform(2))'), ('aqsgd(uniform(4), examples=examples)', 'raw')],
+)
+def test_a_step_changes_parameters_statistics_and_links(fwd, bwd):
+    s = train.setting(small(fwd=fwd, bwd=bwd))
+    before = train.create(s)
+    step = jax.jit(lambda state, batch: train.train_step(s, s.model, state, batch))
+    after, metrics = step(before, batch_of(s))
+    assert int(after.step) == 1
+    assert np.isfinite(metrics['loss'])
+    for old, new in zip(before.variables, after.variables, strict=True):
+        assert not leaves_equal(old['params'], new['params'])
+        assert not leaves_equal(old['batch_stats'], new['batch_stats'])
+    assert not leaves_equal(before.links.fwd, after.links.fwd)
+    assert bwd == 'raw' or not leaves_equal(before.links.bwd, after.links.bwd)
+    if fwd.startswith('aqsgd'):  # its batch of ids, and no other row
+        table = np.asarray(after.links.fwd[0][0])
+        assert table[:32].any(axis=(1, 2, 3)).all()
+        assert not table[32:].any()
+
+
+def test_scan_and_loop_are_the_same_epoch():
+    s = train.setting(small(fwd='ef21(uniform(2))', bwd='uniform(8)', train_examples=64))
+    order = np.arange(64, dtype=np.int32)[::-1]
+    *_, (looped, a, _) = train.epoch_by_step(s, s.model)(train.create(s), order)
+    [(scanned, b, steps)] = train.epoch_by_scan(s, s.model)(train.create(s), order)
+    assert steps == 2 == int(scanned.step)
+    assert float(b['loss']) > float(a['loss']) > 0  # the scan reports the sum over its steps
+    for x, y in zip(
+        jax.tree.leaves(looped.variables), jax.tree.leaves(scanned.variables), strict=True
+    ):
+        np.testing.assert_allclose(x, y, atol=2e-3)
+
+
+def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
+    summary = run.run(small(), tmp_path)
+    written = json.loads((tmp_path / 'summary.json').read_text())
+    assert written == json.loads(json.dumps(summary))
+    assert {'commit', 'hardware', 'seed', 'seconds', 'config', 'versions'} <= set(written)
+    out = capsys.readouterr().out
+    for row in written['bytes']:
+        assert f'{row["forward"]:,}' in out
+        assert row['uncompressed'] > 14 * row['forward']
+    records = [json.loads(r) for r in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert [r['kind'] for r in records] == ['train', 'test', 'test'] * 2
+    best = max(r['accuracy'] for r in records if r.get('compression') == 'on')
+    assert written['test']['on']['best']['accuracy'] == best
+    assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
+    assert json.loads((tmp_path / 'config.json').read_text())['width'] == 2
+
+
+def test_evaluation_sees_every_example_and_leaves_the_state_alone():
+    scores, states = {}, {}
+    for mode in train.EVALUATIONS:
+        s = train.setting(small(fwd='ef(uniform(1))', bwd='raw', eval_feedback=mode))
+        state = train.create(s)
+        for _, (state, _, _) in zip(
+            range(2), train.epoch_by_step(s, s.model)(state, np.arange(64)), strict=True
+        ):
+            pass
+        before = jax.tree.map(np.array, (state.variables, state.links))
+        seen = evaluate.evaluator(s)
+        scores[mode], scores['off'] = seen(state, True)['loss'], seen(state, False)['loss']
+        accuracy = seen(state, True)['accuracy']
+        assert round(accuracy * 360) == pytest.approx(accuracy * 360, abs=1e-3)  # of 360 images
+        assert leaves_equal(before, (state.variables, state.links))
+        states[mode] = before
+    assert len({round(v, 7) for v in scores.values()}) == 4, scores
+
+
+def test_aqsgd_evaluates_without_buffers():
+    s = train.setting(small(fwd='aqsgd(uniform(2), examples=examples)', bwd='raw'))
+    plain = train.setting(small(fwd='uniform(2)', bwd='raw'))
+    state, other = train.create(s), train.create(plain)
+    assert evaluate.evaluator(s)(state, True) == evaluate.evaluator(plain)(other, True)
+
+
+def test_warm_up_sends_raw_and_primes(tmp_path):
+    text = 'aqsgd(uniform(2), examples=examples)'
+    config = small(fwd=text, bwd='ef21(top_k(0.1))', warmup_epochs=1, epochs=1)
+    run.run(config, tmp_path)
+    s = train.setting(config)
+    state, _ = checkpoint.Checkpoints(tmp_path).restore(train.create(s))
+    assert np.asarray(state.links.fwd[0][0]).any(axis=(1, 2, 3)).all()  # every example was seen
+    gradient = np.asarray(state.links.bwd[0][0])
+    assert (gradient != 0).mean() > 0.3  # the dense gradient, not a tenth of it
+    metrics = (tmp_path / 'metrics.jsonl').read_text()
+    raw = run.run(small(epochs=1, fwd='raw', bwd='raw'), tmp_path / 'raw')
+    assert f'{raw["test"]["off"]["last"]["loss"]}' in metrics  # same training as without
+
+
+def test_augmentation_shifts_and_mirrors():
+    x = jnp.arange(6 * 8 * 8 * 3, dtype=jnp.uint8).reshape(6, 8, 8, 3) | 1
+    y = np.asarray(jax.jit(train.crop_flip)(x, jax.random.key(3)))
+    assert y.shape == x.shape
+    assert y.dtype == np.uint8
+    frame = np.pad(np.asarray(x), ((0, 0), (4, 4), (4, 4), (0, 0)))
+    for image, whole in zip(y, frame, strict=True):
+        crops = [whole[i : i + 8, j : j + 8] for i in range(9) for j in range(9)]
+        assert any((image == c).all() or (image == c[:, ::-1]).all() for c in crops)
+
+
+def test_resnet18_is_the_published_network():
+    s = train.setting(config_of(width=64, data='digits', fwd='raw', bwd='raw'))
+    shapes = jax.eval_shape(
+        lambda k: s.model.init(k, jnp.zeros((100, 32, 32, 3)), train=True)[0], jax.random.key(0)
+    )
+    assert sum(np.prod(p.shape) for p in jax.tree.leaves(train.split(shapes)[0])) == 11_173_962
+    likes = s.model.likes(shapes, jax.ShapeDtypeStruct((100, 32, 32, 3), jnp.float32), train=True)
+    assert [4 * np.prod(x.shape) for x in likes] == [26_214_400, 13_107_200, 6_553_600]
+    with pytest.raises(ValueError, match='positive width'):
+        resnet18(width=0)
+
+
+def test_the_step_lowers_for_cuda():
+    s = train.setting(small(model='resnet18', fwd='ef21(top_k(0.1))', bwd='uniform(4)'))
+    state = jax.eval_shape(lambda: train.create(s))
+    step = jax.jit(lambda v, o, l, batch: train.train_step(s, s.model, make(v, o, l), batch)[1])
+    make = lambda v, o, l: train.TrainState(jnp.int32(0), v, o, l, jax.random.key(0))
+    args = state.variables, state.opt_state, state.links, batch_of(s)
+    exported = jax.export.export(step, platforms=['cuda'])(*args)
+    assert exported.platforms == ('cuda',)
+
+
+GOLDEN_LOSSES = {  # five steps, width 4, batch 32 of digits; a change here is a change of numbers
+    ('resnet18', 'top_k(0.1)', 'top_k(0.1)'): [2.5644, 2.5084, 2.5899, 2.2987, 2.2704],
+    ('tiny', 'uniform(4)', 'uniform(8)'): [2.4575, 2.6558, 2.353, 2.4127, 2.0915],
+    ('tiny', 'ef21(top_k(0.1))', 'ef(top_k(0.1))'): [2.5292, 2.5259, 2.5223, 2.5297, 2.5952],
+}
+
+
+@pytest.mark.parametrize(('what', 'losses'), GOLDEN_LOSSES.items(), ids=lambda v: str(v[0]))
+def test_five_step_losses(what, losses):
+    s = train.setting(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
+    ran = train.epoch_by_step(s, s.model)(train.create(s), np.arange(160))
+    np.testing.assert_allclose([float(m['loss']) for _, m, _ in ran], losses, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'fwd': 'top_k(10)'}, 'for 10 % write top_k'),
+        ({'bwd': 'aqsgd(raw, examples=9)'}, 'aqsgd is for activations'),
+        ({'fwd': 'aqsgd(raw, examples=9)'}, 'buffers for 9 examples and the training set has 160'),
+        ({'model': 'resnet19'}, 'not one of resnet18'),
+        ({'augment': 'flip'}, 'none, crop_flip'),
+        ({'eval_feedback': 'x'}, 'carry, direct, frozen'),
+        ({'warmup_epochs': 3}, 'not between 0 and epochs'),
+        ({'batch_size': 161}, r'not in 1\.\.160'),
+        ({'train_examples': 10**6}, '1437'),
+        ({'data': 'imagenet'}, 'known are'),
+        ({'data': 'cifar10'}, 'data_dir'),
+    ],
+)
+def test_a_bad_setting_is_refused(change, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train.setting(small(**change))
+
+
+def test_a_diverging_run_stops_and_keeps_its_checkpoint(tmp_path):
+    run.run(small(epochs=1), tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps({**config, 'lr': 1e38}))
+    with pytest.raises(run.DivergedError, match=r'at step (6|7|8).*checkpoint'):
+        run.run(small(lr=1e38), tmp_path)
+    assert os.listdir(tmp_path / 'checkpoints') == ['5']
+
+
+def test_a_workdir_of_another_run_is_refused(tmp_path):
+    run.run(small(epochs=1), tmp_path)
+    kept = (tmp_path / 'metrics.jsonl').read_text()
+    with pytest.raises(checkpoint.WorkdirError, match=r"fwd='uniform\(2\)' \(now 'raw'\)"):
+        run.run(small(fwd='raw'), tmp_path)
+    (tmp_path / 'config.json').unlink()
+    with pytest.raises(checkpoint.WorkdirError, match='another model or channel'):
+        run.run(small(width=3), tmp_path)
+    assert (tmp_path / 'metrics.jsonl').read_text() == kept
+
+
+def test_an_unwritable_workdir_is_refused(tmp_path):
+    (tmp_path / 'file').touch()
+    with pytest.raises(checkpoint.WorkdirError, match='writable folder'):
+        run.run(small(), tmp_path / 'file' / 'run')
+
+
+def test_every_config_key_is_read_and_headed():
+    source = '\n'.join(p.read_text() for p in (ROOT / 'jaxmp').glob('*.py'))
+    source += (ROOT / 'train.py').read_text()
+    for path in (ROOT / 'configs').glob('[!_]*.py'):
+        config = config_of(path.stem)
+        assert len(config) <= 30
+        for key in config:
+            assert re.search(rf"config\.{key}\b|'{key}'", source), f'{path.name}: {key} is not read'
+        header = path.read_text().split('"""')[1]
+        assert 'python train.py' in header
+        assert 'minute' in header or 'takes' in header
+
+
+def command(workdir, **changes):
+    flags = [f'--config.{k}={v}' for k, v in {**SMALL, **changes}.items()]
+    return [sys.executable, str(ROOT / 'train.py'), f'--workdir={workdir}', *flags]
+
+
+def start(workdir, **changes):
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
+    args = command(workdir, **changes)
+    return subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def wait_for_steps(process, workdir, step):
+    """Waits until a checkpoint of at least ``step`` is complete."""
+    limit = time.time() + 120
+    while time.time() < limit and process.poll() is None:
+        done = [int(p.name) for p in (workdir / 'checkpoints').glob('*') if p.name.isdigit()]
+        if max(done, default=0) >= step:
+            return
+        time.sleep(0.02)
+    pytest.fail(f'no checkpoint {step}: {process.stdout.read().decode()[-2000:]}')
+
+
+def last_arrays(workdir, config):
+    state, _ = checkpoint.Checkpoints(workdir).restore(train.create(train.setting(config)))
+    return state.replace(key=jax.random.key_data(state.key))
+
+
+@pytest.mark.parametrize('fwd', ['ef21(top_k(0.1))', 'aqsgd(top_k(0.3), examples=examples)'])
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, fwd):
+    """SIGTERM in mid-epoch, then kill -9 after a checkpoint, then to the end: equal to the bit."""
+    changes = {'fwd': fwd, 'bwd': 'ef21(top_k(0.1))', 'epochs': 12, 'warmup_epochs': 1}
+    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+    process = start(whole, **changes)
+    assert process.wait(300) == 0, process.stdout.read().decode()[-2000:]
+    process.stdout.close()
+    for step, number, code in ((10, signal.SIGTERM, 143), (25, signal.SIGKILL, -9)):
+        process = start(cut, **changes)
+        wait_for_steps(process, cut, step)
+        process.send_signal(number)
+        assert process.wait(60) == code, process.stdout.read().decode()[-2000:]
+        process.stdout.close()
+    process = start(cut, **changes)
+    assert process.wait(300) == 0
+    assert 'going on from step' in process.stdout.read().decode()
+    process.stdout.close()
+    config = small(model='resnet18', **changes)
+    assert leaves_equal(last_arrays(whole, config), last_arrays(cut, config))
+    keep = lambda path: [
+        {k: v for k, v in json.loads(r).items() if k != 'seconds'}
+        for r in (path / 'metrics.jsonl').read_text().splitlines()
+    ]
+    assert keep(whole) == keep(cut)
+
+
+@pytest.mark.parametrize(
+    ('flag', 'message'),
+    [('--config.widht=3', 'widht'), ('--config.fwd=__import__("os")', '__import__'), ('x', 'x')],
+)
+def test_a_bad_command_line_is_refused(tmp_path, flag, message):
+    args = [sys.executable, str(ROOT / 'train.py'), f'--workdir={tmp_path / "w"}', flag]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert not (tmp_path / 'w').exists()
