@@ -1,53 +1,22 @@
 """Cost of exact TopK selection, packing and unpacking on one CPU thread.
 
 Unit: one memcpy of the same tensor (`np.copyto` between touched arrays), in CPU-seconds, best of
-the repeats, all functions interleaved. Run: python bench/select.py [repeats]   (half a minute)
+the repeats, all functions interleaved. Run: python bench/selection.py [repeats]   (half a minute)
 """
 
-import ctypes
 import os
-import platform
 import sys
-import time
-
-# This file's folder would come first on the path, and its name is that of a standard module.
-sys.path.pop(0)
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from timing import best, compiled, header, keep_freed_pages
 
 from jaxmp.codecs import select
 
 FRACTION, BATCH, WIDTHS = 0.1, 100, (65536, 32768, 16384)
 STEP_SECONDS = 2.0  # ResNet-18, batch 100: the low end of what was measured
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of mallopt
-
-
-def keep_freed_pages():
-    """Else a large result may pay its page faults, 8 ms for 26 MB, and memcpy never."""
-    libc = ctypes.CDLL(None)
-    for parameter in (MMAP_THRESHOLD, TRIM_THRESHOLD):
-        libc.mallopt(parameter, 1 << 30)
-
-
-def compiled(f, *args):
-    f = jax.jit(f)
-    jax.block_until_ready(f(*args))
-    return lambda: jax.block_until_ready(f(*args))
-
-
-def best(functions, repeats):
-    """CPU-seconds of each function, best of `repeats` interleaved runs."""
-    seconds = dict.fromkeys(functions, float('inf'))
-    for _ in range(repeats):
-        for name, f in functions.items():
-            start = time.process_time()
-            f()
-            seconds[name] = min(seconds[name], time.process_time() - start)
-    return seconds
 
 
 def library_dense(x, k):
@@ -111,18 +80,10 @@ def bars(tables):
     yield f'the same, % of a {STEP_SECONDS:.0f} s step', 100 * pairs / STEP_SECONDS, '<=', 3
 
 
-def cpu_name():
-    try:
-        with open('/proc/cpuinfo') as lines:
-            return next(line.split(':')[1].strip() for line in lines if 'model name' in line)
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 def main(repeats=15):
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # before XLA counts its threads
     keep_freed_pages()
-    print(f'{cpu_name()}, one thread, jax {jax.__version__}, best of {repeats}')
+    print(f'{header()}, one thread, best of {repeats}')
     tables = [measure(n, repeats) for n in WIDTHS]
     print()
     for name, value, sense, bar in bars(tables):

@@ -1,7 +1,16 @@
-"""Laws of the codecs, over the tables of tests/laws.py."""
+"""Laws of the codecs over the tables of tests/laws.py, and what single codecs promise besides."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jaxmp
+from jaxmp import Ctx, codecs
+from jaxmp.codecs import select
+from jaxmp.wire import pack, unpack
 from tests import laws
 
 
@@ -13,3 +22,262 @@ def test_laws(text):
 @pytest.mark.parametrize('text', laws.FLOAT32_SPECS)
 def test_laws_float32(text):
     laws.check(text, laws.FLOAT32_SPECS[text], laws.FLOAT32)
+
+
+def round_trip(text, x, ctx=None):
+    """``C(x)`` through two programs."""
+    pair = laws.ends(jaxmp.parse(text), jaxmp.like(x))
+    return pair.cross(x, *pair.init(), Ctx() if ctx is None else ctx)[1]
+
+
+# Bit packing.
+
+
+@pytest.mark.parametrize('shape', [(9,), (3, 64)])
+def test_pack_inverts_and_counts_bytes(shape):
+    """Every width, along the last axis, which is padded to whole runs."""
+    count = shape[-1]
+    codes = np.random.default_rng(count).integers(0, 2**31, (31, *shape), dtype=np.uint32)
+    codes = [c >> (31 - width) for width, c in enumerate(codes, 1)]
+    codes = [np.where(np.arange(count) == 0, 2**w - 1, c) for w, c in enumerate(codes, 1)]
+
+    @partial(jax.jit, compiler_options=laws.QUICK)
+    def both(codes):
+        packed = [pack(c.astype(np.uint32), w) for w, c in enumerate(codes, 1)]
+        return packed, [unpack(p, w, count) for w, p in enumerate(packed, 1)]
+
+    packed, back = both(codes)
+    for width, (p, c, b) in enumerate(zip(packed, codes, back, strict=True), 1):
+        assert p.dtype == np.uint8
+        assert p.shape == (*shape[:-1], packed_bytes(count, width))
+        assert b.dtype == (np.uint8 if width <= 8 else np.uint16 if width <= 16 else np.uint32)
+        np.testing.assert_array_equal(b, c)
+
+
+def packed_bytes(count, width):
+    """The lowest set bit of the width is its smallest part, which sets the number of runs."""
+    runs = max(1, 8 // (width & -width))
+    return -(-count // runs) * runs * width // 8
+
+
+def test_pack_of_bytes_and_of_int32():
+    codes = np.arange(16) % 8
+    packed = [pack(jnp.asarray(codes, dtype), 3) for dtype in ('uint8', 'int32')]
+    np.testing.assert_array_equal(*packed)
+    assert packed[0].size == 6
+
+
+# Positions.
+
+CODINGS = ('int32', 'packed', 'bitmap', 'block_local')
+SUPPORTS = {  # ascending positions below n
+    'one': (1, [[0]]),
+    'few': (5, [[0, 4], [2, 3]]),
+    'all': (600, [range(600)]),
+    'full block': (700, [[*range(256, 512), 699], [0, *range(444, 700)]]),
+    'empty blocks': (1300, [[0, 1, 1299], [1297, 1298, 1299], [255, 256, 511]]),
+}
+
+
+@pytest.mark.parametrize('case', SUPPORTS)
+def test_index_codings(case):
+    n, at = SUPPORTS[case]
+    at = np.asarray([list(row) for row in at], np.int32)
+    rows, k = at.shape
+
+    @partial(jax.jit, compiler_options=laws.QUICK)
+    def trip(at):
+        words = select.bitmap(at, n)
+        sent = [getattr(codecs, name).encode(words, at, n) for name in CODINGS]
+        read = [
+            getattr(codecs, name).decode(m, n, k) for name, m in zip(CODINGS, sent, strict=True)
+        ]
+        return sent, read
+
+    sent, read = trip(at)
+    blocks = -(-n // 256)
+    want = {
+        'int32': 4 * rows * k,
+        'packed': rows * packed_bytes(k, max(1, (n - 1).bit_length())),
+        'bitmap': 4 * rows * -(-n // 32),
+        'block_local': rows * (k + packed_bytes(blocks, 9)),
+    }
+    for name, m, back in zip(CODINGS, sent, read, strict=True):
+        np.testing.assert_array_equal(back, at, err_msg=name)
+        assert jaxmp.nbytes(m) == want[name], name
+
+
+@pytest.mark.parametrize(
+    ('text', 'bits'),
+    [  # bits an element, ../shared/notes/reference.md section 5
+        ('top_k(0.5, values=fp16, indices=int32)', 24.0),
+        ('top_k(0.5, values=fp16, indices=bitmap)', 9.0),
+        ('top_k(0.1, values=fp16, indices=int32)', 4.8),
+        ('top_k(0.1, values=fp16, indices=bitmap)', 2.6),
+        ('top_k(0.02, values=fp16, indices=int32)', 0.96),
+        ('top_k(0.02, values=fp16, indices=bitmap)', 1.32),
+        ('top_k(0.1, values=fp16, indices=packed)', 3.2),
+        ('top_k(0.1, values=fp16, indices=block_local)', 2.4 + 9 / 256),
+        ('top_k(0.4, values=log_scale(4), indices=bitmap)', 2.6),
+        ('ef_mixed(top_k(0.05, values=fp16, indices=bitmap))', 3.6),
+        ('random_k(0.1)', 3.2),
+        ('uniform(4)', 4.0),
+        ('block(4, size=32)', 5.0),
+        ('max_scaled(4)', 4.16),
+        ('fp16', 16.0),
+        ('aqsgd(uniform(2), examples=50000)', 2.0),
+    ],
+)
+def test_bits_an_element(text, bits):
+    x = jax.ShapeDtypeStruct((100, 32, 32, 64), 'float32')
+    each = jaxmp.bits(jaxmp.parse(text), x) / x.size
+    assert each == pytest.approx(bits, abs=2e-3)
+
+
+# Selection.
+
+
+def test_top_k_keeps_what_lax_top_k_keeps():
+    r = np.random.default_rng(1)
+    n, k = 40, 10
+    rows = {
+        'normal': r.standard_normal(n),
+        'few': np.where(np.arange(n) % 9 == 0, 1.0, 0.0),
+        'tied': np.round(r.standard_normal(n)),
+        'constant': np.full(n, -2.5),
+        'zeros': np.zeros(n),
+        'denormal': 1e-40 * r.standard_normal(n),
+        'inf': np.where(np.arange(n) == 33, -np.inf, r.standard_normal(n)),
+    }
+    x = np.stack(list(rows.values())).astype(np.float32)
+    codec = jaxmp.parse('top_k(0.25, indices=block_local)').codec
+
+    @partial(jax.jit, compiler_options=laws.QUICK)
+    def keep(x):
+        m = codec.encode(x, Ctx())
+        return codec.decode(m, jaxmp.like(x), Ctx()), codec.support(m, jaxmp.like(x), Ctx())
+
+    y, support = keep(x)
+    at = np.sort(jax.lax.top_k(jnp.abs(x), k)[1], axis=1)
+    want = np.zeros_like(x)
+    np.put_along_axis(want, at, np.take_along_axis(x, at, 1), 1)
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(np.maximum(support, ~support), at)
+    tiny = np.finfo(x.dtype).tiny  # a denormal counts as a zero, as in XLA's arithmetic on a CPU
+    np.testing.assert_array_equal(support < 0, np.abs(np.take_along_axis(x, at, 1)) < tiny)
+
+
+def test_values_of_a_selection_go_through_their_codec():
+    x = laws.INPUTS['normal']
+    flat = x.reshape(len(x), -1)
+    k = select.count(flat.shape[1], 0.4)
+    at = np.sort(np.argsort(-np.abs(flat), axis=1, kind='stable')[:, :k], axis=1)
+    kept = round_trip('log_scale(4)', np.take_along_axis(flat, at, 1))
+    want = np.zeros_like(flat)
+    np.put_along_axis(want, at, kept, 1)
+    y = round_trip('top_k(0.4, values=log_scale(4), indices=packed)', x)
+    np.testing.assert_allclose(y, want.reshape(x.shape), rtol=1e-6)
+
+
+# Chance. A variable with values in [lo, hi] has a deviation of at most (hi - lo) / 2.
+
+DRAWS = 4000
+UNBIASED = {  # E C(x) / x, and how far the ends of the range are rounded
+    'uniform(2, rounding=stochastic)': (1.0, 0.0),
+    'block(2, size=32, rounding=stochastic)': (1.0, 2.0**-11),
+    'random_k(0.5)': (0.5, 0.0),
+    'random_k(0.5, values=uniform(1, stochastic))': (0.5, 0.0),
+}
+
+
+def draws(text, x):
+    channel = jaxmp.parse(text)
+
+    def cross(key):
+        m, _ = channel.send(x, (), Ctx(key))
+        return channel.recv(m, (), jaxmp.like(x), Ctx(key))[0]
+
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    return np.asarray(jax.jit(lambda keys: jax.lax.map(cross, keys))(keys), np.float64)
+
+
+@pytest.mark.parametrize('text', UNBIASED)
+def test_unbiased(text):
+    x = np.random.default_rng(2).standard_normal((2, 20)).astype(np.float32)
+    share, ends = UNBIASED[text]
+    y = draws(text, x)
+    width = max(x.max(), 0) - min(x.min(), 0)
+    allowed = 5 * width / 2 / np.sqrt(DRAWS) + ends * np.abs(x).max()
+    assert np.abs(y.mean(0) - share * x).max() <= allowed
+    assert y.std(0).max() > 0.1, 'it does draw'
+    if text == 'random_k(0.5)':
+        assert ((y != 0).sum(2) == 10).all(), 'exactly K'
+        assert ((y != 0) == (y != 0)[:, :1]).all(), 'one set for all samples'
+        energy = np.square(x).sum()
+        lost = np.square(x - y).sum((1, 2)).mean()
+        assert abs(lost - 0.5 * energy) <= 5 * energy / 2 / np.sqrt(DRAWS)
+
+
+# Levels.
+
+
+@pytest.mark.parametrize('bits', [1, 4, 8])
+def test_uniform_ends_and_levels(bits):
+    x = laws.INPUTS['relu'] - np.float32(0.125)
+    y = round_trip(f'uniform({bits})', x)
+    assert len(np.unique(y)) <= 2**bits
+    assert (y.min(), y.max()) == (x.min(), x.max())
+    assert (y[x == x.min()] == x.min()).all(), 'zeros of a ReLU stay one value'
+
+
+def test_uniform_of_a_constant_is_exact():
+    x = laws.INPUTS['constant']
+    np.testing.assert_array_equal(round_trip('uniform(3)', x), x)
+    np.testing.assert_array_equal(round_trip('block(3)', x), x)
+
+
+def test_one_outlier_spoils_a_block_and_not_all():
+    x = laws.INPUTS['outlier']
+    error = np.abs(round_trip('block(8)', x) - x).reshape(-1)
+    assert (error > 0.05).sum() <= 64
+
+
+@pytest.mark.parametrize('bits', [2, 5])
+def test_log_scale_keeps_signs_and_zeros(bits):
+    x = laws.INPUTS['relu'] - laws.INPUTS['relu'][:, ::-1]
+    y = round_trip(f'log_scale({bits})', x)
+    np.testing.assert_array_equal(np.sign(y), np.sign(x))
+    for sample in y:
+        assert len(np.unique(np.abs(sample[sample != 0]))) <= 2 ** (bits - 1) - 1
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+def test_a_sample_with_no_other_number_than_a_bad_one(bad):
+    x = np.array([[bad, bad, 0, 0], [0, 0, 0, 0], [1, 2, 3, 4]], np.float32)
+    y = round_trip('log_scale(4)', x)
+    np.testing.assert_array_equal(np.isnan(y[0]), [True, True, False, False])
+    np.testing.assert_array_equal(y[1], 0)
+    assert np.isfinite(y[2]).all()
+
+
+# Bad input.
+
+SAMPLES_NEEDED = 'got shape \\(8,\\); axis 0 is the sample'
+REFUSED = [  # text, shape, context, what the message says
+    ('top_k(0.5)', (8,), Ctx(), SAMPLES_NEEDED),
+    ('random_k(0.5)', (8,), Ctx(jax.random.key(0)), SAMPLES_NEEDED),
+    ('log_scale(4)', (8,), Ctx(), SAMPLES_NEEDED),
+    ('random_k(0.5)', (2, 8), Ctx(), r'random_k needs ctx.key; pass Ctx\(key=jax.random.key'),
+    ('uniform(4, stochastic)', (2, 8), Ctx(), 'stochastic rounding needs ctx.key; pass Ctx'),
+    ('block(4, 64, stochastic)', (2, 8), Ctx(), 'stochastic rounding needs ctx.key; pass Ctx'),
+    ('same_support()', (2, 8), Ctx(), 'forward message, and there are none; use it as bwd'),
+    ('aqsgd(raw, examples=4)', (2, 8), Ctx(), 'aqsgd needs ctx.ids; the data pipeline must yield'),
+]
+
+
+@pytest.mark.parametrize(('text', 'shape', 'ctx', 'says'), REFUSED)
+def test_refused_at_the_crossing(text, shape, ctx, says):
+    channel = jaxmp.parse(text)
+    x = jnp.zeros(shape)
+    with pytest.raises(ValueError, match=says):
+        jax.eval_shape(channel.send, x, channel.init(jaxmp.like(x))[0], ctx)

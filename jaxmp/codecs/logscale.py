@@ -41,20 +41,21 @@ def log_scale(bits: int) -> Codec:
         x = samples(x).astype(jnp.promote_types(x.dtype, jnp.float32))
         a = jnp.abs(x)
         some = ~(a < jnp.finfo(x.dtype).tiny)
-        log_a = jnp.log(jnp.where(some, a, 1))
-        lo = jnp.min(jnp.where(some, log_a, jnp.inf), axis=1, keepdims=True)
-        hi = jnp.max(jnp.where(some, log_a, -jnp.inf), axis=1, keepdims=True)
-        ends = jnp.where(jnp.isfinite(hi), jnp.concatenate([lo, hi], 1), jnp.nan)
+        hi = jnp.max(a, axis=1, keepdims=True)
+        lo = jnp.min(jnp.where(some, a, jnp.inf), axis=1, keepdims=True)
+        ends = jnp.log(jnp.concatenate([lo, hi], 1))
+        ends = jnp.where(jnp.isfinite(hi), ends, jnp.nan)
         ends = jnp.where(jnp.any(some, axis=1)[:, None], ends, 0)
         lo, width = ends[:, :1], ends[:, 1:] - ends[:, :1]
-        q = 1 + jnp.round((log_a - lo) / jnp.where(width > 0, width, 1) * steps)
+        scale = steps / jnp.where(width > 0, width, 1)
+        q = 1 + jnp.round((jnp.log(jnp.where(some, a, 1)) - lo) * scale)
         codes = jnp.where(some, jnp.clip(jnp.nan_to_num(q), 1, steps + 1), 0)
         codes = codes + jnp.where(x < 0, sign_bit, 0)
         return {'codes': pack(codes.astype(jnp.uint8), bits), 'ends': ends}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx
-        codes = unpack(m['codes'], bits, math.prod(like.shape)).reshape(like.shape[0], -1)
+        codes = unpack(m['codes'], bits, math.prod(like.shape[1:]))
         lo, hi = m['ends'][:, :1], m['ends'][:, 1:]
         q = (codes & (sign_bit - 1)).astype(lo.dtype)
         t = (q - 1) / steps if steps else jnp.full_like(q, 0.5)

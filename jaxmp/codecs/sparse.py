@@ -26,11 +26,11 @@ class IndexCoding(NamedTuple):
 
     Attributes:
       encode: ``(words, support, n) -> payload`` from the bitmap and the positions; use either.
-      decode: ``(payload, n, k, rows) -> support`` of shape ``(rows, k)``.
+      decode: ``(payload, n, k) -> support`` of shape ``(B, k)``.
     """
 
     encode: Callable[[UInt32[Array, 'B w'], Int[Array, 'B K'], int], Any]
-    decode: Callable[[Any, int, int, int], Int[Array, 'B K']]
+    decode: Callable[[Any, int, int], Int[Array, 'B K']]
 
 
 def _width(n: int) -> int:
@@ -39,19 +39,19 @@ def _width(n: int) -> int:
 
 int32 = IndexCoding(
     encode=lambda words, support, n: support.astype(jnp.int32),
-    decode=lambda m, n, k, rows: m,
+    decode=lambda m, n, k: m,
 )
 """Positions as 32-bit integers."""
 
 packed = IndexCoding(
     encode=lambda words, support, n: pack(support.astype(jnp.uint32), _width(n)),
-    decode=lambda m, n, k, rows: unpack(m, _width(n), rows * k).astype(jnp.int32).reshape(rows, k),
+    decode=lambda m, n, k: unpack(m, _width(n), k).astype(jnp.int32),
 )
 """Positions in ``ceil(log2 D)`` bits each."""
 
 bitmap = IndexCoding(
     encode=lambda words, support, n: words,
-    decode=lambda m, n, k, rows: select.positions(m, k),
+    decode=lambda m, n, k: select.positions(m, k),
 )
 """One bit an element, rounded up to 32 a sample."""
 
@@ -63,9 +63,9 @@ def _encode_local(words: Array, support: Array, n: int) -> dict[str, Array]:
     return {'counts': pack(counts, 9), 'low': (support & 255).astype(jnp.uint8)}
 
 
-def _decode_local(m: dict[str, Array], n: int, k: int, rows: int) -> Array:
-    blocks = -(-n // 256)
-    counts = unpack(m['counts'], 9, rows * blocks).astype(jnp.int32).reshape(rows, blocks)
+def _decode_local(m: dict[str, Array], n: int, k: int) -> Array:
+    rows, blocks = len(m['low']), -(-n // 256)
+    counts = unpack(m['counts'], 9, blocks).astype(jnp.int32)
     starts = jnp.cumsum(counts, axis=1) - counts
     # A block's number is written at its first slot (later blocks win), then carried to the right.
     mark = jnp.zeros((rows, k), jnp.int32).at[jnp.arange(rows)[:, None], starts]
@@ -147,7 +147,7 @@ def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -
 
     def read(m: dict[str, Any], like: Like, ctx: Ctx) -> tuple[Array, Array]:
         n = _elements(like)
-        at = indices.decode(m['indices'], n, select.count(n, fraction), like.shape[0])
+        at = indices.decode(m['indices'], n, select.count(n, fraction))
         kept = values.decode(m['values'], _inner(like, at.shape[1]), ctx._replace(support=None))
         return kept, at
 

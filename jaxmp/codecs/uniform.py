@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, UInt8
 
 from jaxmp.wire import Codec, Ctx, Like, half_bytes, pack, unpack
 
@@ -35,7 +35,8 @@ def stochastic(x: Array, ctx: Ctx) -> Array:
     """
     if ctx.key is None:
         raise ValueError('stochastic rounding needs ctx.key; pass Ctx(key=jax.random.key(seed))')
-    return jnp.floor(x + jax.random.uniform(ctx.key, x.shape, x.dtype))
+    up = jnp.floor(x + jax.random.uniform(ctx.key, x.shape, x.dtype))
+    return jnp.minimum(up, jnp.ceil(x))  # for x + 0.99999994 may round to the next but one
 
 
 def check_bits(name: str, width: object, least: int, most: int = 8) -> None:
@@ -65,15 +66,23 @@ def _to_unit(x: Array, lo: Array, hi: Array) -> Array:
     return (x * c - lo * c) / jnp.where(span > 0, span, 1)
 
 
+def _code(
+    x: Array, lo: Array, hi: Array, levels: int, rounding: Rounding, ctx: Ctx
+) -> UInt8[Array, '...']:
+    return rounding(jnp.minimum(_to_unit(x, lo, hi) * levels, levels), ctx).astype(jnp.uint8)
+
+
 def _level(q: Array, levels: int, lo: Array, hi: Array) -> Array:
     """Level ``q`` of ``0 .. levels``; `where`, because XLA may take ``q * (hi / levels)`` first."""
     t = q / levels
     return jnp.where(q == levels, hi, lo * (1 - t) + hi * t)
 
 
-def _range(x: Array, axis: int | None) -> tuple[Array, Array]:
+def _range(x: Array, axis: int) -> tuple[Array, Array]:
     """Smallest and largest along ``axis``, NaN where either is not finite."""
-    lo, hi = jnp.min(x, axis), jnp.max(x, axis)
+    start = jnp.array(jnp.inf, x.dtype), jnp.array(-jnp.inf, x.dtype)
+    ends = lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
+    lo, hi = jax.lax.reduce((x, x), start, ends, (axis,))  # one pass, where min and max make two
     finite = jnp.isfinite(lo) & jnp.isfinite(hi)
     return jnp.where(finite, lo, jnp.nan), jnp.where(finite, hi, jnp.nan)
 
@@ -110,10 +119,13 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
     levels = 2**bits - 1
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        x = _wide(x)
-        ends = jnp.stack(_range(x, None))
-        q = rounding(_to_unit(x, ends[0], ends[1]) * levels, ctx)
-        return {'codes': pack(jnp.clip(q, 0, levels).astype(jnp.uint8), bits), 'ends': ends}
+        x = _wide(x).reshape(-1)
+        ends = jnp.stack(_range(x, 0))
+
+        def code(run: Array, i: int) -> Array:
+            return _code(run, ends[0], ends[1], levels, rounding, ctx.fold(i))
+
+        return {'codes': pack(x, bits, code), 'ends': ends}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx
@@ -146,7 +158,7 @@ def max_scaled(bits: int) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
         del ctx
-        x = _wide(x)
+        x = _wide(x).reshape(len(x), -1)
         s = jnp.max(jnp.abs(x), axis=0)
         s = jnp.where(jnp.isfinite(s), jnp.minimum(s, 65504.0), jnp.nan).astype(jnp.float16)
         divisor = (s.astype(x.dtype) + 1e-6).astype(jnp.float16).astype(x.dtype)
@@ -160,8 +172,8 @@ def max_scaled(bits: int) -> Codec:
         del ctx
         wide = jnp.promote_types(like.dtype, jnp.float32)
         s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(wide)
-        q = unpack(m['codes'], bits, math.prod(like.shape)).astype(wide).reshape(like.shape) - top
-        return (q / top * s).astype(like.dtype)
+        q = unpack(m['codes'], bits, math.prod(like.shape[1:])).astype(wide) - top
+        return (q / top * s).reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)
 
@@ -202,14 +214,15 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         scale = jnp.max(jnp.nan_to_num(jnp.maximum(-lo, hi))) * 2**-15
         ends = jnp.stack([lo, hi]) / jnp.where(scale > 0, scale, 1)
         m = {'ends': half_bytes(ends.astype(jnp.float16)), 'scale': scale.astype(jnp.float32)}
-        q = rounding(_to_unit(x, *ends_of(m, x.dtype)) * levels, ctx)
-        return m | {'codes': pack(jnp.clip(q, 0, levels).astype(jnp.uint8), bits)}
+        lo, hi = ends_of(m, x.dtype)
+        q = _code(jnp.clip(x, lo, hi), lo, hi, levels, rounding, ctx)
+        return m | {'codes': pack(q, bits)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx
         n = math.prod(like.shape)
         wide = jnp.promote_types(like.dtype, jnp.float32)
-        q = unpack(m['codes'], bits, -(-n // size) * size).astype(wide).reshape(-1, size)
+        q = unpack(m['codes'], bits, size).astype(wide)
         x = _level(q, levels, *ends_of(m, wide))
         return x.reshape(-1)[:n].reshape(like.shape).astype(like.dtype)
 

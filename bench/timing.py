@@ -1,0 +1,41 @@
+"""How the benches measure: CPU-seconds, best of interleaved repeats, in one process."""
+
+import ctypes
+import time
+
+import jax
+
+from jaxmp.log import provenance
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of mallopt
+
+
+def header():
+    """Hardware, versions and commit."""
+    p = provenance()
+    return f'{p["hardware"]}, jax {p["versions"]["jax"]}, commit {p["commit"]}'
+
+
+def keep_freed_pages():
+    """Else a large result may pay its page faults, 8 ms for 26 MB, and memcpy never."""
+    libc = ctypes.CDLL(None)
+    for parameter in (MMAP_THRESHOLD, TRIM_THRESHOLD):
+        libc.mallopt(parameter, 1 << 30)
+
+
+def compiled(f, *args):
+    """``f`` compiled and ready, as a function of nothing."""
+    f = jax.jit(f)
+    jax.block_until_ready(f(*args))
+    return lambda: jax.block_until_ready(f(*args))
+
+
+def best(functions, repeats):
+    """CPU-seconds of each function, best of ``repeats`` interleaved runs."""
+    seconds = dict.fromkeys(functions, float('inf'))
+    for _ in range(repeats):
+        for name, f in functions.items():
+            start = time.process_time()
+            f()
+            seconds[name] = min(seconds[name], time.process_time() - start)
+    return seconds

@@ -1,0 +1,528 @@
+"""The boundary and the pipeline against loops written by hand, on one device and over four."""
+
+import math
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Ctx, Links, parse
+from tests.laws import QUICK
+
+B, D = 4, 24
+jit = partial(jax.jit, compiler_options=QUICK)
+
+PAIRS = [  # forward, backward, boundaries
+    ('uniform(4)', 'uniform(6)', 2),
+    ('ef(log_scale(3))', 'ef(uniform(3))', 2),
+    ('ef21(uniform(3))', 'ef21(log_scale(3))', 2),
+    ('ef_mixed(block(2, size=32))', 'ef_mixed(uniform(3))', 2),
+    ('aqsgd(log_scale(4), examples=9)', 'aqsgd(uniform(3), examples=9)', 2),
+    ('block(3, 32, stochastic)', 'uniform(3, stochastic)', 1),
+    ('top_k(0.3)', 'ef(same_support())', 1),
+    ('random_k(0.4)', 'ef21(same_support(values=fp16))', 1),
+]
+
+
+def tree_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def tree_close(a, b):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12), a, b)
+
+
+def network(seed=0):
+    """Weights of three stages, inputs and targets of three steps, ids."""
+    r = np.random.default_rng(seed)
+    weights = [jnp.asarray(r.standard_normal((D, D)) / np.sqrt(D)) for _ in range(3)]
+    x, target = (jnp.asarray(r.standard_normal((3, B, D))) for _ in range(2))
+    ids = jnp.asarray([[0, 3, 8, 2], [1, 3, 5, 7], [8, 0, 3, 4]])
+    return weights, x, target, ids
+
+
+def stage(w, x):
+    return jnp.tanh(x @ w)
+
+
+def chain(boundaries, weights, links, x, ctx):
+    """Stages and boundaries through the public `cross`."""
+    fwd, bwd = [], []
+    for i, w in enumerate(weights):
+        if i:
+            at = Links(links.fwd[i - 1], links.bwd[i - 1])
+            x, at = boundaries[i - 1].cross(x, at, ctx.fold(i))
+            fwd.append(at.fwd)
+            bwd.append(at.bwd)
+        x = stage(w, x)
+    return x, Links(tuple(fwd), tuple(bwd))
+
+
+def squared(boundaries, weights, links, x, target, ctx):
+    y, links = chain(boundaries, weights, links, x, ctx)
+    return jnp.mean((y - target) ** 2), (links, y)
+
+
+def joined(links):
+    return Links(tuple(l.fwd for l in links), tuple(l.bwd for l in links))
+
+
+# Oracle: stage by stage, with a jax.vjp of each stage and a hand loop of send and recv.
+
+
+def by_hand(fwd, bwd, weights, states, x, target, ctx):
+    """One step. ``states`` is ``[(fwd tx, fwd rx, bwd tx, bwd rx)]``, one entry a boundary."""
+    states, supports, pulls = [list(s) for s in states], [], []
+    for i, w in enumerate(weights):
+        if i:
+            s, at = states[i - 1], ctx.fold(i).fold(0)
+            like = jaxmp.like(x)
+            m, s[0] = fwd.send(x, s[0], at)
+            supports.append(fwd.codec.support(m, like, at))
+            x, s[1] = fwd.recv(m, s[1], like, at)
+        x, pull = jax.vjp(stage, w, x)
+        pulls.append(pull)
+    loss, pull = jax.vjp(lambda y: jnp.mean((y - target) ** 2), x)
+    (g,) = pull(jnp.ones_like(loss))
+    grads = []
+    for i in reversed(range(len(weights))):
+        gw, g = pulls[i](g)
+        grads.insert(0, gw)
+        if i:
+            s, at = states[i - 1], ctx.fold(i).fold(1)._replace(support=supports[i - 1])
+            like = jaxmp.like(g)
+            m, s[2] = bwd.send(g, s[2], at)
+            g, s[3] = bwd.recv(m, s[3], like, at)
+    return loss, grads, states
+
+
+def as_links(fwd, bwd, states):
+    """States of both ends as a local boundary holds them: one copy where they are equal."""
+
+    def ends(channel, tx, rx):
+        if channel.mirrored:
+            np.testing.assert_array_equal(tx, rx)
+        return (tx, () if channel.mirrored else rx)
+
+    return Links(
+        tuple(ends(fwd, s[0], s[1]) for s in states), tuple(ends(bwd, s[2], s[3]) for s in states)
+    )
+
+
+@pytest.mark.parametrize(('fwd', 'bwd', 'n'), PAIRS)
+def test_boundary_is_the_loop_by_hand(fwd, bwd, n):
+    """Loss, gradients and states of three steps; float64, because flipped roundings cascade."""
+    with jax.enable_x64(True):
+        fwd, bwd = parse(fwd), parse(bwd)
+        b = jaxmp.boundary(fwd, bwd)
+        weights, x, target, ids = network()
+        weights = weights[: n + 1]
+        step = jit(jaxmp.value_and_grad(partial(squared, [b, b])))
+        hand = jit(partial(by_hand, fwd, bwd))
+        links = joined([b.init(x[0])] * n)
+        states = [(*fwd.init(jaxmp.like(x[0])), *bwd.init(jaxmp.like(x[0])))] * n
+        for t in range(3):
+            ctx = Ctx(jax.random.key(t), ids[t])
+            (loss, _), grads, links = step(weights, links, x[t], target[t], ctx)
+            want, want_grads, states = hand(weights, states, x[t], target[t], ctx)
+            tree_close((loss, grads), (want, want_grads))
+            tree_close(links, as_links(fwd, bwd, states))
+        assert all(np.abs(g).max() > 0 for g in grads)
+
+
+def test_raw_is_no_boundary_at_all():
+    b = jaxmp.boundary(parse('raw'), parse('raw'))
+    weights, x, target, _ = network()
+    links = joined([b.init(x[0])] * 2)
+
+    def plain(weights, x, target):
+        for w in weights:
+            x = stage(w, x)
+        return jnp.mean((x - target) ** 2), x
+
+    want = jax.jit(jax.value_and_grad(plain, argnums=(0, 1), has_aux=True))(
+        weights, x[0], target[0]
+    )
+
+    def crossed(wx, links, target):
+        return squared([b, b], wx[0], links, wx[1], target, Ctx())
+
+    run = jax.jit(jaxmp.value_and_grad(crossed))
+    (loss, y), grads, _ = run((weights, x[0]), links, target[0])
+    tree_equal(((loss, y), grads), want)
+
+
+# Micro-batches.
+
+
+def test_scanned_microbatches_are_the_loop_by_hand():
+    """The forward state goes through the micro-batches in order, the backward state in reverse."""
+    fwd, bwd = parse('ef21(uniform(3))'), parse('ef(log_scale(3))')
+    b = jaxmp.boundary(fwd, bwd)
+    with jax.enable_x64(True):
+        (w, _, _), x, target, _ = network()
+
+        def loss(w, links, x, target):
+            def tick(links, batch):
+                y, links = b.cross(stage(w, batch[0]), links)
+                return links, jnp.mean((y - batch[1]) ** 2)
+
+            links, losses = jax.lax.scan(tick, links, (x, target))
+            return losses.sum(), (links, losses)
+
+        def hand(w, x, target):
+            (ftx, frx), (btx, brx) = (c.init(jaxmp.like(x[0])) for c in (fwd, bwd))
+            kept, total = [], jnp.zeros_like(w)
+            for i in range(3):
+                h, pull = jax.vjp(lambda w, i=i: stage(w, x[i]), w)
+                like = jaxmp.like(h)
+                m, ftx = fwd.send(h, ftx, Ctx())
+                y, frx = fwd.recv(m, frx, like, Ctx())
+                kept.append((pull, 2 * (y - target[i]) / y.size, fwd.codec.support(m, like, Ctx())))
+            for pull, g, support in reversed(kept):
+                m, btx = bwd.send(g, btx, Ctx(support=support))
+                g, brx = bwd.recv(m, brx, jaxmp.like(g), Ctx(support=support))
+                total += pull(g)[0]
+            return total, ftx, btx
+
+        _, grads, links = jit(jaxmp.value_and_grad(loss))(w, b.init(x[0]), x, target)
+        want, ftx, btx = jit(hand)(w, x, target)
+        tree_close((grads, links.fwd[0], links.bwd[0]), (want, ftx, btx))
+        assert np.abs(btx).max() > 0
+
+
+# What value_and_grad is for.
+
+
+def linear(b, w, links, x, g, ctx=None):
+    y, links = b.cross(w * x, links, ctx)
+    products = jax.lax.optimization_barrier(y * g)  # or some programs sum with FMA
+    return jnp.sum(products), (links, y)
+
+
+def test_a_bare_grad_forgets_the_backward_state():
+    b = jaxmp.boundary(parse('raw'), parse('ef(uniform(2))'))
+    _, x, g, _ = network()
+    w = jnp.ones(D)
+    links = b.init(x[0])
+    step = jit(jaxmp.value_and_grad(partial(linear, b)))
+    bare = jit(jax.grad(lambda *a: linear(b, *a)[0]))
+    _, first, links = step(w, links, x[0], g[0])
+    _, second, _ = step(w, links, x[1], g[1])
+    _, forgetful, _ = step(w, b.init(x[0]), x[1], g[1])
+    np.testing.assert_array_equal(bare(w, b.init(x[0]), x[0], g[0]), first)
+    np.testing.assert_array_equal(bare(w, links, x[1], g[1]), forgetful)
+    assert not np.array_equal(second, forgetful)
+
+
+def test_an_unused_boundary_keeps_its_state():
+    b = jaxmp.boundary(parse('ef21(uniform(3))'), parse('ef(uniform(3))'))
+    weights, x, target, _ = network()
+    both = jit(jaxmp.value_and_grad(partial(squared, [b, b])))
+    _, _, links = both(weights, joined([b.init(x[0])] * 2), x[0], target[0], Ctx())
+
+    def first_only(weights, links, x, target):
+        one = Links(links.fwd[:1], links.bwd[:1])
+        loss, (one, y) = squared([b], weights[:2], one, x, target, Ctx())
+        return loss, (Links((one.fwd[0], links.fwd[1]), (one.bwd[0], links.bwd[1])), y)
+
+    _, _, after = jit(jaxmp.value_and_grad(first_only))(weights, links, x[1], target[1])
+    for side in ('fwd', 'bwd'):
+        before, now = getattr(links, side), getattr(after, side)
+        tree_equal(now[1], before[1])
+        assert np.abs(now[1][0]).max() > 0
+        assert not np.array_equal(now[0][0], before[0][0])
+
+
+def test_checkpoint_changes_no_number():
+    with jax.enable_x64(True):  # recomputed sums differ in the last bit
+        b = jaxmp.boundary(parse('ef21(block(3, 32, stochastic))'), parse('ef(uniform(3))'))
+        weights, x, target, _ = network()
+        weights = weights[:2]
+
+        def run(wrap):
+            step = jit(jaxmp.value_and_grad(wrap(partial(squared, [b]))))
+            links, results = joined([b.init(x[0])]), []
+            for t in range(2):
+                *result, links = step(weights, links, x[t], target[t], Ctx(jax.random.key(t)))
+                results.append((result, links))
+            return results
+
+        tree_close(run(jax.checkpoint), run(lambda f: f))
+
+
+def test_the_rule_needs_no_key_and_keeps_dtype():
+    b = jaxmp.boundary(parse('uniform(4)'), parse('ef(uniform(4))'))
+    x = jnp.ones((B, D), 'bfloat16')
+    step = jit(jaxmp.value_and_grad(partial(linear, b)))
+    (_, y), grads, links = step(jnp.ones(D, 'bfloat16'), b.init(x), x, x)
+    assert y.dtype == grads.dtype == 'bfloat16'
+    assert links.bwd[0].dtype == 'float32'
+
+
+# Bad input.
+
+
+def cross(fwd, bwd, shape=(B, D), made_for=(B, D), ctx=None):
+    b = jaxmp.boundary(parse(fwd), parse(bwd))
+    links = jax.eval_shape(lambda: b.init(jax.ShapeDtypeStruct(made_for, 'float32')))
+
+    def grad(links, x):
+        return jax.grad(lambda x: jnp.sum(b.cross(x, links, ctx)[0]))(x)
+
+    return jax.eval_shape(grad, links, jax.ShapeDtypeStruct(shape, 'float32'))
+
+
+REFUSED = [
+    (
+        ('raw', 'same_support()'),
+        'same_support reuses the positions of the forward message, and the',
+    ),
+    (('ef_mixed(top_k(0.1))', 'same_support()'), 'use it as bwd with a forward channel over top_k'),
+    (
+        ('uniform(4)', 'ef(same_support())'),
+        'use it as bwd with a forward channel over top_k or ran',
+    ),
+    (('same_support()', 'raw'), 'use it as bwd'),
+    (
+        ('ef(raw)', 'raw', (128, D), (100, D)),
+        r'links.fwd were made for buffers .*100.* a tensor of',
+    ),
+    (
+        ('raw', 'ef21(raw)', (3, D)),
+        r'links.bwd were made .* shape \(3, 24\) .* keep the batch size',
+    ),
+    (('aqsgd(raw, 9)', 'raw', (B, 5)), 'links.fwd were made for buffers'),
+    (('aqsgd(raw, 9)', 'raw'), "aqsgd needs ctx.ids; the data pipeline must yield 'id'"),
+    (('raw', 'aqsgd(raw, 9)'), "aqsgd needs ctx.ids; the data pipeline must yield 'id'"),
+    (('raw', 'random_k(0.1)'), 'random_k needs ctx.key'),
+]
+
+
+@pytest.mark.parametrize(('args', 'says'), REFUSED)
+def test_refused(args, says):
+    with pytest.raises(ValueError, match=says):
+        cross(*args)
+
+
+@pytest.mark.parametrize(
+    'fwd', ['top_k(0.3)', 'ef(top_k(0.3))', 'ef21(top_k(0.3))', 'random_k(0.2)']
+)
+def test_same_support_works_with_positions(fwd):
+    assert cross(fwd, 'same_support()', ctx=Ctx(jax.random.key(0))).shape == (B, D)
+
+
+@pytest.mark.parametrize('side', ['fwd', 'bwd'])
+def test_a_boundary_takes_channels(side):
+    ends = {'fwd': parse('raw'), 'bwd': parse('raw')} | {side: jaxmp.raw}
+    with pytest.raises(TypeError, match=f'boundary {side} must be a channel, got .* write direct'):
+        jaxmp.boundary(**ends)
+
+
+def test_ppermute_needs_devices():
+    with pytest.raises(ValueError, match="positive number of devices on 'stage', got 0"):
+        jaxmp.ppermute('stage', 0)
+
+
+def test_second_order_and_forward_mode():
+    """As the docstring says: forward-mode differentiation raises."""
+    b = jaxmp.boundary(parse('raw'), parse('raw'))
+    x = jnp.ones((B, D))
+    with pytest.raises(TypeError, match='jvp'):
+        jax.jvp(lambda x: b.cross(x, b.init(x))[0], (x,), (x,))
+
+
+# Four devices.
+
+DEVICES, LONG = 4, 300
+WIRES = [
+    ('raw', 'raw'),
+    ('aqsgd(block(3, 32, stochastic), examples=9)', 'ef21(uniform(8))'),
+    (
+        'ef21(top_k(0.3, values=fp16, indices=bitmap))',
+        'ef(same_support(values=fp16))',
+    ),
+    ('ef_mixed(log_scale(4))', 'ef(top_k(0.2, values=uniform(4), indices=block_local))'),
+]
+
+
+def over_devices(b, check_vma):
+    """A crossing on each device and its gradient, of tensors stacked along the devices."""
+
+    def one(x, links, g, ctx):
+        x, links, g = jax.tree.map(lambda a: a[0], (x, links, g))
+        out = jaxmp.value_and_grad(partial(linear, b))(jnp.ones_like(x), links, x, g, ctx)
+        return jax.tree.map(lambda a: a[None], out)
+
+    mesh = jax.make_mesh((DEVICES,), ('stage',), axis_types=(AxisType.Auto,))
+    specs = P('stage'), P('stage'), P('stage'), P()
+    return jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=P('stage'), check_vma=check_vma)
+
+
+def permuted(compiled):
+    """Bytes and dtypes that the compiled program's collective-permutes move, a direction."""
+    moved, dtypes = {'0,1': 0, '1,0': 0}, set()
+    assert 'collective-permute-start' not in compiled
+    for line in re.findall(r'= (.*) collective-permute\(.*source_target_pairs={{(.,.)}', compiled):
+        for dtype, shape in re.findall(r'([a-z]+\d+)\[([\d,]*)\]', line[0]):
+            size = math.prod(int(n) for n in shape.split(',') if n)
+            moved[line[1]] += size * int(re.sub('[a-z]', '', dtype)) // 8
+            dtypes.add(dtype)
+    return moved['0,1'], moved['1,0'], dtypes
+
+
+@pytest.mark.parametrize(
+    ('pair', 'check_vma'), [*((pair, True) for pair in WIRES), (WIRES[1], False)]
+)
+def test_four_devices_are_one(pair, check_vma):
+    """Device i sends to i + 1 what a local boundary would have made of it, to the bit."""
+    fwd, bwd = map(parse, pair)
+    wire, here = (
+        jaxmp.boundary(fwd, bwd, jaxmp.ppermute('stage', DEVICES)),
+        jaxmp.boundary(fwd, bwd),
+    )
+    r = np.random.default_rng(3)
+    x, g = r.standard_normal((2, 2, DEVICES, B, LONG)).astype(np.float32)
+    ids = jnp.asarray([[0, 3, 8, 2], [3, 1, 0, 7]])
+    links = jax.tree.map(lambda a: jnp.stack([a] * DEVICES), wire.init(x[0, 0]))
+    edges = [here.init(x[0, 0])] * (DEVICES - 1)
+    run = jax.jit(over_devices(wire, check_vma), compiler_options=QUICK)
+    run = run.lower(x[0], links, g[0], Ctx(jax.random.key(0), ids[0])).compile()
+    alone = jit(jaxmp.value_and_grad(partial(linear, here)))
+    for t in range(2):
+        ctx = Ctx(jax.random.key(t), ids[t])
+        (loss, y), gx, links = run(x[t], links, g[t], ctx)
+        for i, edge in enumerate(edges):
+            (l, y_i), gx_i, edges[i] = alone(jnp.ones((B, LONG)), edge, x[t, i], g[t, i + 1], ctx)
+            tree_equal((loss[i + 1], y[i + 1], gx[i]), (l, y_i, gx_i))
+            check_ends(links.fwd, edges[i].fwd, i, i + 1)
+            check_ends(links.bwd, edges[i].bwd, i + 1, i)
+    forward, backward, dtypes = permuted(run.as_text())
+    assert (8 * forward, 8 * backward) == here.bits(x[0, 0])
+    assert 8 * forward == jaxmp.bits(fwd, x[0, 0])
+    assert dtypes <= {'u8', 'u16', 'u32', 'f32'}, 'XLA:CPU widens other types on the wire'
+
+
+def check_ends(devices, here, sender, receiver):
+    """The states of the two devices of an edge; a local boundary keeps one copy of equal states."""
+    tx, rx = devices
+    tree_equal(jax.tree.map(lambda a: a[sender], tx), here[0])
+    mirrored = isinstance(here[1], tuple) and not isinstance(rx, tuple)
+    tree_equal(jax.tree.map(lambda a: a[receiver], rx), here[0] if mirrored else here[1])
+
+
+# The pipeline.
+
+
+class Stage(nn.Module):
+    width: int
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(self.width)(x))
+        return jnp.tanh(nn.Dropout(self.dropout, deterministic=not train)(x))
+
+
+def made(fwd, bwd, dropout=0.0):
+    each = [fwd, bwd]
+    each = [[parse(t) for t in c] if isinstance(c, list) else parse(c) for c in each]
+    model = jaxmp.pipeline([Stage(w, dropout) for w in (6, 7, 5)], *each)
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((B, 8)), 'float32')
+    return SimpleNamespace(model=model, x=x, **named(model.init(jax.random.key(0), x)))
+
+
+def named(pair):
+    return dict(zip(('variables', 'links'), pair, strict=True))
+
+
+def test_open_boundaries_are_the_uncompressed_model():
+    p = made('uniform(1)', 'uniform(1)')
+    x = p.x
+    for stage, own in zip(p.model.stages, p.variables, strict=True):
+        x = stage.apply(own, x)
+    y, variables, links = p.model.apply(p.variables, None, p.x)
+    np.testing.assert_array_equal(y, x)
+    tree_equal(variables, p.variables)
+    assert links is None
+    closed = jit(p.model.apply)(p.variables, p.links, p.x)[0]
+    assert np.abs(closed - x).max() > 0.1
+
+
+def test_a_channel_a_boundary():
+    fwd, bwd = ['ef(uniform(2))', 'raw'], ['raw', 'ef21(top_k(0.5))']
+    p = made(fwd, bwd)
+    one = [jaxmp.boundary(parse(f), parse(b)) for f, b in zip(fwd, bwd, strict=True)]
+    likes = p.model.likes(p.variables, p.x)
+    assert [l.shape for l in likes] == [(B, 6), (B, 7)]
+    assert [b.bits(l) for b, l in zip(p.model.boundaries, likes, strict=True)] == [
+        b.bits(l) for b, l in zip(one, likes, strict=True)
+    ]
+    shapes = jax.tree.map(jnp.shape, p.links)
+    assert shapes == Links((((B, 6), ()), ((), ())), (((), ()), ((B, 7), ())))
+
+
+@pytest.mark.parametrize('side', ['fwd', 'bwd'])
+@pytest.mark.parametrize('n', [1, 3])
+def test_a_wrong_number_of_channels(side, n):
+    ends = {'fwd': parse('raw'), 'bwd': parse('raw')} | {side: [parse('raw')] * n}
+    says = f'3 stages have 2 boundaries, and {side} has {n} channels; give one for all or one'
+    with pytest.raises(ValueError, match=says):
+        jaxmp.pipeline([Stage(3)] * 3, **ends)
+
+
+def test_a_pipeline_needs_a_stage():
+    with pytest.raises(ValueError, match='at least one stage'):
+        jaxmp.pipeline([], parse('raw'), parse('raw'))
+    lonely = jaxmp.pipeline([Stage(3)], parse('raw'), parse('raw'))
+    assert lonely.init(jax.random.key(0), jnp.ones((B, 2)))[1] == Links((), ())
+
+
+def trainer(p):
+    """A training step on a key: loss and new variables, gradients, new links."""
+
+    def loss(variables, links, ctx):
+        y, variables, links = p.model.apply(variables, links, p.x, ctx, train=True)
+        return jnp.mean(y**2), (links, variables)
+
+    run = jit(jaxmp.value_and_grad(loss))
+    return lambda key: run(p.variables, p.links, Ctx(jax.random.key(key)))
+
+
+def test_training_updates_statistics_and_states_and_evaluation_nothing():
+    p = made('ef21(uniform(3))', 'ef(uniform(3))')
+    (_, variables), grads, links = trainer(p)(0)
+    for before, after, grad in zip(p.variables, variables, grads, strict=True):
+        assert after.keys() == {'params', 'batch_stats'}
+        tree_equal(after['params'], before['params'])
+        mean = ('batch_stats', 'BatchNorm_0', 'mean')
+        assert not np.array_equal(get(after, mean), get(before, mean))
+        assert all(np.isfinite(g).all() for g in jax.tree.leaves(grad))
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), links, p.links)
+    assert all(jax.tree.leaves(changed))
+
+    kept = jax.tree.map(np.copy, (variables, links))
+    _, same, _ = jit(p.model.apply)(variables, links, p.x)
+    tree_equal(same, variables)
+    tree_equal((variables, links), kept)
+
+
+def get(tree, path):
+    for word in path:
+        tree = tree[word]
+    return tree
+
+
+def test_dropout_draws_from_the_context():
+    p = made('raw', 'raw', dropout=0.5)
+    step = trainer(p)
+    first, again, other = (step(key)[0][0] for key in (0, 0, 1))
+    assert first == again != other
