@@ -70,6 +70,16 @@ def check_codec(rule: str, codec: object) -> None:
         raise TypeError(f'{rule} takes a codec such as top_k(0.1), got {codec!r}')
 
 
+def _read(codec: Codec, m: Payload, like: Like, ctx: Ctx) -> Array:
+    """Decodes to the same bits at both ends.
+
+    They are two programs, and fused into one of them a decoder may round otherwise (FMA); the
+    states of the ends would drift apart.
+    """
+    m = jax.lax.optimization_barrier(m)
+    return jax.lax.optimization_barrier(codec.decode(m, like, ctx))
+
+
 def direct(codec: Codec) -> Channel:
     """No memory: ``y = C(x)``.
 
@@ -145,10 +155,10 @@ def ef21(codec: Codec) -> Channel:
 
     def send(x: Array, g: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
         m = codec.encode((x - g).astype(x.dtype), ctx)
-        return m, g + codec.decode(m, _like(x), ctx)
+        return m, g + _read(codec, m, _like(x), ctx)
 
     def recv(m: Payload, g: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
-        g = g + codec.decode(m, like, ctx)
+        g = g + _read(codec, m, like, ctx)
         return g.astype(like.dtype), g
 
     return Channel(
@@ -232,10 +242,10 @@ def aqsgd(codec: Codec, examples: int) -> Channel:
     def send(x: Array, t: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
         g = t[ids(ctx)]
         m = codec.encode((x - g).astype(x.dtype), ctx)
-        return m, t.at[ids(ctx)].set(g + codec.decode(m, _like(x), ctx))
+        return m, t.at[ids(ctx)].set(g + _read(codec, m, _like(x), ctx))
 
     def recv(m: Payload, t: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
-        g = t[ids(ctx)] + codec.decode(m, like, ctx)
+        g = t[ids(ctx)] + _read(codec, m, like, ctx)
         return g.astype(like.dtype), t.at[ids(ctx)].set(g)
 
     return Channel(

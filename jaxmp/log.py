@@ -88,29 +88,34 @@ class Display:
         """
         self._console = Console(stderr=True)
         columns = TextColumn('{task.description}'), BarColumn(), TextColumn('{task.fields[now]}')
-        times = (
-            TimeElapsedColumn(),
-            TextColumn('left'),
-            TimeRemainingColumn(elapsed_when_finished=True),
-        )
+        times = TimeElapsedColumn(), TextColumn('left'), TimeRemainingColumn()
         self._bar = Progress(*columns, *times, console=self._console, transient=True)
         self._task = self._bar.add_task('start', total=total, completed=done, now='compiling')
         self._total, self._examples = total, examples
-        self._start, self._last = (time.time(), done), time.time()
+        self._start: tuple[float, int] | None = None
+        self._mark: tuple[float, int] | None = None
+        self._last = time.time()
         if self._console.is_terminal:
             self._bar.start()
 
+    def pause(self) -> None:
+        """What follows, such as an evaluation, does not count in the examples a second."""
+        self._mark = None
+
     def update(self, epoch: str, step: int, loss: float, accuracy: float) -> None:
         """Shows the state after ``step`` steps."""
-        seconds = max(time.time() - self._start[0], 1e-9)
-        rate = (step - self._start[1]) / seconds
-        now = f'loss {loss:.3f}  acc {accuracy:6.2%}  {rate * self._examples:,.0f} ex/s'
+        here = time.time(), step
+        self._start, self._mark = self._start or here, self._mark or here
+        now = f'loss {loss:.3f}  acc {accuracy:6.2%}  {self._rate(self._mark, here)} ex/s'
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, description=epoch, now=now)
-        elif time.time() - self._last > 10:
-            self._last = time.time()
-            left = (self._total - step) / rate
+        elif here[0] - self._last > 10 and step > self._start[1]:
+            self._last = here[0]
+            left = (self._total - step) * (here[0] - self._start[0]) / (step - self._start[1])
             self.say(f'{epoch}  step {step}/{self._total}  {now}  {duration(left)} left')
+
+    def _rate(self, a: tuple[float, int], b: tuple[float, int]) -> str:
+        return f'{(b[1] - a[1]) * self._examples / (b[0] - a[0]):,.0f}' if b[1] > a[1] else '...'
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""

@@ -4,8 +4,8 @@ A *payload* is a pytree of arrays, and those arrays are what travels: nothing is
 size of a message is read from its arrays. Codes of b bits are packed into bytes plane by plane: the
 bits of b are split into powers of two (6 = 4 + 2), a row of codes is cut into equal runs, and in
 the plane of a part of p bits 8/p runs share their bytes, each under its own shift. Runs, unlike
-neighbouring codes, need no strided access, so packing costs about as much as reading. XLA:CPU widens bf16 and int4 in
-its collectives; bytes travel as they are.
+neighbouring codes, need no strided access, so packing costs about as much as reading. XLA:CPU
+widens bf16 and int4 in its collectives; bytes travel as they are.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def pack(
 
 
 def _join(planes: list[Array]) -> Array:
-    """Concatenates along the last axis; by updates, for XLA:CPU does not vectorise into a concat."""
+    """Concatenates along the last axis, by updates: XLA:CPU does not vectorise into a concat."""
     if len({p.shape for p in planes}) > 1:  # 16-bit parts: only indices, which are few
         return jnp.concatenate(planes, -1)
     out = jnp.zeros((len(planes), *planes[0].shape), jnp.uint8)

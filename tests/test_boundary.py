@@ -394,9 +394,9 @@ def test_four_devices_are_one(pair, check_vma):
     ids = jnp.asarray([[0, 3, 8, 2], [3, 1, 0, 7]])
     links = jax.tree.map(lambda a: jnp.stack([a] * DEVICES), wire.init(x[0, 0]))
     edges = [here.init(x[0, 0])] * (DEVICES - 1)
-    run = jax.jit(over_devices(wire, check_vma), compiler_options=QUICK)
+    run = jax.jit(over_devices(wire, check_vma))
     run = run.lower(x[0], links, g[0], Ctx(jax.random.key(0), ids[0])).compile()
-    alone = jit(jaxmp.value_and_grad(partial(linear, here)))
+    alone = jax.jit(jaxmp.value_and_grad(partial(linear, here)))
     for t in range(2):
         ctx = Ctx(jax.random.key(t), ids[t])
         (loss, y), gx, links = run(x[t], links, g[t], ctx)

@@ -12,6 +12,7 @@ lowest indices win, which is the rule of `jax.lax.top_k`. The functions are inte
 patterns and are never differentiated: they belong inside a `custom_vjp`.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -169,7 +170,7 @@ def _vertical_count(hits):
     adds but not into a reduction.
     """
     rows = hits.astype(jnp.uint8).reshape(FOLD, -1)
-    folded = sum(rows[1:], rows[0]).reshape(-1, LANES)
+    folded = functools.reduce(jnp.add, rows).reshape(-1, LANES)
     zero = folded.dtype.type(0)
     columns = lax.reduce_window(folded, zero, lax.add, (16, 1), (16, 1), 'SAME')
     return columns.sum(0, dtype=jnp.int32).sum(dtype=jnp.int32)

@@ -46,7 +46,9 @@ def table(summaries: list[Summary]) -> str:
     for s in summaries:
         cells = [s['name'], f'`{s["fwd"]}`', f'`{s["bwd"]}`', f'{bits_an_element(s):.2f}']
         cells += [
-            f'{100 * s["test"][m][w]["accuracy"]:.2f}' for w in ('best', 'last') for m in ('off', 'on')
+            f'{100 * s["test"][m][w]["accuracy"]:.2f}'
+            for w in ('best', 'last')
+            for m in ('off', 'on')
         ]
         lines.append('| ' + ' | '.join(cells) + ' |')
     return '\n'.join([*lines, '', note(summaries)])
