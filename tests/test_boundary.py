@@ -21,14 +21,13 @@ B, D = 4, 24
 jit = partial(jax.jit, compiler_options=QUICK)
 
 PAIRS = [  # forward, backward, boundaries
-    ('uniform(4)', 'uniform(6)', 2),
     ('ef(log_scale(3))', 'ef(uniform(3))', 2),
-    ('ef21(uniform(3))', 'ef21(log_scale(3))', 2),
-    ('ef_mixed(block(2, size=32))', 'ef_mixed(uniform(3))', 2),
+    ('ef21(uniform(3))', 'ef21(log_scale(3))', 1),
+    ('ef_mixed(block(2, size=32))', 'ef_mixed(uniform(3))', 1),
     ('aqsgd(log_scale(4), examples=9)', 'aqsgd(uniform(3), examples=9)', 2),
     ('block(3, 32, stochastic)', 'uniform(3, stochastic)', 1),
     ('top_k(0.3)', 'ef(same_support())', 1),
-    ('random_k(0.4)', 'ef21(same_support(values=fp16))', 1),
+    ('random_k(0.4)', 'same_support(values=fp16)', 1),
 ]
 
 
@@ -109,7 +108,7 @@ def as_links(fwd, bwd, states):
 
     def ends(channel, tx, rx):
         if channel.mirrored:
-            np.testing.assert_array_equal(tx, rx)
+            tree_close(tx, rx)  # to the bit: test_feedback.py
         return (tx, () if channel.mirrored else rx)
 
     return Links(
@@ -346,11 +345,9 @@ DEVICES, LONG = 4, 300
 WIRES = [
     ('raw', 'raw'),
     ('aqsgd(block(3, 32, stochastic), examples=9)', 'ef21(uniform(8))'),
-    (
-        'ef21(top_k(0.3, values=fp16, indices=bitmap))',
-        'ef(same_support(values=fp16))',
-    ),
-    ('ef_mixed(log_scale(4))', 'ef(top_k(0.2, values=uniform(4), indices=block_local))'),
+    ('ef21(top_k(0.3, values=fp16, indices=bitmap))', 'ef(same_support(values=fp16))'),
+    ('log_scale(4)', 'ef(fp16)'),
+    ('ef_mixed(max_scaled(5))', 'ef21(bf16)'),
 ]
 
 
@@ -433,9 +430,7 @@ class Stage(nn.Module):
 
 
 def made(fwd, bwd, dropout=0.0):
-    each = [fwd, bwd]
-    each = [[parse(t) for t in c] if isinstance(c, list) else parse(c) for c in each]
-    model = jaxmp.pipeline([Stage(w, dropout) for w in (6, 7, 5)], *each)
+    model = jaxmp.pipeline([Stage(w, dropout) for w in (6, 7, 5)], parse(fwd), parse(bwd))
     x = jnp.asarray(np.random.default_rng(4).standard_normal((B, 8)), 'float32')
     return SimpleNamespace(model=model, x=x, **named(model.init(jax.random.key(0), x)))
 
@@ -459,14 +454,15 @@ def test_open_boundaries_are_the_uncompressed_model():
 
 def test_a_channel_a_boundary():
     fwd, bwd = ['ef(uniform(2))', 'raw'], ['raw', 'ef21(top_k(0.5))']
-    p = made(fwd, bwd)
+    model = jaxmp.pipeline([Stage(w) for w in (6, 7, 5)], *([*map(parse, c)] for c in (fwd, bwd)))
     one = [jaxmp.boundary(parse(f), parse(b)) for f, b in zip(fwd, bwd, strict=True)]
-    likes = p.model.likes(p.variables, p.x)
+    x = jnp.ones((B, 8))
+    variables, links = jax.eval_shape(model.init, jax.random.key(0), x)
+    likes = model.likes(variables, x)
     assert [l.shape for l in likes] == [(B, 6), (B, 7)]
-    assert [b.bits(l) for b, l in zip(p.model.boundaries, likes, strict=True)] == [
-        b.bits(l) for b, l in zip(one, likes, strict=True)
-    ]
-    shapes = jax.tree.map(jnp.shape, p.links)
+    bits = [[b.bits(l) for b, l in zip(of, likes, strict=True)] for of in (model.boundaries, one)]
+    assert bits[0] == bits[1]
+    shapes = jax.tree.map(jnp.shape, links)
     assert shapes == Links((((B, 6), ()), ((), ())), (((), ()), ((B, 7), ())))
 
 

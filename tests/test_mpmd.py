@@ -1,0 +1,141 @@
+"""A program each stage against one program: the same losses, parameters and feedback states."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmp import Ctx, mpmd, schedule
+from tests import mpmd_worker as worker
+
+ROOT = pathlib.Path(__file__).parent.parent
+RUNS = [(case, m) for case in worker.CASES for m in (1, 4)] + [('ef21', 8)]
+close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    with jax.enable_x64(True):
+        yield
+
+
+def tree_close(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(close, jax.device_get(a), jax.device_get(b))
+
+
+def assert_states(states, variables, slots, boundaries):
+    """Variables and both ends of every link equal the one-program pipeline's."""
+    for s, state in states.items():
+        tree_close(dict(state.variables), variables[s])
+    for link, b in enumerate(boundaries):
+        left, right = states[link].right, states[link + 1].left
+        for name, channel, tx, rx in (
+            ('fwd', b.fwd, left.tx, right.rx),
+            ('bwd', b.bwd, right.tx, left.rx),
+        ):
+            assert len(tx) == len(rx) == (1 if channel.per_example else len(slots))
+            for m, (sent, received) in enumerate(zip(tx, rx, strict=True)):
+                want, other = getattr(slots[m], name)[link]
+                tree_close(sent, want)
+                tree_close(received, want if channel.mirrored else other)
+
+
+@pytest.mark.parametrize(('case', 'micros'), RUNS)
+def test_equals_one_program(case, micros):
+    want, variables, slots = worker.one_program(case, micros)
+    boundaries = worker.model(case).boundaries
+    for make in (schedule.one_f_one_b, schedule.gpipe):
+        losses, states, moved = worker.several_programs(case, micros, make)
+        close(losses, want)
+        assert_states(states, variables, slots, boundaries)
+        for link, (b, stage) in enumerate(zip(boundaries, worker.STAGES, strict=False)):
+            x = jax.ShapeDtypeStruct((worker.SAMPLES, stage.width), float)
+            assert tuple(8 * n for n in moved[link]) == tuple(micros * n for n in b.bits(x))
+
+
+def test_stages_lie_on_their_devices():
+    machine = worker.built('ef')
+    assert list(machine.devices) == jax.devices()[:4]
+    for s, state in machine.init(jax.random.key(0)).items():
+        assert all(a.devices() == {jax.devices()[s]} for a in jax.tree.leaves(state))
+
+
+def test_init_equals_the_pipelines():
+    variables, _ = worker.model('ef').init(
+        jax.random.key(0), np.zeros((worker.SAMPLES, 9)), train=True
+    )
+    states = worker.built('ef').init(jax.random.key(0))
+    tree_close([dict(states[s].variables) for s in range(4)], list(variables))
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def run_processes(folder, n, case, make, micros):
+    """Runs n processes to their end, or to ours; returns what each of them saved."""
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
+    address, outs = f'127.0.0.1:{free_port()}', [folder / f'{i}.npz' for i in range(n)]
+    logs = [(folder / f'{i}.log').open('w+') for i in range(n)]
+    command = [sys.executable, '-m', 'tests.mpmd_worker', address]
+    running = []
+    try:
+        for i in range(n):
+            rest = [str(a) for a in (i, n, case, make, micros, outs[i])]
+            running.append(
+                subprocess.Popen(
+                    command + rest, env=env, cwd=ROOT, stdout=logs[i], stderr=subprocess.STDOUT
+                )
+            )
+        codes = [p.wait(timeout=240) for p in running]
+    finally:
+        for p in running:
+            p.kill()
+            p.wait()
+        texts = [(f.seek(0), f.read()[-2000:], f.close())[1] for f in logs]
+    assert codes == [0] * n, texts
+    return [dict(np.load(out)) for out in outs]
+
+
+@pytest.mark.parametrize(
+    ('processes', 'case', 'make'), [(2, 'ef', 'gpipe'), (4, 'ef21', 'one_f_one_b')]
+)
+def test_processes_equal_one_process(tmp_path, processes, case, make):
+    saved = run_processes(tmp_path, processes, case, make, 4)
+    losses, states, moved = worker.several_programs(case, 4, getattr(schedule, make))
+    found = {name: a for one in saved for name, a in one.items()}
+    close(found.pop('loss'), np.asarray([float(v) for v in losses]))
+    for link in range(3):
+        assert tuple(found.pop(f'moved/{link}')) == moved[link]
+    for s, state in states.items():
+        for i, leaf in enumerate(jax.tree.leaves(state)):
+            close(found.pop(f'{s}/{i}'), leaf)
+    assert not found
+    stages = [{int(name[0]) for name in one if name[0].isdigit()} for one in saved]
+    assert stages == [set(range(i, i + 4 // processes)) for i in range(0, 4, 4 // processes)]
+
+
+def test_a_batch_of_another_size_is_refused():
+    machine = worker.built('ef')
+    with pytest.raises(ValueError, match='batch of 5 came to a pipeline built for 1 micro-batches'):
+        machine.step({}, np.zeros((5, 9)), np.zeros((5, 4)), Ctx())
+
+
+def test_numbers_that_do_not_fit_are_refused():
+    pipe, x = worker.model('ef'), jax.ShapeDtypeStruct((worker.SAMPLES, 9), float)
+    tasks = schedule.gpipe(4, 2)
+    with pytest.raises(ValueError, match='4 stages need a boundary between each two'):
+        mpmd.mpmd(worker.STAGES, pipe.boundaries[:2], worker.loss, tasks, x, train=True)
+    with pytest.raises(ValueError, match='4 stages need a schedule of as many, got 3'):
+        worker.built('ef').follow(schedule.gpipe(3, 2))
+    with pytest.raises(ValueError, match='far links this process'):
+        mpmd.far(*jax.devices()[:2], (None, None))
