@@ -37,7 +37,7 @@ class Ctx(NamedTuple):
     ids: Int[Array, ' B'] | None = None
     support: Int[Array, 'B K'] | None = None
 
-    def fold(self, n: int) -> Ctx:
+    def fold(self, n: int | Array) -> Ctx:
         """The same context with the key of sub-stream ``n``."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, n))
 

@@ -29,11 +29,14 @@ def test_digits():
     digits = data.load('digits')
     assert (digits.name, digits.classes) == ('digits', 10)
     for part, size in ((digits.train, 1437), (digits.test, 360)):
-        assert part.x.shape == (size, 8, 8, 1) and part.x.dtype == np.uint8
-        assert part.y.shape == (size,) and part.y.dtype == np.int32
+        assert part.x.shape == (size, 8, 8, 1)
+        assert part.x.dtype == np.uint8
+        assert part.y.shape == (size,)
+        assert part.y.dtype == np.int32
     assert np.bincount(digits.test.y).tolist() == [36] * 10
     levels = np.unique(digits.train.x)
-    assert len(levels) == 17 and levels[[0, -1]].tolist() == [0, 255]
+    assert len(levels) == 17
+    assert levels[[0, -1]].tolist() == [0, 255]
     np.testing.assert_allclose((digits.train.x / 255).mean(), digits.mean[0], atol=1e-4)
     np.testing.assert_allclose((digits.train.x / 255).std(), digits.std[0], atol=1e-4)
 
@@ -77,7 +80,8 @@ def test_order_refuses(arguments):
 
 def test_take():
     part = data.take(split(9), 4)
-    assert np.array_equal(part.x, split(9).x[:4]) and part.y.tolist() == [0, 1, 2, 3]
+    assert np.array_equal(part.x, split(9).x[:4])
+    assert part.y.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize('examples', [-1, 0, 10])
@@ -111,8 +115,10 @@ def test_evaluation_sees_every_example_once(size, batch_size):
     assert len(found) == -(-size // batch_size)
     ids = np.concatenate([batch['id'] for batch in found])
     mask = np.concatenate([batch['mask'] for batch in found])
-    assert mask.dtype == np.float32 and mask.sum() == size
-    assert np.array_equal(ids[mask == 1], np.arange(size)) and not ids[mask == 0].any()
+    assert mask.dtype == np.float32
+    assert mask.sum() == size
+    assert np.array_equal(ids[mask == 1], np.arange(size))
+    assert not ids[mask == 0].any()
     for batch in found:
         check_rows(batch, split(size), batch_size)
 
@@ -127,14 +133,14 @@ def check_rows(batch, part, batch_size):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (dict(batch_size=0), 'batch_size 0 leaves no full batch of 9'),
-        (dict(batch_size=0, pad=True), 'batch_size 0'),
-        (dict(batch_size=10), 'batch_size 10 leaves no full batch of 9 .* pad=True for evaluation'),
-        (dict(batch_size=2, order=np.array([0, 9])), 'has 9; pass ids 0 to 8'),
-        (dict(batch_size=2, order=np.array([-1, 0])), 'has 9; pass ids 0 to 8'),
-        (dict(batch_size=2, order=np.array([0.0, 1.0])), 'order, float64'),
-        (dict(batch_size=2, order=np.zeros((3, 3), int)), r'shape \(3, 3\)'),
-        (dict(batch_size=2, order=np.zeros(0, int)), r'shape \(0,\)'),
+        ({'batch_size': 0}, 'batch_size 0 leaves no full batch of 9'),
+        ({'batch_size': 0, 'pad': True}, 'batch_size 0'),
+        ({'batch_size': 10}, 'batch_size 10 leaves no full batch of 9 .* pad=True for evaluation'),
+        ({'batch_size': 2, 'order': np.array([0, 9])}, 'has 9; pass ids 0 to 8'),
+        ({'batch_size': 2, 'order': np.array([-1, 0])}, 'has 9; pass ids 0 to 8'),
+        ({'batch_size': 2, 'order': np.array([0.0, 1.0])}, 'order, float64'),
+        ({'batch_size': 2, 'order': np.zeros((3, 3), int)}, r'shape \(3, 3\)'),
+        ({'batch_size': 2, 'order': np.zeros(0, int)}, r'shape \(0,\)'),
     ],
 )
 def test_batches_refuses_at_the_call(arguments, message):
@@ -203,7 +209,7 @@ def write_prepared(root, limit=ROWS):
                 number = place * ROWS + i
                 image = png(pixels.reshape(3, 32, 32).transpose(1, 2, 0))
                 if i < limit:
-                    yield number, dict(id=f'{prefix}_{number:05d}', image=image, label=label)
+                    yield number, {'id': f'{prefix}_{number:05d}', 'image': image, 'label': label}
 
     with tfds.core.registered.skip_registration():
 
@@ -258,7 +264,8 @@ def test_all_forms_of_cifar10_are_equal(tmp_path, form):
         pixels = np.concatenate([tiny(name)[0] for name in names])
         assert np.array_equal(part.x, pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
         assert part.y.tolist() == [label for name in names for label in tiny(name)[1]]
-        assert part.x.dtype == np.uint8 and part.y.dtype == np.int32
+        assert part.x.dtype == np.uint8
+        assert part.y.dtype == np.int32
 
 
 def test_look_up_order(tmp_path):
@@ -342,7 +349,8 @@ def test_damaged_python_batches(tmp_path, case):
     (tmp_path / PY / 'data_batch_3').write_bytes(raw)
     with pytest.raises(ValueError, match=message) as caught:
         data.load('cifar10', str(tmp_path))
-    assert 'data_batch_3' in str(caught.value) and 'fetch it again' in str(caught.value)
+    assert 'data_batch_3' in str(caught.value)
+    assert 'fetch it again' in str(caught.value)
 
 
 BAD_RECORDS = {
@@ -363,7 +371,8 @@ def test_damaged_binary_batches(tmp_path, case):
     (tmp_path / BIN / 'data_batch_3.bin').write_bytes(raw)
     with pytest.raises(ValueError, match=message) as caught:
         data.load('cifar10', str(tmp_path))
-    assert 'data_batch_3.bin' in str(caught.value) and 'fetch it again' in str(caught.value)
+    assert 'data_batch_3.bin' in str(caught.value)
+    assert 'fetch it again' in str(caught.value)
 
 
 @pytest.mark.parametrize('gone', NAMES)
@@ -445,4 +454,5 @@ def test_download_without_a_network_asks_once(tmp_path, monkeypatch):
         ConnectionError, match=r'does not answer .*no route.*cifar-10-python.tar.gz'
     ):
         data.load('cifar10', str(tmp_path), download=True)
-    assert len(asked) == 1 and asked[0] <= 5
+    assert len(asked) == 1
+    assert asked[0] <= 5

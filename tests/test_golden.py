@@ -1,4 +1,4 @@
-"""The paper's operators, against vectors computed with its published code (tests/golden/README.md)."""
+"""The paper's operators against vectors made with its published code (golden/README.md)."""
 
 import json
 import pathlib
