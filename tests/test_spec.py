@@ -156,7 +156,9 @@ def test_refused(text):
         canonical(text)
 
 
-@pytest.mark.parametrize('text', [None, 3, b'raw', ['raw'], jaxmp.raw], ids=repr)
+@pytest.mark.parametrize(
+    'text', [None, 3, b'raw', ['raw'], jaxmp.raw], ids=lambda t: type(t).__name__
+)
 def test_not_a_text(text):
     with pytest.raises(
         SpecError, match=r'a channel is named by a text such as "top_k\(0.1\)", got'

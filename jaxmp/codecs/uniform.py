@@ -18,23 +18,24 @@ from jaxtyping import Array, UInt8
 
 from jaxmp.wire import Codec, Ctx, Like, half_bytes, pack, unpack
 
-Rounding = Callable[[Array, Ctx], Array]
+Rounding = Callable[[Array, int, Ctx], Array]
 
 
-def nearest(x: Array, ctx: Ctx) -> Array:
-    """Rounds to the nearest integer, halves to even."""
-    del ctx
+def nearest(x: Array, top: int, ctx: Ctx) -> Array:
+    """Rounds ``x`` in ``[0, top]`` to the nearest integer, halves to even."""
+    del top, ctx
     return jnp.round(x)
 
 
-def stochastic(x: Array, ctx: Ctx) -> Array:
-    """Rounds up with probability ``x - floor(x)``, so that ``E[round(x)] = x``.
+def stochastic(x: Array, top: int, ctx: Ctx) -> Array:
+    """Rounds ``x`` in ``[0, top]`` up with probability ``x - floor(x)``: ``E[round(x)] = x``.
 
     Raises:
       ValueError: if the context has no key.
     """
     if ctx.key is None:
         raise ValueError('stochastic rounding needs ctx.key; pass Ctx(key=jax.random.key(seed))')
+    x = jnp.minimum(x, top)
     up = jnp.floor(x + jax.random.uniform(ctx.key, x.shape, x.dtype))
     return jnp.minimum(up, jnp.ceil(x))  # for x + 0.99999994 may round to the next but one
 
@@ -69,7 +70,7 @@ def _to_unit(x: Array, lo: Array, hi: Array) -> Array:
 def _code(
     x: Array, lo: Array, hi: Array, levels: int, rounding: Rounding, ctx: Ctx
 ) -> UInt8[Array, '...']:
-    return rounding(jnp.minimum(_to_unit(x, lo, hi) * levels, levels), ctx).astype(jnp.uint8)
+    return rounding(_to_unit(x, lo, hi) * levels, levels, ctx).astype(jnp.uint8)
 
 
 def _level(q: Array, levels: int, lo: Array, hi: Array) -> Array:
