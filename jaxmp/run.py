@@ -194,7 +194,8 @@ def finish(
         'steps': int(state.step),
         'seconds': round(place['seconds'], 1),
         **provenance(),
-        'config': s.config.to_dict(),
+        # Where the data lay says nothing of the run, and much of the machine.
+        'config': {k: v for k, v in s.config.to_dict().items() if k != 'data_dir'},
     }
     (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
     picture = curves.draw(workdir)
