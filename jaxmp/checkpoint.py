@@ -30,7 +30,8 @@ class Checkpoints:
     def save(self, step: int, state: Any, place: dict[str, Any]) -> None:
         """Writes ``state`` (a pytree of arrays and keys) and ``place`` (JSON) as of ``step``."""
         args = self._ocp.args
-        both = args.Composite(state=args.StandardSave(state), place=args.JsonSave(place))
+        about = {'place': place, 'layout': _layout(state)}
+        both = args.Composite(state=args.StandardSave(state), place=args.JsonSave(about))
         self._manager.save(step, args=both, force=True)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
@@ -44,21 +45,36 @@ class Checkpoints:
             return None
         args = self._ocp.args
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
-        both = args.Composite(state=args.StandardRestore(abstract), place=args.JsonRestore())
+        where = self._manager.directory / str(step)
+        cure = 'use the configuration that made it or a new --workdir'
         try:
-            found = self._manager.restore(step, args=both)
-        except (ValueError, KeyError, TypeError) as error:
-            where = self._manager.directory / str(step)
-            raise WorkdirError(
-                f'{where} holds the state of another model or channel, or is damaged: '
-                f'{str(error).splitlines()[0]}; use the configuration that made it or a new '
-                '--workdir'
-            ) from error
-        return found['state'], found['place']
+            about = self._manager.restore(step, args=args.Composite(place=args.JsonRestore()))[
+                'place'
+            ]
+            # Compared first: a restore that orbax refuses halfway leaves its readers behind.
+            if about['layout'] != (now := _layout(like)):
+                other = sorted({*about['layout'].items()} ^ {*now.items()})[0]
+                raise WorkdirError(
+                    f'{where} holds the state of another model or channel: it differs at '
+                    f'{other[0]} ({about["layout"].get(other[0])}, now {now.get(other[0])}); {cure}'
+                )
+            found = self._manager.restore(
+                step, args=args.Composite(state=args.StandardRestore(abstract))
+            )
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise WorkdirError(f'{where} is damaged: {reason}; {cure}') from error
+        return found['state'], about['place']
 
     def close(self) -> None:
         """Ends pending work."""
         self._manager.close()
+
+
+def _layout(state: Any) -> dict[str, str]:
+    """Shape and dtype of every leaf, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): f'{a.dtype}{list(a.shape)}' for path, a in leaves}
 
 
 def claim(workdir: Path, config: dict[str, Any]) -> None:
