@@ -1,4 +1,9 @@
-"""python train.py [--config=configs/x.py] [--workdir=...] [--config.key=value ...]."""
+"""python train.py [--config=configs/x.py] [--workdir=...] [--config.key=value ...].
+
+With --config.runtime=mpmd the stages may run in several processes, which a cluster starts, or
+python -m jaxmp.launch, or you: the same command everywhere with --coordinator, --processes and
+--process behind it; see docs/running.md.
+"""
 
 import sys
 from pathlib import Path
@@ -11,6 +16,9 @@ CONFIG = config_flags.DEFINE_config_file(
     'config', str(ROOT / 'configs' / 'digits_resnet.py'), 'What to train.', lock_config=True
 )
 WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; default runs/<config.name>.')
+COORDINATOR = flags.DEFINE_string('coordinator', None, 'host:port of process 0; the next port too.')
+PROCESSES = flags.DEFINE_integer('processes', None, 'How many processes there are.')
+PROCESS = flags.DEFINE_integer('process', None, 'Number of this process, from 0.')
 
 
 def main(argv: list[str]) -> None:
@@ -23,17 +31,27 @@ def main(argv: list[str]) -> None:
     from absl import logging
 
     from jaxmp.checkpoint import WorkdirError
-    from jaxmp.run import DivergedError, run
+    from jaxmp.run import DivergedError, run, team_of
+    from jaxmp.team import Address, Team
+    from jaxmp.watch import TeamError
 
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
-    config = CONFIG.value
+    config, team = CONFIG.value, Team()
     jax.config.update('jax_compilation_cache_dir', str(Path('~/.cache/jaxmp').expanduser()))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     try:
-        summary = run(config, WORKDIR.value or Path('runs') / config.name)
-    except (ValueError, FileNotFoundError, ImportError, WorkdirError, DivergedError) as error:
+        team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))
+        summary = run(config, WORKDIR.value or Path('runs') / config.name, team)
+        team.close()
+    except (
+        ValueError, FileNotFoundError, ImportError, WorkdirError, DivergedError, TeamError
+    ) as error:  # fmt: skip
+        team.fail(f'{type(error).__name__}: {error}')
         sys.exit(f'train.py: {type(error).__name__}: {error}')
-    sys.exit(0 if summary else 143)
+    except BaseException as error:
+        team.fail(f'{type(error).__name__}: {str(error)[:500]}')
+        raise
+    sys.exit(143 if summary is None else 0)
 
 
 if __name__ == '__main__':

@@ -31,6 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.lr = 0.01
     c.cosine_epochs = 200
     c.momentum = 0.9
+    c.clip_norm = 0.0  # global norm of the gradients; 0: not clipped
     c.weight_decay = 5e-4
     c.checkpoint_every = 1
     c.tensorboard = False

@@ -25,12 +25,16 @@ def get_config() -> ml_collections.ConfigDict:
     c.bwd = 'top_k(0.1)'
     c.warmup_epochs = 0  # sent raw, priming the feedback states
     c.eval_feedback = 'carry'  # carry, direct, frozen
+    # How it runs.
+    c.runtime = 'local'  # local: one program; mpmd: a program each stage, see docs/running.md
+    c.micro_batches = 1  # equal cuts of a batch, each with its slot of the feedback state
     # SGD.
     c.epochs = 15
     c.batch_size = 64
     c.lr = 0.02
     c.cosine_epochs = 15
     c.momentum = 0.9
+    c.clip_norm = 0.0  # global norm of the gradients; 0: not clipped
     c.weight_decay = 5e-4
     # What is kept.
     c.checkpoint_every = 1  # epochs

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+
+from jaxmp.team import Team
 
 # Keys that may differ between a run and its continuation: none changes a number already computed.
 FREE = ('name', 'epochs', 'data_dir', 'download', 'checkpoint_every', 'tensorboard')
@@ -17,15 +20,31 @@ class WorkdirError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of a workdir, the newest two kept; see `open_checkpoints`."""
+    """The checkpoints of a workdir, the newest two kept.
 
-    def __init__(self, workdir: Path) -> None:
-        """Opens ``workdir/checkpoints``."""
+    Each process of a team saves what it holds in a folder of its own. They go on from the newest
+    step that all of them have, so that a kill between two saves leaves every stage at one step.
+    """
+
+    def __init__(self, workdir: Path, team: Team) -> None:
+        """Opens ``workdir/checkpoints``, of several processes ``.../process_<i>`` in it."""
         import orbax.checkpoint as ocp  # seconds of import
 
-        self._ocp = ocp
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
+        self._ocp, self._team = ocp, team
+        folder, alone = (workdir / 'checkpoints').absolute(), {}
+        if team.count > 1:
+            folder /= f'process_{team.index}'
+            folder.mkdir(parents=True, exist_ok=True)
+            own = ocp.options.MultiprocessingOptions(
+                primary_host=team.index,
+                active_processes={team.index},
+                barrier_sync_key_prefix=f'process_{team.index}',
+            )
+            alone = {'multiprocessing_options': own, 'create': False}
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False, **alone
+        )
+        self._manager = ocp.CheckpointManager(folder, options=options)
 
     def save(self, step: int, state: Any, place: dict[str, Any]) -> None:
         """Writes ``state`` (a pytree of arrays and keys) and ``place`` (JSON) as of ``step``."""
@@ -40,7 +59,7 @@ class Checkpoints:
         Raises:
           WorkdirError: if the checkpoint was made with another model or channel.
         """
-        step = self._manager.latest_step()
+        step = self._common_step()
         if step is None:
             return None
         args = self._ocp.args
@@ -66,6 +85,26 @@ class Checkpoints:
             raise WorkdirError(f'{where} is damaged: {reason}; {cure}') from error
         return found['state'], about['place']
 
+    def _common_step(self) -> int | None:
+        """The newest step that every process has; what is newer somewhere is deleted."""
+        found = sorted(self._manager.all_steps())
+        own = np.full(4, -1)
+        own[: len(found[-4:])] = found[-4:]
+        rows = [{int(n) for n in row if n >= 0} for row in self._team.gather(own)]
+        common = set.intersection(*rows)
+        if not common and max(map(len, rows)) > 1:  # a kill in the first save leaves at most one
+            lost = [i for i, row in enumerate(rows) if not row]
+            raise WorkdirError(
+                f'{self._manager.directory} and its neighbours have no step in common: '
+                f'{[sorted(row) for row in rows]}, nothing of processes {lost}; bring the missing '
+                'folders back or use a new --workdir'
+            )
+        step = max(common, default=None)
+        for newer in found:
+            if step is None or newer > step:
+                self._manager.delete(newer)
+        return step
+
     def close(self) -> None:
         """Ends pending work."""
         self._manager.close()
@@ -84,7 +123,7 @@ def claim(workdir: Path, config: dict[str, Any]) -> None:
 
     Args:
       workdir: the run's folder.
-      config: the resolved configuration.
+      config: the resolved configuration, and what else must not change.
 
     Raises:
       WorkdirError: if the folder cannot be written or holds a run of another configuration.

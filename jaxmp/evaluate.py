@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp import data
+from jaxmp import data, micro
 from jaxmp.boundary import Boundary, Links
 from jaxmp.feedback import direct
 from jaxmp.pipeline import Pipeline
@@ -26,14 +26,15 @@ from jaxmp.wire import Ctx
 Evaluate = Callable[[TrainState, bool], dict[str, float]]
 
 
-def _forgets(s: Setting, cut: Boundary) -> bool:
+def forgets(s: Setting, cut: Boundary) -> bool:
+    """Whether the test goes through ``cut`` as plain ``C(x)``."""
     return cut.fwd.per_example or s.config.eval_feedback == 'direct'
 
 
 def evaluation_model(s: Setting) -> Pipeline:
     """The model whose crossings are those of the test."""
     cuts = tuple(
-        Boundary(direct(b.fwd.codec), b.bwd, b.via) if _forgets(s, b) else b
+        Boundary(direct(b.fwd.codec), b.bwd, b.via) if forgets(s, b) else b
         for b in s.model.boundaries
     )
     return Pipeline(s.model.stages, cuts)
@@ -42,28 +43,44 @@ def evaluation_model(s: Setting) -> Pipeline:
 def evaluation_links(s: Setting, links: Links) -> Links:
     """The states that the evaluation starts from: the training's, or none."""
     pairs = zip(s.model.boundaries, links.fwd, strict=True)
-    return Links(tuple(((), ()) if _forgets(s, b) else f for b, f in pairs), links.bwd)
+    return Links(tuple(((), ()) if forgets(s, b) else f for b, f in pairs), links.bwd)
 
 
 def evaluator(s: Setting) -> Evaluate:
     """A function of (state, compressed): mean loss and accuracy on the whole test split."""
     model = evaluation_model(s)
 
+    cuts, micros = model.boundaries, s.config.micro_batches
+
     @jax.jit
     def step(variables: Any, links: Links | None, batch: dict[str, Array], key: Array) -> Any:
-        x = prepare(s, batch['x'])
-        logits, _, after = model.apply(variables, links, x, Ctx(key, batch['id']), train=False)
-        nll, right = score(logits, batch['y'])
-        sums = jnp.stack([jnp.sum(v * batch['mask']) for v in (nll, right)])
-        return sums, links if s.config.eval_feedback == 'frozen' else after
+        ctx, rows = Ctx(key, batch['id']), []
+        for m, x in enumerate(micro.cut(prepare(s, batch['x']), micros)):
+            at = None if links is None else micro.take_links(cuts, links, m)
+            own = micro.context(ctx, m, micros)
+            logits, _, after = model.apply(variables, at, x, own, train=False)
+            if links is not None and s.config.eval_feedback != 'frozen':
+                links = micro.put_links(cuts, links, m, after)
+            rows.append(logits)
+        return sums(jnp.concatenate(rows), batch), links
 
     def run(state: TrainState, compressed: bool) -> dict[str, float]:
         links = evaluation_links(s, state.links) if compressed else None
         total = np.zeros(2)
         for i, batch in enumerate(data.batches(s.data.test, s.config.batch_size, pad=True)):
-            sums, links = step(state.variables, links, batch, jax.random.fold_in(state.key, i))
-            total += np.asarray(sums)
-        loss, accuracy = total / len(s.data.test.y)
-        return {'loss': float(loss), 'accuracy': float(accuracy)}
+            new, links = step(state.variables, links, batch, jax.random.fold_in(state.key, i))
+            total += np.asarray(new)
+        return means(s, total)
 
     return run
+
+
+def sums(logits: Array, batch: dict[str, Array]) -> Array:
+    """Sums of loss and of right answers over a batch whose padding is masked."""
+    return jnp.stack([jnp.sum(v * batch['mask']) for v in score(logits, batch['y'])])
+
+
+def means(s: Setting, total: np.ndarray) -> dict[str, float]:
+    """Sums over the test split as means."""
+    loss, accuracy = total / len(s.data.test.y)
+    return {'loss': float(loss), 'accuracy': float(accuracy)}

@@ -28,17 +28,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 class Metrics:
     """Appends records to ``metrics.jsonl``, and to TensorBoard if asked."""
 
-    def __init__(self, workdir: Path, step: int, tensorboard: bool = False) -> None:
+    def __init__(self, workdir: Path | None, step: int, tensorboard: bool = False) -> None:
         """Opens the file, dropping records after ``step``: they will be made again.
 
         Args:
-          workdir: the run's folder.
+          workdir: the run's folder; None keeps nothing.
           step: the step that the run goes on from.
           tensorboard: also write event files under ``workdir/tensorboard``.
 
         Raises:
           ImportError: if TensorBoard is asked for and its extra is not installed.
         """
+        self.records: list[dict[str, Any]] = []
+        self._file = self._board = None
+        if workdir is None:
+            return
         path = workdir / 'metrics.jsonl'
         self.records = [r for r in read(path) if r['step'] <= step]
         text = ''.join(json.dumps(r) + '\n' for r in self.records)
@@ -49,7 +53,8 @@ class Metrics:
     def write(self, record: dict[str, Any]) -> None:
         """Appends one record; it must hold ``step``."""
         self.records.append(record)
-        self._file.write(json.dumps(record) + '\n')
+        if self._file:
+            self._file.write(json.dumps(record) + '\n')
         if self._board:
             for name, value in record.items():
                 if isinstance(value, float):
@@ -57,7 +62,8 @@ class Metrics:
 
     def close(self) -> None:
         """Closes the files."""
-        self._file.close()
+        if self._file:
+            self._file.close()
         if self._board:
             self._board.close()
 
@@ -78,15 +84,16 @@ class Display:
     A bar on a terminal; elsewhere a line at most every ten seconds.
     """
 
-    def __init__(self, total: int, done: int, examples: int) -> None:
+    def __init__(self, total: int, done: int, examples: int, quiet: bool = False) -> None:
         """Starts the display.
 
         Args:
           total: steps of the whole run.
           done: steps already done.
           examples: examples a step.
+          quiet: show nothing.
         """
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, quiet=quiet)
         columns = TextColumn('{task.description}'), BarColumn(), TextColumn('{task.fields[now]}')
         times = TimeElapsedColumn(), TextColumn('left'), TimeRemainingColumn()
         self._bar = Progress(*columns, *times, console=self._console, transient=True)
@@ -184,7 +191,22 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         full, f, b = row['uncompressed'], row['forward'], row['backward']
         cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
         size.add_row(str(row['boundary']), *cells)
-    return [quality, size]
+    return [quality, size, *([_moved(summary)] if 'moved' in summary else [])]
+
+
+def _moved(summary: dict[str, Any]) -> Table:
+    """What ran over each link: payload handed over, and operands of the compiled collectives."""
+    sent = f'{summary["interface"]:,}' if summary['interface'] else 'not known'
+    table = Table(
+        title=f'bytes a step over {summary["processes"]} processes',
+        caption=f'sent on the network interfaces of process 0: {sent}',
+    )
+    for head in ('link', 'payload forward', 'backward', 'collectives forward', 'backward '):
+        table.add_column(head, justify='right')
+    for row in summary['moved']:
+        cells = [*row['payload'], *row['collectives']]
+        table.add_row(str(row['boundary']), *(f'{n:,}' for n in cells))
+    return table
 
 
 def show(summary: dict[str, Any]) -> None:

@@ -12,24 +12,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array
+import numpy as np
 
-from jaxmp import data
+from jaxmp import data, version
 from jaxmp.checkpoint import Checkpoints, claim
-from jaxmp.evaluate import Evaluate, evaluator
+from jaxmp.engine import Engine, one_program
 from jaxmp.log import Display, Metrics, duration, provenance, show
 from jaxmp.report import curves
+from jaxmp.staged import staged
+from jaxmp.team import Address, Team, connect
 from jaxmp.train import (
+    MODELS,
     Config,
     Epoch,
     Setting,
     TrainState,
-    create,
-    epoch_by_scan,
-    epoch_by_step,
+    Values,
+    check_choices,
     message_bytes,
+    parameters,
     setting,
-    split,
 )
 
 Place = dict[str, Any]
@@ -53,14 +55,37 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(n, handler)
 
 
-def run(config: Config, workdir: str | Path) -> dict[str, Any] | None:
+def team_of(config: Config, address: Address) -> Team:
+    """The processes of a run of ``config``; see `jaxmp.team.connect`.
+
+    Raises:
+      ValueError: if an address is given to a runtime of one process; or as `connect`.
+      TeamError: as `connect`.
+    """
+    if config.runtime != 'mpmd':
+        if any(a is not None for a in address):
+            raise ValueError(
+                f'config.runtime={config.runtime!r} is one process, got {address}; processes need '
+                '--config.runtime=mpmd'
+            )
+        return Team()
+    check_choices(config)
+    own = {k: v for k, v in config.to_dict().items() if k not in ('data_dir', 'download')}
+    versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
+    stages = len(MODELS[config.model](1, config.width))
+    return connect(address, stages, {**versions, **own})
+
+
+def run(config: Config, workdir: str | Path, team: Team | None = None) -> dict[str, Any] | None:
     """Trains, evaluates every epoch, and leaves config, metrics, checkpoints, summary and curves.
 
-    Goes on from the workdir's last checkpoint if there is one.
+    Goes on from the workdir's last checkpoint if there is one. Of several processes the first
+    shows and writes what all share.
 
     Args:
       config: as in configs/.
       workdir: the run's folder.
+      team: the processes, from `jaxmp.team.connect`; default this one alone.
 
     Returns:
       The summary, or None if a signal ended the run early (its state is saved).
@@ -70,84 +95,95 @@ def run(config: Config, workdir: str | Path) -> dict[str, Any] | None:
       WorkdirError: if the workdir cannot be used.
       DivergedError: if the loss is not finite.
     """
-    workdir = Path(workdir)
+    workdir, team = Path(workdir), team or Team()
     s = setting(config)
-    claim(workdir, config.to_dict())
-    checkpoints = Checkpoints(workdir)
-    state = create(s)
+    engine = staged(s, team) if config.runtime == 'mpmd' else one_program(s)
+    lead = team.index == 0
+    if lead:
+        count = {'processes': team.count} if config.runtime == 'mpmd' else {}
+        claim(workdir, {**config.to_dict(), **count})
+    checkpoints = Checkpoints(workdir, team)
+    state = engine.create()
     place = {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
     if (found := checkpoints.restore(state)) is not None:
         state, place = found
     done = int(state.step)
-    metrics = Metrics(workdir, done, config.tensorboard)
-    display = Display(config.epochs * s.epoch_steps, done, config.batch_size)
+    metrics = Metrics(workdir if lead else None, done, config.tensorboard)
+    display = Display(config.epochs * s.epoch_steps, done, config.batch_size, quiet=not lead)
     if done:
         display.say(f'going on from step {done} of {workdir}')
     try:
-        with stop_signals() as stopped:
-            r = Run(s, checkpoints, metrics, display, stopped)
-            state, place = train(r, state, place)
+        with stop_signals() as seen:
+            r = Run(s, engine, checkpoints, metrics, display, seen)
+            state, place, stopped = train(r, state, place)
     finally:
         display.close()
         metrics.close()
         checkpoints.close()
     if stopped:
-        step = int(state.step)
-        print(f'stopped by signal {stopped[0]}, saved at step {step}; the same command goes on')
+        if lead:
+            print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
         return None
-    return finish(s, state, place, metrics.records, workdir)
+    moved = engine.moved()
+    return finish(s, state, place, metrics.records, moved, workdir) if lead else {}
 
 
 class Run(NamedTuple):
     """A setting and what its run talks to."""
 
     s: Setting
+    engine: Engine
     checkpoints: Checkpoints
     metrics: Metrics
     display: Display
-    stopped: list[int]
+    signals: list[int]
 
 
-def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place]:
-    """The epochs from ``state`` on; ``place`` holds the sums of the epoch begun."""
-    config, n = r.s.config, r.s.epoch_steps
-    form = epoch_by_step if jax.default_backend() == 'cpu' else epoch_by_scan
+def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, bool]:
+    """The epochs from ``state`` on; ``place`` holds the sums of the epoch begun.
+
+    Returns:
+      State and place after the last step, and whether a signal stopped the run there.
+    """
+    config, n, stop = r.s.config, r.s.epoch_steps, False
     phases: dict[bool, Epoch] = {}
-    evaluate = evaluator(r.s)
     start = time.time() - place['seconds']
     for epoch in range(int(state.step) // n, config.epochs):
         warming = epoch < config.warmup_epochs
         if warming not in phases:
-            phases = {warming: form(r.s, r.s.warm_model if warming else r.s.model)}
+            phases = {warming: r.engine.epoch(warming)}
         order = data.order(config.seed, epoch, len(r.s.data.train.y))[: n * config.batch_size]
         left = order[place['steps'] * config.batch_size :]
-        for after, sums, steps in phases[warming](state, left):
-            state = after
-            place = add(place, sums, steps, epoch * n)
+        for after, values, asked in phases[warming](state, left, lambda: bool(r.signals)):
+            state, stop = after, asked
+            place = add(place, values, epoch * n)
             show_progress(r, place, epoch)
-            if r.stopped:
+            if stop:
                 break
         place = {**place, 'seconds': time.time() - start}
         if place['steps'] == n:
-            record(r, state, place, epoch + 1, evaluate)
+            record(r, state, place, epoch + 1)
             place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
-        if r.stopped or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
+        if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
             r.checkpoints.save(int(state.step), state, place)
-        if r.stopped:
+        if stop:
             break
-    return state, place
+    return state, place, stop
 
 
-def add(place: Place, sums: dict[str, Array], steps: int, before: int) -> Place:
-    """Adds the sums of some steps to the epoch's; raises DivergedError on a loss not finite."""
-    loss = float(sums['loss'])
-    if not math.isfinite(loss):
-        raise DivergedError(
-            f'the loss is {loss} at step {before + place["steps"] + steps}; the last checkpoint is '
-            'from before it. Lower config.lr, or send more bits backward'
-        )
-    total = {k: place[k] + float(v) for k, v in sums.items()}
-    return {**place, **total, 'steps': place['steps'] + steps}
+def add(place: Place, values: Values, before: int) -> Place:
+    """Adds the values of some steps to the epoch's sums; raises DivergedError if not finite."""
+    rows = {k: np.ravel(v).astype(float).tolist() for k, v in values.items()}
+    for loss, accuracy in zip(rows['loss'], rows['accuracy'], strict=True):
+        if not math.isfinite(loss):
+            step = before + place['steps'] + 1
+            raise DivergedError(
+                f'the loss, in the last stage, is {loss} at step {step}; the last checkpoint is '
+                'from before it. Lower config.lr, or send more bits backward'
+            )
+        total = {'loss': place['loss'] + loss, 'accuracy': place['accuracy'] + accuracy}
+        place = {**place, **total, 'steps': place['steps'] + 1}
+    return place
 
 
 def show_progress(r: Run, place: Place, epoch: int) -> None:
@@ -157,12 +193,12 @@ def show_progress(r: Run, place: Place, epoch: int) -> None:
     r.display.update(f'epoch {epoch + 1}/{r.s.config.epochs}', step, loss, accuracy)
 
 
-def record(r: Run, state: TrainState, place: Place, epoch: int, evaluate: Evaluate) -> None:
+def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
     """Closes an epoch: its mean training loss, and the test with compression off and on."""
     base = {'step': int(state.step), 'epoch': epoch}
     means = {k: place[k] / place['steps'] for k in ('loss', 'accuracy')}
     r.metrics.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
-    off, on = evaluate(state, False), evaluate(state, True)
+    off, on = (r.engine.evaluate(state, on) for on in (False, True))
     for mode, scores in (('off', off), ('on', on)):
         r.metrics.write({'kind': 'test', **base, 'compression': mode, **scores})
     r.display.say(
@@ -177,6 +213,7 @@ def finish(
     state: TrainState,
     place: Place,
     records: list[dict[str, Any]],
+    moved: dict[str, Any],
     workdir: Path,
 ) -> dict[str, Any]:
     """Writes summary.json and curves.png, prints the closing tables."""
@@ -189,8 +226,9 @@ def finish(
     summary = {
         **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
         'test': test,
-        'bytes': message_bytes(s, state),
-        'parameters': sum(p.size for p in jax.tree.leaves(split(state.variables)[0])),
+        'bytes': message_bytes(s),
+        **moved,
+        'parameters': parameters(s),
         'steps': int(state.step),
         'seconds': round(place['seconds'], 1),
         **provenance(),

@@ -35,13 +35,13 @@ from jaxtyping import Array
 
 from jaxmp.boundary import Links, boundary
 from jaxmp.feedback import Channel
+from jaxmp.micro import Index, cut, put, slots, take
 from jaxmp.schedule import Task, saved_inputs, size
 from jaxmp.transport import ppermute
 from jaxmp.wire import Ctx, Like, Payload, like
 
 AXIS = 'stage'
 Params = dict[str, Any]
-Index = Any  # an int, or one that the program computes
 
 
 class Parts(NamedTuple):
@@ -106,7 +106,8 @@ class Spmd:
 
         Returns:
           ``{'first', 'stages', 'last'}``, every array ``(S, ...)`` (``first`` is zero but in slice
-          0, ``last`` but in slice S - 1), and `Links` of arrays ``(S, slots, ...)``.
+          0, ``last`` but in slice S - 1), and `Links` of arrays ``(S, M, ...)``, or ``(S, ...)``
+          where the state is per example.
 
         Raises:
           ValueError: if the batch does not divide into micro-batches, a stage changes shape or
@@ -135,8 +136,8 @@ class Spmd:
           ValueError: as `init`, or if ``links`` were made for other shapes.
         """
         ctx = Ctx() if ctx is None else ctx
-        x, y = self._cut(x), self._cut(y)
-        ids = None if ctx.ids is None else self._cut(ctx.ids)
+        x, y = cut(x, self.micro), cut(y, self.micro)
+        ids = None if ctx.ids is None else cut(ctx.ids, self.micro)
         h = self._crossing(params, x)
         self._check(links, h)
         run = jax.shard_map(
@@ -169,19 +170,11 @@ class Spmd:
 
     # Shapes and checks.
 
-    def _cut(self, a: Array) -> Array:
-        if len(a) % self.micro:
-            raise ValueError(
-                f'a batch of {len(a)} does not divide into {self.micro} micro-batches; make the '
-                'batch a multiple of micro'
-            )
-        return a.reshape(self.micro, -1, *a.shape[1:])
-
     def _params(self, key: Array, x: Array) -> tuple[Params, Array]:
         first, stages, last, _ = self.parts
         n = len(stages)
         keys = [jax.random.fold_in(key, i) for i in range(n + 2)]
-        h, of_first = _parameters('first', first, keys[n], self._cut(x)[0])
+        h, of_first = _parameters('first', first, keys[n], cut(x, self.micro)[0])
         out, _ = _parameters('stages', stages[0], keys[0], h)
         _check_kept(h, out)
         make = lambda key: _parameters('stages', stages[0], key, h)[1]
@@ -199,11 +192,12 @@ class Spmd:
         return params, self._links(h)
 
     def _links(self, h: Array | Like) -> Links:
-        def stack(channel: Channel, state: Any) -> Any:
-            lead = len(self.parts.stages), 1 if channel.per_example else self.micro
-            return jax.tree.map(lambda a: jnp.broadcast_to(a, (*lead, *a.shape)), state)
+        def stack(channel: Channel) -> Any:
+            state = slots(channel, channel.init(like(h)), self.micro)
+            n = len(self.parts.stages)
+            return jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), state)
 
-        return Links(*(stack(c, c.init(like(h))) for c in (self.fwd, self.bwd)))
+        return Links(stack(self.fwd), stack(self.bwd))
 
     def _crossing(self, params: Params, x: Array) -> Like:
         def both(params: Params, x: Array) -> tuple[Array, Array]:
@@ -265,12 +259,13 @@ class _Device:
 
     def start(self, links: Links) -> _Carry:
         """Zeros of every shape of the carry."""
+        fwd, bwd = self.pipe.fwd, self.pipe.bwd
 
         def shapes() -> Any:
             x, ctx = _zeros(self.h), self.at(0)
-            act = self.pipe.fwd.send(x, _at(links.fwd[0], 0), ctx)[0]
-            known = self.pipe.fwd.codec.support(act, self.h, ctx)
-            grad = self.pipe.bwd.send(x, _at(links.bwd[0], 0), ctx._replace(support=known))[0]
+            act = fwd.send(x, take(fwd, links.fwd[0], 0), ctx)[0]
+            known = fwd.codec.support(act, self.h, ctx)
+            grad = bwd.send(x, take(bwd, links.bwd[0], 0), ctx._replace(support=known))[0]
             ring = jax.tree.map(lambda a: jnp.stack([a] * self.saved), (x, known, known))
             return act, grad, ring, (self.run(self.params, x, 0)[1], self.params)
 
@@ -343,20 +338,25 @@ def _put(slots: Any, i: Index, new: Any, on: Array) -> Any:
 
 
 def _send(
-    channel: Channel, x: Array, slots: Any, task: tuple[Index, Array], ctx: Ctx
+    channel: Channel, x: Array, kept: Any, task: tuple[Index, Array], ctx: Ctx
 ) -> tuple[Payload, Any]:
     m, on = task
-    i = 0 if channel.per_example else m
-    message, state = channel.send(x, _at(slots, i), ctx)
-    return message, _put(slots, i, state, on)
+    old = take(channel, kept, m)
+    message, new = channel.send(x, old, ctx)
+    return message, put(channel, kept, m, _choose(on, new, old))
 
 
 def _recv(
-    channel: Channel, m: Payload, slots: Any, task: tuple[Index, Array], at: tuple[Like, Ctx]
+    channel: Channel, message: Payload, kept: Any, task: tuple[Index, Array], at: tuple[Like, Ctx]
 ) -> tuple[Array, Any]:
-    i = 0 if channel.per_example else task[0]
-    x, state = channel.recv(m, _at(slots, i), *at)
-    return x, _put(slots, i, state, task[1])
+    m, on = task
+    old = take(channel, kept, m)
+    x, new = channel.recv(message, old, *at)
+    return x, put(channel, kept, m, _choose(on, new, old))
+
+
+def _choose(on: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(on, a, b), new, old)
 
 
 def _apply(module: nn.Module, params: Params, x: Array, ctx: Ctx) -> Any:

@@ -18,17 +18,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxmp import data, models
+from jaxmp import data, micro, models
 from jaxmp.boundary import Links, value_and_grad
 from jaxmp.feedback import Channel, warm
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import parse
-from jaxmp.wire import Ctx, nbytes
+from jaxmp.wire import Ctx, Like, nbytes
 
 MODELS = {'resnet18': models.resnet18}
 AUGMENT = ('none', 'crop_flip')
 EVALUATIONS = ('carry', 'direct', 'frozen')
-
+RUNTIMES = ('local', 'mpmd')
 
 Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
 
@@ -60,11 +60,7 @@ def setting(config: Config) -> Setting:
     Raises:
       ValueError: for a value that is not allowed; the message names the key.
     """
-    for key, allowed in (
-        ('model', tuple(MODELS)), ('augment', AUGMENT), ('eval_feedback', EVALUATIONS)
-    ):  # fmt: skip
-        if config[key] not in allowed:
-            raise ValueError(f'config.{key}={config[key]!r} is not one of {", ".join(allowed)}')
+    check_choices(config)
     if not 0 <= config.warmup_epochs <= config.epochs:
         raise ValueError(
             f'config.warmup_epochs={config.warmup_epochs} is not between 0 and epochs='
@@ -76,6 +72,13 @@ def setting(config: Config) -> Setting:
     examples = len(found.train.y)
     if not 1 <= config.batch_size <= examples:
         raise ValueError(f'config.batch_size={config.batch_size} is not in 1..{examples}')
+    if config.micro_batches < 1 or config.batch_size % config.micro_batches:
+        raise ValueError(
+            f'config.micro_batches={config.micro_batches} does not divide config.batch_size='
+            f'{config.batch_size}; a step takes that many equal cuts of its batch'
+        )
+    if config.clip_norm < 0:
+        raise ValueError(f'config.clip_norm={config.clip_norm} is negative; 0 does not clip')
     fwd, bwd = (parse(str(config[k]), {'examples': examples}) for k in ('fwd', 'bwd'))
     if bwd.per_example:
         raise ValueError(f'config.bwd={config.bwd!r}: aqsgd is for activations; use ef or ef21')
@@ -85,6 +88,16 @@ def setting(config: Config) -> Setting:
     epoch_steps = examples // config.batch_size
     model, warmed = pipeline(stages, fwd, bwd), pipeline(stages, warm(fwd), warm(bwd))
     return Setting(config, found, model, warmed, optimiser(config, epoch_steps), epoch_steps)
+
+
+def check_choices(config: Config) -> None:
+    """Raises ValueError if a key has a value that is not one of its few."""
+    for key, allowed in (
+        ('runtime', RUNTIMES), ('model', tuple(MODELS)), ('augment', AUGMENT),
+        ('eval_feedback', EVALUATIONS),
+    ):  # fmt: skip
+        if config[key] not in allowed:
+            raise ValueError(f'config.{key}={config[key]!r} is not one of {", ".join(allowed)}')
 
 
 def check_ids(fwd: Channel, text: str, examples: int) -> None:
@@ -111,10 +124,17 @@ def optimiser(config: Config, epoch_steps: int) -> optax.GradientTransformation:
 def create(s: Setting) -> TrainState:
     """The state before the first step."""
     key = jax.random.key(s.config.seed)
-    x = jnp.zeros((s.config.batch_size, *s.data.train.x.shape[1:]), jnp.float32)
+    x = jnp.zeros(micro_like(s).shape, jnp.float32)
     variables, links = s.model.init(jax.random.fold_in(key, 0), x, train=True)
+    links = micro.link_slots(s.model.boundaries, links, s.config.micro_batches)
     opt_state = jax.jit(s.optimiser.init)(split(variables)[0])
     return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, links, key)
+
+
+def micro_like(s: Setting) -> Like:
+    """Shape of a micro-batch of the model's input."""
+    size = s.config.batch_size // s.config.micro_batches
+    return jax.ShapeDtypeStruct((size, *s.data.train.x.shape[1:]), jnp.float32)
 
 
 def split(variables: Any) -> tuple[Any, Any]:
@@ -153,21 +173,69 @@ def train_step(
     s: Setting, model: Pipeline, state: TrainState, batch: dict[str, Array]
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimiser step; returns the next state, mean loss and accuracy of the batch."""
-    key = jax.random.fold_in(state.key, state.step + 1)
-    x = prepare(s, batch['x'], jax.random.fold_in(key, 0))
+    key, ctx = step_keys(state.key, state.step, batch['id'])
+    x = prepare(s, batch['x'], key)
     params, rest = split(state.variables)
-    ctx = Ctx(jax.random.fold_in(key, 1), batch['id'])
+    cuts, micros = model.boundaries, s.config.micro_batches
 
-    def loss(params: Any, links: Links) -> tuple[Array, tuple[Links, Any]]:
-        logits, variables, links = model.apply(join(params, rest), links, x, ctx, train=True)
-        nll, right = score(logits, batch['y'])
-        return jnp.mean(nll), (links, (jnp.mean(right), split(variables)[1]))
+    def one(rest: Any, links: Links, m: Array, x: Array, y: Array) -> Any:
+        def loss(params: Any, links: Links) -> tuple[Array, tuple[Links, Any]]:
+            at = micro.context(ctx, m, micros)
+            logits, after, links = model.apply(join(params, rest), links, x, at, train=True)
+            value, means = mean_score(logits, y)
+            return value, (links, (means, split(after)[1]))
 
-    (value, (accuracy, rest)), grads, links = value_and_grad(loss)(params, state.links)
-    updates, opt_state = s.optimiser.update(grads, state.opt_state, params)
-    variables = join(optax.apply_updates(params, updates), rest)
-    state = TrainState(state.step + 1, variables, opt_state, links, state.key)
-    return state, {'loss': value, 'accuracy': accuracy}
+        (_, (means, rest)), grads, links = value_and_grad(loss)(params, links)
+        return rest, links, (means, grads)
+
+    def add(carry: Any, at: Any) -> tuple[Any, None]:
+        rest, kept, total = carry
+        rest, links, new = one(rest, micro.take_links(cuts, kept, at[0]), *at)
+        total = jax.tree.map(lambda t, a: t + a / micros, total, new)
+        return (rest, micro.put_links(cuts, kept, at[0], links), total), None
+
+    parts = jnp.arange(micros), *(micro.cut(a, micros) for a in (x, batch['y']))
+    first = jax.tree.map(lambda a: a[0], parts)
+    shapes = jax.eval_shape(one, rest, micro.take_links(cuts, state.links, 0), *first)[2]
+    start = rest, state.links, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    # Convolutions in a loop are slow on CPU.
+    unroll = jax.default_backend() == 'cpu'
+    (rest, links, (means, grads)), _ = jax.lax.scan(add, start, parts, unroll=unroll)
+    scale = clip_scale(s, sum(map(square_norm, grads)))
+    params, opt_state = update(s, params, state.opt_state, grads, scale)
+    return TrainState(state.step + 1, join(params, rest), opt_state, links, state.key), means
+
+
+def step_keys(key: Array, step: Any, ids: Any) -> tuple[Array, Ctx]:
+    """Randomness of the augmentation and of the model in the step after ``step``."""
+    key = jax.random.fold_in(key, step + 1)
+    return jax.random.fold_in(key, 0), Ctx(jax.random.fold_in(key, 1), ids)
+
+
+def mean_score(logits: Array, y: Int[Array, ' B']) -> tuple[Array, dict[str, Array]]:
+    """The loss of a micro-batch, and the means that are reported."""
+    nll, right = score(logits, y)
+    loss = jnp.mean(nll)
+    return loss, {'loss': loss, 'accuracy': jnp.mean(right)}
+
+
+def square_norm(tree: Any) -> Array:
+    """Sum of squares of all leaves; summed over the stages, the square of the global norm."""
+    return sum((jnp.vdot(a, a) for a in jax.tree.leaves(tree)), jnp.zeros(()))
+
+
+def clip_scale(s: Setting, square: Any) -> Array:
+    """What gradients of the given squared global norm are multiplied with."""
+    if not s.config.clip_norm:
+        return jnp.ones(())
+    return jnp.minimum(1, s.config.clip_norm / (jnp.sqrt(square) + 1e-12))
+
+
+def update(s: Setting, params: Any, opt_state: Any, grads: Any, scale: Any) -> tuple[Any, Any]:
+    """The optimiser's step; the same for a stage alone and for all."""
+    grads = jax.tree.map(lambda g: g * scale, grads)
+    updates, opt_state = s.optimiser.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
 
 def score(logits: Array, y: Int[Array, ' B']) -> tuple[Array, Array]:
@@ -176,17 +244,19 @@ def score(logits: Array, y: Int[Array, ' B']) -> tuple[Array, Array]:
     return nll, (jnp.argmax(logits, -1) == y).astype(jnp.float32)
 
 
-Epoch = Callable[[TrainState, np.ndarray], Iterator[tuple[TrainState, dict[str, Array], int]]]
+Values = dict[str, Any]  # loss and accuracy of one step, or of each of several
+Stopped = Callable[[], bool]
+Epoch = Callable[[TrainState, np.ndarray, Stopped], Iterator[tuple[TrainState, Values, bool]]]
 
 
 def epoch_by_step(s: Setting, model: Pipeline) -> Epoch:
     """An epoch as a loop over a compiled step: the form for CPU."""
     step = jax.jit(lambda state, batch: train_step(s, model, state, batch), donate_argnums=0)
 
-    def run(state: TrainState, order: np.ndarray) -> Iterator:
+    def run(state: TrainState, order: np.ndarray, stopped: Stopped) -> Iterator:
         for batch in data.batches(s.data.train, s.config.batch_size, order):
-            state, metrics = step(state, batch)
-            yield state, metrics, 1
+            state, values = step(state, batch)
+            yield state, values, stopped()
 
     return run
 
@@ -202,22 +272,35 @@ def epoch_by_scan(s: Setting, model: Pipeline) -> Epoch:
 
         return jax.lax.scan(step, state, rows)
 
-    def run(state: TrainState, order: np.ndarray) -> Iterator:
+    def run(state: TrainState, order: np.ndarray, stopped: Stopped) -> Iterator:
         steps = len(order) // s.config.batch_size
         rows = order[: steps * s.config.batch_size].reshape(steps, -1)
-        state, metrics = scan(state, *held, rows)
-        yield state, jax.tree.map(jnp.sum, metrics), steps
+        state, values = scan(state, *held, rows)
+        yield state, values, stopped()
 
     return run
 
 
-def message_bytes(s: Setting, state: TrainState) -> list[dict[str, int]]:
+def message_bytes(s: Setting) -> list[dict[str, int]]:
     """Bytes a step at each boundary: uncompressed, and each way as sent after the warm-up."""
-    shape = (s.config.batch_size, *s.data.train.x.shape[1:])
-    likes = s.model.likes(state.variables, jax.ShapeDtypeStruct(shape, jnp.float32), train=True)
+    x, micros = micro_like(s), s.config.micro_batches
+    variables, _ = shapes(s)
     rows = []
+    likes = s.model.likes(variables, x, train=True)
     for i, (b, x) in enumerate(zip(s.model.boundaries, likes, strict=True), 1):
-        forward, backward = (n // 8 for n in b.bits(x))
-        row = {'boundary': i, 'uncompressed': nbytes(x), 'forward': forward, 'backward': backward}
+        forward, backward = (micros * n // 8 for n in b.bits(x))
+        full = micros * nbytes(x)
+        row = {'boundary': i, 'uncompressed': full, 'forward': forward, 'backward': backward}
         rows.append(row)
     return rows
+
+
+def shapes(s: Setting) -> tuple[Any, Links]:
+    """Variables of all stages and states of all boundaries, as shapes."""
+    init = functools.partial(s.model.init, train=True)
+    return jax.eval_shape(init, jax.random.key(0), micro_like(s))
+
+
+def parameters(s: Setting) -> int:
+    """How many there are."""
+    return sum(p.size for p in jax.tree.leaves(split(shapes(s)[0])[0]))

@@ -65,7 +65,7 @@ STAGES = (Layer(12, norm=True), Layer(5), Layer(16, norm=True, drop=True), Layer
 
 
 def loss(y, target):
-    return jnp.mean((y - target) ** 2)
+    return jnp.mean((y - target) ** 2), {'size': jnp.mean(jnp.abs(y))}
 
 
 def model(case):
@@ -95,7 +95,8 @@ def one_step(case):
         def run(params, links):
             given = [{**v, 'params': p} for v, p in zip(variables, params, strict=True)]
             out, after, links = pipe.apply(given, links, x, ctx, train=True)
-            return loss(out, y), (links, after)
+            value, aux = loss(out, y)
+            return value, (links, (after, aux))
 
         return value_and_grad(run)([v['params'] for v in variables], links)
 
@@ -119,17 +120,16 @@ def one_program(case, micros):
         before, total, sums = variables, 0, None
         for m in range(micros):
             rows = slice(m * SAMPLES, (m + 1) * SAMPLES)
-            at = ctx._replace(ids=ctx.ids[rows])
-            at = at if micros == 1 else at.fold(m)
-            (value, variables), grads, links = jax.device_get(
+            at = ctx._replace(ids=ctx.ids[rows]).fold(m)
+            (value, (variables, aux)), grads, links = jax.device_get(
                 one_step(case)(variables, slots[m], x[rows], y[rows], at)
             )
             slots[m] = links
             slots = [share(s, links, shared) for s in slots]
-            total += value / micros
+            total += np.array([value, aux['size']]) / micros
             grads = jax.tree.map(lambda g: g / micros, grads)
             sums = grads if sums is None else jax.tree.map(np.add, sums, grads)
-        losses.append(float(total))
+        losses.append(total)
         variables = [
             {**v, 'params': jax.tree.map(lambda p, g: p - RATE * g, b['params'], g)}
             for v, b, g in zip(variables, before, sums, strict=True)
@@ -161,7 +161,7 @@ def several_programs(case, micros, make, devices=None):
         for s, state in result.states.items():
             params = descend(state.variables['params'], result.grads[s])
             states[s] = state._replace(variables={**state.variables, 'params': params})
-        losses.append(result.loss)
+        losses.append(result.loss and np.array([result.loss, result.aux['size']]))
     return losses, states, result.moved
 
 

@@ -25,15 +25,20 @@ BELOW = {
     'transport': 'wire',
     'boundary': 'wire codecs feedback transport',
     'pipeline': 'wire codecs feedback transport boundary',
-    'schedule': 'wire codecs feedback transport boundary',
-    'spmd': 'wire codecs feedback transport boundary schedule',
-    'mpmd': 'wire codecs feedback transport boundary schedule',
+    'micro': 'wire feedback boundary',
+    'schedule': '',
+    'stage': 'wire feedback boundary',
+    'spmd': 'wire codecs feedback transport boundary schedule micro',
+    'mpmd': 'wire codecs feedback transport boundary schedule stage',
+    'watch': '',
+    'team': 'mpmd watch',
+    'launch': '',
     'dataparallel': 'wire codecs feedback transport spec',
     'models': '',
     'data': '',
     'report': '',
 }
-ABOVE = {'train', 'evaluate', 'run', '__init__'}  # may import everything below
+ABOVE = {'train', 'evaluate', 'engine', 'staged', 'run', '__init__'}  # may import everything below
 INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse']
 HEAVY = ('orbax', 'tensorflow_datasets', 'transformers', 'sklearn', 'matplotlib', 'tensorboardX')
 

@@ -1,0 +1,246 @@
+"""Training with a program each stage: over the devices of a process, or over processes.
+
+The same setting, randomness and data order as in one program. The first stage's process prepares
+the images, the last one's knows the loss; about once a second all processes agree on what happened
+since, so that they take every decision alike: what is shown, when to stop, that a loss is not
+finite. Clipping by the global norm needs the norm of all stages and makes them agree at every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmp import data
+from jaxmp.boundary import Boundary, boundary
+from jaxmp.codecs import raw
+from jaxmp.engine import Engine
+from jaxmp.evaluate import evaluation_model, forgets, means, sums
+from jaxmp.feedback import direct
+from jaxmp.mpmd import Mpmd, mpmd, place
+from jaxmp.schedule import one_f_one_b
+from jaxmp.stage import End, StageState
+from jaxmp.team import Team
+from jaxmp.train import (
+    Epoch,
+    Setting,
+    Stopped,
+    TrainState,
+    clip_scale,
+    mean_score,
+    micro_like,
+    prepare,
+    square_norm,
+    step_keys,
+    update,
+)
+from jaxmp.transport import interface_bytes
+from jaxmp.wire import Ctx
+
+MOST = 64  # steps between two agreements
+
+
+def staged(s: Setting, team: Team) -> Engine:
+    """The engine of ``config.runtime = 'mpmd'``.
+
+    Args:
+      s: the setting, the same in all processes.
+      team: the processes.
+
+    Raises:
+      ValueError: if there are more processes than stages.
+    """
+    own = _Staged(s, team)
+    return Engine(own.create, own.epoch, own.evaluate, own.bytes)
+
+
+class _Staged:
+    """The compiled stages of this process, made when they are first used."""
+
+    def __init__(self, s: Setting, team: Team) -> None:
+        self.s, self.team, self.devices = s, team, place(len(s.model.stages))
+        self.tasks = one_f_one_b(len(self.devices), s.config.micro_batches)
+        self.update = jax.jit(functools.partial(update, s), donate_argnums=(0, 1, 2))
+        self.prepare = jax.jit(functools.partial(prepare, s))
+        self.square_norm = jax.jit(square_norm)
+        self.payload = np.zeros((len(self.devices) - 1, 2))  # bytes of all steps, each way
+        self.steps, self.sent = 0, 0
+
+    # Programs.
+
+    def machine(self, cuts: tuple[Boundary, ...], train: bool) -> Mpmd:
+        """The stages with other boundaries between them."""
+        x, stages = micro_like(self.s), self.s.model.stages
+        return mpmd(stages, cuts, mean_score, self.tasks, x, self.devices, train=train)
+
+    @functools.cached_property
+    def training(self) -> Mpmd:
+        """Boundaries as configured."""
+        return self.machine(self.s.model.boundaries, True)
+
+    @functools.cached_property
+    def warming(self) -> Mpmd:
+        """Boundaries of the warm-up."""
+        return self.machine(self.s.warm_model.boundaries, True)
+
+    @functools.cached_property
+    def compressed(self) -> Mpmd:
+        """Boundaries of the test with compression on."""
+        return self.machine(evaluation_model(self.s).boundaries, False)
+
+    @functools.cached_property
+    def plain(self) -> Mpmd:
+        """Boundaries of the test with compression off."""
+        wire = boundary(direct(raw), direct(raw))
+        return self.machine((wire,) * (len(self.devices) - 1), False)
+
+    def create(self) -> TrainState:
+        """The state before the first step, of the stages of this process."""
+        key, init = jax.random.key(self.s.config.seed), jax.jit(self.s.optimiser.init)
+        states = self.training.init(jax.random.fold_in(key, 0))
+        opt = {s: init(st.variables['params']) for s, st in states.items()}
+        opt = {s: jax.device_put(o, self.devices[s]) for s, o in opt.items()}
+        return _pack(np.zeros((), np.int32), states, opt, key)
+
+    # Training.
+
+    def epoch(self, warming: bool) -> Epoch:
+        """See `Engine`."""
+        machine = self.warming if warming else self.training
+
+        def run(state: TrainState, order: np.ndarray, stopped: Stopped) -> Iterator:
+            size, waiting, gap, start = self.s.config.batch_size, [], 1, time.time()
+            last, stop, sent = len(order) // size, False, interface_bytes()
+            for i, batch in enumerate(data.batches(self.s.data.train, size, order), 1):
+                state, values = self.step(machine, state, batch)
+                waiting.append(values)
+                if i % gap and i < last:
+                    continue
+                jax.block_until_ready(state)
+                now = time.time() - start
+                values, stop, gap = self.agree(waiting, stopped(), len(waiting) / now)
+                waiting, start = [], time.time()
+                yield state, values, stop
+                if stop:
+                    break
+            self.sent += interface_bytes() - sent
+
+        return run
+
+    def step(
+        self, machine: Mpmd, state: TrainState, batch: Mapping[str, np.ndarray]
+    ) -> tuple[TrainState, Any]:
+        """One optimiser step; loss and accuracy are None where the last stage is not."""
+        states, opt = _unpack(state)
+        x, (key, ctx) = batch['x'], step_keys(state.key, int(state.step), batch['id'])
+        if 0 in states:
+            x = self.prepare(*jax.device_put((x, key), self.devices[0]))
+        result = machine.step(states, x, batch['y'], ctx)
+        if machine is self.training:
+            self.steps += 1
+            for link, sizes in result.moved.items():
+                self.payload[link] += sizes if link in states else 0
+        scale = self.scale(result.grads)
+        for s, after in result.states.items():
+            params, opt[s] = self.update(after.variables['params'], opt[s], result.grads[s], scale)
+            states[s] = after._replace(variables={**after.variables, 'params': params})
+        return _pack(state.step + np.int32(1), states, opt, state.key), result.aux
+
+    def scale(self, grads: Mapping[int, Any]) -> np.ndarray:
+        """For clipping by the norm over all stages, wherever they are."""
+        if not self.s.config.clip_norm:
+            return np.float32(1)
+        mine = np.zeros(len(self.devices), np.float32)
+        for s, g in grads.items():
+            mine[s] = self.square_norm(g)
+        return np.asarray(clip_scale(self.s, np.sum(self.team.total(mine))))
+
+    def agree(
+        self, waiting: list[Any], stop: bool, rate: float
+    ) -> tuple[dict[str, np.ndarray], bool, int]:
+        """The last steps as all processes see them: values, whether to stop, steps until the next.
+
+        Args:
+          waiting: loss and accuracy of each step, or None.
+          stop: whether this process was asked to stop.
+          rate: steps a second, of which process 0's counts.
+        """
+        mine, names = np.zeros((2, MOST + 1)), ('loss', 'accuracy')
+        for i, values in enumerate(waiting):
+            if values is not None:
+                mine[:, i] = [values[name] for name in names]
+        mine[:, MOST] = stop, min(MOST, max(1, int(rate))) if self.team.index == 0 else 0
+        total = self.team.total(mine)
+        values = {name: total[i, : len(waiting)] for i, name in enumerate(names)}
+        return values, bool(total[0, MOST]), int(total[1, MOST])
+
+    # Scoring.
+
+    def evaluate(self, state: TrainState, compressed: bool) -> dict[str, float]:
+        """See `Engine`."""
+        s, (states, _), total = self.s, _unpack(state), np.zeros(2)
+        machine = self.compressed if compressed else self.plain
+        states = {i: self.scored(i, machine, st) for i, st in states.items()}
+        for i, batch in enumerate(data.batches(s.data.test, s.config.batch_size, pad=True)):
+            x, ctx = batch['x'], Ctx(jax.random.fold_in(state.key, i), batch['id'])
+            if 0 in states:
+                x = self.prepare(jax.device_put(x, self.devices[0]))
+            logits, after = machine.predict(states, x, ctx)
+            states = states if s.config.eval_feedback == 'frozen' else after
+            if logits is not None:
+                total += np.asarray(sums(jnp.concatenate(logits), batch))
+        jax.block_until_ready(states)
+        return means(s, self.team.total(total))
+
+    def scored(self, i: int, machine: Mpmd, state: StageState) -> StageState:
+        """The state that a test starts from: the training's, where its boundary has one."""
+        trained = self.training.stages[i]
+        empty = ((),) * self.s.config.micro_batches
+
+        def end(cut: Boundary | None, own: End) -> End:
+            kept = machine is self.compressed and cut and not forgets(self.s, cut)
+            return own if kept or not cut else End(empty, empty)
+
+        left, right = end(trained.left, state.left), end(trained.right, state.right)
+        return StageState(state.variables, left, right)
+
+    # Bytes.
+
+    def bytes(self) -> dict[str, Any]:
+        """Bytes a step on every link, as handed over, as compiled and as the machine counted."""
+        steps, micros = max(self.steps, 1), self.s.config.micro_batches
+        compiled = np.zeros_like(self.payload)
+        for link, wire in self.training.wires.items():
+            compiled[link] = wire.permuted() if link in self.training.stages else 0
+        payload, compiled = self.team.total(self.payload) / steps, self.team.total(compiled)
+        rows = [
+            {
+                'boundary': i,
+                'payload': [int(n) for n in a],
+                'collectives': [int(micros * n) for n in b],
+            }
+            for i, (a, b) in enumerate(zip(payload, compiled, strict=True), 1)
+        ]
+        return {'processes': self.team.count, 'moved': rows, 'interface': self.sent // steps}
+
+
+def _pack(
+    step: np.ndarray, states: Mapping[int, StageState], opt: Mapping[int, Any], key: Array
+) -> TrainState:
+    """The states of this process's stages as a train state, by the stage's number."""
+    variables = {str(s): st.variables for s, st in states.items()}
+    links = {str(s): (tuple(st.left), tuple(st.right)) for s, st in states.items()}
+    return TrainState(step, variables, {str(s): o for s, o in opt.items()}, links, key)
+
+
+def _unpack(state: TrainState) -> tuple[dict[int, StageState], dict[int, Any]]:
+    ends = {s: (End(*left), End(*right)) for s, (left, right) in state.links.items()}
+    states = {int(s): StageState(v, *ends[s]) for s, v in state.variables.items()}
+    return states, {int(s): o for s, o in state.opt_state.items()}
