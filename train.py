@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
         team.fail(f'{type(error).__name__}: {error}')
         sys.exit(f'train.py: {type(error).__name__}: {error}')
     except BaseException as error:
-        team.fail(f'{type(error).__name__}: {str(error)[:500]}')
+        team.fail(f'{type(error).__name__}: {str(error).splitlines()[0][:300]}')
         raise
     sys.exit(143 if summary is None else 0)
 

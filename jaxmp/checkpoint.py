@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxmp.team import Team
 
@@ -22,34 +25,25 @@ class WorkdirError(RuntimeError):
 class Checkpoints:
     """The checkpoints of a workdir, the newest two kept.
 
-    Each process of a team saves what it holds in a folder of its own. They go on from the newest
-    step that all of them have, so that a kill between two saves leaves every stage at one step.
+    A team writes one checkpoint together: each process's part is a row of bytes of one array over
+    all processes, so that a kill in mid-save leaves every stage at the same older step. They need
+    a file system that all of them see.
     """
 
     def __init__(self, workdir: Path, team: Team) -> None:
-        """Opens ``workdir/checkpoints``, of several processes ``.../process_<i>`` in it."""
+        """Opens ``workdir/checkpoints``."""
         import orbax.checkpoint as ocp  # seconds of import
 
         self._ocp, self._team = ocp, team
-        folder, alone = (workdir / 'checkpoints').absolute(), {}
-        if team.count > 1:
-            folder /= f'process_{team.index}'
-            folder.mkdir(parents=True, exist_ok=True)
-            own = ocp.options.MultiprocessingOptions(
-                primary_host=team.index,
-                active_processes={team.index},
-                barrier_sync_key_prefix=f'process_{team.index}',
-            )
-            alone = {'multiprocessing_options': own, 'create': False}
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=2, enable_async_checkpointing=False, **alone
-        )
-        self._manager = ocp.CheckpointManager(folder, options=options)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
 
     def save(self, step: int, state: Any, place: dict[str, Any]) -> None:
         """Writes ``state`` (a pytree of arrays and keys) and ``place`` (JSON) as of ``step``."""
-        args = self._ocp.args
-        about = {'place': place, 'layout': _layout(state)}
+        args, about = self._ocp.args, {'place': place, 'layout': _layout(state)}
+        if self._team.count > 1:
+            state = _rows(self._team, state)
+            about['layout'] = _layout(state)
         both = args.Composite(state=args.StandardSave(state), place=args.JsonSave(about))
         self._manager.save(step, args=both, force=True)
 
@@ -59,11 +53,12 @@ class Checkpoints:
         Raises:
           WorkdirError: if the checkpoint was made with another model or channel.
         """
-        step = self._common_step()
+        step = self._manager.latest_step()
         if step is None:
             return None
         args = self._ocp.args
-        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
+        held = like if self._team.count == 1 else _rows(self._team, like)
+        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, held)
         where = self._manager.directory / str(step)
         cure = 'use the configuration that made it or a new --workdir'
         try:
@@ -71,7 +66,7 @@ class Checkpoints:
                 'place'
             ]
             # Compared first: a restore that orbax refuses halfway leaves its readers behind.
-            if about['layout'] != (now := _layout(like)):
+            if about['layout'] != (now := _layout(held)):
                 other = sorted({*about['layout'].items()} ^ {*now.items()})[0]
                 raise WorkdirError(
                     f'{where} holds the state of another model or channel: it differs at '
@@ -80,34 +75,51 @@ class Checkpoints:
             found = self._manager.restore(
                 step, args=args.Composite(state=args.StandardRestore(abstract))
             )
+            state = found['state'] if held is like else _unrow(found['state'], like)
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = str(error).splitlines()[0]
             raise WorkdirError(f'{where} is damaged: {reason}; {cure}') from error
-        return found['state'], about['place']
-
-    def _common_step(self) -> int | None:
-        """The newest step that every process has; what is newer somewhere is deleted."""
-        found = sorted(self._manager.all_steps())
-        own = np.full(4, -1)
-        own[: len(found[-4:])] = found[-4:]
-        rows = [{int(n) for n in row if n >= 0} for row in self._team.gather(own)]
-        common = set.intersection(*rows)
-        if not common and max(map(len, rows)) > 1:  # a kill in the first save leaves at most one
-            lost = [i for i, row in enumerate(rows) if not row]
-            raise WorkdirError(
-                f'{self._manager.directory} and its neighbours have no step in common: '
-                f'{[sorted(row) for row in rows]}, nothing of processes {lost}; bring the missing '
-                'folders back or use a new --workdir'
-            )
-        step = max(common, default=None)
-        for newer in found:
-            if step is None or newer > step:
-                self._manager.delete(newer)
-        return step
+        return state, about['place']
 
     def close(self) -> None:
         """Ends pending work."""
         self._manager.close()
+
+
+def _rows(team: Team, state: Any) -> dict[str, jax.Array]:
+    """``state`` as this process's row of bytes, its length in front, of an array over all."""
+    own = flax.serialization.to_bytes(jax.tree.map(_words, state))
+    own = np.frombuffer(len(own).to_bytes(8, 'little') + own, np.uint8)
+    width = int(np.max(team.gather(np.array([len(own)]))))
+    row = np.zeros((1, width), np.uint8)
+    row[0, : len(own)] = own
+    devices = [next(d for d in jax.devices() if d.process_index == i) for i in range(team.count)]
+    mesh = Mesh(np.array(devices), ('process',), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, P('process'))
+    return {'rows': jax.make_array_from_process_local_data(place, row, (team.count, width))}
+
+
+def _unrow(rows: dict[str, jax.Array], like: Any) -> Any:
+    """Inverse of `_rows`, with the shapes, dtypes and devices of ``like``."""
+    own = np.asarray(rows['rows'].addressable_data(0))[0].tobytes()
+    data = own[8 : 8 + int.from_bytes(own[:8], 'little')]
+    found = flax.serialization.from_bytes(jax.tree.map(_words, like), data)
+    return jax.tree.map(_back, like, found)
+
+
+def _is_key(a: Any) -> bool:
+    return jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def _words(a: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(a) if _is_key(a) else a)
+
+
+def _back(like: Any, a: Any) -> Any:
+    if not isinstance(like, jax.Array):
+        return a
+    a = jax.random.wrap_key_data(a, impl=jax.random.key_impl(like)) if _is_key(like) else a
+    return jax.device_put(a, like.sharding)
 
 
 def _layout(state: Any) -> dict[str, str]:

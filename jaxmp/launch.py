@@ -48,6 +48,7 @@ def start(command: Sequence[str], processes: int, port: int) -> list[subprocess.
             start_new_session=True,
             preexec_fn=_die_with_parent,
             stdin=None if i == 0 else subprocess.DEVNULL,
+            stdout=None if i == 0 else subprocess.DEVNULL,
         )
         for i in range(processes)
     ]

@@ -191,7 +191,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         full, f, b = row['uncompressed'], row['forward'], row['backward']
         cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
         size.add_row(str(row['boundary']), *cells)
-    return [quality, size, *([_moved(summary)] if 'moved' in summary else [])]
+    return [quality, size, *([_moved(summary)] if summary.get('processes', 1) > 1 else [])]
 
 
 def _moved(summary: dict[str, Any]) -> Table:

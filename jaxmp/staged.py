@@ -67,7 +67,7 @@ class _Staged:
     def __init__(self, s: Setting, team: Team) -> None:
         self.s, self.team, self.devices = s, team, place(len(s.model.stages))
         self.tasks = one_f_one_b(len(self.devices), s.config.micro_batches)
-        self.update = jax.jit(functools.partial(update, s), donate_argnums=(0, 1, 2))
+        self.update = jax.jit(functools.partial(update, s), donate_argnums=(0, 1))
         self.prepare = jax.jit(functools.partial(prepare, s))
         self.square_norm = jax.jit(square_norm)
         self.payload = np.zeros((len(self.devices) - 1, 2))  # bytes of all steps, each way
@@ -151,7 +151,7 @@ class _Staged:
         for s, after in result.states.items():
             params, opt[s] = self.update(after.variables['params'], opt[s], result.grads[s], scale)
             states[s] = after._replace(variables={**after.variables, 'params': params})
-        return _pack(state.step + np.int32(1), states, opt, state.key), result.aux
+        return _pack(np.asarray(state.step + 1, np.int32), states, opt, state.key), result.aux
 
     def scale(self, grads: Mapping[int, Any]) -> np.ndarray:
         """For clipping by the norm over all stages, wherever they are."""
