@@ -30,11 +30,11 @@ class Checkpoints:
     a file system that all of them see.
     """
 
-    def __init__(self, workdir: Path, team: Team) -> None:
+    def __init__(self, workdir: Path, team: Team | None = None) -> None:
         """Opens ``workdir/checkpoints``."""
         import orbax.checkpoint as ocp  # seconds of import
 
-        self._ocp, self._team = ocp, team
+        self._ocp, self._team = ocp, team or Team()
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
 

@@ -65,7 +65,8 @@ def watch(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
       The exit status: 0, that of the first failure, or 128 + its signal.
     """
     first, deadline, told = 0, None, False
-    while any(p.poll() is None for p in running):
+    while True:
+        alive = any(p.poll() is None for p in running)
         if asked and not told:
             told, deadline = True, time.monotonic() + PATIENCE
             _signal(running, signal.SIGTERM)
@@ -74,14 +75,14 @@ def watch(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
                 first, deadline = p.returncode, time.monotonic() + PATIENCE
                 if not told:
                     print(f'launch: process {i} {ending(p.returncode)}', file=sys.stderr)
+        if not alive:
+            return 128 - first if first < 0 else first
         if deadline and time.monotonic() > deadline:
             left = [i for i, p in enumerate(running) if p.poll() is None]
             print(f'launch: killed processes {left}, still there after a minute', file=sys.stderr)
             _signal(running, signal.SIGKILL)
             deadline = None
         time.sleep(0.1)
-    first = first or next((p.returncode for p in running if p.returncode), 0)
-    return 128 - first if first < 0 else first
 
 
 def ending(code: int) -> str:

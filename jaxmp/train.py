@@ -246,14 +246,19 @@ def score(logits: Array, y: Int[Array, ' B']) -> tuple[Array, Array]:
 
 Values = dict[str, Any]  # loss and accuracy of one step, or of each of several
 Stopped = Callable[[], bool]
-Epoch = Callable[[TrainState, np.ndarray, Stopped], Iterator[tuple[TrainState, Values, bool]]]
+Epoch = Callable[..., Iterator[tuple[TrainState, Values, bool]]]
+
+
+def never() -> bool:
+    """Nobody asked to stop."""
+    return False
 
 
 def epoch_by_step(s: Setting, model: Pipeline) -> Epoch:
     """An epoch as a loop over a compiled step: the form for CPU."""
     step = jax.jit(lambda state, batch: train_step(s, model, state, batch), donate_argnums=0)
 
-    def run(state: TrainState, order: np.ndarray, stopped: Stopped) -> Iterator:
+    def run(state: TrainState, order: np.ndarray, stopped: Stopped = never) -> Iterator:
         for batch in data.batches(s.data.train, s.config.batch_size, order):
             state, values = step(state, batch)
             yield state, values, stopped()
@@ -272,7 +277,7 @@ def epoch_by_scan(s: Setting, model: Pipeline) -> Epoch:
 
         return jax.lax.scan(step, state, rows)
 
-    def run(state: TrainState, order: np.ndarray, stopped: Stopped) -> Iterator:
+    def run(state: TrainState, order: np.ndarray, stopped: Stopped = never) -> Iterator:
         steps = len(order) // s.config.batch_size
         rows = order[: steps * s.config.batch_size].reshape(steps, -1)
         state, values = scan(state, *held, rows)

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 GRACE = 5.0  # seconds that a message is given to arrive
@@ -57,6 +57,11 @@ class Line:
         except (OSError, ValueError):
             return None
 
+    def close(self) -> None:
+        """Ends the line."""
+        self._file.close()
+        self._sock.close()
+
 
 class Watch:
     """This process's line to all others; see `hub` and `join`."""
@@ -65,8 +70,11 @@ class Watch:
         self._names, self._index, self._lines = names, index, lines
         self._open, self._lock = set(lines), threading.Lock()
         self._fault, self._gone = threading.Event(), threading.Event()
-        for other, line in lines.items():
-            threading.Thread(target=self._listen, args=(other, line), daemon=True).start()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=item, daemon=True) for item in lines.items()
+        ]
+        for thread in self._listeners:
+            thread.start()
 
     def _listen(self, other: int, line: Line) -> None:
         message = line.read()
@@ -108,9 +116,13 @@ class Watch:
         time.sleep(2 * GRACE)  # another thread is ending this process
 
     def close(self) -> None:
-        """Says that this process has done its work."""
+        """Says that this process has done its work, and hears it of the others."""
         for line in self._lines.values():
             line.send(bye=True)
+        for thread in self._listeners:
+            thread.join(GRACE)
+        for line in self._lines.values():
+            line.close()
 
 
 def names_of(owners: Sequence[int]) -> list[str]:
@@ -152,27 +164,30 @@ def hub(port: int, names: Sequence[str], about: dict[str, Any], timeout: float) 
                 hello = line.read(GRACE) or {}
                 index = hello.get('process')
                 if not isinstance(index, int):
-                    continue  # a stranger
+                    line.close()  # a stranger
+                    continue
                 problem = _problem(index, hello, lines, names, about)
-                lines[index] = line
                 if problem:
+                    _refuse([line], problem)
                     raise TeamError(problem)
+                lines[index] = line
     except TimeoutError:
         missing = [n for i, n in enumerate(names) if i and i not in lines]
         problem = f'{" and ".join(missing)} did not come within {timeout:.0f} s'
-        _refuse(lines, problem)
+        _refuse(lines.values(), problem)
         raise TeamError(problem) from None
     except TeamError as error:
-        _refuse(lines, str(error))
+        _refuse(lines.values(), str(error))
         raise
     for line in lines.values():
         line.send(go=True)
     return Watch(names, 0, lines)
 
 
-def _refuse(lines: dict[int, Line], problem: str) -> None:
-    for line in lines.values():
+def _refuse(lines: Iterable[Line], problem: str) -> None:
+    for line in lines:
         line.send(refused=problem)
+        line.close()
 
 
 def _problem(
@@ -203,10 +218,9 @@ def join(
       TeamError: if process 0 does not answer in time, or refuses.
     """
     end = time.monotonic() + timeout
-    connect: Callable[[], socket.socket] = lambda: socket.create_connection((host, port), GRACE)
     while True:
         try:
-            line = Line(connect())
+            line = Line(socket.create_connection((host, port), GRACE))
             break
         except OSError as error:
             if time.monotonic() > end:
@@ -220,8 +234,8 @@ def join(
         answer = line.read(timeout + GRACE)
     except TimeoutError:
         answer = None
-    if answer is None:
-        raise TeamError(f'{names[0]} ended before all processes were there')
-    if 'refused' in answer:
-        raise TeamError(answer['refused'])
-    return Watch(names, index, {0: line})
+    if answer and 'go' in answer:
+        return Watch(names, index, {0: line})
+    line.close()
+    gone = f'{names[0]} ended before all processes were there'
+    raise TeamError(answer['refused'] if answer else gone)

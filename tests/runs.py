@@ -1,0 +1,55 @@
+"""Small runs of train.py, in this process and as processes."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def config_of(name='digits_resnet', **changes):
+    spec = importlib.util.spec_from_file_location(name, ROOT / 'configs' / f'{name}.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config().lock()
+    config.update(changes)
+    return config
+
+
+SMALL = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 2, 'cosine_epochs': 4}
+
+
+def command(workdir, **changes):
+    """The command line of a small run."""
+    flags = [f'--config.{k}={v}' for k, v in {**SMALL, **changes}.items()]
+    return [sys.executable, str(ROOT / 'train.py'), f'--workdir={workdir}', *flags]
+
+
+def start(workdir, *before, after=(), **changes):
+    """A small run as a process, perhaps behind another command and with more arguments."""
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
+    args = [*before, *command(workdir, **changes), *after]
+    return subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def wait_for_steps(process, workdir, step):
+    """Waits until a checkpoint of at least ``step`` is complete."""
+    limit = time.time() + 120
+    while time.time() < limit and process.poll() is None:
+        done = [int(p.name) for p in (workdir / 'checkpoints').glob('*') if p.name.isdigit()]
+        if max(done, default=0) >= step:
+            return
+        time.sleep(0.02)
+    pytest.fail(f'no checkpoint {step}: {process.stdout.read().decode()[-2000:]}')
+
+
+def records(workdir):
+    """What a run measured, without the time it took."""
+    lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != 'seconds'} for line in lines]

@@ -1,0 +1,183 @@
+"""Processes of a run: they find each other or say who is missing, and end together."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxmp import launch, team, watch
+from jaxmp.run import team_of
+from tests.runs import config_of, records, start, wait_for_steps
+
+NAMES = watch.names_of([0, 1, 2, 2])
+ABOUT = {'lr': 0.1, 'jaxmp': '1'}
+
+
+def joined(port, arrivals, timeout=20.0):
+    """Runs `watch.join` for each (index, about) in a thread; what each got or was told."""
+    got = {}
+
+    def arrive(index, about):
+        try:
+            got[index] = watch.join('127.0.0.1', port, index, NAMES, about, timeout)
+        except watch.TeamError as error:
+            got[index] = str(error)
+
+    threads = [threading.Thread(target=arrive, args=a, daemon=True) for a in arrivals]
+    for t in threads:
+        t.start()
+    return got, threads
+
+
+def test_all_come():
+    port = launch.free_port()
+    got, threads = joined(port, [(1, ABOUT), (2, ABOUT)])
+    lead = watch.hub(port, NAMES, ABOUT, 20.0)
+    for t in threads:
+        t.join(20)
+    assert sorted(got) == [1, 2]
+    assert all(isinstance(w, watch.Watch) for w in got.values())
+    others = [threading.Thread(target=w.close) for w in got.values()]
+    for t in others:
+        t.start()
+    lead.close()
+    for t in others:
+        t.join(20)
+
+
+@pytest.mark.parametrize(
+    ('arrivals', 'timeout', 'problem'),
+    [
+        ([(1, ABOUT)], 1.0, r'process 2 \(stages 2, 3\) did not come within 1 s'),
+        ([], 0.5, r'process 1 \(stage 1\) and process 2 \(stages 2, 3\) did not come'),
+        ([(1, {**ABOUT, 'lr': 0.2})], 9.0, r'process 1 .* with lr=0.2 \(process 0: 0.1\)'),
+        ([(1, {'lr': 0.1, 'jaxmp': '2'})], 9.0, "jaxmp='2'.*start all processes alike"),
+        ([(1, ABOUT), (1, ABOUT)], 9.0, 'two processes came as process 1'),
+        ([(7, ABOUT)], 9.0, '3 processes are 0..2'),
+    ],
+)
+def test_who_does_not_fit_is_named_to_all(arrivals, timeout, problem):
+    port = launch.free_port()
+    got, threads = joined(port, arrivals)
+    with pytest.raises(watch.TeamError, match=problem):
+        watch.hub(port, NAMES, ABOUT, timeout)
+    for t in threads:
+        t.join(20)
+    assert len(got) == len({index for index, _ in arrivals})
+    assert not arrivals or any('process' in text for text in got.values())
+
+
+def test_no_answer_from_process_0():
+    with pytest.raises(watch.TeamError, match=r'process 0 \(stage 0\) did not come within 0 s'):
+        watch.join('127.0.0.1', launch.free_port(), 1, NAMES, ABOUT, 0.3)
+
+
+@pytest.mark.parametrize('taken', [0, 1])
+def test_a_port_in_use_is_named(taken):
+    port = launch.free_port()
+    address = team.Address(f'127.0.0.1:{port}', 2, 0)
+    with (
+        socket.create_server(('', port + taken)),
+        pytest.raises(watch.TeamError, match=rf'port {port + taken} cannot be used.*another'),
+    ):
+        team.connect(address, 4, ABOUT)
+
+
+@pytest.mark.parametrize(
+    ('address', 'problem'),
+    [
+        (('h:1', 2, None), 'incomplete: give --coordinator'),
+        (('h:1', 2, 2), 'process 2 is not one of 2'),
+        (('host', 2, 0), 'is not host:port'),
+        (('h:1', 5, 0), '4 stages run in at most 4 processes, got 5'),
+    ],
+)
+def test_a_wrong_address_is_refused(address, problem):
+    with pytest.raises(ValueError, match=problem):
+        team.connect(team.Address(*address), 4, ABOUT)
+
+
+def test_one_process_needs_no_team_and_one_program_takes_none():
+    nobody = team.Address(None, None, None)
+    assert team_of(config_of(runtime='mpmd'), nobody) == team.Team()
+    with pytest.raises(ValueError, match=r'processes need --config\.runtime=mpmd'):
+        team_of(config_of(), team.Address('h:1', 2, 0))
+
+
+@pytest.mark.parametrize('signals', [[-9], [1], [143, 143]])
+def test_the_launcher_lets_nobody_outlive(signals, monkeypatch, capfd):
+    """The first to fail gives the status; who stays is killed."""
+    monkeypatch.setattr(launch, 'PATIENCE', 1.0)
+    ends = {-9: 'import os; os.kill(os.getpid(), 9)', 1: 'exit(1)', 143: 'exit(143)'}
+    sleep = 'import time; time.sleep(60)'
+    running = [
+        subprocess.Popen([sys.executable, '-c', ends[signals[i]] if i < len(signals) else sleep],
+                         start_new_session=True)
+        for i in range(2)
+    ]  # fmt: skip
+    began = time.time()
+    code = launch.watch(running, [])
+    assert code == (137 if signals[0] == -9 else signals[0])
+    assert time.time() - began < 30
+    assert all(p.poll() is not None for p in running)
+    said = capfd.readouterr().err
+    assert f'process 0 {launch.ending(signals[0])}' in said
+    assert ('killed processes [1]' in said) == (len(signals) == 1)
+
+
+MPMD = {'runtime': 'mpmd', 'fwd': 'ef21(uniform(2))', 'bwd': 'ef(uniform(4))', 'micro_batches': 2}
+LAUNCH = (sys.executable, '-m', 'jaxmp.launch', '--processes', '2', '--')
+
+
+def text_of(process, limit=240):
+    """Output to the end, and the status."""
+    out = process.communicate(timeout=limit)[0].decode()
+    return out, process.returncode
+
+
+def test_two_processes_end_like_one_whatever_happens(tmp_path):
+    """Ctrl-C in mid-epoch, then kill -9 of a process, then to the end: the same numbers."""
+    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+    out, code = text_of(start(whole, epochs=6, **MPMD))
+    assert code == 0, out[-2000:]
+    process = start(cut, *LAUNCH, epochs=6, **MPMD)
+    wait_for_steps(process, cut, 5)
+    process.send_signal(signal.SIGINT)
+    out, code = text_of(process)
+    assert code == 143, out[-2000:]
+    assert 'the same command goes on' in out
+    process = start(cut, *LAUNCH, epochs=6, **MPMD)
+    wait_for_steps(process, cut, 15)
+    victim = subprocess.run(
+        ['pgrep', '-f', f'{cut}.*--process=1'], capture_output=True, text=True, check=True
+    ).stdout.split()
+    began = time.time()
+    subprocess.run(['kill', '-9', *victim], check=True)
+    out, code = text_of(process)
+    assert code == 137, out[-2000:]
+    assert time.time() - began < 60
+    assert 'because process 1 (stages 2, 3) has gone' in out
+    assert subprocess.run(['pgrep', '-f', str(cut)], check=False).returncode == 1, 'nobody is left'
+    refused, code = text_of(start(cut, epochs=6, **MPMD))
+    assert code == 1
+    assert 'processes=2 (now 1)' in refused
+    out, code = text_of(start(cut, *LAUNCH, epochs=6, **MPMD))
+    assert code == 0, out[-2000:]
+    assert 'going on from step' in out
+    assert records(whole) == records(cut)
+    summary = json.loads((cut / 'summary.json').read_text())
+    for row, sent in zip(summary['bytes'], summary['moved'], strict=True):
+        assert sent['payload'] == [row['forward'], row['backward']]
+        assert sent['collectives'] in ([0, 0], sent['payload'])
+    assert summary['moved'][1]['collectives'] == summary['moved'][1]['payload']
+
+
+def test_a_loss_that_is_not_finite_ends_all(tmp_path):
+    out, code = text_of(start(tmp_path, *LAUNCH, **{**MPMD, 'lr': 1e38}))
+    assert code == 1
+    assert 'DivergedError: the loss, in the last stage, is' in out
