@@ -1,8 +1,8 @@
 """jaxmp: compress what the stages of a model-parallel network send each other."""
 
+from jaxmp import codecs
 from jaxmp.boundary import Boundary, Links, boundary, value_and_grad
 from jaxmp.codecs import *  # noqa: F403
-from jaxmp.codecs import __all__ as _codecs
 from jaxmp.feedback import Channel, aqsgd, direct, ef, ef21, ef_mixed, warm
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import SpecError, canonical, parse
@@ -36,5 +36,5 @@ __all__ = [
     'ppermute',
     'value_and_grad',
     'warm',
-    *_codecs,
 ]
+__all__ += codecs.__all__

@@ -8,7 +8,7 @@ as ``C(x)``, for test images have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ def evaluator(s: Setting) -> Evaluate:
     return run
 
 
-def sums(logits: Array, batch: dict[str, Array]) -> Array:
+def sums(logits: Array, batch: Mapping[str, Any]) -> Array:
     """Sums of loss and of right answers over a batch whose padding is masked."""
     return jnp.stack([jnp.sum(v * batch['mask']) for v in score(logits, batch['y'])])
 

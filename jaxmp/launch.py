@@ -105,7 +105,7 @@ def _signal(running: Sequence[subprocess.Popen], number: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog='python -m jaxmp.launch', description=__doc__.splitlines()[0]
+        prog='python -m jaxmp.launch', description='Starts the processes of a run.'
     )
     parser.add_argument('--processes', type=int, required=True, help='how many')
     parser.add_argument('--port', type=int, help="the coordinator's; the next one is used too")

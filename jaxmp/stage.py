@@ -55,7 +55,7 @@ class Feed(NamedTuple):
     y: Any
     ctx: Ctx
     micro: Any
-    share: float
+    share: Any
 
 
 class Saved(NamedTuple):
@@ -133,7 +133,8 @@ class Stage:
         def zeros(params: Any, target: Any) -> Total:
             shapes = jax.eval_shape(self._score, jnp.zeros(self.y.shape, self.y.dtype), target)
             zero = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
-            return Total(*jax.tree.map(zero, shapes), jax.tree.map(jnp.zeros_like, params))
+            loss, aux = jax.tree.map(zero, shapes)
+            return Total(loss, aux, jax.tree.map(jnp.zeros_like, params))
 
         return jax.jit(zeros, keep_unused=True, compiler_options=self.options)
 

@@ -153,7 +153,7 @@ class _Staged:
             states[s] = after._replace(variables={**after.variables, 'params': params})
         return _pack(np.asarray(state.step + 1, np.int32), states, opt, state.key), result.aux
 
-    def scale(self, grads: Mapping[int, Any]) -> np.ndarray:
+    def scale(self, grads: Mapping[int, Any]) -> Any:
         """For clipping by the norm over all stages, wherever they are."""
         if not self.s.config.clip_norm:
             return np.float32(1)
@@ -189,7 +189,8 @@ class _Staged:
         machine = self.compressed if compressed else self.plain
         states = {i: self.scored(i, machine, st) for i, st in states.items()}
         for i, batch in enumerate(data.batches(s.data.test, s.config.batch_size, pad=True)):
-            x, ctx = batch['x'], Ctx(jax.random.fold_in(state.key, i), batch['id'])
+            x, ids = batch['x'], batch['id']
+            ctx = Ctx(jax.random.fold_in(state.key, i), jnp.asarray(ids))
             if 0 in states:
                 x = self.prepare(jax.device_put(x, self.devices[0]))
             logits, after = machine.predict(states, x, ctx)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +33,15 @@ class Address(NamedTuple):
     process: int | None
 
 
-class Team(NamedTuple):
-    """The processes of a run, seen from one of them."""
+@dataclass(frozen=True)
+class Team:
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+      index: number of this process.
+      count: how many there are.
+      watch: the line to the others; None alone.
+    """
 
     index: int = 0
     count: int = 1

@@ -36,10 +36,10 @@ Config = Any  # an ml_collections.ConfigDict, whose attributes have no static ty
 class TrainState(flax.struct.PyTreeNode):
     """Everything a step changes: one pytree, and what the checkpoint saves."""
 
-    step: Array
+    step: Any
     variables: Any
     opt_state: Any
-    links: Links
+    links: Any
     key: Array
 
 

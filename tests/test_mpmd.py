@@ -1,5 +1,6 @@
 """A program each stage against one program: the same losses, parameters and feedback states."""
 
+import dataclasses
 import os
 import pathlib
 import socket
@@ -8,14 +9,16 @@ import sys
 from functools import partial
 
 import jax
+import jax.export
 import numpy as np
 import pytest
 
 from jaxmp import Ctx, mpmd, schedule, transport
+from jaxmp.stage import Feed, messages
 from tests import mpmd_worker as worker
 
 ROOT = pathlib.Path(__file__).parent.parent
-RUNS = [(case, 4) for case in worker.CASES] + [('direct', 1), ('ef21', 8)]
+RUNS = ((1, schedule.one_f_one_b), (4, schedule.gpipe), (8, schedule.one_f_one_b))
 close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
 
@@ -47,17 +50,67 @@ def assert_states(states, variables, slots, boundaries):
                 tree_close(received, want if channel.mirrored else other)
 
 
-@pytest.mark.parametrize(('case', 'micros'), RUNS)
-def test_equals_one_program(case, micros):
-    want, variables, slots = worker.one_program(case, micros)
+@pytest.mark.parametrize('case', worker.CASES)
+def test_equals_one_program(case):
     boundaries = worker.model(case).boundaries
-    for make in (schedule.one_f_one_b, schedule.gpipe):
+    for micros, make in RUNS:
+        want, variables, slots = worker.one_program(case, micros)
         losses, states, moved = worker.several_programs(case, micros, make)
         close(losses, want)
         assert_states(states, variables, slots, boundaries)
         for link, (b, stage) in enumerate(zip(boundaries, worker.STAGES, strict=False)):
             x = jax.ShapeDtypeStruct((worker.SAMPLES, stage.width), float)
             assert tuple(8 * n for n in moved[link]) == tuple(micros * n for n in b.bits(x))
+
+
+@pytest.mark.parametrize('make', [schedule.one_f_one_b, schedule.gpipe])
+def test_saved_inputs_are_the_schedules(make, monkeypatch):
+    """1F1B keeps S - s inputs however many micro-batches there are, GPipe all of them."""
+    kept, do = {}, mpmd._Desk.do
+
+    def count(desk, task):
+        do(desk, task)
+        s = desk.stage.index
+        kept[s] = max(kept.get(s, 0), len(desk.saved))
+
+    monkeypatch.setattr(mpmd._Desk, 'do', count)
+    worker.several_programs('ef', 8, make)
+    assert tuple(kept.values()) == schedule.saved_inputs(make(4, 8))
+    assert (tuple(kept.values()) == (4, 3, 2, 1)) == (make is schedule.one_f_one_b)
+
+
+def test_every_program_of_every_stage_lowers_for_cuda():
+    machine = worker.built('ef21')
+    states, (x, y, ctx) = machine.init(jax.random.key(0)), next(worker.batches(1))
+    lower = lambda f, *given: jax.export.export(f, platforms=['cuda'])(*given)
+    arrived = [None, *(messages(b, s.y) for b, s in zip(
+        worker.model('ef21').boundaries, machine.stages.values(), strict=False)), None]  # fmt: skip
+    for s, stage in machine.stages.items():
+        stage = dataclasses.replace(stage, options=None)  # nothing of the CPU's
+        state, key = states[s], jax.random.key_data(ctx.key)
+        feed = Feed(x if s == 0 else None, y if stage.loss else None, ctx, np.int32(0), 1.0)
+        left, right = arrived[s], arrived[s + 1]
+
+        def forward(key, *given, feed=feed, stage=stage):
+            at = feed._replace(ctx=feed.ctx._replace(key=jax.random.wrap_key_data(key)))
+            return stage.forward(given[0], at, *given[1:])
+
+        def backward(key, saved, *given, feed=feed, stage=stage):
+            at = feed._replace(x=None, ctx=feed.ctx._replace(key=jax.random.wrap_key_data(key)))
+            return stage.backward(*given[:2], at, saved, *given[2:])
+
+        slot = lambda end, i: end[i][0] if end[i] else ()
+        ends = slot(state.left, 1), slot(state.right, 0)
+        given = key, state.variables, left and left[0], *ends
+        saved = jax.eval_shape(jax.jit(forward), *given)[0]
+        params = state.variables['params']
+        total = stage.zeros(params, feed.y)
+        ends = slot(state.right, 1), slot(state.left, 0)
+        for program in (
+            lower(jax.jit(forward), *given),
+            lower(jax.jit(backward), key, saved, total, params, right and right[1], *ends),
+        ):
+            assert program.platforms == ('cuda',)
 
 
 def test_stages_lie_on_their_devices():
