@@ -70,11 +70,12 @@ def watch(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
         if asked and not told:
             told, deadline = True, time.monotonic() + PATIENCE
             _signal(running, signal.SIGTERM)
-        for i, p in enumerate(running):
-            if not first and p.poll():
-                first, deadline = p.returncode, time.monotonic() + PATIENCE
-                if not told:
-                    print(f'launch: process {i} {ending(p.returncode)}', file=sys.stderr)
+        failed = [(p.returncode, i) for i, p in enumerate(running) if p.poll()]
+        if failed and not first:
+            deadline = time.monotonic() + PATIENCE
+            first, i = min(failed)  # who was killed (a negative status) did not follow another
+            if not told:
+                print(f'launch: process {i} {ending(first)}', file=sys.stderr)
         if not alive:
             return 128 - first if first < 0 else first
         if deadline and time.monotonic() > deadline:

@@ -116,9 +116,10 @@ def connect(address: Address, stages: int, about: dict[str, Any], timeout: float
     about = json.loads(json.dumps(about))  # as the others' arrive
     if process == 0:
         _check_free(port)
-        watch = hub(port + 1, names, about, timeout)
+        watch = hub(_beside(port), names, about, timeout)
     else:
-        watch = join(host, port + 1, process, names, about, timeout)
+        watch = join(host, _beside(port), process, names, about, timeout)
+    watch.end_without_memory()
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     jax.distributed.initialize(*address, initialization_timeout=round(timeout))
     return Team(process, processes, watch)
@@ -129,6 +130,10 @@ def _split(coordinator: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise ValueError(f'coordinator {coordinator!r} is not host:port, such as 10.0.0.1:9876')
     return host.strip('[]'), int(port)
+
+
+def _beside(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1
 
 
 def _check_free(port: int) -> None:

@@ -1,6 +1,7 @@
 """Processes of a run: they find each other or say who is missing, and end together."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -134,10 +135,19 @@ MPMD = {'runtime': 'mpmd', 'fwd': 'ef21(uniform(2))', 'bwd': 'ef(uniform(4))', '
 LAUNCH = (sys.executable, '-m', 'jaxmp.launch', '--processes', '2', '--')
 
 
-def text_of(process, limit=240):
+def text_of(process, limit=100):
     """Output to the end, and the status."""
     out = process.communicate(timeout=limit)[0].decode()
     return out, process.returncode
+
+
+def pids(workdir, index):
+    """Process ``index`` of the run in ``workdir``, not its launcher."""
+    found = subprocess.run(
+        ['pgrep', '-f', f'train.py .*{workdir}.*--process={index}$'],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [int(p) for p in found.stdout.split()]
 
 
 def test_two_processes_end_like_one_whatever_happens(tmp_path):
@@ -153,11 +163,9 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
     assert 'the same command goes on' in out
     process = start(cut, *LAUNCH, epochs=6, **MPMD)
     wait_for_steps(process, cut, 15)
-    victim = subprocess.run(
-        ['pgrep', '-f', f'{cut}.*--process=1'], capture_output=True, text=True, check=True
-    ).stdout.split()
     began = time.time()
-    subprocess.run(['kill', '-9', *victim], check=True)
+    [victim] = pids(cut, 1)
+    os.kill(victim, signal.SIGKILL)
     out, code = text_of(process)
     assert code == 137, out[-2000:]
     assert time.time() - began < 60
@@ -175,6 +183,31 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
         assert sent['payload'] == [row['forward'], row['backward']]
         assert sent['collectives'] in ([0, 0], sent['payload'])
     assert summary['moved'][1]['collectives'] == summary['moved'][1]['payload']
+
+
+CLUSTERS = {
+    'slurm': {
+        'SLURM_JOB_ID': '4095', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2',
+        'SLURM_PROCID': '{}', 'SLURM_LOCALID': '{}',
+    },
+    'ompi': {
+        'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://127.0.0.1:34911',
+        'OMPI_COMM_WORLD_SIZE': '2', 'OMPI_COMM_WORLD_RANK': '{}',
+        'OMPI_COMM_WORLD_LOCAL_RANK': '{}',
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('cluster', CLUSTERS)
+def test_a_cluster_is_found(cluster, monkeypatch):
+    """What these start a process with is enough; no cluster was at hand."""
+    for i in range(2):
+        for name, value in CLUSTERS[cluster].items():
+            monkeypatch.setenv(name, value.format(i))
+        coordinator, processes, process = team.found()
+        assert (processes, process) == (2, i)
+        assert coordinator.split(':')[0] in ('localhost', '127.0.0.1')
+        assert 1024 < team._beside(int(coordinator.split(':')[1])) < 65536
 
 
 def test_a_loss_that_is_not_finite_ends_all(tmp_path):
