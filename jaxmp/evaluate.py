@@ -20,7 +20,7 @@ from jaxmp import data, micro
 from jaxmp.boundary import Boundary, Links
 from jaxmp.feedback import direct
 from jaxmp.pipeline import Pipeline
-from jaxmp.train import Setting, TrainState, prepare, score
+from jaxmp.train import Setting, TrainState
 from jaxmp.wire import Ctx
 
 Evaluate = Callable[[TrainState, bool], dict[str, float]]
@@ -55,14 +55,14 @@ def evaluator(s: Setting) -> Evaluate:
     @jax.jit
     def step(variables: Any, links: Links | None, batch: dict[str, Array], key: Array) -> Any:
         ctx, rows = Ctx(key, batch['id']), []
-        for m, x in enumerate(micro.cut(prepare(s, batch['x']), micros)):
+        for m, x in enumerate(micro.cut(s.task.prepare(batch['x'], None), micros)):
             at = None if links is None else micro.take_links(cuts, links, m)
             own = micro.context(ctx, m, micros)
             logits, _, after = model.apply(variables, at, x, own, train=False)
             if links is not None and s.config.eval_feedback != 'frozen':
                 links = micro.put_links(cuts, links, m, after)
             rows.append(logits)
-        return sums(jnp.concatenate(rows), batch), links
+        return sums(s, jnp.concatenate(rows), batch), links
 
     def run(state: TrainState, compressed: bool) -> dict[str, float]:
         links = evaluation_links(s, state.links) if compressed else None
@@ -75,9 +75,9 @@ def evaluator(s: Setting) -> Evaluate:
     return run
 
 
-def sums(logits: Array, batch: Mapping[str, Any]) -> Array:
+def sums(s: Setting, logits: Array, batch: Mapping[str, Any]) -> Array:
     """Sums of loss and of right answers over a batch whose padding is masked."""
-    return jnp.stack([jnp.sum(v * batch['mask']) for v in score(logits, batch['y'])])
+    return jnp.stack([jnp.sum(v * batch['mask']) for v in s.task.score(logits, batch['y'])])
 
 
 def means(s: Setting, total: np.ndarray) -> dict[str, float]:

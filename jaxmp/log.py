@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -145,6 +146,22 @@ def duration(seconds: float) -> str:
     return f'{hours}:{m:02}:{s:02}' if hours else f'{m}:{s:02}'
 
 
+def quality(measure: str, scores: dict[str, Any]) -> float:
+    """What is to be large: the accuracy, or the perplexity's negative logarithm."""
+    return -scores['loss'] if measure == 'perplexity' else scores['accuracy']
+
+
+def headline(measure: str, scores: dict[str, Any]) -> str:
+    """The number of ``measure``, as shown.
+
+    >>> headline('perplexity', {'loss': 1.0}), headline('accuracy', {'accuracy': 0.5})
+    ('2.718', '50.00%')
+    """
+    if measure == 'perplexity':
+        return f'{math.exp(min(scores["loss"], 700.0)):.4g}'
+    return f'{scores["accuracy"]:.2%}'
+
+
 def provenance() -> dict[str, Any]:
     """Commit, hardware and versions, for results that can be traced."""
     import jaxmp
@@ -177,13 +194,14 @@ def _commit() -> str | None:
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     """The closing tables of a summary: quality off and on, and bytes at every boundary."""
-    quality = Table(title=f'{summary["name"]}: fwd {summary["fwd"]}, bwd {summary["bwd"]}')
-    for head in ('compression', 'accuracy best', '(epoch)', 'accuracy last', 'loss last'):
-        quality.add_column(head, justify='right')
+    scores = Table(title=f'{summary["name"]}: fwd {summary["fwd"]}, bwd {summary["bwd"]}')
+    measure = summary['measure']
+    for head in ('compression', f'{measure} best', '(epoch)', f'{measure} last', 'loss last'):
+        scores.add_column(head, justify='right')
     for mode in ('off', 'on'):
         best, last = summary['test'][mode]['best'], summary['test'][mode]['last']
-        row = f'{best["accuracy"]:.2%}', str(best['epoch']), f'{last["accuracy"]:.2%}'
-        quality.add_row(mode, *row, f'{last["loss"]:.4f}')
+        row = headline(measure, best), str(best['epoch']), headline(measure, last)
+        scores.add_row(mode, *row, f'{last["loss"]:.4f}')
     size = Table(title='bytes a step')
     for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio '):
         size.add_column(head, justify='right')
@@ -191,7 +209,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         full, f, b = row['uncompressed'], row['forward'], row['backward']
         cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
         size.add_row(str(row['boundary']), *cells)
-    return [quality, size, *([_moved(summary)] if summary.get('processes', 1) > 1 else [])]
+    return [scores, size, *([_moved(summary)] if summary.get('processes', 1) > 1 else [])]
 
 
 def _moved(summary: dict[str, Any]) -> Table:

@@ -17,13 +17,12 @@ import numpy as np
 from jaxmp import data, version
 from jaxmp.checkpoint import Checkpoints, claim
 from jaxmp.engine import Engine, one_program
-from jaxmp.log import Display, Metrics, duration, provenance, show
+from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
 from jaxmp.staged import staged
+from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
 from jaxmp.train import (
-    MODELS,
-    Config,
     Epoch,
     Setting,
     TrainState,
@@ -72,8 +71,7 @@ def team_of(config: Config, address: Address) -> Team:
     check_choices(config)
     own = {k: v for k, v in config.to_dict().items() if k not in ('data_dir', 'download')}
     versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
-    stages = len(MODELS[config.model](1, config.width))
-    return connect(address, stages, {**versions, **own})
+    return connect(address, stage_count(config), {**versions, **own})
 
 
 def run(config: Config, workdir: str | Path, team: Team | None = None) -> dict[str, Any] | None:
@@ -198,13 +196,14 @@ def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
     base = {'step': int(state.step), 'epoch': epoch}
     means = {k: place[k] / place['steps'] for k in ('loss', 'accuracy')}
     r.metrics.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
-    off, on = (r.engine.evaluate(state, on) for on in (False, True))
-    for mode, scores in (('off', off), ('on', on)):
+    measure, said = r.s.task.measure, []
+    for mode in ('off', 'on'):
+        scores = r.engine.evaluate(state, mode == 'on')
         r.metrics.write({'kind': 'test', **base, 'compression': mode, **scores})
+        said.append(f'{mode} {headline(measure, scores)}')
     r.display.say(
         f'epoch {epoch}/{r.s.config.epochs}  {duration(place["seconds"])}  '
-        f'train loss {means["loss"]:.4f}  test accuracy off {off["accuracy"]:.2%}  '
-        f'on {on["accuracy"]:.2%}'
+        f'train loss {means["loss"]:.4f}  test {measure} {"  ".join(said)}'
     )
 
 
@@ -221,10 +220,11 @@ def finish(
     test = {}
     for mode in ('off', 'on'):
         rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
-        best = max(rows, key=lambda r: r['accuracy'])
+        best = max(rows, key=lambda r: quality(s.task.measure, r))
         test[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
     summary = {
         **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
+        'measure': s.task.measure,
         'test': test,
         'bytes': message_bytes(s),
         **moved,
@@ -237,6 +237,8 @@ def finish(
     }
     (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
     picture = curves.draw(workdir)
+    if s.task.export and s.config.runtime == 'local':
+        s.task.export(str(workdir / 'model'), state.variables)
     show(summary)
     print(f'{summary["seconds"]} s; summary and curves: {workdir / "summary.json"}, {picture}')
     return summary

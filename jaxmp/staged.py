@@ -27,6 +27,7 @@ from jaxmp.feedback import direct
 from jaxmp.mpmd import Mpmd, mpmd, place
 from jaxmp.schedule import one_f_one_b
 from jaxmp.stage import End, StageState
+from jaxmp.task import once
 from jaxmp.team import Team
 from jaxmp.train import (
     Epoch,
@@ -36,12 +37,11 @@ from jaxmp.train import (
     clip_scale,
     mean_score,
     micro_like,
-    prepare,
     square_norm,
     step_keys,
     update,
 )
-from jaxmp.transport import interface_bytes
+from jaxmp.transport import Wire, far, interface_bytes, near
 from jaxmp.wire import Ctx
 
 MOST = 64  # steps between two agreements
@@ -68,8 +68,10 @@ class _Staged:
         self.s, self.team, self.devices = s, team, place(len(s.model.stages))
         self.tasks = one_f_one_b(len(self.devices), s.config.micro_batches)
         self.update = jax.jit(functools.partial(update, s), donate_argnums=(0, 1))
-        self.prepare = jax.jit(functools.partial(prepare, s))
+        self.prepare = jax.jit(s.task.prepare)
         self.square_norm = jax.jit(square_norm)
+        self.loss = functools.partial(mean_score, s)
+        self.add = jax.jit(jnp.add)
         self.payload = np.zeros((len(self.devices) - 1, 2))  # bytes of all steps, each way
         self.steps, self.sent = 0, 0
 
@@ -78,7 +80,7 @@ class _Staged:
     def machine(self, cuts: tuple[Boundary, ...], train: bool) -> Mpmd:
         """The stages with other boundaries between them."""
         x, stages = micro_like(self.s), self.s.model.stages
-        return mpmd(stages, cuts, mean_score, self.tasks, x, self.devices, train=train)
+        return mpmd(stages, cuts, self.loss, self.tasks, x, self.devices, train=train)
 
     @functools.cached_property
     def training(self) -> Mpmd:
@@ -104,7 +106,11 @@ class _Staged:
     def create(self) -> TrainState:
         """The state before the first step, of the stages of this process."""
         key, init = jax.random.key(self.s.config.seed), jax.jit(self.s.optimiser.init)
-        states = self.training.init(jax.random.fold_in(key, 0))
+        first = jax.random.fold_in(key, 0)
+        states = self.training.init(first)
+        for s, st in states.items():
+            made = self.s.task.start(s, st.variables, first)
+            states[s] = st._replace(variables=jax.device_put(made, self.devices[s]))
         opt = {s: init(st.variables['params']) for s, st in states.items()}
         opt = {s: jax.device_put(o, self.devices[s]) for s, o in opt.items()}
         return _pack(np.zeros((), np.int32), states, opt, key)
@@ -147,11 +153,36 @@ class _Staged:
             self.steps += 1
             for link, sizes in result.moved.items():
                 self.payload[link] += sizes if link in states else 0
-        scale = self.scale(result.grads)
+        grads = self.tie(result.grads) if self.s.task.tied else result.grads
+        scale = self.scale(grads)
         for s, after in result.states.items():
-            params, opt[s] = self.update(after.variables['params'], opt[s], result.grads[s], scale)
+            params, opt[s] = self.update(after.variables['params'], opt[s], grads[s], scale)
             states[s] = after._replace(variables={**after.variables, 'params': params})
         return _pack(np.asarray(state.step + 1, np.int32), states, opt, state.key), result.aux
+
+    @functools.cached_property
+    def ends(self) -> Wire | None:
+        """The link over which the first and the last stage add their tables' gradients."""
+        first, last = self.devices[0], self.devices[-1]
+        inside = {0, len(self.devices) - 1} & set(self.training.stages)
+        stage = self.training.stages.get(0) or self.training.stages.get(len(self.devices) - 1)
+        if len(inside) == 1:
+            c = stage.module.config
+            like = jax.ShapeDtypeStruct((1, c.vocabulary, c.width), jnp.float32)
+            return far(first, last, (like, like))
+        return near(first, last) if inside else None
+
+    def tie(self, grads: Mapping[int, Any]) -> dict[int, Any]:
+        """The sum of both tables' gradients in both end stages, added in the same order."""
+        if not self.ends:
+            return dict(grads)
+        last, done = len(self.devices) - 1, dict(grads)
+        own = [grads[s]['wte'][None] if s in grads else None for s in (0, last)]
+        to_last, to_first = self.ends.exchange(own, (True, True))
+        for s, a, b in ((0, own[0], to_first), (last, to_last, own[1])):
+            if s in grads:
+                done[s] = {**grads[s], 'wte': self.add(a[0], b[0])}
+        return done
 
     def scale(self, grads: Mapping[int, Any]) -> Any:
         """For clipping by the norm over all stages, wherever they are."""
@@ -159,7 +190,7 @@ class _Staged:
             return np.float32(1)
         mine = np.zeros(len(self.devices), np.float32)
         for s, g in grads.items():
-            mine[s] = self.square_norm(g)
+            mine[s] = self.square_norm(once(self.s.task, s, g))
         return np.asarray(clip_scale(self.s, np.sum(self.team.total(mine))))
 
     def agree(
@@ -192,11 +223,11 @@ class _Staged:
             x, ids = batch['x'], batch['id']
             ctx = Ctx(jax.random.fold_in(state.key, i), jnp.asarray(ids))
             if 0 in states:
-                x = self.prepare(jax.device_put(x, self.devices[0]))
+                x = self.prepare(jax.device_put(x, self.devices[0]), None)
             logits, after = machine.predict(states, x, ctx)
             states = states if s.config.eval_feedback == 'frozen' else after
             if logits is not None:
-                total += np.asarray(sums(jnp.concatenate(logits), batch))
+                total += np.asarray(sums(s, jnp.concatenate(logits), batch))
         jax.block_until_ready(states)
         return means(s, self.team.total(total))
 

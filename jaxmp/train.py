@@ -16,21 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from jaxmp import data, micro, models
+from jaxmp import data, micro
 from jaxmp.boundary import Links, value_and_grad
 from jaxmp.feedback import Channel, warm
+from jaxmp.models.gpt2 import tie
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import parse
+from jaxmp.task import AUGMENT, MODELS, TASKS, Config, Task, once, task_of
 from jaxmp.wire import Ctx, Like, nbytes
 
-MODELS = {'resnet18': models.resnet18}
-AUGMENT = ('none', 'crop_flip')
 EVALUATIONS = ('carry', 'direct', 'frozen')
 RUNTIMES = ('local', 'mpmd')
-
-Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
+OPTIMISERS = ('sgd', 'adamw')
+DTYPES = ('float32', 'bfloat16')
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -47,6 +47,7 @@ class Setting(NamedTuple):
     """What a run does not change: the data, the model in its two phases, the optimiser."""
 
     config: Config
+    task: Task
     data: data.Dataset
     model: Pipeline
     warm_model: Pipeline
@@ -66,7 +67,8 @@ def setting(config: Config) -> Setting:
             f'config.warmup_epochs={config.warmup_epochs} is not between 0 and epochs='
             f'{config.epochs}; the warm-up counts inside the total'
         )
-    found = data.load(config.data, config.data_dir or None, config.download)
+    task = task_of(config)
+    found = task.data
     if config.train_examples:
         found = found._replace(train=data.take(found.train, config.train_examples))
     examples = len(found.train.y)
@@ -84,19 +86,18 @@ def setting(config: Config) -> Setting:
         raise ValueError(f'config.bwd={config.bwd!r}: aqsgd is for activations; use ef or ef21')
     if fwd.per_example:
         check_ids(fwd, config.fwd, examples)
-    stages = MODELS[config.model](found.classes, config.width)
     epoch_steps = examples // config.batch_size
-    model, warmed = pipeline(stages, fwd, bwd), pipeline(stages, warm(fwd), warm(bwd))
-    return Setting(config, found, model, warmed, optimiser(config, epoch_steps), epoch_steps)
+    model, warmed = (pipeline(task.stages, *c) for c in ((fwd, bwd), (warm(fwd), warm(bwd))))
+    return Setting(config, task, found, model, warmed, optimiser(config, epoch_steps), epoch_steps)
 
 
 def check_choices(config: Config) -> None:
     """Raises ValueError if a key has a value that is not one of its few."""
     for key, allowed in (
-        ('runtime', RUNTIMES), ('model', tuple(MODELS)), ('augment', AUGMENT),
-        ('eval_feedback', EVALUATIONS),
+        ('runtime', RUNTIMES), ('model', (*MODELS, *TASKS)), ('augment', AUGMENT),
+        ('eval_feedback', EVALUATIONS), ('optimiser', OPTIMISERS), ('dtype', DTYPES),
     ):  # fmt: skip
-        if config[key] not in allowed:
+        if key in config and config[key] not in allowed:
             raise ValueError(f'config.{key}={config[key]!r} is not one of {", ".join(allowed)}')
 
 
@@ -111,7 +112,14 @@ def check_ids(fwd: Channel, text: str, examples: int) -> None:
 
 
 def optimiser(config: Config, epoch_steps: int) -> optax.GradientTransformation:
-    """SGD with momentum, weight decay on all parameters, a cosine that moves once an epoch."""
+    """What ``config.optimiser`` names.
+
+    ``sgd``: momentum, weight decay on all parameters, a cosine that moves once an epoch.
+    ``adamw``: the rate falls linearly to 0 at the last step.
+    """
+    if config.optimiser == 'adamw':
+        rate = optax.linear_schedule(config.lr, 0.0, config.epochs * epoch_steps)
+        return optax.adamw(rate, weight_decay=config.weight_decay)
 
     def rate(step: Any) -> Array:
         epoch = step // epoch_steps
@@ -124,8 +132,9 @@ def optimiser(config: Config, epoch_steps: int) -> optax.GradientTransformation:
 def create(s: Setting) -> TrainState:
     """The state before the first step."""
     key = jax.random.key(s.config.seed)
-    x = jnp.zeros(micro_like(s).shape, jnp.float32)
-    variables, links = s.model.init(jax.random.fold_in(key, 0), x, train=True)
+    like, init = micro_like(s), jax.random.fold_in(key, 0)
+    variables, links = s.model.init(init, jnp.zeros(like.shape, like.dtype), train=True)
+    variables = tuple(s.task.start(i, v, init) for i, v in enumerate(variables))
     links = micro.link_slots(s.model.boundaries, links, s.config.micro_batches)
     opt_state = jax.jit(s.optimiser.init)(split(variables)[0])
     return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, links, key)
@@ -134,7 +143,7 @@ def create(s: Setting) -> TrainState:
 def micro_like(s: Setting) -> Like:
     """Shape of a micro-batch of the model's input."""
     size = s.config.batch_size // s.config.micro_batches
-    return jax.ShapeDtypeStruct((size, *s.data.train.x.shape[1:]), jnp.float32)
+    return jax.ShapeDtypeStruct((size, *s.task.like.shape), s.task.like.dtype)
 
 
 def split(variables: Any) -> tuple[Any, Any]:
@@ -148,33 +157,12 @@ def join(params: Any, rest: Any) -> Any:
     return tuple({'params': p, **r} for p, r in zip(params, rest, strict=True))
 
 
-def prepare(s: Setting, x: Array, key: Array | None = None) -> Float[Array, 'B H W C']:
-    """Bytes to normalised floats; with a key also augmented (crop of a frame of 4, mirror)."""
-    if key is not None and s.config.augment == 'crop_flip':
-        x = crop_flip(x, key)
-    mean, std = (jnp.asarray(v, jnp.float32) for v in (s.data.mean, s.data.std))
-    return (x.astype(jnp.float32) / 255 - mean) / std
-
-
-def crop_flip(x: Array, key: Array, frame: int = 4) -> Array:
-    """Each image shifted by up to ``frame`` pixels over black, mirrored with probability 1/2."""
-    key_crop, key_flip = jax.random.split(key)
-    padded = jnp.pad(x, ((0, 0), (frame, frame), (frame, frame), (0, 0)))
-    corners = jax.random.randint(key_crop, (len(x), 2), 0, 2 * frame + 1)
-    rows = corners[:, :1] + jnp.arange(x.shape[1])
-    columns = corners[:, 1:] + jnp.arange(x.shape[2])
-    mirror = jax.random.bernoulli(key_flip, 0.5, (len(x), 1))
-    columns = jnp.where(mirror, columns[:, ::-1], columns)
-    image = jnp.arange(len(x))[:, None, None]
-    return padded[image, rows[:, :, None], columns[:, None, :]]
-
-
 def train_step(
     s: Setting, model: Pipeline, state: TrainState, batch: dict[str, Array]
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimiser step; returns the next state, mean loss and accuracy of the batch."""
     key, ctx = step_keys(state.key, state.step, batch['id'])
-    x = prepare(s, batch['x'], key)
+    x = s.task.prepare(batch['x'], key)
     params, rest = split(state.variables)
     cuts, micros = model.boundaries, s.config.micro_batches
 
@@ -182,7 +170,7 @@ def train_step(
         def loss(params: Any, links: Links) -> tuple[Array, tuple[Links, Any]]:
             at = micro.context(ctx, m, micros)
             logits, after, links = model.apply(join(params, rest), links, x, at, train=True)
-            value, means = mean_score(logits, y)
+            value, means = mean_score(s, logits, y)
             return value, (links, (means, split(after)[1]))
 
         (_, (means, rest)), grads, links = value_and_grad(loss)(params, links)
@@ -201,7 +189,9 @@ def train_step(
     # Convolutions in a loop are slow on CPU.
     unroll = jax.default_backend() == 'cpu'
     (rest, links, (means, grads)), _ = jax.lax.scan(add, start, parts, unroll=unroll)
-    scale = clip_scale(s, sum(map(square_norm, grads)))
+    grads = tie(grads) if s.task.tied else grads
+    squares = (square_norm(once(s.task, i, g)) for i, g in enumerate(grads))
+    scale = clip_scale(s, sum(squares, jnp.zeros(())))
     params, opt_state = update(s, params, state.opt_state, grads, scale)
     return TrainState(state.step + 1, join(params, rest), opt_state, links, state.key), means
 
@@ -212,9 +202,9 @@ def step_keys(key: Array, step: Any, ids: Any) -> tuple[Array, Ctx]:
     return jax.random.fold_in(key, 0), Ctx(jax.random.fold_in(key, 1), ids)
 
 
-def mean_score(logits: Array, y: Int[Array, ' B']) -> tuple[Array, dict[str, Array]]:
+def mean_score(s: Setting, logits: Array, y: Array) -> tuple[Array, dict[str, Array]]:
     """The loss of a micro-batch, and the means that are reported."""
-    nll, right = score(logits, y)
+    nll, right = s.task.score(logits, y)
     loss = jnp.mean(nll)
     return loss, {'loss': loss, 'accuracy': jnp.mean(right)}
 
@@ -236,12 +226,6 @@ def update(s: Setting, params: Any, opt_state: Any, grads: Any, scale: Any) -> t
     grads = jax.tree.map(lambda g: g * scale, grads)
     updates, opt_state = s.optimiser.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
-
-
-def score(logits: Array, y: Int[Array, ' B']) -> tuple[Array, Array]:
-    """Cross-entropy in nats, and whether the largest logit is right, an example."""
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-    return nll, (jnp.argmax(logits, -1) == y).astype(jnp.float32)
 
 
 Values = dict[str, Any]  # loss and accuracy of one step, or of each of several

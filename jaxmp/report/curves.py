@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 
@@ -20,6 +21,7 @@ def draw(workdir: Path) -> Path:
     lines = (workdir / 'metrics.jsonl').read_text().splitlines()
     records = [json.loads(line) for line in lines]
     config = json.loads((workdir / 'config.json').read_text())
+    text = 'sequence_length' in config
     train = [r for r in records if r['kind'] == 'train']
     test = [r for r in records if r['kind'] == 'test']
     figure = Figure(figsize=(9, 3.6), layout='constrained')
@@ -28,9 +30,13 @@ def draw(workdir: Path) -> Path:
     left.set(title='Training loss', xlabel='epoch', ylabel='cross-entropy (nats)', yscale='log')
     for mode, style in (('off', '--'), ('on', '-')):
         epochs = [r['epoch'] for r in test if r['compression'] == mode]
-        values = [100 * r['accuracy'] for r in test if r['compression'] == mode]
+        rows = [r for r in test if r['compression'] == mode]
+        values = [math.exp(r['loss']) if text else 100 * r['accuracy'] for r in rows]
         right.plot(epochs, values, style, marker='.', label=f'compression {mode}')
-    right.set(title='Test accuracy', xlabel='epoch', ylabel='%')
+    right.set(title='Validation', ylabel='perplexity') if text else right.set(
+        title='Test accuracy', ylabel='%'
+    )
+    right.set(xlabel='epoch')
     right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)
