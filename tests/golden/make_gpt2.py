@@ -35,14 +35,24 @@ def tensors(made):
     return {n.removeprefix('transformer.'): p for n, p in made.named_parameters()}
 
 
+def score(made, tokens):
+    """Logits and loss; transformers' own loss, the same, rounds the logits to float32 first."""
+    tokens = torch.tensor(np.asarray(tokens, np.int64))
+    out = made(input_ids=tokens, labels=tokens)
+    flat = out.logits[:, :-1].reshape(-1, out.logits.shape[-1])
+    loss = torch.nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1))
+    assert abs(loss.item() - out.loss.item()) < 1e-6
+    return out.logits, loss
+
+
 def main():
     made = model()
     random = np.random.default_rng(SEED)
     tokens = random.integers(0, SIZES['vocab_size'], (BATCH, LENGTH))
-    out = made(input_ids=torch.tensor(tokens), labels=torch.tensor(tokens))
-    out.loss.backward()
-    arrays = {'tokens': tokens.astype(np.int32), 'loss': np.float64(out.loss.item())}
-    arrays['logits'] = out.logits.detach().numpy().astype(np.float32)
+    logits, loss = score(made, tokens)
+    loss.backward()
+    arrays = {'tokens': tokens.astype(np.int32), 'loss': np.float64(loss.item())}
+    arrays['logits'] = logits.detach().numpy().astype(np.float32)
     for name, p in tensors(made).items():
         arrays[f'weight/{name}'] = p.detach().numpy().astype(np.float16)
         arrays[f'grad/{name}'] = p.grad.numpy().astype(np.float32)
