@@ -1,0 +1,222 @@
+"""Text as blocks of tokens: tokenisers, the grouping into blocks, and an embedded book.
+
+An example is a block of ``length`` tokens, and its id is its number. Targets are the same tokens:
+shifting is the loss's business, so a block gives ``length - 1`` predictions, as in Hugging Face's
+fine-tuning script. That script tokenises the text row by row, joins the tokens, cuts them into
+blocks and drops what is left over; it does so for every 1,000 rows separately, and so does
+`blocks`, given ``rows=1000``.
+
+The embedded text is Alice's Adventures in Wonderland (``alice.NOTICE``): chapters I to X are for
+training, XI and XII for validation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmp.data import Dataset, Split
+
+_LAST_CHAPTERS = 'CHAPTER XI\n'
+_END = '<|endoftext|>'
+
+
+class Tokenizer(NamedTuple):
+    """Text to numbers and back.
+
+    Attributes:
+      size: how many tokens it knows; ids are 0 to ``size - 1``.
+      encode: a list of texts to a list of int32 arrays, one each.
+      decode: ids to a text.
+    """
+
+    size: int
+    encode: Callable[[Sequence[str]], list[np.ndarray]]
+    decode: Callable[[Sequence[int]], str]
+
+
+class Corpus(NamedTuple):
+    """A text before it is cut.
+
+    Attributes:
+      name: the word that `load` knows it by.
+      train: its rows for training.
+      test: its rows for validation.
+      rows: how many rows are joined before they are cut into blocks; None is all.
+    """
+
+    name: str
+    train: Sequence[str]
+    test: Sequence[str]
+    rows: int | None = None
+
+
+def _corpora() -> dict[str, Callable[[str | None, bool], Corpus]]:
+    from jaxmp.data import wikitext  # it imports the types above
+
+    return {'alice': alice, 'wikitext-2': wikitext.tokens, 'wikitext-2-raw': wikitext.raw}
+
+
+def load(
+    name: str,
+    length: int,
+    tokenizer: str = 'bytes',
+    data_dir: str | None = None,
+    download: bool = False,
+) -> Dataset:
+    """Reads a text, tokenises it and cuts it into blocks.
+
+    Args:
+      name: ``'alice'`` (embedded in the package), ``'wikitext-2'`` or ``'wikitext-2-raw'``.
+      length: tokens a block, T.
+      tokenizer: ``'bytes'``, or a directory for `bpe`.
+      data_dir: folder to look in; not needed for ``'alice'``.
+      download: fetch the text into ``data_dir`` if it is not there.
+
+    Returns:
+      The data set: ``x`` and ``y`` of a split are the same int32 array ``(N, T)``, ``classes`` is
+      the size of the vocabulary, ``mean`` and ``std`` are empty.
+
+    Raises:
+      ValueError: if the name is unknown, or the text shorter than one block.
+      FileNotFoundError: if text or tokeniser are not there.
+
+    >>> load('alice', length=128).train.x.shape
+    (982, 128)
+    """
+    corpora = _corpora()
+    if name not in corpora:
+        raise ValueError(f'no text {name!r}; known are {", ".join(sorted(corpora))}')
+    chosen = byte_level() if tokenizer == 'bytes' else bpe(tokenizer)
+    corpus = corpora[name](data_dir, download)
+    splits = []
+    for part, rows in (('train', corpus.train), ('test', corpus.test)):
+        x = blocks(chosen.encode(rows), length, corpus.rows, f'{name}, {part}')
+        splits.append(Split(x, x))
+    return Dataset(name, *splits, classes=chosen.size, mean=(), std=())
+
+
+def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
+    """The embedded text: 10 chapters for training, 2 for validation, each one row.
+
+    Args:
+      data_dir: not needed, the text is part of the package.
+      download: not needed either.
+
+    >>> len(alice().train[0]), len(alice().test[0])
+    (125802, 22679)
+    """
+    del data_dir, download
+    text = Path(__file__).with_name('alice.txt').read_text(encoding='ascii')
+    at = text.rindex('\n', 0, text.index(_LAST_CHAPTERS)) + 1
+    return Corpus('alice', [text[:at]], [text[at:]])
+
+
+def blocks(
+    tokens: Sequence[np.ndarray], length: int, rows: int | None = None, what: str = 'the text'
+) -> np.ndarray:
+    """Joins rows of tokens, cuts them into blocks and drops what is left over.
+
+    Args:
+      tokens: for each row its ids.
+      length: tokens a block, T.
+      rows: how many rows are joined at a time; None joins all.
+      what: names the text in an error.
+
+    Returns:
+      int32 ``(N, T)``.
+
+    Raises:
+      ValueError: if there is not one block.
+
+    >>> blocks([np.arange(4), np.arange(4, 7)], length=3).tolist()
+    [[0, 1, 2], [3, 4, 5]]
+    >>> blocks([np.arange(4), np.arange(4, 7)], length=3, rows=1).tolist()
+    [[0, 1, 2], [4, 5, 6]]
+    """
+    if length < 2:
+        raise ValueError(f'blocks of {length} tokens predict nothing; give 2 or more')
+    step = rows or max(len(tokens), 1)
+    found, longest = [], 0
+    for start in range(0, len(tokens), step):
+        joined = np.concatenate(tokens[start : start + step]).astype(np.int32)
+        longest = max(longest, len(joined))
+        found.append(joined[: len(joined) // length * length].reshape(-1, length))
+    if not any(map(len, found)):
+        at_a_time = f' in every {rows} rows' if rows else ''
+        raise ValueError(
+            f'{what} has {longest} tokens{at_a_time}, less than one block of {length}; shorten '
+            'the blocks (the sequence length) or give a longer text'
+        )
+    return np.concatenate(found)
+
+
+def byte_level() -> Tokenizer:
+    """The UTF-8 bytes themselves: 256 tokens and no files.
+
+    >>> t = byte_level()
+    >>> t.size, t.decode(t.encode(['Alice'])[0])
+    (256, 'Alice')
+    """
+    encode = lambda texts: [np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts]
+    return Tokenizer(256, encode, lambda ids: bytes(map(int, ids)).decode(errors='replace'))
+
+
+def bpe(directory: str) -> Tokenizer:
+    """GPT-2's byte-level BPE from local files.
+
+    Args:
+      directory: holds ``vocab.json`` and ``merges.txt``, as beside GPT-2's weights.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: if the files are damaged or do not belong together.
+
+    References:
+      Neural Machine Translation of Rare Words with Subword Units, arXiv 1508.07909.
+    """
+    root = Path(directory).expanduser()
+    files = [root / 'vocab.json', root / 'merges.txt']
+    missing = [f.name for f in files if not f.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f'no {" and no ".join(missing)} in {root}; give a directory with the two files of '
+            "GPT-2's tokeniser, or tokenizer='bytes', which needs none"
+        )
+    return _bpe(root, _vocabulary(files[0]), files[1])
+
+
+def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
+    from tokenizers import ByteLevelBPETokenizer
+
+    try:
+        lines = merges.read_text(encoding='utf-8').splitlines()
+        pairs = [tuple(line.split(' ')) for line in lines if line and not line.startswith('#version')]
+        made = ByteLevelBPETokenizer(vocabulary, pairs)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(
+            f'{merges} does not belong to the vocab.json beside it ({error}); fetch both again'
+        ) from error
+    if _END in vocabulary:
+        made.add_special_tokens([_END])
+    if made.get_vocab_size() != len(vocabulary):
+        raise ValueError(
+            f'the tokeniser in {root} has {made.get_vocab_size()} tokens and its vocab.json '
+            f'{len(vocabulary)}; fetch both files again'
+        )
+    encode = lambda texts: [np.array(e.ids, np.int32) for e in made.encode_batch(list(texts))]
+    return Tokenizer(len(vocabulary), encode, lambda ids: made.decode(list(map(int, ids)), False))
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    try:
+        found = json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{file} is no JSON ({error}); fetch it again') from error
+    if not isinstance(found, dict) or sorted(found.values()) != list(range(len(found))):
+        raise ValueError(f'{file} does not number its tokens from 0 without gaps; fetch it again')
+    return found

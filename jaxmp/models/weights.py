@@ -1,0 +1,284 @@
+"""GPT-2 weights in Hugging Face's layout: a directory read into stages, and stages written back.
+
+A directory holds ``config.json`` and ``model.safetensors``, or ``model.safetensors.index.json`` and
+the files it names. Names are those of ``GPT2LMHeadModel`` with or without ``transformer.`` in
+front; kernels are ``(in, out)`` on both sides, so nothing is transposed. No torch is needed, and a
+safetensors file, unlike a pickle, cannot run anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.models.gpt2 import Config, Stage
+
+_FILE = 'model.safetensors'
+_INDEX = f'{_FILE}.index.json'
+_GELU = ('gelu_new', 'gelu_pytorch_tanh')  # two names of one function
+_AGAIN = 'fetch the files again'
+
+
+def read_config(directory: str, **changes: Any) -> Config:
+    """The sizes and dropout rates in ``config.json``.
+
+    Args:
+      directory: holds ``config.json``.
+      **changes: fields of `Config` to have instead, for example ``dtype=jnp.bfloat16``.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if it describes another model than a GPT-2 as it was published.
+    """
+    file = _root(directory) / 'config.json'
+    if not file.is_file():
+        raise FileNotFoundError(f'no config.json in {directory}; {_wanted()}')
+    found = _json(file)
+    published = {
+        'model_type': ('gpt2',), 'activation_function': _GELU, 'scale_attn_weights': (True,),
+        'scale_attn_by_inverse_layer_idx': (False,), 'add_cross_attention': (False,),
+        'tie_word_embeddings': (True,),
+    }  # fmt: skip
+    for key, allowed in published.items():
+        value = found.get(key, None if key == 'model_type' else allowed[0])
+        if value not in allowed:
+            raise ValueError(
+                f'{file} has {key}={value!r}; allowed is {" or ".join(map(repr, allowed))}, as in '
+                'the published GPT-2; give the directory of such a model'
+            )
+    rates = tuple(found.get(f'{k}_pdrop', 0.1) for k in ('embd', 'attn', 'resid'))
+    given = {ours: found[theirs] for ours, theirs in _SIZES.items() if theirs in found}
+    return dataclasses.replace(Config(dropout=rates, **given), **changes)
+
+
+_SIZES = {
+    'vocabulary': 'vocab_size',
+    'positions': 'n_positions',
+    'width': 'n_embd',
+    'blocks': 'n_layer',
+    'heads': 'n_head',
+    'inner': 'n_inner',
+    'epsilon': 'layer_norm_epsilon',
+}
+
+
+def check_vocabulary(config: Config, vocabulary: int) -> None:
+    """Raises ValueError unless the text's tokens are those of the weights.
+
+    Args:
+      config: of the weights.
+      vocabulary: how many tokens the text's tokeniser knows.
+    """
+    if config.vocabulary != vocabulary:
+        raise ValueError(
+            f'the weights have a table of {config.vocabulary} tokens and the text comes in '
+            f'{vocabulary}; use the tokeniser of the weights (its files usually lie beside them)'
+        )
+
+
+def read(directory: str, stages: Sequence[Stage], only: int | None = None) -> tuple[Any, ...]:
+    """Variables of the stages, from the files in a directory.
+
+    Args:
+      directory: in Hugging Face's layout.
+      stages: from `gpt2` with the config of this directory.
+      only: read the variables of this stage alone, a tuple of one.
+
+    Returns:
+      A ``{'params': ...}`` a stage, float32; first and last stage both with the table ``wte``.
+
+    Raises:
+      FileNotFoundError: if there are no weights.
+      ValueError: if a file is damaged, or its tensors are not those of this model.
+    """
+    found = _tensors(_root(directory))
+    head, wte = found.pop('lm_head.weight', None), found.get('wte.weight')
+    if head is not None and wte is not None and not np.array_equal(head, wte):
+        raise ValueError(
+            f'{directory}: lm_head.weight is not wte.weight; only a GPT-2 whose output table is '
+            'its input table can be read'
+        )
+    names = _names(stages)
+    _check(directory, found, {n: s for stage in names for _, n, s in stage})
+    chosen = names if only is None else [names[only]]
+    return tuple({'params': _nest(stage, found)} for stage in chosen)
+
+
+def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> None:
+    """Writes ``config.json`` and ``model.safetensors``, which transformers loads.
+
+    Args:
+      directory: made if it is not there.
+      stages: all stages of the model.
+      variables: of all stages, ``{'params': ...}``.
+
+    Raises:
+      ValueError: if the two tables are not the same.
+    """
+    from safetensors.numpy import save_file
+
+    tables = [np.asarray(variables[s]['params']['wte']) for s in (0, -1)]
+    if not np.array_equal(*tables):
+        raise ValueError(
+            'the first and the last stage hold different tables wte, and the format has one; '
+            'make them equal at the start (share) and keep them so (tie)'
+        )
+    tensors = {}
+    for stage, own in zip(_names(stages), variables, strict=True):
+        for path, name, _ in stage:
+            leaf = own['params']
+            for word in path:
+                leaf = leaf[word]
+            tensors[f'transformer.{name}'] = np.ascontiguousarray(leaf, np.float32)
+    root = Path(directory).expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, root / _FILE, metadata={'format': 'pt'})
+    (root / 'config.json').write_text(json.dumps(_described(stages[0].config), indent=2) + '\n')
+
+
+def _described(c: Config) -> dict[str, Any]:
+    end = c.vocabulary - 1 if c.vocabulary == Config().vocabulary else None
+    rates = zip(('embd_pdrop', 'attn_pdrop', 'resid_pdrop'), c.dropout, strict=True)
+    return {
+        'architectures': ['GPT2LMHeadModel'],
+        'model_type': 'gpt2',
+        'activation_function': _GELU[0],
+        **{theirs: getattr(c, ours) for ours, theirs in _SIZES.items()},
+        **dict(rates),
+        'bos_token_id': end,
+        'eos_token_id': end,
+        'tie_word_embeddings': True,
+        'dtype': 'float32',
+    }
+
+
+_Named = list[tuple[tuple[str, ...], str, tuple[int, ...]]]  # path in a stage, name in a file, shape
+
+
+def _names(stages: Sequence[Stage]) -> list[_Named]:
+    """For every stage its parameters, and what they are called in a file."""
+    found, start = [], 0
+    for stage in stages:
+        c = stage.config
+        x = jnp.zeros((1, 1), jnp.int32) if stage.embeds else jnp.zeros((1, 1, c.width))
+        shapes = jax.eval_shape(stage.init, jax.random.key(0), x)['params']
+        leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        paths = [(tuple(k.key for k in path), leaf.shape) for path, leaf in leaves]
+        found.append([(path, _name(path, start), shape) for path, shape in paths])
+        start += stage.blocks
+    return found
+
+
+def _name(path: tuple[str, ...], start: int) -> str:
+    """What a parameter of a stage whose first block is number ``start`` is called in a file."""
+    words = list(path)
+    if words[0].startswith('h_'):
+        words[0] = f'h.{start + int(words[0][2:])}'
+    if words[-1] in ('kernel', 'scale'):
+        words[-1] = 'weight'
+    elif words[-1] != 'bias':
+        words.append('weight')
+    return '.'.join(words)
+
+
+def _nest(stage: _Named, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, name, _ in stage:
+        at = tree
+        for word in path[:-1]:
+            at = at.setdefault(word, {})
+        at[path[-1]] = jnp.asarray(found[name], jnp.float32)
+    return tree
+
+
+def _check(directory: str, found: Mapping[str, np.ndarray], wanted: Mapping[str, Any]) -> None:
+    missing, extra = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
+    if missing or extra:
+        raise ValueError(
+            f'{directory} holds other tensors than this GPT-2: {len(missing)} missing '
+            f'{_some(missing)}, {len(extra)} unknown {_some(extra)}; give the weights of a GPT-2 '
+            'and build the stages from their own config.json (read_config)'
+        )
+    for name, shape in wanted.items():
+        if found[name].shape != shape:
+            raise ValueError(
+                f'{directory}: {name} has shape {found[name].shape}, and config and stages want '
+                f'{shape}; build the stages from the config.json of these weights (read_config)'
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return f'({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})'
+
+
+def _tensors(root: Path) -> dict[str, np.ndarray]:
+    """All tensors by name, without ``transformer.`` and the causal masks old files carry."""
+    found = {}
+    for file, names in _files(root):
+        for name, tensor in _file(file, names):
+            short = name.removeprefix('transformer.')
+            if not short.endswith(('.attn.bias', '.attn.masked_bias')):
+                found[short] = tensor
+    return found
+
+
+def _files(root: Path) -> Iterator[tuple[Path, set[str] | None]]:
+    """The files, and what the index says is in them."""
+    if (root / _FILE).is_file():
+        yield root / _FILE, None
+        return
+    if not (root / _INDEX).is_file():
+        other = sorted(p.name for p in root.glob('*.bin'))
+        have = f' (only {", ".join(other)}, pickles, which are not read)' if other else ''
+        raise FileNotFoundError(f'no weights in {root}{have}; {_wanted()}')
+    where = _json(root / _INDEX).get('weight_map')
+    if not isinstance(where, dict) or not where:
+        raise ValueError(f'{root / _INDEX} has no weight_map; {_AGAIN}')
+    for name in sorted({str(file) for file in where.values()}):
+        if Path(name).name != name or not (root / name).is_file():
+            raise FileNotFoundError(f'{root / _INDEX} names {name}, which is not there; {_AGAIN}')
+        yield root / name, {key for key, file in where.items() if file == name}
+
+
+def _file(file: Path, names: set[str] | None) -> Iterator[tuple[str, np.ndarray]]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f'{file}: {file.stat().st_size:,} bytes that are no whole safetensors file ({error}); '
+            f'{_AGAIN}'
+        ) from error
+    if names is not None and names != tensors.keys():
+        raise ValueError(f'{file} holds other tensors than {_INDEX} says; {_AGAIN}')
+    yield from tensors.items()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{file} is no JSON ({error}); {_AGAIN}') from error
+    if not isinstance(found, dict):
+        raise ValueError(f'{file} holds a {type(found).__name__}, not an object; {_AGAIN}')
+    return found
+
+
+def _root(directory: str) -> Path:
+    root = Path(directory).expanduser()
+    if not root.is_dir():
+        raise FileNotFoundError(f'{root} is not a directory; {_wanted()}')
+    return root
+
+
+def _wanted() -> str:
+    return f'give a directory with config.json and {_FILE} (or {_INDEX} and its files)'
