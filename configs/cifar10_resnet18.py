@@ -26,6 +26,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.bwd = 'raw'
     c.warmup_epochs = 0
     c.eval_feedback = 'carry'
+    c.runtime = 'local'
+    c.micro_batches = 1
+    c.optimiser = 'sgd'
     c.epochs = 100
     c.batch_size = 100
     c.lr = 0.01

@@ -140,6 +140,11 @@ def task_of(config: Config) -> Task:
     return TASKS.get(config.model, images)(config)
 
 
+def stage_count(config: Config) -> int:
+    """How many stages the model has, without its data."""
+    return config.stages if config.model in TASKS else len(MODELS[config.model](1, config.width))
+
+
 def once(task: Task, stage: int, grads: Any) -> Any:
     """``grads`` of a stage without the copy of what another stage counts already."""
     if not (task.tied and stage == len(task.stages) - 1):

@@ -119,7 +119,7 @@ def optimiser(config: Config, epoch_steps: int) -> optax.GradientTransformation:
     """
     if config.optimiser == 'adamw':
         rate = optax.linear_schedule(config.lr, 0.0, config.epochs * epoch_steps)
-        return optax.adamw(rate, weight_decay=config.weight_decay)
+        return optax.adamw(rate, weight_decay=config.get('weight_decay', 0.0))
 
     def rate(step: Any) -> Array:
         epoch = step // epoch_steps

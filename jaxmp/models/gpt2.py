@@ -259,9 +259,7 @@ class Stage(nn.Module):
         )
 
 
-def gpt2(
-    config: Config, stages: int = 4, cuts: Sequence[int] | None = None
-) -> tuple[Stage, ...]:
+def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> tuple[Stage, ...]:
     """The stages of a GPT-2.
 
     Args:

@@ -159,7 +159,9 @@ def _described(c: Config) -> dict[str, Any]:
     }
 
 
-_Named = list[tuple[tuple[str, ...], str, tuple[int, ...]]]  # path in a stage, name in a file, shape
+_Named = list[
+    tuple[tuple[str, ...], str, tuple[int, ...]]
+]  # path in a stage, name in a file, shape
 
 
 def _names(stages: Sequence[Stage]) -> list[_Named]:
