@@ -37,6 +37,7 @@ from jaxmp.train import (
     clip_scale,
     mean_score,
     micro_like,
+    shapes,
     square_norm,
     step_keys,
     update,
@@ -165,10 +166,9 @@ class _Staged:
         """The link over which the first and the last stage add their tables' gradients."""
         first, last = self.devices[0], self.devices[-1]
         inside = {0, len(self.devices) - 1} & set(self.training.stages)
-        stage = self.training.stages.get(0) or self.training.stages.get(len(self.devices) - 1)
         if len(inside) == 1:
-            c = stage.module.config
-            like = jax.ShapeDtypeStruct((1, c.vocabulary, c.width), jnp.float32)
+            table = shapes(self.s)[0][0]['params']['wte']
+            like = jax.ShapeDtypeStruct((1, *table.shape), table.dtype)
             return far(first, last, (like, like))
         return near(first, last) if inside else None
 
@@ -179,9 +179,9 @@ class _Staged:
         last, done = len(self.devices) - 1, dict(grads)
         own = [grads[s]['wte'][None] if s in grads else None for s in (0, last)]
         to_last, to_first = self.ends.exchange(own, (True, True))
-        for s, a, b in ((0, own[0], to_first), (last, to_last, own[1])):
+        for s, pair in ((0, (own[0], to_first)), (last, (to_last, own[1]))):
             if s in grads:
-                done[s] = {**grads[s], 'wte': self.add(a[0], b[0])}
+                done[s] = {**grads[s], 'wte': self.add(*pair)[0]}
         return done
 
     def scale(self, grads: Mapping[int, Any]) -> Any:

@@ -60,7 +60,7 @@ def images(config: Config) -> Task:
 
     stages = MODELS[config.model](found.classes, config.width)
     like = jax.ShapeDtypeStruct(found.train.x.shape[1:], jnp.float32)
-    return Task(found, stages, like, 'accuracy', prepare, score_classes)
+    return Task(found, tuple(stages), like, 'accuracy', prepare, score_classes)
 
 
 def crop_flip(x: Array, key: Array, frame: int = 4) -> Array:

@@ -118,8 +118,8 @@ def optimiser(config: Config, epoch_steps: int) -> optax.GradientTransformation:
     ``adamw``: the rate falls linearly to 0 at the last step.
     """
     if config.optimiser == 'adamw':
-        rate = optax.linear_schedule(config.lr, 0.0, config.epochs * epoch_steps)
-        return optax.adamw(rate, weight_decay=config.get('weight_decay', 0.0))
+        falling = optax.linear_schedule(config.lr, 0.0, config.epochs * epoch_steps)
+        return optax.adamw(falling, weight_decay=config.get('weight_decay', 0.0))
 
     def rate(step: Any) -> Array:
         epoch = step // epoch_steps

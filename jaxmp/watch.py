@@ -80,7 +80,7 @@ class Watch:
         """From now on a thread that finds no memory ends the process, instead of being missed."""
         text = f'train.py: {self._names[self._index]}: MemoryError, out of memory\n'.encode()
 
-        def ending(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+        def ending(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def hook(args: Any) -> None:
                 if args.exc_type is MemoryError:  # allocate nothing; the others see the line end
                     os.write(2, text)

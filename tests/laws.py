@@ -213,6 +213,7 @@ FLOAT32_SPECS: dict[str, Law] = {
     'top_k(0.1, values=fp16, indices=packed)': Law(None, element, True),
     'top_k(0.3, values=uniform(4), indices=block_local)': Law(None, sent_of_tensor),
     'random_k(0.3)': Law(itself, sent, True, alone=True),
+    'per_token(top_k(0.1))': Law(itself, element, True),
     'random_k(0.3, values=uniform(2, stochastic))': Law(),
     'same_support(values=fp16)': Law(None, sent, True),
     'ef21(top_k(0.1, values=fp16, indices=bitmap))': Law(None, element),

@@ -38,8 +38,16 @@ BELOW = {
     'data': '',
     'report': '',
 }
-ABOVE = {'train', 'evaluate', 'engine', 'staged', 'run', '__init__'}  # may import everything below
-INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse']
+ABOVE = {
+    'task',
+    'train',
+    'evaluate',
+    'engine',
+    'staged',
+    'run',
+    '__init__',
+}  # may import everything below
+INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'view']
 HEAVY = ('orbax', 'tensorflow_datasets', 'transformers', 'sklearn', 'matplotlib', 'tensorboardX')
 
 

@@ -13,6 +13,7 @@ from jaxmp.codecs.sparse import (
     top_k,
 )
 from jaxmp.codecs.uniform import block, max_scaled, nearest, stochastic, uniform
+from jaxmp.codecs.view import per_token
 
 __all__ = [
     'IndexCoding',
@@ -26,6 +27,7 @@ __all__ = [
     'max_scaled',
     'nearest',
     'packed',
+    'per_token',
     'random_k',
     'raw',
     'same_support',
