@@ -91,7 +91,7 @@ def load(
     corpora = _corpora()
     if name not in corpora:
         raise ValueError(f'no text {name!r}; known are {", ".join(sorted(corpora))}')
-    chosen = byte_level() if tokenizer == 'bytes' else bpe(tokenizer)
+    chosen = tokenizer_of(tokenizer)
     corpus = corpora[name](data_dir, download)
     splits = []
     for part, rows in (('train', corpus.train), ('test', corpus.test)):
@@ -153,6 +153,11 @@ def blocks(
             'the blocks (the sequence length) or give a longer text'
         )
     return np.concatenate(found)
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """`byte_level` for ``'bytes'``, else `bpe` of that directory."""
+    return byte_level() if name == 'bytes' else bpe(name)
 
 
 def byte_level() -> Tokenizer:
