@@ -37,10 +37,21 @@ BELOW = {
     'models': '',
     'data': '',
     'report': '',
+    'hub': '',
 }
 ABOVE = {'train', 'evaluate', 'engine', 'staged', 'run', '__init__'}  # may import everything below
 INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse']
-HEAVY = ('orbax', 'tensorflow_datasets', 'transformers', 'sklearn', 'matplotlib', 'tensorboardX')
+HEAVY = (
+    'orbax',
+    'tensorflow_datasets',
+    'transformers',
+    'sklearn',
+    'matplotlib',
+    'tensorboardX',
+    'tokenizers',
+    'safetensors',
+    'huggingface_hub',
+)
 
 
 def room(path):

@@ -195,7 +195,9 @@ def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
 
     try:
         lines = merges.read_text(encoding='utf-8').splitlines()
-        pairs = [tuple(line.split(' ')) for line in lines if line and not line.startswith('#version')]
+        pairs = [
+            tuple(line.split(' ')) for line in lines if line and not line.startswith('#version')
+        ]
         made = ByteLevelBPETokenizer(vocabulary, pairs)
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(

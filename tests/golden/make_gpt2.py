@@ -19,7 +19,9 @@ BATCH, LENGTH, SEED = 2, 13, 0
 def model(seed=SEED, **sizes):
     """A GPT-2 without dropout whose every parameter is random, in float64."""
     off = {'resid_pdrop': 0.0, 'embd_pdrop': 0.0, 'attn_pdrop': 0.0}
-    config = transformers.GPT2Config(**{**SIZES, **sizes, **off, 'bos_token_id': 0, 'eos_token_id': 0})
+    config = transformers.GPT2Config(
+        **{**SIZES, **sizes, **off, 'bos_token_id': 0, 'eos_token_id': 0}
+    )
     made = transformers.GPT2LMHeadModel(config).eval().double()
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
