@@ -37,18 +37,30 @@ BELOW = {
     'models': '',
     'data': '',
     'report': '',
+    'hub': '',
 }
-ABOVE = {
+ABOVE = {  # may import everything below
     'task',
     'train',
     'evaluate',
     'engine',
     'staged',
     'run',
+    'generate',
     '__init__',
-}  # may import everything below
+}
 INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'view']
-HEAVY = ('orbax', 'tensorflow_datasets', 'transformers', 'sklearn', 'matplotlib', 'tensorboardX')
+HEAVY = (
+    'orbax',
+    'tensorflow_datasets',
+    'transformers',
+    'sklearn',
+    'matplotlib',
+    'tensorboardX',
+    'tokenizers',
+    'safetensors',
+    'huggingface_hub',
+)
 
 
 def room(path):

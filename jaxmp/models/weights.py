@@ -124,8 +124,8 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
     """
     from safetensors.numpy import save_file
 
-    tables = [np.asarray(variables[s]['params']['wte']) for s in (0, -1)]
-    if not np.array_equal(*tables):
+    first, last = (np.asarray(variables[s]['params']['wte']) for s in (0, -1))
+    if not np.array_equal(first, last):
         raise ValueError(
             'the first and the last stage hold different tables wte, and the format has one; '
             'make them equal at the start (share) and keep them so (tie)'
