@@ -1,7 +1,7 @@
 """A training step of a GPT-2: tokens a second against torch, and what the codecs cost.
 
-The step is forward, backward and AdamW, float32, no dropout, with the same sizes on both sides, torch
-being transformers' GPT2LMHeadModel (left out where torch is not installed). The pipelines have four
+The step is forward, backward and AdamW, float32, no dropout, the same sizes on both sides; torch is
+transformers' GPT2LMHeadModel (left out where torch is not installed). The pipelines have four
 stages in one program and tied tables. Steps of all settings are interleaved, so that a busy machine
 slows them alike; the figures that count are the ratios. CPU-seconds are meaningful on one core.
 

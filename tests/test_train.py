@@ -223,7 +223,7 @@ ALIKE = {'fwd': 'raw', 'bwd': 'raw', 'clip_norm': 0.5, 'micro_batches': 2, 'epoc
 
 @pytest.mark.parametrize('make', [small, lambda **c: config_of('text_gpt2', **TEXT, **c)])
 def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path):
-    """Float32 and other fusions: losses to 1e-4, not to the bit. Tied tables stay one, to the bit."""
+    """Float32 and other fusions: losses to 1e-4, not to the bit; tied tables stay one to the bit."""
     found = []
     for runtime in train.RUNTIMES:
         config = make(**ALIKE, runtime=runtime)
