@@ -6,9 +6,10 @@ the 20 pixels before it in reading order and its row and column; a sample is an 
 Blocks are 32 wide, inside too (``expand`` 1): they cost about 21 ms a step, where wider ones would
 hide the wire (64 channels, 128 inside: 64 ms for messages of the same size).
 
-**resnet**: ResNet-18 of width 8 on the digits doubled to 16 x 16, cut after layer1, where 512
-images are 4.19 MB. XLA's convolutions take 200 ms a step on two cores even so narrow, and more at
-every other width tried (4, 16): here compute does hide a fast wire, and the table shows it.
+**resnet**: ResNet-18 of width 8 on the digits doubled to 16 x 16, cut after layer1, where 256
+images are 2.1 MB. XLA's convolutions take about 100 ms a step on two cores even so narrow, and more
+for as many bytes at every other width tried (4, 16): here compute does hide a fast wire, and the
+table shows it.
 
 Batches are drawn anew every epoch; all codecs see the same ones in the same order.
 """
@@ -80,7 +81,7 @@ def resnet_task(stages: int) -> Task:
     layers = tuple(resnet18(10, WIDTH))
     cuts = {2: [0, 1], 4: [0, 1, 2, 3]}[stages]
     parts = [layers[a:b] for a, b in zip(cuts, [*cuts[1:], 4], strict=True)]
-    return Task(tuple(Chain(p, train=True) for p in parts), x, images.y, 512, optax.adam(1e-3))
+    return Task(tuple(Chain(p, train=True) for p in parts), x, images.y, 256, optax.adam(3e-4))
 
 
 TASKS: dict[str, Callable[[int], Task]] = {'mlp': mlp_task, 'resnet': resnet_task}
