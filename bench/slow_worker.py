@@ -123,6 +123,7 @@ class Worker:
         self.stages = stages
         self.tasks: dict[str, Task] = {}
         self.trainer: Any = None
+        self.plain: dict[str, Trainer] = {}  # raw, all stages here; kept, for it compiles long
 
     def _task(self, model: str) -> Task:
         if model not in self.tasks:
@@ -152,7 +153,9 @@ class Worker:
         """Steps with all stages in this process, no wire: raw and with a codec, taken in turn."""
         task, taken = self._task(model), ([], [])
         here = [jax.local_devices()[0]] * len(task.stages)
-        trainers = Trainer(task, 'raw', 'raw', here), Trainer(task, fwd, bwd, here)
+        if model not in self.plain:
+            self.plain[model] = Trainer(task, 'raw', 'raw', here)
+        trainers = self.plain[model], Trainer(task, fwd, bwd, here)
         for _ in range(n + 2):
             for trainer, seconds in zip(trainers, taken, strict=True):
                 start = time.perf_counter()
