@@ -6,7 +6,8 @@ go: a link can be changed while connections are open. A rate is set by a token b
 both ends of the pair; a link with a delay goes through `relay.py` instead, because not every
 kernel has netem. Buffers are deep: no link here loses packets. TCP is reno (cubic may be refused
 in a namespace) with windows up to 32 MB and no slow start after idle, as on a host that was tuned
-for long links.
+for long links. Frames are jumbo, 9,000 bytes, unless asked otherwise: headers and acknowledgements
+then are about 1 % and not 7 %, of raw and of compressed messages alike.
 
 All processes have one host name, and every namespace has a hosts file that maps it to the stage's
 own address: that is how gloo finds it. What a killed run left behind is removed at the next start.
@@ -36,6 +37,7 @@ HERE = Path(__file__).parent
 PREFIX = 'jaxmp-lab-'
 NETNS = Path('/etc/netns')
 PORT = 7077
+MTU = 9000
 TUNING = (
     'net.ipv4.tcp_congestion_control=reno',
     'net.ipv4.tcp_slow_start_after_idle=0',
@@ -95,8 +97,8 @@ def address(stage: int) -> str:
 class Lab:
     """Namespaces of a chain of stages; made by `lab`."""
 
-    def __init__(self, stages: int) -> None:
-        self.stages = stages
+    def __init__(self, stages: int, mtu: int) -> None:
+        self.stages, self.mtu = stages, mtu
         self.relays: list[subprocess.Popen] = []
 
     def inside(self, stage: int, *command: str) -> list[str]:
@@ -119,8 +121,8 @@ class Lab:
             self._ip(s, f'address add {address(s)}/32 dev lo')
         for s in range(self.stages - 1):
             self._ip(s, f'link add right type veth peer name left netns {PREFIX}{s + 1}')
-            self._ip(s, 'link set right up')
-            self._ip(s + 1, 'link set left up')
+            self._ip(s, f'link set right up mtu {self.mtu}')
+            self._ip(s + 1, f'link set left up mtu {self.mtu}')
         self._route('')
 
     def _route(self, kind: str) -> None:
@@ -150,7 +152,7 @@ class Lab:
             subprocess.run([*tc, 'delete', 'dev', device, 'root'], capture_output=True)
             return
         # A small bucket: what it holds after a pause passes at once, free of the limit.
-        burst = max(4000, int(rate / 8 * 1e-4))
+        burst = max(self.mtu + 500, int(rate / 8 * 3e-4))
         words = f'replace dev {device} root tbf rate {rate:.0f}bit burst {burst} limit 8000000'
         _run(*tc, *words.split())
 
@@ -168,7 +170,7 @@ class Lab:
             if relay.stdout.readline() != b'ready\n':
                 raise RuntimeError(f'the relay between {" and ".join(ends)} did not start')
             for stage, device in ((s, 'tun-right'), (s + 1, 'tun-left')):
-                self._ip(stage, f'link set {device} up txqueuelen 30000')
+                self._ip(stage, f'link set {device} up mtu {self.mtu} txqueuelen 30000')
 
     def _stop_relays(self) -> None:
         for relay in self.relays:
@@ -198,7 +200,7 @@ def sweep() -> None:
 
 
 @contextlib.contextmanager
-def lab(stages: int) -> Iterator[Lab]:
+def lab(stages: int, mtu: int = MTU) -> Iterator[Lab]:
     """A chain of namespaces, gone at the end whatever happened; one at a time on a machine.
 
     Raises:
@@ -211,7 +213,7 @@ def lab(stages: int) -> Iterator[Lab]:
             raise RuntimeError('another lab is running on this machine; wait for it') from None
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit('terminated'))
         sweep()
-        made = Lab(stages)
+        made = Lab(stages, mtu)
         try:
             made.build()
             yield made

@@ -18,7 +18,7 @@ micro-batch only one stage works at a time, so stages in turn are what the pipel
 **Wire**: the rest of the step time.
 **Loss**: training loss at step 50 with the codec on, from the same seed and batches; no link
 changes it.
-**Model**: compute + codec + payload * (1 + 4.6 % headers) / rate + two delays a link.
+**Model**: compute + codec + payload and headers / rate + two delays a link.
 """
 
 from __future__ import annotations
@@ -98,6 +98,10 @@ class Crew:
                 member.stdin.flush()
         return [self._answer(m) for m in asked]
 
+    def sent(self) -> int:
+        """Bytes that left all namespaces so far."""
+        return sum(a['bytes'] for a in self.ask('sent'))
+
     def _answer(self, member: subprocess.Popen) -> Any:
         assert member.stdout
         line = member.stdout.readline()
@@ -135,11 +139,11 @@ def measure(made: Crew, n: int, most: int) -> dict[str, Any]:
     """Step time and bytes of what is built, over the link that is up."""
     made.ask('steps', n=WARM)
     windows: list[float] = []
-    left, answers = 0, []
+    # Counters are read when all stages are done: what one has sent is then out of its buffers.
+    before, answers = made.sent(), []
     while not steady(windows) and len(windows) < most:
         answers = made.ask('steps', n=n)
         windows.append(sum(answers[0]['seconds']) / n)
-        left += sum(a['interface'][0] for a in answers)
     moved = {link: sizes for a in answers for link, sizes in a['moved'].items()}
     return {
         'step_s': sum(windows[-3:]) / len(windows[-3:]),
@@ -147,7 +151,7 @@ def measure(made: Crew, n: int, most: int) -> dict[str, Any]:
         'steady': steady(windows),
         'payload': sum(map(sum, moved.values())),
         'moved': moved,
-        'interface': left / n / len(windows),
+        'interface': (made.sent() - before) / n / len(windows),
     }
 
 
@@ -257,6 +261,7 @@ def arguments() -> argparse.Namespace:
     ask.add_argument('--steps', type=int, default=10, help='steps a window')
     ask.add_argument('--windows', type=int, default=9, help='windows at most')
     ask.add_argument('--stages', type=int, default=2, choices=(2, 4))
+    ask.add_argument('--mtu', type=int, default=netlab.MTU, help='bytes of a packet')
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')
     return ask.parse_args()
@@ -270,8 +275,8 @@ def main() -> None:
     out = args.out or HERE / 'results' / slow_report.name()
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
-    rows.start(stages=args.stages, steps=args.steps)
-    with netlab.lab(args.stages) as lab:
+    rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu)
+    with netlab.lab(args.stages, args.mtu) as lab:
         probes(lab, rows, args.links)
         with crew(lab) as made:
             work(made, lab, rows, args)

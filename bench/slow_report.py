@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmp.log import provenance
 
-HEADERS = 0.046  # of a packet of 1500 bytes: 66 on 1448
+ETHERNET, TCP = 14, 52  # bytes of headers outside and inside of a packet
 BARS = {'100m': 7.0, '1g': 2.5}
 LOSS, COST, BYTES = 0.01, 0.25, 0.05
 
@@ -56,7 +56,8 @@ class Results:
         """The simple model of a step; rate in bits a second, 0 for no limit."""
         own = self.compute[model] + self.codec[model, codec]['codec_s']
         hops = 2 * (self.runs[0]['stages'] - 1)
-        bits = 8 * self.payload(model, codec) * (1 + HEADERS)
+        mtu = self.runs[0]['mtu']
+        bits = 8 * self.payload(model, codec) * (mtu + ETHERNET) / (mtu - TCP)
         return own + hops * delay + (bits / rate if np.any(rate) else 0)
 
     def gain(self, model: str, codec: str, link: str) -> float | None:
@@ -77,8 +78,9 @@ def markdown(found: Results) -> Iterator[str]:
     yield from ('# Training over a slow network', '')
     yield f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {commits};'
     yield f'{run["stages"]} stages in as many processes and network namespaces, one micro-batch,'
-    yield f'windows of {run["steps"]} steps. Definitions are in `bench/slow_network.py`, networks'
-    yield 'and tasks in `bench/slow_models.py`, links in `bench/netlab.py`.'
+    yield f'packets of {run["mtu"]} bytes, windows of {run["steps"]} steps. Definitions are in'
+    yield '`bench/slow_network.py`, networks and tasks in `bench/slow_models.py`, links in'
+    yield '`bench/netlab.py`.'
     yield from ('', *(f'`{r["command"]}`' for r in found.runs[:1]), '')
     yield from ('## Links', '', '| link | nominal Mbit/s | plain TCP Mbit/s | round trip ms |')
     yield '|---|--:|--:|--:|'

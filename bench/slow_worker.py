@@ -73,13 +73,6 @@ def machine(task: Task, fwd: str, bwd: str, devices: Any = None) -> mpmd.Mpmd:
     return mpmd.mpmd(task.stages, [cut] * (n - 1), loss, schedule.one_f_one_b(n, 1), x, devices)
 
 
-def sent_and_received() -> list[int]:
-    """Bytes that left and that came in, over all interfaces of this namespace but its own."""
-    devices = [d for d in Path('/sys/class/net').iterdir() if d.name != 'lo']
-    read = lambda way: sum(int((d / f'statistics/{way}_bytes').read_text()) for d in devices)
-    return [read('tx'), read('rx')]
-
-
 def median_seconds(f: Callable[[], Any], repeats: int) -> float:
     """Median time of a call, after two that do not count."""
     taken = []
@@ -137,17 +130,19 @@ class Worker:
         return {}
 
     def steps(self, n: int) -> dict[str, Any]:
-        """Trains ``n`` steps: seconds of each, losses, bytes on the interface and in payloads."""
+        """Trains ``n`` steps: seconds of each, losses, bytes in payloads."""
         seconds, losses, moved = [], [], {}
-        before = sent_and_received()
         for _ in range(n):
             start = time.perf_counter()
             value, moved = self.trainer.step()
             seconds.append(time.perf_counter() - start)
             losses.append(value if value is None or math.isfinite(value) else None)
-        after = sent_and_received()
-        interface = [b - a for a, b in zip(before, after, strict=True)]
-        return {'seconds': seconds, 'losses': losses, 'interface': interface, 'moved': moved}
+        return {'seconds': seconds, 'losses': losses, 'moved': moved}
+
+    def sent(self) -> dict[str, Any]:
+        """Bytes that left this namespace by any interface but its own loopback."""
+        devices = [d for d in Path('/sys/class/net').iterdir() if d.name != 'lo']
+        return {'bytes': sum(int((d / 'statistics/tx_bytes').read_text()) for d in devices)}
 
     def local(self, model: str, fwd: str, bwd: str, n: int) -> dict[str, Any]:
         """Steps with all stages in this process, no wire: raw and with a codec, taken in turn."""
