@@ -1,0 +1,290 @@
+"""Training step by link and codec, over a really slow network: every stage a process, a namespace.
+
+Run as root on Linux: python bench/slow_network.py [--links ...] [--codecs ...] [--models ...]
+It writes a row as soon as it is measured and goes on where it was stopped; at the end a table
+(`.md`) and a picture (`.png`) lie beside the rows (`.jsonl`). Elsewhere it says why it skips.
+
+**Step time**: wall time of a training step (both passes, messages, optimiser), drawing the batch
+included, in the first stage's process; mean of three consecutive windows of ``--steps`` steps
+that agree within 5 %. If ``--windows`` of them did not get there, the row says so.
+**Payload**: bytes of the messages of a step, both ways, as the runtime hands them to the wire.
+**Interface**: bytes that left all stages, from /sys/class/net inside their namespaces, headers and
+acknowledgements included. The kernel counts a large packet once, with one header, where a card
+would cut it into many (GSO), so this is a little less than a cable would carry.
+**Compute**: a raw step with all stages in one process, median: no codec and no wire. With one
+micro-batch only one stage works at a time, so stages in turn are what the pipeline does too.
+**Codec**: what the codec adds to such a step in one process, raw and coded steps taken in turn;
+*alone*: sending and receiving at each cut, both ways, each a program by itself, summed.
+**Wire**: the rest of the step time.
+**Loss**: training loss at step 50 with the codec on, from the same seed and batches; no link
+changes it.
+**Model**: compute + codec + payload and headers / rate + two delays a link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import netlab
+import slow_report
+from netlab import LINKS, Lab
+from slow_models import CODECS, TASKS
+
+from jaxmp.log import provenance
+
+HERE = Path(__file__).parent
+LOSS_STEPS, WARM, REPEATS, PORT = 50, 4, 30, 7078
+
+
+class Rows:
+    """Measured rows, in a file from the moment they are measured."""
+
+    def __init__(self, path: Path, fresh: bool) -> None:
+        self.path = path
+        if fresh:
+            path.unlink(missing_ok=True)
+        self.rows = [json.loads(l) for l in path.read_text().splitlines()] if path.exists() else []
+
+    def has(self, **key: Any) -> bool:
+        """Whether there is a row with these entries."""
+        return any(all(row.get(k) == v for k, v in key.items()) for row in self.rows)
+
+    def add(self, **row: Any) -> None:
+        """Keeps a row."""
+        self.rows.append(row)
+        with self.path.open('a') as file:
+            file.write(json.dumps(row) + '\n')
+
+    def start(self, **settings: Any) -> None:
+        """Notes what is run; refuses to add to rows that other settings made."""
+        first = next((r for r in self.rows if r['kind'] == 'run'), None)
+        if first and any(first[k] != v for k, v in settings.items()):
+            was = {k: first[k] for k in settings}
+            raise SystemExit(f'{self.path} was made with {was}, not {settings}; use --fresh')
+        self.add(kind='run', **settings, **provenance(), command=' '.join(sys.argv))
+
+
+class Crew:
+    """The processes of the stages."""
+
+    def __init__(self, lab: Lab, log: Any) -> None:
+        self.log, self.members = log, []
+        paths = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get('PYTHONPATH')])])
+        for s in range(lab.stages):
+            words = f'{netlab.address(0)}:{PORT}', str(lab.stages), str(s)
+            member = subprocess.Popen(
+                lab.inside(s, sys.executable, str(HERE / 'slow_worker.py'), *words),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env={**os.environ, 'PYTHONPATH': paths}, start_new_session=True,
+            )  # fmt: skip
+            self.members.append(member)
+
+    def ask(self, do: str, only: int | None = None, **order: Any) -> list[Any]:
+        """Gives an order to all stages, or to one, and waits for the answers."""
+        asked = self.members if only is None else [self.members[only]]
+        for member in asked:
+            with contextlib.suppress(BrokenPipeError):
+                member.stdin.write(json.dumps({'do': do, **order}) + '\n')
+                member.stdin.flush()
+        return [self._answer(m) for m in asked]
+
+    def sent(self) -> int:
+        """Bytes that left all namespaces so far."""
+        return sum(a['bytes'] for a in self.ask('sent'))
+
+    def _answer(self, member: subprocess.Popen) -> Any:
+        assert member.stdout
+        line = member.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            end = ''.join(self.log.readlines()[-15:])
+            raise RuntimeError(f'stage {self.members.index(member)} ended:\n{end}')
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for member in self.members:
+            member.kill()
+            member.communicate()
+
+
+@contextlib.contextmanager
+def crew(lab: Lab) -> Iterator[Crew]:
+    """The processes of a lab's stages, ended with the block."""
+    with tempfile.TemporaryFile('w+') as log:
+        made = Crew(lab, log)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def steady(windows: Sequence[float], share: float = 0.05) -> bool:
+    """Whether the last three agree within ``share``."""
+    last = windows[-3:]
+    return len(last) == 3 and max(last) <= min(last) * (1 + share)
+
+
+def measure(made: Crew, n: int, most: int) -> dict[str, Any]:
+    """Step time and bytes of what is built, over the link that is up."""
+    made.ask('steps', n=WARM)
+    windows: list[float] = []
+    # Counters are read when all stages are done: what one has sent is then out of its buffers.
+    before, answers = made.sent(), []
+    while not steady(windows) and len(windows) < most:
+        answers = made.ask('steps', n=n)
+        windows.append(sum(answers[0]['seconds']) / n)
+    moved = {link: sizes for a in answers for link, sizes in a['moved'].items()}
+    return {
+        'step_s': sum(windows[-3:]) / len(windows[-3:]),
+        'windows': windows,
+        'steady': steady(windows),
+        'payload': sum(map(sum, moved.values())),
+        'moved': moved,
+        'interface': (made.sent() - before) / n / len(windows),
+    }
+
+
+class Clock:
+    """Progress and the time left, from a rough cost of every piece of work."""
+
+    def __init__(self, costs: dict[Any, float]) -> None:
+        self.costs, self.done, self.since = costs, 0.0, time.monotonic()
+
+    def tick(self, key: Any, text: str) -> None:
+        """Says that a piece is done."""
+        self.done += self.costs.pop(key)
+        pace = (time.monotonic() - self.since) / self.done
+        left = pace * sum(self.costs.values()) / 60
+        print(f'{" ".join(key):36}{text:60}{left:6.1f} min left', flush=True)
+
+
+def cost(model: str, codec: str, link: str, steps: int) -> float:
+    """A rough guess of the seconds that a piece takes."""
+    compute = {'mlp': 0.04, 'resnet': 0.25}[model]
+    share = {'raw': 1, 'bf16': 0.5, '8-bit': 0.25, 'fw4-bw8': 0.19}.get(codec, 0.1)
+    if link == 'start':
+        return 12 + 130 * compute
+    if link == 'compute':
+        return 5 + 70 * compute
+    rate, delay = LINKS[link]
+    return 1 + 3.5 * steps * (compute + share * 8.4e6 * 8 / (rate or 8e9) + 2 * delay)
+
+
+def plan(rows: Rows, args: argparse.Namespace) -> dict[Any, float]:
+    """What is still to be measured: (model, codec, link), with its cost."""
+    todo = []
+    for model in args.models:
+        if not rows.has(kind='compute', model=model):
+            todo.append((model, 'raw', 'compute'))
+        for codec in args.codecs:
+            cells = [
+                (model, codec, link)
+                for link in args.links
+                if not rows.has(kind='step', model=model, codec=codec, link=link)
+            ]
+            if cells or not rows.has(kind='codec', model=model, codec=codec):
+                todo += [(model, codec, 'start'), *cells]
+    return {(m, c, l): cost(m, c, l, args.steps) for m, c, l in todo}
+
+
+def work(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace) -> None:
+    """Measures whatever the plan says, row by row."""
+    todo = plan(rows, args)
+    clock = Clock(dict(todo))
+    for key in todo:
+        model, codec, link = key
+        if link == 'compute':
+            words = {'fwd': 'raw', 'bwd': 'raw', 'n': REPEATS}
+            found = made.ask('local', 0, model=model, **words)[0]['raw_s']
+            rows.add(kind='compute', model=model, compute_s=found)
+            text = f'{1e3 * found:8.1f} ms a raw step in one process'
+        elif link == 'start':
+            text = start(made, lab, rows, model, codec)
+        else:
+            lab.use(LINKS[link])
+            found = measure(made, args.steps, args.windows)
+            rows.add(kind='step', model=model, codec=codec, link=link, **found)
+            text = (
+                f'{1e3 * found["step_s"]:8.1f} ms a step, '
+                f'interface / payload {found["interface"] / found["payload"]:.3f}'
+                + ('' if found['steady'] else ', not steady')
+            )
+        clock.tick(key, text)
+
+
+def start(made: Crew, lab: Lab, rows: Rows, model: str, codec: str) -> str:
+    """Builds a network with a codec, trains it for the loss, times the codec by itself."""
+    fwd, bwd = CODECS[codec]
+    lab.use(LINKS['none'])
+    made.ask('build', model=model, fwd=fwd, bwd=bwd)
+    losses = made.ask('steps', n=LOSS_STEPS)[-1]['losses']
+    if rows.has(kind='codec', model=model, codec=codec):
+        return '         built'
+    texts = {'fwd': fwd, 'bwd': bwd}
+    alone = made.ask('alone', 0, model=model, n=REPEATS, **texts)[0]['seconds']
+    local = made.ask('local', 0, model=model, n=REPEATS, **texts)[0]
+    found = {'codec_s': local['coded_s'] - local['raw_s'], 'alone_s': alone, 'losses': losses}
+    rows.add(kind='codec', model=model, codec=codec, **texts, **local, **found)
+    return (
+        f'{1e3 * found["codec_s"]:8.1f} ms for the codec, {1e3 * alone:.1f} alone; '
+        f'loss {losses[-1] or float("nan"):.4f}'
+    )
+
+
+def probes(lab: Lab, rows: Rows, links: Sequence[str]) -> None:
+    """What plain TCP reaches on every link."""
+    for name in links:
+        if not rows.has(kind='link', link=name):
+            lab.use(LINKS[name])
+            found = netlab.probe(lab, LINKS[name])
+            rows.add(kind='link', link=name, nominal=LINKS[name], **found)
+            print(f'{name:36}{found["tcp_bits"] / 1e6:8.1f} Mbit/s by plain TCP, ', end='')
+            print(f'round trip {found["round_trip_ms"]:.2f} ms', flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    ask = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    for name, choices in (('links', LINKS), ('codecs', CODECS), ('models', TASKS)):
+        ask.add_argument(f'--{name}', nargs='+', choices=choices, default=list(choices))
+    ask.add_argument('--steps', type=int, default=10, help='steps a window')
+    ask.add_argument('--windows', type=int, default=9, help='windows at most')
+    ask.add_argument('--stages', type=int, default=2, choices=(2, 4))
+    ask.add_argument('--mtu', type=int, default=netlab.MTU, help='bytes of a packet')
+    ask.add_argument('--out', type=Path, help='results without their ending')
+    ask.add_argument('--fresh', action='store_true', help='forget what was measured')
+    return ask.parse_args()
+
+
+def main() -> None:
+    """Measures, then writes table and picture."""
+    args = arguments()
+    if why := netlab.obstacle():
+        return print(f'skipped: {why}')
+    out = args.out or HERE / 'results' / slow_report.name()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows = Rows(out.with_suffix('.jsonl'), args.fresh)
+    rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu)
+    with netlab.lab(args.stages, args.mtu) as lab:
+        probes(lab, rows, args.links)
+        with crew(lab) as made:
+            work(made, lab, rows, args)
+    slow_report.write(rows.rows, out)
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit('stopped; the same command goes on from here')

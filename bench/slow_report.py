@@ -1,0 +1,230 @@
+"""Rows of `slow_network.py` as a table and a picture: python bench/slow_report.py rows.jsonl
+
+The picture: step time by link and codec, and below it whether compression pays: the speed-up over
+raw float32 against the link's rate, points measured, lines the model in `slow_network.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmp.log import provenance
+
+ETHERNET, TCP = 14, 52  # bytes of headers outside and inside of a packet
+BARS = {'100m': 7.0, '1g': 2.5}
+LOSS, COST, BYTES = 0.01, 0.25, 0.05
+
+Row = dict[str, Any]
+
+
+def name() -> str:
+    """File name of today's results on this machine."""
+    dull = {'amd', 'intel', 'r', 'tm', 'cpu', 'processor', 'x'}
+    words = re.findall('[a-z0-9]+', provenance()['hardware'].lower())[1:]
+    return f'{"-".join(w for w in words if w not in dull)}_{datetime.date.today()}_network'
+
+
+class Results:
+    """Rows by what they are about."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.runs = [r for r in rows if r['kind'] == 'run']
+        self.links = {r['link']: r for r in rows if r['kind'] == 'link'}
+        self.compute = {r['model']: r['compute_s'] for r in rows if r['kind'] == 'compute'}
+        self.codec = {(r['model'], r['codec']): r for r in rows if r['kind'] == 'codec'}
+        steps = [r for r in rows if r['kind'] == 'step']
+        self.steps = {(r['model'], r['codec'], r['link']): r for r in steps}
+        self.models = list(dict.fromkeys(m for m, _ in self.codec))
+
+    def codecs(self, model: str) -> list[str]:
+        """Codecs measured with this model."""
+        return [c for m, c in self.codec if m == model]
+
+    def payload(self, model: str, codec: str) -> int:
+        """Bytes of a step's messages."""
+        return next(r['payload'] for k, r in self.steps.items() if k[:2] == (model, codec))
+
+    def model_seconds(self, model: str, codec: str, rate: Any, delay: float = 0) -> Any:
+        """The simple model of a step; rate in bits a second, 0 for no limit."""
+        own = self.compute[model] + self.codec[model, codec]['codec_s']
+        hops = 2 * (self.runs[0]['stages'] - 1)
+        mtu = self.runs[0]['mtu']
+        bits = 8 * self.payload(model, codec) * (mtu + ETHERNET) / (mtu - TCP)
+        return own + hops * delay + (bits / rate if np.any(rate) else 0)
+
+    def gain(self, model: str, codec: str, link: str) -> float | None:
+        """Raw step time over this one's."""
+        pair = [self.steps.get((model, c, link)) for c in ('raw', codec)]
+        return pair[0]['step_s'] / pair[1]['step_s'] if pair[0] and pair[1] else None
+
+    def worse(self, model: str, codec: str) -> float | None:
+        """By how much its loss at the last step exceeds raw's, as a share."""
+        ends = [self.codec[model, c]['losses'][-1] for c in ('raw', codec)]
+        return ends[1] / ends[0] - 1 if None not in ends else None
+
+
+def markdown(found: Results) -> Iterator[str]:
+    """The page, line by line."""
+    run = found.runs[0]
+    commits = ', '.join(dict.fromkeys(str(r['commit']) for r in found.runs))
+    yield from ('# Training over a slow network', '')
+    yield f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {commits};'
+    yield f'{run["stages"]} stages in as many processes and network namespaces, one micro-batch,'
+    yield f'packets of {run["mtu"]} bytes, windows of {run["steps"]} steps. Definitions are in'
+    yield '`bench/slow_network.py`, networks and tasks in `bench/slow_models.py`, links in'
+    yield '`bench/netlab.py`.'
+    yield from ('', *(f'`{r["command"]}`' for r in found.runs[:1]), '')
+    yield from ('## Links', '', '| link | nominal Mbit/s | plain TCP Mbit/s | round trip ms |')
+    yield '|---|--:|--:|--:|'
+    for link, r in found.links.items():
+        nominal = f'{r["nominal"][0] / 1e6:.0f}' if r['nominal'][0] else 'none'
+        yield f'| {link} | {nominal} | {r["tcp_bits"] / 1e6:.1f} | {r["round_trip_ms"]:.2f} |'
+    for model in found.models:
+        yield from section(found, model)
+    yield from ('', '## Bars', '', *bars(found))
+
+
+def section(found: Results, model: str) -> Iterator[str]:
+    """The tables of one model."""
+    yield from ('', f'## {model}: {1e3 * found.compute[model]:.1f} ms compute', '')
+    yield '| codec | forward | backward | KB a step | ratio | codec ms | alone | loss | off raw |'
+    yield '|---|---|---|--:|--:|--:|--:|--:|--:|'
+    for codec in found.codecs(model):
+        r, size = found.codec[model, codec], found.payload(model, codec)
+        yield (
+            f'| {codec} | `{r["fwd"]}` | `{r["bwd"]}` | {size / 1e3:.0f} '
+            f'| {found.payload(model, "raw") / size:.1f} '
+            f'| {1e3 * r["codec_s"]:.1f} | {1e3 * r["alone_s"]:.1f} '
+            f'| {_or(r["losses"][-1], ".4f")} | {_or(found.worse(model, codec), "+.2%")} |'
+        )
+    yield from ('', '| link | codec | step ms | faster than raw | model | wire ms | interface |')
+    yield '|---|---|--:|--:|--:|--:|--:|'
+    for (m, codec, link), r in sorted(found.steps.items(), key=lambda i: _order(found, i[0])):
+        if m == model:
+            yield _line(found, model, codec, link, r)
+    yield ''
+    yield '*model*: what the simple model says the speed-up is. *interface*: its bytes / payload.'
+    yield '\\* no three windows within 5 %.'
+
+
+def _order(found: Results, key: tuple[str, str, str]) -> tuple[int, int]:
+    return list(found.links).index(key[2]), found.codecs(key[0]).index(key[1])
+
+
+def _line(found: Results, model: str, codec: str, link: str, r: Row) -> str:
+    wire = r['step_s'] - found.compute[model] - found.codec[model, codec]['codec_s']
+    star, nominal = '' if r['steady'] else r'\*', found.links[link]['nominal']
+    said = [found.model_seconds(model, c, *nominal) for c in ('raw', codec)]
+    return (
+        f'| {link} | {codec} | {1e3 * r["step_s"]:.1f}{star} '
+        f'| {_or(found.gain(model, codec, link), ".2f")} | {said[0] / said[1]:.2f} '
+        f'| {1e3 * wire:.1f} | {r["interface"] / r["payload"]:.3f} |'
+    )
+
+
+def _or(value: float | None, form: str) -> str:
+    return 'n/a' if value is None else format(value, form)
+
+
+def bars(found: Results) -> Iterator[str]:
+    """Whether the bars of the project are met."""
+    for model in found.models:
+        good = [c for c in found.codecs(model) if (found.worse(model, c) or 0) <= LOSS]
+        good = [c for c in good if c != 'raw' and found.worse(model, c) is not None]
+        for link, bar in BARS.items():
+            gains = {c: g for c in good if (g := found.gain(model, c, link))}
+            if gains:
+                best = max(gains, key=lambda c: gains[c])
+                yield _verdict(
+                    gains[best] >= bar,
+                    f'{model}, {link}: {best} is {gains[best]:.2f} times as fast as raw with a '
+                    f'loss {found.worse(model, best):+.2%}; bar {bar} within {LOSS:.0%}',
+                )
+        for codec in found.codecs(model):
+            if codec != 'raw' and (g := found.gain(model, codec, 'none')):
+                yield _verdict(
+                    1 / g <= 1 + COST,
+                    f'{model}, none: {codec} changes a step by {1 / g - 1:+.1%}; bar +{COST:.0%}',
+                )
+    large = [
+        (abs(r['interface'] / r['payload'] - 1), k)
+        for k, r in found.steps.items()
+        if min(min(sizes) for sizes in r['moved'].values()) > 1e6
+    ]
+    if large:
+        worst, key = max(large)
+        text = f'interface bytes of messages over 1 MB within {BYTES:.0%} of payload: at most'
+        yield _verdict(worst <= BYTES, f'{text} {worst:.2%} off ({", ".join(key)})')
+
+
+def _verdict(passed: bool, text: str) -> str:
+    return f'* {"pass" if passed else "FAIL"}: {text}'
+
+
+def draw(found: Results, path: Path) -> None:
+    """The picture: a column a model."""
+    from matplotlib.figure import Figure
+
+    n = len(found.models)
+    figure = Figure(figsize=(6.5 * n, 8.5), layout='constrained')
+    axes = figure.subplots(2, n, squeeze=False)
+    for column, model in enumerate(found.models):
+        _draw_steps(found, model, axes[0, column])
+        _draw_gains(found, model, axes[1, column])
+    axes[0, 0].legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_steps(found: Results, model: str, axes: Any) -> None:
+    links, codecs = list(found.links), found.codecs(model)
+    width = 0.85 / len(codecs)
+    for i, codec in enumerate(codecs):
+        seconds = [found.steps.get((model, codec, l), {}).get('step_s', np.nan) for l in links]
+        at = np.arange(len(links)) + (i - (len(codecs) - 1) / 2) * width
+        axes.bar(at, 1e3 * np.array(seconds), width, label=codec, color=f'C{i}')
+    own = 1e3 * found.compute[model]
+    axes.axhline(own, color='black', lw=0.8, ls='--')
+    axes.text(len(links) - 0.5, own * 1.03, 'compute', ha='right', fontsize=7)
+    axes.set(title=f'{model}: a training step', ylabel='ms', yscale='log')
+    axes.set_xticks(range(len(links)), links)
+
+
+def _draw_gains(found: Results, model: str, axes: Any) -> None:
+    rates = np.geomspace(2e7, 2e10, 100)
+    raw = found.model_seconds(model, 'raw', rates)
+    for i, codec in enumerate(found.codecs(model)):
+        axes.plot(rates / 1e6, raw / found.model_seconds(model, codec, rates), color=f'C{i}', lw=1)
+        for link, r in found.links.items():
+            gain = found.gain(model, codec, link)
+            rate, delay = r['nominal']
+            if gain is not None:
+                mark = {'marker': '*', 's': 60} if delay else {'marker': 'o', 's': 22}
+                axes.scatter((rate or rates[-1]) / 1e6, gain, color=f'C{i}', zorder=3, **mark)
+    axes.axhline(1, color='black', lw=0.8)
+    axes.set(title='does it pay? lines: model; points: measured', xscale='log', yscale='log')
+    axes.set(xlabel='Mbit/s (rightmost points: no limit; stars: 50 ms each way)')
+    axes.set(ylabel='times as fast as raw')
+    axes.set_yticks([0.5, 1, 2, 4, 8, 16], ['0.5', '1', '2', '4', '8', '16'])
+    axes.minorticks_off()
+
+
+def write(rows: Sequence[Row], out: Path) -> None:
+    """Table and picture beside the rows."""
+    found = Results(rows)
+    lines = list(markdown(found))
+    out.with_suffix('.md').write_text('\n'.join(lines) + '\n')
+    draw(found, out.with_suffix('.png'))
+    print('\n'.join(lines))
+
+
+if __name__ == '__main__':
+    source = Path(sys.argv[1])
+    write([json.loads(line) for line in source.read_text().splitlines()], source.with_suffix(''))

@@ -1,0 +1,188 @@
+"""One stage of `slow_network.py` as a process: reads orders from standard input, answers on output.
+
+Orders and answers are lines of JSON. All stages get the same orders, except ``local`` and
+``alone``, which one stage carries out while the others are idle. The process ends with its input.
+
+slow_worker.py coordinator_address stages stage
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from slow_models import TASKS, Task, loss, positions
+from timing import keep_freed_pages
+
+import jaxmp
+from jaxmp import Ctx, mpmd, schedule
+
+SEED = 0
+
+
+class Trainer:
+    """The stages of this process, their optimiser states and the number of steps done."""
+
+    def __init__(self, task: Task, fwd: str, bwd: str, devices: Any = None) -> None:
+        self.task, self.count = task, 0
+        self.machine = machine(task, fwd, bwd, devices)
+        self.states = self.machine.init(jax.random.key(SEED))
+        params = {s: state.variables['params'] for s, state in self.states.items()}
+        self.memory = {s: task.optimiser.init(p) for s, p in params.items()}
+
+        def descend(params: Any, memory: Any, grads: Any) -> Any:
+            updates, memory = task.optimiser.update(grads, memory, params)
+            return optax.apply_updates(params, updates), memory
+
+        self.descend = jax.jit(descend)
+
+    def step(self) -> tuple[float | None, dict[int, tuple[int, int]]]:
+        """One training step, waited for: the loss where it is known, and the bytes moved."""
+        task, ids = self.task, positions(self.task, self.count)
+        x: Any = task.x[ids] if 0 in self.states else ids  # others look at its length only
+        y: Any = task.y[ids]
+        ctx = Ctx(jax.random.fold_in(jax.random.key(SEED + 1), self.count), jnp.asarray(ids))
+        result = self.machine.step(self.states, x, y, ctx)
+        for s, state in result.states.items():
+            params, memory = state.variables['params'], self.memory[s]
+            params, self.memory[s] = self.descend(params, memory, result.grads[s])
+            variables = {**state.variables, 'params': params}
+            self.states[s] = state._replace(variables=variables)
+        jax.block_until_ready((self.states, self.memory))
+        self.count += 1
+        return None if result.loss is None else float(result.loss), result.moved
+
+
+def machine(task: Task, fwd: str, bwd: str, devices: Any = None) -> mpmd.Mpmd:
+    """The pipeline with such channels; the only place that knows how `jaxmp.mpmd` is called."""
+    names = {'examples': len(task.x)}
+    cut = jaxmp.boundary(jaxmp.parse(fwd, names), jaxmp.parse(bwd, names))
+    n = len(task.stages)
+    x = jax.ShapeDtypeStruct((task.batch, *task.x.shape[1:]), task.x.dtype)
+    return mpmd.mpmd(task.stages, [cut] * (n - 1), loss, schedule.one_f_one_b(n, 1), x, devices)
+
+
+def median_seconds(f: Callable[[], Any], repeats: int) -> float:
+    """Median time of a call, after two that do not count."""
+    taken = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        jax.block_until_ready(f())
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+def cuts(task: Task) -> list[jax.ShapeDtypeStruct]:
+    """What crosses each boundary."""
+    x, found = jax.ShapeDtypeStruct((task.batch, *task.x.shape[1:]), task.x.dtype), []
+    for stage in task.stages[:-1]:
+        x = jax.eval_shape(lambda x, s=stage: s.init_with_output(jax.random.key(0), x)[0], x)
+        found.append(x)
+    return found
+
+
+def codec_seconds(task: Task, texts: tuple[str, str], repeats: int) -> float:
+    """Sending and receiving at every cut, both ways, each function by itself."""
+    total = 0.0
+    ctx = Ctx(jax.random.key(2), jnp.asarray(positions(task, 0)))
+    for like in cuts(task):
+        x = jax.random.normal(jax.random.key(3), like.shape, like.dtype)
+        for text in texts:
+            channel = jaxmp.parse(text, {'examples': len(task.x)})
+            tx, rx = channel.init(like)
+            send = jax.jit(channel.send)
+            recv = jax.jit(lambda m, rx, ctx, c=channel, like=like: c.recv(m, rx, like, ctx))
+            message = send(x, tx, ctx)[0]
+            total += median_seconds(lambda s=send, x=x, tx=tx: s(x, tx, ctx), repeats)
+            total += median_seconds(lambda r=recv, m=message, rx=rx: r(m, rx, ctx), repeats)
+    return total
+
+
+class Worker:
+    """Answers the orders."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        self.tasks: dict[str, Task] = {}
+        self.trainer: Any = None
+        self.plain: dict[str, Trainer] = {}  # raw, all stages here; kept, for it compiles long
+
+    def _task(self, model: str) -> Task:
+        if model not in self.tasks:
+            self.tasks[model] = TASKS[model](self.stages)
+        return self.tasks[model]
+
+    def build(self, model: str, fwd: str, bwd: str) -> dict[str, Any]:
+        """Makes the network from its seed and does nothing else."""
+        self.trainer = None
+        self.trainer = Trainer(self._task(model), fwd, bwd)
+        return {}
+
+    def steps(self, n: int) -> dict[str, Any]:
+        """Trains ``n`` steps: seconds of each, losses, bytes in payloads."""
+        seconds, losses, moved = [], [], {}
+        for _ in range(n):
+            start = time.perf_counter()
+            value, moved = self.trainer.step()
+            seconds.append(time.perf_counter() - start)
+            losses.append(value if value is None or math.isfinite(value) else None)
+        return {'seconds': seconds, 'losses': losses, 'moved': moved}
+
+    def sent(self) -> dict[str, Any]:
+        """Bytes that left this namespace by any interface but its own loopback."""
+        devices = [d for d in Path('/sys/class/net').iterdir() if d.name != 'lo']
+        return {'bytes': sum(int((d / 'statistics/tx_bytes').read_text()) for d in devices)}
+
+    def local(self, model: str, fwd: str, bwd: str, n: int) -> dict[str, Any]:
+        """Steps with all stages in this process, no wire: raw and with a codec, taken in turn."""
+        task, taken = self._task(model), ([], [])
+        here = [jax.local_devices()[0]] * len(task.stages)
+        if model not in self.plain:
+            self.plain[model] = Trainer(task, 'raw', 'raw', here)
+        trainers = self.plain[model], Trainer(task, fwd, bwd, here)
+        for _ in range(n + 2):
+            for trainer, seconds in zip(trainers, taken, strict=True):
+                start = time.perf_counter()
+                trainer.step()
+                seconds.append(time.perf_counter() - start)
+        raw, coded = (statistics.median(seconds[2:]) for seconds in taken)
+        return {'raw_s': raw, 'coded_s': coded}
+
+    def alone(self, model: str, fwd: str, bwd: str, n: int) -> dict[str, Any]:
+        """See `codec_seconds`."""
+        return {'seconds': codec_seconds(self._task(model), (fwd, bwd), n)}
+
+
+def main(coordinator: str, stages: str, stage: str) -> None:
+    """Joins the others, then answers orders until there are no more."""
+    answers = os.fdopen(os.dup(1), 'w')
+    os.dup2(2, 1)  # gloo prints
+    keep_freed_pages()
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(coordinator, int(stages), int(stage), initialization_timeout=60)
+    jax.devices()  # the processes meet here; else the first to need a device waits for the others
+    worker = Worker(int(stages))
+    try:
+        for line in sys.stdin:
+            order = json.loads(line)
+            answer = getattr(worker, order.pop('do'))(**order)
+            print(json.dumps(answer), file=answers, flush=True)
+    except Exception:
+        traceback.print_exc()
+    os._exit(0)  # no barrier with stages that may be gone
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
