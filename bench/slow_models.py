@@ -103,8 +103,8 @@ CODECS = {
 
 
 def loss(y: Any, target: Any) -> Any:
-    """Cross-entropy, mean over whatever is predicted."""
-    return optax.softmax_cross_entropy_with_integer_labels(y, target).mean()
+    """Cross-entropy, mean over whatever is predicted; nothing besides."""
+    return optax.softmax_cross_entropy_with_integer_labels(y, target).mean(), None
 
 
 def positions(task: Task, step: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -149,10 +150,29 @@ def _swap(mesh: Mesh) -> Any:
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P('end'), out_specs=P('end'))
     def swap(forward: Payload, backward: Payload) -> tuple[Payload, Payload]:
-        right = jax.tree.map(lambda a: jax.lax.ppermute(a, 'end', [(0, 1)]), forward)
-        return right, jax.tree.map(lambda a: jax.lax.ppermute(a, 'end', [(1, 0)]), backward)
+        return _shift(forward, (0, 1)), _shift(backward, (1, 0))
 
     return swap
+
+
+def _shift(payload: Payload, way: tuple[int, int]) -> Payload:
+    """Moves a payload in one piece: gloo starts a second one a round trip after the first."""
+    leaves, tree = jax.tree.flatten(payload)
+    if len(leaves) < 2:
+        return jax.tree.map(lambda a: jax.lax.ppermute(a, 'end', [way]), payload)
+    flat = [_bytes(a).reshape(-1) for a in leaves]
+    moved = jax.lax.ppermute(jnp.concatenate(flat), 'end', [way])
+    parts = jnp.split(moved, np.cumsum([f.size for f in flat])[:-1])
+    return tree.unflatten(map(_array, parts, leaves))
+
+
+def _bytes(a: Array) -> Array:
+    return a if a.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(a, jnp.uint8)
+
+
+def _array(part: Array, like: Array) -> Array:
+    part = part.reshape(jax.eval_shape(_bytes, like).shape)
+    return part if like.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(part, like.dtype)
 
 
 def permuted(text: str) -> tuple[int, int]:
