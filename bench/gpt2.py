@@ -1,7 +1,7 @@
 """A training step of a GPT-2: tokens a second against torch, and what the codecs cost.
 
-The step is forward, backward and AdamW, float32, no dropout, with the same sizes on both sides, torch
-being transformers' GPT2LMHeadModel (left out where torch is not installed). The pipelines have four
+The step is forward, backward and AdamW, float32, no dropout, the same sizes on both sides; torch is
+transformers' GPT2LMHeadModel (left out where torch is not installed). The pipelines have four
 stages in one program and tied tables. Steps of all settings are interleaved, so that a busy machine
 slows them alike; the figures that count are the ratios. CPU-seconds are meaningful on one core.
 
@@ -86,9 +86,9 @@ def theirs(a, tokens):
     device = 'cpu' if jax.default_backend() == 'cpu' else 'cuda'
     torch.set_num_threads(a.cores)
     off = {'resid_pdrop': 0.0, 'embd_pdrop': 0.0, 'attn_pdrop': 0.0, 'use_cache': False}
-    config = transformers.GPT2Config(
-        a.vocabulary, a.length, a.width, a.blocks, a.heads, **off, bos_token_id=0, eos_token_id=0
-    )
+    sizes = {'vocab_size': a.vocabulary, 'n_positions': a.length, 'n_embd': a.width}
+    layers = {'n_layer': a.blocks, 'n_head': a.heads, 'bos_token_id': 0, 'eos_token_id': 0}
+    config = transformers.GPT2Config(**sizes, **layers, **off)
     model = transformers.GPT2LMHeadModel(config).to(device).train()
     optimiser = torch.optim.AdamW(model.parameters(), RATE, weight_decay=1e-4)
     given = torch.tensor(np.asarray(tokens, np.int64), device=device)
