@@ -65,7 +65,7 @@ def ours(a, tokens, stages, fwd, bwd):
     def step(params, state, links):
         (nats, _), grads, links = jaxmp.value_and_grad(loss)(params, links)
         updates, state = optimiser.update(gpt2.tie(grads), state, params)
-        return optax.apply_updates(params, updates), state, links, nats
+        return gpt2.share(optax.apply_updates(params, updates)), state, links, nats
 
     step = jax.jit(step, donate_argnums=(0, 1, 2))
     now = [params, jax.jit(optimiser.init)(params), links]

@@ -7,12 +7,16 @@ and the residual stream, which is what stages send each other, stays in the para
 The token table stands at both ends of the network: it embeds the input and scores the output. The
 first stage and the last are different programs, so each has a copy, ``wte``, and three functions
 keep the two one parameter: `share` makes them equal at the start, `tie` gives both the sum of both
-gradients before the optimiser, so that they stay equal to the bit, and `global_norm` counts that
-sum once. In one program these take the tuples of all stages. Where stages are processes, what must
-be exchanged is: once, the first stage's table, to the last (or both ends make it by `table`);
-every step, the two gradients ``(V, C)``, after the last micro-batch, each end adding what it gets
-to its own as ``first + last``; for clipping, one number, the squared norm of all other gradients.
-No boundary is involved, so this exchange is uncompressed.
+gradients before the optimiser, so that they stay equal, and `global_norm` counts that sum once. In
+one program these take the tuples of all stages; as the compiler may round two equal updates in two
+ways, `share` the parameters after the step too, which makes the copies equal to the bit.
+
+Where stages are processes, what must be exchanged is: once, the first stage's table, to the last
+(or both ends make it by `table`); every step, after the last micro-batch, the two gradients
+``(V, C)``, each end computing ``first + last``; for clipping, one number, the squared norm of all
+other gradients. The ends stay equal to the bit if the table's update is one small program of table,
+summed gradient and state, the same at both; else the last receives the table now and then. No
+boundary is involved, so this exchange is uncompressed.
 
 Shapes: B batch, T sequence, C width, H heads, D = C / H, V vocabulary, S = T keys.
 
@@ -422,8 +426,8 @@ def tie(grads: Sequence[Any]) -> tuple[Any, ...]:
 
     .. math:: g_{first}, g_{last} \leftarrow g_{first} + g_{last}
 
-    An optimiser that treats elements alone (SGD, Adam) then keeps the copies equal to the bit. A
-    single stage has one table, and its gradient is already the sum.
+    An optimiser that treats elements alone (SGD, Adam) then keeps the copies equal, up to how its
+    programs round. A single stage has one table, and its gradient is already the sum.
 
     Args:
       grads: of each stage.
