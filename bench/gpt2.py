@@ -65,7 +65,7 @@ def ours(a, tokens, stages, fwd, bwd):
     def step(params, state, links):
         (nats, _), grads, links = jaxmp.value_and_grad(loss)(params, links)
         updates, state = optimiser.update(gpt2.tie(grads), state, params)
-        return optax.apply_updates(params, updates), state, links, nats
+        return gpt2.share(optax.apply_updates(params, updates)), state, links, nats
 
     step = jax.jit(step, donate_argnums=(0, 1, 2))
     now = [params, jax.jit(optimiser.init)(params), links]
@@ -86,9 +86,9 @@ def theirs(a, tokens):
     device = 'cpu' if jax.default_backend() == 'cpu' else 'cuda'
     torch.set_num_threads(a.cores)
     off = {'resid_pdrop': 0.0, 'embd_pdrop': 0.0, 'attn_pdrop': 0.0, 'use_cache': False}
-    config = transformers.GPT2Config(
-        a.vocabulary, a.length, a.width, a.blocks, a.heads, **off, bos_token_id=0, eos_token_id=0
-    )
+    sizes = {'vocab_size': a.vocabulary, 'n_positions': a.length, 'n_embd': a.width}
+    layers = {'n_layer': a.blocks, 'n_head': a.heads, 'bos_token_id': 0, 'eos_token_id': 0}
+    config = transformers.GPT2Config(**sizes, **layers, **off)
     model = transformers.GPT2LMHeadModel(config).to(device).train()
     optimiser = torch.optim.AdamW(model.parameters(), RATE, weight_decay=1e-4)
     given = torch.tensor(np.asarray(tokens, np.int64), device=device)

