@@ -99,6 +99,7 @@ CODECS = {
     'block4-bw2': ('block(4, size=128)', 'uniform(2, stochastic)'),
     'aqsgd3-bw3': ('aqsgd(block(3, size=128), examples)', 'block(3, size=128)'),
     'aqsgd3-bw2': ('aqsgd(block(3, size=128), examples)', 'block(2, size=64)'),
+    'aqsgd2-bw2': ('aqsgd(block(2, size=64), examples)', 'block(2, size=64)'),
 }
 
 
