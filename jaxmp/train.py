@@ -21,7 +21,7 @@ from jaxtyping import Array
 from jaxmp import data, micro
 from jaxmp.boundary import Links, value_and_grad
 from jaxmp.feedback import Channel, warm
-from jaxmp.models.gpt2 import share, tie
+from jaxmp.models.tied import share, tie
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import parse
 from jaxmp.task import AUGMENT, MODELS, TASKS, Config, Task, once, task_of
