@@ -3,8 +3,9 @@
 The first stage and the last are different programs, so each has a copy, ``wte``, and three
 functions keep the two one parameter: `share` makes them equal at the start, `tie` gives both the
 sum of both gradients before the optimiser, so that they stay equal, and `global_norm` counts that
-sum once. In one program these take the tuples of all stages; as the compiler may round two equal updates in two
-ways, `share` the parameters after the step too, which makes the copies equal to the bit.
+sum once. In one program these take the tuples of all stages; as the compiler may round two equal
+updates in two ways, `share` the parameters after the step too, which makes the copies equal to the
+bit.
 
 Where stages are processes, what must be exchanged is: once, the first stage's table, to the last
 (or both ends make it by `table`); every step, after the last micro-batch, the two gradients
