@@ -32,7 +32,7 @@ import optax  # noqa: E402
 from timing import header, keep_freed_pages  # noqa: E402
 
 import jaxmp  # noqa: E402
-from jaxmp.models import gpt2  # noqa: E402
+from jaxmp.models import gpt2, tied  # noqa: E402
 
 CODECS = {
     'raw': ('raw', 'raw'),
@@ -54,7 +54,7 @@ def ours(a, tokens, stages, fwd, bwd):
     model = jaxmp.pipeline(stages, jaxmp.parse(fwd), jaxmp.parse(bwd))
     optimiser = optax.adamw(RATE)
     variables, links = model.init(jax.random.key(0), tokens)
-    params = gpt2.share([v['params'] for v in variables])
+    params = tied.share([v['params'] for v in variables])
     params = jax.tree.map(lambda x: x.copy(), params)  # donated, so no array may be there twice
 
     def loss(params, links):
@@ -64,8 +64,8 @@ def ours(a, tokens, stages, fwd, bwd):
 
     def step(params, state, links):
         (nats, _), grads, links = jaxmp.value_and_grad(loss)(params, links)
-        updates, state = optimiser.update(gpt2.tie(grads), state, params)
-        return gpt2.share(optax.apply_updates(params, updates)), state, links, nats
+        updates, state = optimiser.update(tied.tie(grads), state, params)
+        return tied.share(optax.apply_updates(params, updates)), state, links, nats
 
     step = jax.jit(step, donate_argnums=(0, 1, 2))
     now = [params, jax.jit(optimiser.init)(params), links]

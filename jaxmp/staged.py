@@ -112,9 +112,18 @@ class _Staged:
         for s, st in states.items():
             made = self.s.task.start(s, st.variables, first)
             states[s] = st._replace(variables=jax.device_put(made, self.devices[s]))
-        opt = {s: init(st.variables['params']) for s, st in states.items()}
-        opt = {s: jax.device_put(o, self.devices[s]) for s, o in opt.items()}
+        opt = {}
+        for s, st in states.items():
+            made = [init(p) for p in self.halves(s, st.variables['params'])]
+            opt[s] = jax.device_put(tuple(made), self.devices[s])
         return _pack(np.zeros((), np.int32), states, opt, key)
+
+    def halves(self, stage: int, params: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        """What is updated apart: a tied table, by the same program at both ends, and the rest."""
+        if not (self.s.task.tied and stage in (0, len(self.devices) - 1)):
+            return (dict(params),)
+        rest = {k: v for k, v in params.items() if k != 'wte'}
+        return {'wte': params['wte']}, rest
 
     # Training.
 
@@ -157,7 +166,10 @@ class _Staged:
         grads = self.tie(result.grads) if self.s.task.tied else result.grads
         scale = self.scale(grads)
         for s, after in result.states.items():
-            params, opt[s] = self.update(after.variables['params'], opt[s], grads[s], scale)
+            given = self.halves(s, after.variables['params']), opt[s], self.halves(s, grads[s])
+            done = [self.update(*half, scale) for half in zip(*given, strict=True)]
+            params = {k: v for half, _ in done for k, v in half.items()}
+            opt[s] = tuple(o for _, o in done)
             states[s] = after._replace(variables={**after.variables, 'params': params})
         return _pack(np.asarray(state.step + 1, np.int32), states, opt, state.key), result.aux
 

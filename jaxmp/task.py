@@ -85,7 +85,7 @@ def score_classes(logits: Array, y: Int[Array, ' B']) -> tuple[Array, Array]:
 def language(config: Config) -> Task:
     """A GPT-2 on text, from random parameters or from a folder of weights."""
     from jaxmp.data import text
-    from jaxmp.models import gpt2, weights
+    from jaxmp.models import gpt2, tied, weights
 
     found = text.load(
         config.data, config.sequence_length, config.tokenizer, config.data_dir or None,
@@ -106,7 +106,7 @@ def language(config: Config) -> Task:
             return weights.read(config.init_from, stages, stage)[0]
         if stage not in (0, len(stages) - 1):
             return variables
-        table = gpt2.table(stages[0], jax.random.fold_in(key, 0))
+        table = tied.table(stages[0], jax.random.fold_in(key, 0))
         return {**variables, 'params': {**variables['params'], 'wte': table}}
 
     def export(folder: str, variables: Any) -> None:

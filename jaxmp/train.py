@@ -21,7 +21,7 @@ from jaxtyping import Array
 from jaxmp import data, micro
 from jaxmp.boundary import Links, value_and_grad
 from jaxmp.feedback import Channel, warm
-from jaxmp.models.gpt2 import tie
+from jaxmp.models.tied import share, tie
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import parse
 from jaxmp.task import AUGMENT, MODELS, TASKS, Config, Task, once, task_of
@@ -193,6 +193,7 @@ def train_step(
     squares = (square_norm(once(s.task, i, g)) for i, g in enumerate(grads))
     scale = clip_scale(s, sum(squares, jnp.zeros(())))
     params, opt_state = update(s, params, state.opt_state, grads, scale)
+    params = share(params) if s.task.tied else params  # two equal updates may be fused in two ways
     return TrainState(state.step + 1, join(params, rest), opt_state, links, state.key), means
 
 

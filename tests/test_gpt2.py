@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxmp
 from jaxmp import transport
-from jaxmp.models import gpt2, weights
+from jaxmp.models import gpt2, tied, weights
 from tests.laws import QUICK
 
 GOLDEN = dict(np.load(pathlib.Path(__file__).parent / 'golden' / 'gpt2.npz'))
@@ -89,7 +89,7 @@ def test_equals_torch(directory, tmp_path, n, double):
         (loss, logits), grads = f(params)
         np.testing.assert_allclose(logits, GOLDEN['logits'], atol=1e-5)
         np.testing.assert_allclose(loss, GOLDEN['loss'], atol=1e-12 if double else 1e-6)
-        found = as_file(tmp_path, stages, gpt2.tie(grads))
+        found = as_file(tmp_path, stages, tied.tie(grads))
         assert difference(found, part('grad')) < 1e-6
         for name, wanted in part('grad').items():
             bound = (1e-6 if double else 4e-6) * np.abs(wanted).max()
@@ -222,14 +222,14 @@ def test_recomputing_sends_nothing_twice():
 
 def clipped_sgd(grads, params):
     """Plain SGD after clipping by the norm that counts the table once."""
-    scale = jnp.minimum(1.0, 0.5 / gpt2.global_norm(grads))
+    scale = jnp.minimum(1.0, 0.5 / tied.global_norm(grads))
     return jax.tree.map(lambda p, g: p - 0.3 * scale * g, params, grads)
 
 
 def trained(stages, params):
     """Parameters after three clipped steps."""
     loss = lambda p: score(stages, p, TOKENS)[0]
-    step = jit(lambda p: clipped_sgd(gpt2.tie(jax.grad(loss)(p)), p))
+    step = jit(lambda p: clipped_sgd(tied.tie(jax.grad(loss)(p)), p))
     return step(step(step(params)))
 
 
@@ -257,7 +257,7 @@ def test_tied_tables_stay_equal_under_adam():
 
     @jit
     def step(params, state):
-        grads = gpt2.tie(jax.grad(lambda p: score(stages, p, TOKENS)[0])(params))
+        grads = tied.tie(jax.grad(lambda p: score(stages, p, TOKENS)[0])(params))
         updates, state = optimiser.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -265,7 +265,7 @@ def test_tied_tables_stay_equal_under_adam():
     for _ in range(5):
         alone, alone_state = step(alone, alone_state)
         params, state = step(params, state)
-        params = gpt2.share(params)
+        params = tied.share(params)
     np.testing.assert_allclose(alone[0]['wte'], alone[1]['wte'], rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(params[0]['wte'], params[1]['wte'])
     moments = state[0].mu
@@ -279,9 +279,9 @@ def test_share_and_table():
     variables, _ = model.init(key, jnp.asarray(TOKENS))
     params = tuple(v['params'] for v in variables)
     assert np.abs(params[0]['wte'] - params[1]['wte']).max() > 0
-    shared = gpt2.share(params)
+    shared = tied.share(params)
     np.testing.assert_array_equal(shared[1]['wte'], params[0]['wte'])
-    own = jax.jit(lambda k: gpt2.table(stages[0], jax.random.fold_in(k, 0)))(key)
+    own = jax.jit(lambda k: tied.table(stages[0], jax.random.fold_in(k, 0)))(key)
     np.testing.assert_array_equal(own, params[0]['wte'])
 
 
@@ -313,7 +313,7 @@ def test_equal_stages():
             lambda: gpt2.next_token_loss(jnp.zeros((1, 1, 3)), jnp.zeros((1, 1), int)),
             'one token has nothing to predict',
         ),
-        (lambda: gpt2.tie([{}, {'wte': 1}]), 'missing in 2 stages; give the params'),
+        (lambda: tied.tie([{}, {'wte': 1}]), 'missing in 2 stages; give the params'),
         (lambda: weights.check_vocabulary(CONFIG, 256), '67 tokens .* in 256; use the tokeniser'),
     ],
 )
