@@ -9,8 +9,6 @@ are stored as float16 values exactly. Run: python tests/golden/make_gpt2.py
 import pathlib
 
 import numpy as np
-import torch
-import transformers
 
 SIZES = {'vocab_size': 67, 'n_positions': 16, 'n_embd': 24, 'n_layer': 4, 'n_head': 3}
 BATCH, LENGTH, SEED = 2, 13, 0
@@ -18,6 +16,9 @@ BATCH, LENGTH, SEED = 2, 13, 0
 
 def model(seed=SEED, **sizes):
     """A GPT-2 without dropout whose every parameter is random, in float64."""
+    import torch  # here, so that the tests can look at this file without it
+    import transformers
+
     off = {'resid_pdrop': 0.0, 'embd_pdrop': 0.0, 'attn_pdrop': 0.0}
     config = transformers.GPT2Config(
         **{**SIZES, **sizes, **off, 'bos_token_id': 0, 'eos_token_id': 0}
@@ -39,6 +40,8 @@ def tensors(made):
 
 def score(made, tokens):
     """Logits and loss; transformers' own loss, the same, rounds the logits to float32 first."""
+    import torch
+
     tokens = torch.tensor(np.asarray(tokens, np.int64))
     out = made(input_ids=tokens, labels=tokens)
     flat = out.logits[:, :-1].reshape(-1, out.logits.shape[-1])
