@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from jaxmp.log import provenance
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -71,6 +73,7 @@ def check(name: str) -> bool:
 
 
 if __name__ == '__main__':
-    print('# What the others say\n\n`python bench/faults.py`, four processes on one machine.\n')
+    print('# What the others say\n\n`python bench/faults.py`, four processes on one machine,')
+    print('{hardware}, commit {commit}.\n'.format(**provenance()))
     ended = [check(name) for name in sys.argv[1:] or FAULTS]
     sys.exit(0 if all(ended) else 1)

@@ -1,7 +1,7 @@
 """A small GPT-2 on Alice's Adventures in Wonderland, byte by byte, in four stages.
 
 python train.py --config=configs/text_gpt2.py
-2 CPU cores: about a minute and a half. Expect WHAT nats a byte with compression on.
+2 CPU cores: 4 minutes beside other work. Expect 2.23 nats a byte with compression on, 2.51 off.
 """
 
 import ml_collections

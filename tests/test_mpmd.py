@@ -160,11 +160,17 @@ def run_processes(folder, n, case, make, micros):
 
 
 @pytest.mark.parametrize(
-    ('processes', 'case', 'make'), [(2, 'ef', 'gpipe'), (4, 'ef21', 'one_f_one_b')]
+    ('processes', 'case', 'make', 'micros'),
+    [
+        (2, 'ef', 'gpipe', 4),
+        (4, 'ef21', 'one_f_one_b', 4),
+        (2, 'direct', 'one_f_one_b', 8),
+        (4, 'ef_mixed', 'one_f_one_b', 1),
+    ],
 )
-def test_processes_equal_one_process(tmp_path, processes, case, make):
-    saved = run_processes(tmp_path, processes, case, make, 4)
-    losses, states, moved = worker.several_programs(case, 4, getattr(schedule, make))
+def test_processes_equal_one_process(tmp_path, processes, case, make, micros):
+    saved = run_processes(tmp_path, processes, case, make, micros)
+    losses, states, moved = worker.several_programs(case, micros, getattr(schedule, make))
     found = {name: a for one in saved for name, a in one.items()}
     close(found.pop('loss'), np.asarray(losses))
     for link in range(3):

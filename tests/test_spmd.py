@@ -49,14 +49,14 @@ def shapes(pipe, x):
 # Equality.
 
 PAIRS = [
-    ('top_k(0.3)', 'uniform(6, stochastic)', (4,)),
-    ('ef(uniform(4))', 'ef(top_k(0.3))', (1, 8)),
-    ('ef21(top_k(0.3))', 'ef_mixed(uniform(4))', (4,)),
-    ('ef_mixed(top_k(0.3))', 'ef21(uniform(4))', (8,)),
-    ('aqsgd(uniform(4, stochastic), examples=20)', 'aqsgd(top_k(0.3), examples=20)', (4,)),
-    ('ef(top_k(0.3))', 'ef21(same_support())', (4,)),
+    ('top_k(0.3)', 'uniform(6, stochastic)'),
+    ('ef(uniform(4))', 'ef(top_k(0.3))'),
+    ('ef21(top_k(0.3))', 'ef_mixed(uniform(4))'),
+    ('ef_mixed(top_k(0.3))', 'ef21(uniform(4))'),
+    ('aqsgd(uniform(4, stochastic), examples=20)', 'aqsgd(top_k(0.3), examples=20)'),
+    ('ef(top_k(0.3))', 'ef21(same_support())'),
 ]
-CASES = [(fwd, bwd, m) for fwd, bwd, micros in PAIRS for m in micros]
+CASES = [(fwd, bwd, m) for fwd, bwd in PAIRS for m in (1, 4, 8)]
 
 
 @functools.cache
