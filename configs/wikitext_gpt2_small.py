@@ -32,6 +32,6 @@ def get_config(phase: str = 'tune') -> ml_collections.ConfigDict:
         c.lr = 2e-3
     else:
         c.train_examples = 4000
-        c.epochs = 2
+        c.epochs = 1
         c.lr = 3e-4
     return c
