@@ -25,6 +25,7 @@ from jaxtyping import Array, Float64, UInt8
 
 UNIT = 1024  # of a log-likelihood ratio, in the integers of `genie`
 SAMPLES = 1 << 22  # of `genie`: log-likelihood ratios of all blocks
+SIZES = [2**n for n in range(1, 17)]
 COLUMNS = 1 << 18  # of those, at once: they stay in the cache
 
 Bits = UInt8[Array, 'N ...']
@@ -69,10 +70,20 @@ def transform(u: Bits) -> Bits:
 
 def check_size(name: str, size: object) -> None:
     """Raises ValueError unless ``size`` is a power of two from 2 to 65536."""
-    if isinstance(size, bool) or not isinstance(size, int) or size not in [2**n for n in range(1, 17)]:
+    if isinstance(size, bool) or not isinstance(size, int) or size not in SIZES:
         raise ValueError(
             f'{name} works on blocks of a power of two, 2 to 65536, got {size!r}; '
             'longer blocks compress better, 1024 is usual'
+        )
+
+
+def check_rate(name: str, rate: float, size: int) -> None:
+    """Raises ValueError unless ``rate`` is in (0, 1] and sends at least one of ``size`` bits."""
+    if not 0 < rate <= 1 or size * rate < 1:
+        cure = f'; for {rate:g} % write {name}({rate / 100:g})' if 1 < rate <= 100 else ''
+        raise ValueError(
+            f'{name} rate {rate} is not in [{1 / size:g}, 1], bits an element in blocks of '
+            f'{size}{cure}'
         )
 
 
@@ -104,6 +115,12 @@ def distortion(rate: float) -> float:
     return bisect(lambda d: float(entropy(np.array(d))), 1 - rate, 0.5)
 
 
+def ratio(rate: float) -> float:
+    """``ln((1 - D) / D)``, the log-likelihood ratio of a bit that is wrong with `distortion` D."""
+    d = max(distortion(rate), 2.0**-20)
+    return math.log((1 - d) / d)
+
+
 @functools.lru_cache(64)
 def slope(rate: float) -> float:
     """The inverse temperature that leaves ``rate`` bits of a normal number in its sign.
@@ -123,17 +140,15 @@ def slope(rate: float) -> float:
 
 
 def hard_source(rate: float) -> Levels:
-    """Fair bits, reproduced with `distortion`: ``ln((1 - D) / D)``, of the wrong sign in a share D."""
-    d = distortion(rate)
-    ratio = math.log((1 - d) / d) if d else 0.0
-    wrong = round(d * 2**16)
-    return np.array([-ratio] * wrong + [ratio] * (2**16 - wrong))
+    """Fair bits reproduced with `distortion` D: `ratio`, of the wrong sign in a share D."""
+    wrong = round(distortion(rate) * 2**16)
+    return ratio(rate) * np.where(np.arange(2**16) < wrong, -1.0, 1.0)
 
 
 def soft_source(rate: float) -> Levels:
     """``beta x`` for normal x given that its reproduction is positive, beta of `slope`."""
     beta, x = slope(rate), np.linspace(-8, 8, 2**16 + 1)
-    mass = np.exp(-x * x / 2) / (1 + np.exp(-beta * x))
+    mass = np.exp(-x * x / 2 - np.logaddexp(0, -beta * x))
     below = np.cumsum(mass) / mass.sum()
     return beta * np.interp((np.arange(2**16) + 0.5) / 2**16, below, x)
 
@@ -207,10 +222,7 @@ def code(size: int, rate: float, source: Source, construction: Construction = ge
     Code(size=8, sent=(3, 5, 6, 7))
     """
     check_size('code', size)
-    if not 0 < rate <= 1 or size * rate < 1:
-        raise ValueError(
-            f'a polar code of {size} bits needs a rate from {1 / size:g} to 1, got {rate}'
-        )
+    check_rate('code', rate, size)
     score = construction(size, source(rate))
     order = np.argsort(score, kind='stable')  # a tie sends the lower index, at both ends
     return Code(size, tuple(sorted(order[: int(size * rate)].tolist())))

@@ -6,20 +6,18 @@ child gets ``f(a, b)``, the LLR of a bit of ``x_L xor x_R``; once its bits x_L a
 child gets ``g = b + (1 - 2 x_L) a``; the node's word is ``[x_L xor x_R, x_R]``. Bits are written as
 signs ``s = 1 - 2x`` here: xor is a product, and ``g = b + s_L a``.
 
-Three kinds of node need no children, exactly: all inputs frozen, none frozen, and only the last one
-sent (a repetition). XLA unrolls nothing: the two children of a level are two turns of one loop, so a
-program for N has log2 N nested loops, and which kind a node is is looked up in a table. Arrays are
-``(n, blocks)``: blocks are the contiguous axis and only they are a batch. The index of a node is
-never batched, so a switch on its kind runs one branch. (Do not `jax.vmap` these functions.)
+Three kinds of node need no children, exactly: all inputs frozen, none frozen, and only the last
+one sent (a repetition). Nothing is unrolled: the two children of a level are two turns of one loop,
+so the program for N inputs is log2 N nested loops, and which kind a node is is read from a table.
+Arrays are ``(n, blocks)``, the blocks contiguous. The index of a node is never batched, so that a
+switch on its kind runs one branch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -119,3 +117,109 @@ def _split(tree: list[np.ndarray], level: int, j: Array, llr: Array, noise: Arra
 
     word = lax.fori_loop(0, 2, child, jnp.zeros_like(llr))
     return word.at[:half].multiply(word[half:])
+
+
+class _Paths(NamedTuple):
+    """What a node of the list search returns: words, where each came from, and its penalty."""
+
+    word: Float[Array, 'n paths blocks']
+    parent: Array
+    penalty: Float[Array, 'paths blocks']
+
+
+def successive_list(code: Code, llr: Ratios, paths: int) -> Ratios:
+    """The best codeword of a successive cancellation that keeps several candidates.
+
+    Every input sent forks each path; the ``paths`` likeliest survive. The penalty of a path is
+    ``-ln P(word | llr) = sum ln(1 + e^(-s L))`` over the inputs decided so far, frozen ones
+    included; at the end it ranks words by their likelihood given the source.
+
+    Args:
+      code: which inputs are sent.
+      llr: log-likelihood ratios of the source bits.
+      paths: how many candidates; time grows with their number, and with its square the sorting.
+
+    Returns:
+      Signs of the codeword.
+
+    References:
+      List Decoding of Polar Codes, arXiv 1206.0050.
+    """
+    first = jnp.arange(paths)[:, None] == 0
+    penalty = jnp.where(first, 0, jnp.inf) + 0 * llr[:1]
+    wide = jnp.broadcast_to(llr[:, None], (code.size, paths, llr.shape[1]))
+    root = code.size.bit_length() - 1
+    # Forks at single inputs only: a fork at every level would dominate the program.
+    tree = [
+        np.where((kind != FROZEN) & (level > 0), SPLIT, kind)
+        for level, kind in enumerate(kinds(code))
+    ]
+    found = _list_node(tree, root, jnp.int32(0), wide, penalty)
+    best = jnp.argmin(found.penalty, 0)
+    return _take(found.word, best[None])[:, 0]
+
+
+def _take(x: Array, at: Array) -> Array:
+    """``x[..., at[p, i], i]`` for x of shape ``(..., paths, blocks)``, by selects."""
+    out = jnp.broadcast_to(x[..., :1, :], (*x.shape[:-2], *at.shape))
+    for p in range(1, x.shape[-2]):
+        out = jnp.where(at == p, x[..., p : p + 1, :], out)
+    return out
+
+
+def _cost(signed: Array) -> Array:
+    """``ln(1 + e^-x)``."""
+    return jnp.maximum(-signed, 0) + jnp.log1p(jnp.exp(-jnp.abs(signed)))
+
+
+def _fork(llr: Array, penalty: Array) -> _Paths:
+    """Both values of an input that is sent, of all paths: the best of them."""
+    paths = penalty.shape[0]
+    both = jnp.concatenate([penalty + _cost(llr)[0], penalty + _cost(-llr)[0]])
+    order = jnp.arange(2 * paths)[:, None, None]
+    before = (both < both[:, None]) | ((both == both[:, None]) & (order[:, 0] < order))
+    rank = before.sum(1, dtype=jnp.int32)  # of each candidate: cheaper here than sorting
+    at = jnp.zeros(penalty.shape, jnp.int32)
+    for i in range(2 * paths):
+        at = jnp.where(rank[i] == order[:paths, 0], i, at)
+    s = jnp.where(at < paths, 1, -1).astype(llr.dtype)
+    return _Paths(s[None], at % paths, _take(both, at))
+
+
+def _list_node(tree: list[np.ndarray], level: int, j: Array, llr: Array, penalty: Array) -> _Paths:
+    """The words of node j of a level, one for each path that survives it."""
+    same = jnp.arange(penalty.shape[0], dtype=jnp.int32)[:, None]
+
+    def frozen(llr: Array, penalty: Array) -> _Paths:
+        kept = jnp.broadcast_to(same, penalty.shape)
+        return _Paths(jnp.ones_like(llr), kept, penalty + _cost(llr).sum(0))
+
+    def split(llr: Array, penalty: Array) -> _Paths:
+        return _list_split(tree, level, j, llr, penalty)
+
+    return _switch(tree[level], j, (frozen, _fork, _fork, split), llr, penalty)
+
+
+def _list_split(tree: list[np.ndarray], level: int, j: Array, llr: Array, penalty: Array) -> _Paths:
+    half = 2 ** (level - 1)
+
+    def child(right: Array, so_far: _Paths) -> _Paths:
+        word, parent, penalty = so_far
+        a, b = llr[:half], llr[half:]
+        below = lax.cond(
+            right == 0,
+            lambda: f(a, b),
+            lambda: _take(b, parent) + word[:half] * _take(a, parent),
+        )
+        below = _list_node(tree, level - 1, 2 * j + right, below, penalty)
+        kept = jnp.where(right == 0, word[:half], _take(word[:half], below.parent))
+        word = lax.cond(
+            right == 0,
+            lambda: word.at[:half].set(below.word),
+            lambda: jnp.concatenate([kept * below.word, below.word]),
+        )
+        return _Paths(word, _take(parent, below.parent), below.penalty)
+
+    same = jnp.arange(penalty.shape[0], dtype=jnp.int32)[:, None]
+    start = _Paths(jnp.zeros_like(llr), jnp.broadcast_to(same, penalty.shape), penalty)
+    return lax.fori_loop(0, 2, child, start)
