@@ -164,9 +164,11 @@ def _blocks(x: Array, n: int) -> tuple[Float[Array, 'n blocks'], Float[Array, ' 
     """The tensor in blocks of n elements, one a column, over their root mean squares."""
     flat = x.reshape(-1)
     x = jnp.pad(flat, (0, -flat.size % n)).reshape(-1, n).T
-    peak = jnp.max(jnp.abs(x), axis=0)  # squares of large or small numbers leave float32
+    peak = jnp.max(jnp.abs(x), axis=0)
     some = ~(peak < jnp.finfo(x.dtype).tiny)
-    x = jnp.where(some, x / jnp.where(some, peak, 1), 0)
+    # In two halves: squares leave float32, and so does 1 / peak (XLA divides by multiplying).
+    root = jnp.where(some, jax.lax.rsqrt(jnp.where(some, peak, 1)), 0)
+    x = x * root * root
     rms = jnp.sqrt(_mean(x * x, flat.size))
     return x / jnp.where(some, rms, 1), rms * peak
 

@@ -146,15 +146,12 @@ def successive_list(code: Code, llr: Ratios, paths: int) -> Ratios:
       List Decoding of Polar Codes, arXiv 1206.0050.
     """
     first = jnp.arange(paths)[:, None] == 0
-    penalty = jnp.where(first, 0, jnp.inf) + 0 * llr[:1]
+    penalty = jnp.where(first, jnp.zeros_like(llr[:1]), jnp.inf)
     wide = jnp.broadcast_to(llr[:, None], (code.size, paths, llr.shape[1]))
-    root = code.size.bit_length() - 1
     # Forks at single inputs only: a fork at every level would dominate the program.
-    tree = [
-        np.where((kind != FROZEN) & (level > 0), SPLIT, kind)
-        for level, kind in enumerate(kinds(code))
-    ]
-    found = _list_node(tree, root, jnp.int32(0), wide, penalty)
+    inputs, *above = kinds(code)
+    tree = [inputs, *(np.where(kind == FROZEN, FROZEN, SPLIT) for kind in above)]
+    found = _list_node(tree, len(above), jnp.int32(0), wide, penalty)
     best = jnp.argmin(found.penalty, 0)
     return _take(found.word, best[None])[:, 0]
 
@@ -186,13 +183,17 @@ def _fork(llr: Array, penalty: Array) -> _Paths:
     return _Paths(s[None], at % paths, _take(both, at))
 
 
+def _same(penalty: Array) -> Array:
+    """Every path its own parent."""
+    order = jnp.arange(penalty.shape[0], dtype=jnp.int32)[:, None]
+    return order + jnp.zeros_like(penalty, jnp.int32)
+
+
 def _list_node(tree: list[np.ndarray], level: int, j: Array, llr: Array, penalty: Array) -> _Paths:
     """The words of node j of a level, one for each path that survives it."""
-    same = jnp.arange(penalty.shape[0], dtype=jnp.int32)[:, None]
 
     def frozen(llr: Array, penalty: Array) -> _Paths:
-        kept = jnp.broadcast_to(same, penalty.shape)
-        return _Paths(jnp.ones_like(llr), kept, penalty + _cost(llr).sum(0))
+        return _Paths(jnp.ones_like(llr), _same(penalty), penalty + _cost(llr).sum(0))
 
     def split(llr: Array, penalty: Array) -> _Paths:
         return _list_split(tree, level, j, llr, penalty)
@@ -212,14 +213,13 @@ def _list_split(tree: list[np.ndarray], level: int, j: Array, llr: Array, penalt
             lambda: _take(b, parent) + word[:half] * _take(a, parent),
         )
         below = _list_node(tree, level - 1, 2 * j + right, below, penalty)
-        kept = jnp.where(right == 0, word[:half], _take(word[:half], below.parent))
+        s = below.word
         word = lax.cond(
             right == 0,
-            lambda: word.at[:half].set(below.word),
-            lambda: jnp.concatenate([kept * below.word, below.word]),
+            lambda: word.at[:half].set(s),
+            lambda: jnp.concatenate([_take(word[:half], below.parent) * s, s]),
         )
         return _Paths(word, _take(parent, below.parent), below.penalty)
 
-    same = jnp.arange(penalty.shape[0], dtype=jnp.int32)[:, None]
-    start = _Paths(jnp.zeros_like(llr), jnp.broadcast_to(same, penalty.shape), penalty)
+    start = _Paths(jnp.zeros_like(llr), _same(penalty), penalty)
     return lax.fori_loop(0, 2, child, start)
