@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from timing import best, keep_freed_pages, stem
 
 import jaxmp
@@ -68,7 +69,7 @@ def real():
     for i in range(STEPS):
         at = slice(i * BATCH % 1280, i * BATCH % 1280 + BATCH)
         state = step(state, x[at], y[at])
-    return jax.flatten_util.ravel_pytree(state[3])[0][None]
+    return ravel_pytree(state[3])[0][None]
 
 
 def vectors():

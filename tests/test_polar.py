@@ -346,10 +346,10 @@ def test_report(tmp_path, capsys):
     report.main(['polar', str(source), '--out', str(tmp_path / 'out')])
     text = (tmp_path / 'out.md').read_text()
     assert text in capsys.readouterr().out
-    assert '**0.1264 ± 0.0010** | 0.1194 ± 0.0010 FAIL | 0.1090 ± 0.0010 FAIL | 0.1400' in text
+    assert '**0.1264 ± 0.00100** | 0.1194 ± 0.00100 FAIL | 0.1090 ± 0.00100 FAIL | 0.1400' in text
     assert 'Bars: 1 of 3 met' in text
     assert 'below the Shannon bound: 1 of 4' in text
-    assert '| 1024 | 0.5 | 0.1300 | 0.1400 ± 0.0010 | -1.0 |' in text
+    assert '| 1024 | 0.5 | 0.1300 | 0.1400 ± 0.00100 | -1.0 |' in text
     assert 'encode 9.0 ns <= 200' in text
     assert 'FAIL: `polar` decode 21.0 ns <= 20' in text
     assert '| `polar(0.5)` | 0.500 | 0.5 | 0.537 | 9.0 | 21.0 |' in text

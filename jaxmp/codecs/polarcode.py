@@ -1,4 +1,4 @@
-"""Polar codes: the transform, which inputs carry the message, and the tree that an encoder walks.
+"""Polar codes: the transform, and which of its inputs carry the message.
 
 A word u of N bits, N a power of two, becomes ``x = u F^(kron n)`` over GF(2), ``F = [[1, 0],
 [1, 1]]``, in natural order; the transform is its own inverse. As a source code, K of the inputs

@@ -98,7 +98,7 @@ def verdict(row: Row) -> bool | None:
 
 
 def _cell(row: Row) -> str:
-    text = f'{row["mean"]:.4f} ± {row["error"]:.4f}'
+    text = f'{row["mean"]:.4f} ± {row["error"]:.5f}'
     return {True: f'**{text}**', False: f'{text} FAIL', None: text}[verdict(row)]
 
 
@@ -111,7 +111,7 @@ def _thesis(rows: Sequence[Row]) -> Iterator[str]:
     for r in rows:
         z = (r['thesis'] - r['mean']) / np.hypot(r['deviation'] / THEIR_BLOCKS**0.5, r['error'])
         worst = max(worst, abs(z))
-        ours = f'{r["mean"]:.4f} ± {r["error"]:.4f}'
+        ours = f'{r["mean"]:.4f} ± {r["error"]:.5f}'
         yield f'| {r["size"]} | {r["rate"]} | {r["thesis"]:.4f} | {ours} | {z:+.1f} |'
     yield from ('', f'* {_passed(worst <= 4)}: all within 4 standard errors; at most {worst:.1f}.')
 
