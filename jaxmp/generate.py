@@ -44,6 +44,8 @@ def load(workdir: str | Path) -> tuple[Setting, Any]:
         )
     config = json.loads((folder / 'config.json').read_text())
     config |= {'init_from': str(folder / 'model'), 'eval_feedback': 'direct', 'runtime': 'local'}
+    if (folder / 'model' / 'vocab.json').is_file():
+        config['tokenizer'] = str(folder / 'model')
     s = setting(ml_collections.ConfigDict(config))
     key = jax.random.key(0)
     return s, tuple(s.task.start(i, {}, key) for i in range(len(s.task.stages)))

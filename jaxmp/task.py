@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -35,7 +36,8 @@ class Task(NamedTuple):
       score: ``(output, y) -> (nats, share of right answers)``, each ``(B,)``.
       start: ``(stage, its variables, key of init) -> variables`` before the first step.
       tied: the first and the last of several stages hold a copy of one parameter, ``wte``.
-      export: writes the variables of all stages to a folder in a layout others read, or None.
+      export: writes the variables of all stages, and a tokeniser, to a folder in a layout others
+        read, or None.
     """
 
     data: data.Dataset
@@ -87,7 +89,7 @@ def language(config: Config) -> Task:
     from jaxmp.data import text
     from jaxmp.models import gpt2, tied, weights
 
-    found = text.load(
+    found, tokenizer = text.load(
         config.data, config.sequence_length, config.tokenizer, config.data_dir or None,
         config.download,
     )  # fmt: skip
@@ -111,6 +113,7 @@ def language(config: Config) -> Task:
 
     def export(folder: str, variables: Any) -> None:
         weights.write(folder, stages, variables)
+        tokenizer.save(Path(folder))
 
     like = jax.ShapeDtypeStruct((config.sequence_length,), jnp.int32)
     return Task(

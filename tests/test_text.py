@@ -17,7 +17,7 @@ ROWS = [' \n', ' = Title = \n', ' \n', ' Some words , né .\n', ' \n', ' = = Par
 
 
 def test_alice():
-    alice = text.load('alice', 128)
+    alice, _ = text.load('alice', 128)
     assert (alice.name, alice.classes, alice.mean) == ('alice', 256, ())
     assert alice.train.x.shape == (982, 128)
     assert alice.test.x.shape == (177, 128)
@@ -35,12 +35,12 @@ def test_notice_is_of_this_file():
 
 
 def test_ids_never_move():
-    x = text.load('alice', 64).train.x
+    x = text.load('alice', 64)[0].train.x
     assert hashlib.sha256(x.tobytes()).hexdigest()[:16] == '030a3f73b1a234a8'
 
 
 def test_batches_of_text():
-    alice = text.load('alice', 64)
+    alice, _ = text.load('alice', 64)
     order = data.order(0, 0, len(alice.train.y))
     first = next(data.batches(alice.train, 8, order))
     assert first['x'].shape == first['y'].shape == (8, 64)
@@ -75,6 +75,8 @@ def test_blocks_by_hand():
         ),
         (lambda: text.blocks([np.arange(3)] * 9, 4, rows=1), 'has 3 tokens in every 1 rows'),
         (lambda: text.blocks([], 4), 'the text has 0 tokens'),
+        (lambda: text.load('alice', 9, 'bpe-256'), 'a tokeniser of 256 tokens from 1 rows'),
+        (lambda: text.tokenizer_of('bpe-500'), 'a tokeniser of 500 tokens from 0 rows of text'),
         (lambda: text.load('alice', 1), 'blocks of 1 tokens predict nothing'),
         (lambda: text.load('wikitext-2', 8), 'data_dir is None; pass the folder that holds'),
     ],
@@ -110,9 +112,20 @@ def test_bpe(tmp_path):
 
 def test_bpe_of_a_text(tmp_path):
     write_bpe(tmp_path)
-    alice = text.load('alice', 64, str(tmp_path))
+    alice, _ = text.load('alice', 64, str(tmp_path))
     assert alice.classes == 258
     assert 0 < len(alice.train.y) < 125802 // 64
+
+
+def test_a_learned_bpe_is_read_back(tmp_path):
+    found, t = text.load('alice', 64, 'bpe-500')
+    assert found.classes == t.size == 500
+    t.save(tmp_path)
+    again = text.tokenizer_of(str(tmp_path))
+    samples = ['Alice was né 漢<|endoftext|>\n', '']
+    assert [a.tolist() for a in again.encode(samples)] == [a.tolist() for a in t.encode(samples)]
+    assert [again.decode(ids) for ids in again.encode(samples)] == samples
+    assert len(t.encode(samples)[0]) < len(samples[0].encode()) / 2
 
 
 BROKEN = {
@@ -181,7 +194,7 @@ FORMS = {
 @pytest.mark.parametrize('name', NAMES)
 def test_all_forms_of_wikitext_are_equal(tmp_path, form, name):
     FORMS[form](tmp_path, name)
-    found = text.load(name, 16, data_dir=str(tmp_path))
+    found, _ = text.load(name, 16, data_dir=str(tmp_path))
     rows = ['', ROWS[1], '', ROWS[3], '', ROWS[5]] * 350
     groups = [''.join(rows[i : i + 1000]).encode() for i in range(0, 2100, 1000)]
     wanted = [list(g[i : i + 16]) for g in groups for i in range(0, len(g) - 15, 16)]

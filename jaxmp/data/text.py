@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,11 +32,13 @@ class Tokenizer(NamedTuple):
       size: how many tokens it knows; ids are 0 to ``size - 1``.
       encode: a list of texts to a list of int32 arrays, one each.
       decode: ids to a text.
+      save: writes the files it can be read from again to a folder.
     """
 
     size: int
     encode: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Sequence[int]], str]
+    save: Callable[[Path], object] = lambda folder: None
 
 
 class Corpus(NamedTuple):
@@ -67,37 +69,37 @@ def load(
     tokenizer: str = 'bytes',
     data_dir: str | None = None,
     download: bool = False,
-) -> Dataset:
+) -> tuple[Dataset, Tokenizer]:
     """Reads a text, tokenises it and cuts it into blocks.
 
     Args:
       name: ``'alice'`` (embedded in the package), ``'wikitext-2'`` or ``'wikitext-2-raw'``.
       length: tokens a block, T.
-      tokenizer: ``'bytes'``, or a directory for `bpe`.
+      tokenizer: as `tokenizer_of`, which learns from the training text.
       data_dir: folder to look in; not needed for ``'alice'``.
       download: fetch the text into ``data_dir`` if it is not there.
 
     Returns:
-      The data set: ``x`` and ``y`` of a split are the same int32 array ``(N, T)``, ``classes`` is
-      the size of the vocabulary, ``mean`` and ``std`` are empty.
+      The data set and its tokeniser. ``x`` and ``y`` of a split are the same int32 array
+      ``(N, T)``, ``classes`` is the size of the vocabulary, ``mean`` and ``std`` are empty.
 
     Raises:
       ValueError: if the name is unknown, or the text shorter than one block.
       FileNotFoundError: if text or tokeniser are not there.
 
-    >>> load('alice', length=128).train.x.shape
+    >>> load('alice', length=128)[0].train.x.shape
     (982, 128)
     """
     corpora = _corpora()
     if name not in corpora:
         raise ValueError(f'no text {name!r}; known are {", ".join(sorted(corpora))}')
-    chosen = tokenizer_of(tokenizer)
     corpus = corpora[name](data_dir, download)
+    chosen = tokenizer_of(tokenizer, corpus.train)
     splits = []
     for part, rows in (('train', corpus.train), ('test', corpus.test)):
         x = blocks(chosen.encode(rows), length, corpus.rows, f'{name}, {part}')
         splits.append(Split(x, x))
-    return Dataset(name, *splits, classes=chosen.size, mean=(), std=())
+    return Dataset(name, *splits, classes=chosen.size, mean=(), std=()), chosen
 
 
 def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
@@ -155,9 +157,45 @@ def blocks(
     return np.concatenate(found)
 
 
-def tokenizer_of(name: str) -> Tokenizer:
-    """`byte_level` for ``'bytes'``, else `bpe` of that directory."""
-    return byte_level() if name == 'bytes' else bpe(name)
+def tokenizer_of(name: str, rows: Sequence[str] = ()) -> Tokenizer:
+    """The tokeniser that a text names.
+
+    Args:
+      name: ``'bytes'``; ``'bpe-4096'`` to learn as many tokens; or a directory for `bpe`.
+      rows: the text to learn from.
+
+    Raises:
+      ValueError: if there is nothing to learn from, or fewer tokens are asked for than bytes.
+      FileNotFoundError: as `bpe`.
+    """
+    if name == 'bytes':
+        return byte_level()
+    kind, _, size = name.partition('-')
+    return learn(rows, int(size)) if kind == 'bpe' and size.isdigit() else bpe(name)
+
+
+def learn(rows: Sequence[str], size: int) -> Tokenizer:
+    """A byte-level BPE of GPT-2's kind with ``size`` tokens, from a text; the same text, the same.
+
+    Raises:
+      ValueError: if ``rows`` is empty or ``size`` below 257 (the bytes and the end of a text).
+
+    >>> learn(['the cat, the hat, the mat'], 261).decode([260, 257])
+    ' theat'
+
+    References:
+      Neural Machine Translation of Rare Words with Subword Units, arXiv 1508.07909.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    if not rows or size < 257:
+        raise ValueError(
+            f'a tokeniser of {size} tokens from {len(rows)} rows of text; give a text and at least '
+            "257 tokens, or the folder of a tokeniser, or tokenizer='bytes'"
+        )
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(rows, size, show_progress=False, special_tokens=[_END])
+    return _wrapped(made)
 
 
 def byte_level() -> Tokenizer:
@@ -215,8 +253,14 @@ def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
             f'the tokeniser in {root} has {made.get_vocab_size()} tokens and its vocab.json '
             f'{len(vocabulary)}; fetch both files again'
         )
+    return _wrapped(made)
+
+
+def _wrapped(made: Any) -> Tokenizer:
+    """A tokeniser of the library tokenizers as ours."""
     encode = lambda texts: [np.array(e.ids, np.int32) for e in made.encode_batch(list(texts))]
-    return Tokenizer(len(vocabulary), encode, lambda ids: made.decode(list(map(int, ids)), False))
+    decode = lambda ids: made.decode(list(map(int, ids)), False)
+    return Tokenizer(made.get_vocab_size(), encode, decode, lambda to: made.save_model(str(to)))
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
