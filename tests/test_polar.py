@@ -352,6 +352,8 @@ def test_report(tmp_path, capsys):
     assert '| 1024 | 0.5 | 0.1300 | 0.1400 ± 0.00100 | -1.0 |' in text
     assert 'encode 9.0 ns <= 200' in text
     assert 'FAIL: `polar` decode 21.0 ns <= 20' in text
+    assert '`bench`, 1 call(s): commit c, h, jax 0' in text
+    assert 'pass: `polar(0.5)` on normal data 0.5370, bar 0.537' in text
     assert '| `polar(0.5)` | 0.500 | 0.5 | 0.537 | 9.0 | 21.0 |' in text
     assert (tmp_path / 'out.png').read_bytes()[:4] == b'\x89PNG'
 

@@ -21,6 +21,14 @@ BARS = {
 }
 WITHIN = 0.01  # of the usual value, for randomised rounding
 SPEED = {'encode_ns': 200.0, 'decode_ns': 20.0}
+ERRORS = {  # on normal data, to three digits
+    'polar(0.1)': 0.893,
+    'polar(0.25)': 0.739,
+    'polar(0.5)': 0.537,
+    'polar(0.1, search=scl(8))': 0.884,
+    'polar(0.25, search=scl(8))': 0.725,
+    'polar(0.5, search=scl(8))': 0.525,
+}
 THEIR_BLOCKS = 3
 
 
@@ -50,8 +58,7 @@ def _of(rows: Sequence[Row], kind: str) -> list[Row]:
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
     """The page, line by line."""
     yield from ('# Polar codes as a lossy source code', '')
-    for r in _of(rows, 'run'):
-        yield f'* `{r["command"]}`: {r["hardware"]}, jax {r["versions"]["jax"]}, {r["commit"]}'
+    yield from _runs(_of(rows, 'run'))
     if found := _of(rows, 'distortion'):
         yield from _distortion(found)
         yield from _thesis([r for r in found if 'thesis' in r])
@@ -59,6 +66,18 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
         yield from _speed(found, _of(rows, 'construction'))
     if found := _of(rows, 'codec'):
         yield from _codecs(found, _of(rows, 'scalars'))
+
+
+def _runs(rows: Sequence[Row]) -> Iterator[str]:
+    """A line a script, commit and machine; the rows hold the whole commands."""
+    made = [(r['command'].split()[0], r['commit'], r['hardware'], _versions(r)) for r in rows]
+    for run in dict.fromkeys(made):
+        script, commit, hardware, versions = run
+        yield f'* `{script}`, {made.count(run)} call(s): commit {commit}, {hardware}, {versions}'
+
+
+def _versions(row: Row) -> str:
+    return ', '.join(f'{name} {version}' for name, version in row['versions'].items())
 
 
 def _distortion(rows: Sequence[Row]) -> Iterator[str]:
@@ -148,7 +167,7 @@ def _codecs(rows: Sequence[Row], scalars: Sequence[Row]) -> Iterator[str]:
     yield 'these bits, `2^(-2 bits)`.'
     yield from ('', f'| codec | bits | Shannon | {" | ".join(vectors)} | encode ns | decode ns |')
     yield '|---|--:|--:|' + '--:|' * (len(vectors) + 2)
-    for r in scalars:
+    for r in {r['bits']: r for r in scalars}.values():
         line = f'{r["bits"]:.3f} | {2 ** (-2 * r["bits"]):.4f} | {r["nmse"]:.4f}'
         yield f'| *best entropy-coded scalars* | {line} |' + ' |' * (len(vectors) + 1)
     cells = {(r['codec'], r['vector']): r for r in rows}
@@ -157,38 +176,61 @@ def _codecs(rows: Sequence[Row], scalars: Sequence[Row]) -> Iterator[str]:
         errors = ' | '.join(f'{r["nmse"]:.4g}' for r in found)
         bits, times = found[0]['bits'], f'{found[0]["encode_ns"]:.1f} | {found[0]["decode_ns"]:.1f}'
         yield f'| `{codec}` | {bits:.3f} | {2 ** (-2 * bits):.4g} | {errors} | {times} |'
+    yield ''
+    for codec, bar in ERRORS.items():
+        if r := cells.get((codec, 'normal')):
+            passed = _passed(round(r['nmse'], 3) <= bar)
+            yield f'* {passed}: `{codec}` on normal data {r["nmse"]:.4f}, bar {bar}'
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Left, distortion of fair bits against rate; right, error of the codecs against bits."""
+    """Distortion of fair bits against rate, the same over its bound, and the codecs' errors."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), layout='constrained')
-    left, right = figure.subplots(1, 2)
-    d = np.linspace(1e-4, 0.5, 500)
-    left.plot(1 + d * np.log2(d) + (1 - d) * np.log2(1 - d), d, 'k', label='Shannon bound')
+    figure = Figure(figsize=(17, 5), layout='constrained')
+    left, middle, right = figure.subplots(1, 3)
     found = [r for r in _of(rows, 'distortion') if r['construction'] == 'genie']
-    sizes = sorted({r['size'] for r in found})
+    _draw_rates(found, [r for r in rows if 'thesis' in r], left)
+    _draw_gaps(found, middle)
+    _draw_codecs(rows, right)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_rates(rows: Sequence[Row], thesis: Sequence[Row], axes: Any) -> None:
+    d = np.linspace(1e-4, 0.5, 500)
+    axes.plot(1 + d * np.log2(d) + (1 - d) * np.log2(1 - d), d, 'k', label='Shannon bound')
+    for search, mark in (('randomised', 's'), ('argmax', 'o'), ('scl(8)', '^')):
+        some = [r for r in rows if (r['size'], r['search']) == (1024, search)]
+        at = [r['rate'] for r in some], [r['mean'] for r in some]
+        axes.plot(*at, mark, ms=5, label=f'{search}, N = 1024')
+    theirs = [r for r in thesis if r['size'] == 1024]
+    at = [r['rate'] for r in theirs], [r['thesis'] for r in theirs]
+    axes.plot(*at, 'kx', label='the thesis, N = 1024, 3 blocks')
+    axes.set(xlabel='message bits a source bit', ylabel='share of wrong bits', title='fair bits')
+    axes.legend(fontsize=8)
+
+
+def _draw_gaps(rows: Sequence[Row], axes: Any) -> None:
+    sizes = sorted({r['size'] for r in rows})
     for size in sizes:
         for search, style in (('randomised', ':'), ('argmax', '--'), ('scl(8)', '-')):
-            line = [r for r in found if (r['size'], r['search']) == (size, search)]
-            label = f'{search}, N = {size}'
-            gap = [r['mean'] for r in line], [r['rate'] for r in line]
+            some = [r for r in rows if (r['size'], r['search']) == (size, search)]
+            over = [r['mean'] / r['bound'] for r in some]
+            label = f'N = {size}' if search == 'scl(8)' else None
             colour = f'C{sizes.index(size)}'
-            left.plot(gap[1], gap[0], style, marker='.', lw=0.8, color=colour, label=label)
-    left.set(xlabel='message bits a source bit', ylabel='share of wrong bits', yscale='log')
-    left.set(title='fair bits', ylim=(0.01, 0.5))
-    left.legend(fontsize=6, ncols=2)
-    _draw_codecs(rows, right)
-    figure.savefig(path, dpi=130)
+            axes.plot([r['rate'] for r in some], over, style, marker='.', color=colour, label=label)
+    axes.axhline(1, color='k')
+    axes.set(xlabel='message bits a source bit', title='... over the Shannon bound')
+    axes.set(ylabel='dotted: randomised, dashed: argmax, solid: list of 8')
+    axes.legend(fontsize=8)
 
 
 def _draw_codecs(rows: Sequence[Row], axes: Any) -> None:
     bits = np.geomspace(0.05, 16, 200)
     axes.plot(bits, 2.0 ** (-2 * bits), 'k', label='Shannon bound, normal')
-    scalars = _of(rows, 'scalars')
+    scalars = {r['bits']: r['nmse'] for r in _of(rows, 'scalars')}
     if scalars:
-        line = [r['bits'] for r in scalars], [r['nmse'] for r in scalars]
+        line = list(scalars), list(scalars.values())
         axes.plot(*line, 'k:', label='entropy-coded scalars, normal')
     found = _of(rows, 'codec')
     for vector, mark in (('normal', 'o'), ('Laplacian', 's'), ('gradient', '^')):
