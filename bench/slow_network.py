@@ -39,6 +39,7 @@ import netlab
 import slow_report
 from netlab import LINKS, Lab
 from slow_models import CODECS, TASKS
+from timing import stem
 
 from jaxmp.log import provenance
 
@@ -272,7 +273,7 @@ def main() -> None:
     args = arguments()
     if why := netlab.obstacle():
         return print(f'skipped: {why}')
-    out = args.out or HERE / 'results' / slow_report.name()
+    out = args.out or HERE / 'results' / stem('network')
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
     rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu)

@@ -2,6 +2,8 @@
 
 from jaxmp.codecs.dense import bf16, fp16, raw
 from jaxmp.codecs.logscale import log_scale
+from jaxmp.codecs.polar import argmax, polar, polar_sign, randomised, scl
+from jaxmp.codecs.rotate import rotate
 from jaxmp.codecs.sparse import (
     IndexCoding,
     bitmap,
@@ -17,6 +19,7 @@ from jaxmp.codecs.view import per_token
 
 __all__ = [
     'IndexCoding',
+    'argmax',
     'bf16',
     'bitmap',
     'block',
@@ -28,9 +31,14 @@ __all__ = [
     'nearest',
     'packed',
     'per_token',
+    'polar',
+    'polar_sign',
     'random_k',
+    'randomised',
     'raw',
+    'rotate',
     'same_support',
+    'scl',
     'stochastic',
     'top_k',
     'uniform',
