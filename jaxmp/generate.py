@@ -3,8 +3,9 @@
     python -m jaxmp.generate runs/text_gpt2 --prompt 'Alice was' --tokens 200
 
 Both samples draw from the same random numbers: where the models agree, so do the texts. The network
-sees a window of the run's sequence length, filled before the prompt with validation text: a codec
-then compresses what it was trained on (TopK per sample chooses among the whole window).
+sees a window one token short of the run's sequence length, filled before the prompt with validation
+text: a codec then compresses what it was trained on (TopK per sample chooses among the whole
+window).
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     [start] = words.encode([given.prompt])
     if not len(start):
         sys.exit('generate: an empty prompt; give --prompt a text of at least one token')
-    window = [*s.data.test.x[0].tolist(), *map(int, start)][-s.config.sequence_length :]
+    # The last position of a block predicts nothing, so it was not trained.
+    window = [*s.data.test.x[0].tolist(), *map(int, start)][1 - s.config.sequence_length :]
     for mode in ('off', 'on'):
         scores = scorer(s, variables, mode == 'on')
         print(f'--- compression {mode} (fwd {s.config.fwd}) ---')
