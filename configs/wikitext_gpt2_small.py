@@ -7,6 +7,8 @@ python train.py --config=configs/wikitext_gpt2_small.py:pretrain --config.data_d
     --workdir=BASE
 python train.py --config=configs/wikitext_gpt2_small.py --config.data_dir=TEXT \
     --config.init_from=BASE/model --config.tokenizer=BASE/model
+One CPU core: 17 minutes of pretraining beside other work, a perplexity of 52; then a minute and a
+half a run. The runs are in results/wikitext_gpt2_small.
 """
 
 import ml_collections
