@@ -71,6 +71,8 @@ def setting(config: Config) -> Setting:
     found = task.data
     if config.train_examples:
         found = found._replace(train=data.take(found.train, config.train_examples))
+    if config.get('test_examples', 0):
+        found = found._replace(test=data.take(found.test, config.test_examples))
     examples = len(found.train.y)
     if not 1 <= config.batch_size <= examples:
         raise ValueError(f'config.batch_size={config.batch_size} is not in 1..{examples}')
