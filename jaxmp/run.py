@@ -111,7 +111,7 @@ def run(
       workdir: the run's folder.
       team: the processes, from `jaxmp.team.connect`; default this one alone.
       made: from `prepare`, where other runs have used it.
-      quiet: show nothing.
+      quiet: show and draw nothing.
 
     Returns:
       The summary, or None if a signal ended the run early (its state is saved).
@@ -155,7 +155,7 @@ def run(
     summary = finish(s, state, place, metrics.records, engine.moved(), workdir)
     if not quiet:
         show(summary)
-        print(f'{summary["seconds"]} s; summary and curves: {workdir}')
+        print(f'{summary["seconds"]} s; summary and curves: {workdir}, {curves.draw(workdir)}')
     return summary
 
 
@@ -248,7 +248,7 @@ def finish(
     moved: dict[str, Any],
     workdir: Path,
 ) -> dict[str, Any]:
-    """Writes summary.json and curves.png."""
+    """Writes summary.json."""
     keep = ('epoch', 'loss', 'accuracy')
     test = {}
     for mode in ('off', 'on'):
@@ -270,7 +270,6 @@ def finish(
         'config': {k: v for k, v in s.config.to_dict().items() if k != 'data_dir'},
     }
     (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
-    curves.draw(workdir)
     if s.task.export and s.config.runtime == 'local':
         s.task.export(str(workdir / 'model'), state.variables)
     return summary
