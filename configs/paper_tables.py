@@ -7,6 +7,7 @@ paper: section 3.1 as it is, an accelerator.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import ml_collections
@@ -131,6 +132,6 @@ def get_study(
             for row in TABLES[table]:
                 c = SCALES[scale](table)
                 c.update(name=row.name, fwd=row.fwd, bwd=row.bwd, seed=seed)
-                c.warmup_epochs = round(row.warmup * c.epochs)
+                c.warmup_epochs = math.ceil(row.warmup * c.epochs)
                 runs.setdefault((seed, row.name), c)
     return [(seed, c) for (seed, _), c in sorted(runs.items(), key=lambda r: r[0][0])]

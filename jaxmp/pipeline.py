@@ -41,7 +41,6 @@ class Pipeline:
         Returns:
           A tuple of Flax variable dicts, one a stage, and `Links` of tuples, one entry a boundary.
         """
-
         variables = _start(self.stages, tuple(sorted(kwargs.items())), key, x)
 
         @jax.jit
