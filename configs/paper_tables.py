@@ -8,7 +8,7 @@ paper: section 3.1 as it is, an accelerator.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_collections
 
@@ -31,13 +31,16 @@ def quantised(forward: int, backward: int) -> Row:
 
 def top(percent: int) -> Row:
     """TopK both ways, each with positions of its own."""
-    return Row(f'top{percent}', *2 * (f'top_k({percent / 100:g})',))
+    codec = f'top_k({percent / 100:g})'
+    return Row(f'top{percent}', codec, codec)
 
 
 def fed_back(rule: str, percent: int, warmup: int = 0) -> Row:
     """A feedback rule over TopK both ways; ``warmup`` of the paper's 100 epochs uncompressed."""
     name = f'{rule}-top{percent}' + (f'-warm{warmup}' if warmup else '')
-    return Row(name, *2 * (f'{rule}(top_k({percent / 100:g}))',), warmup / 100)
+    share = percent / (200 if rule == 'ef_mixed' else 100)  # half of it for the error
+    channel = f'{rule}(top_k({share:g}))'
+    return Row(name, channel, channel, warmup / 100)
 
 
 def aqsgd(percent: int) -> Row:
@@ -52,7 +55,7 @@ def shared(percent: int) -> Row:
 
 
 NONE = Row('none', 'raw', 'raw')
-TABLES = {
+TABLES: dict[int, list[Row]] = {
     1: [NONE, *(quantised(4, b) for b in (8, 6, 4, 2)), *(quantised(2, b) for b in (8, 6, 4))],
     2: [NONE, *(top(p) for p in (50, 30, 20, 10, 5, 2))],
     3: [
@@ -130,7 +133,7 @@ def get_study(
     for table in tables:
         for seed in range(SEEDS[scale].get(table, 1)):
             for row in TABLES[table]:
-                c = SCALES[scale](table)
+                c: Any = SCALES[scale](table)
                 c.update(name=row.name, fwd=row.fwd, bwd=row.bwd, seed=seed)
                 c.warmup_epochs = math.ceil(row.warmup * c.epochs)
                 runs.setdefault((seed, row.name), c)

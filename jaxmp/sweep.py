@@ -20,8 +20,7 @@ import json
 import shutil
 import statistics
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,9 +93,13 @@ def locked(workdir: Path) -> Iterator[bool]:
         yield True
 
 
-def left(plan: list[Job], done: list[Summary]) -> float | None:
-    """Seconds of the runs of ``plan``, by the median of those done; None if none is."""
-    return len(plan) * statistics.median(s['seconds'] for s in done) if done else None
+def left(todo: list[Job], done: list[Summary]) -> str:
+    """Time that the runs ``todo`` will take, by the median of those done."""
+    from jaxmp.log import duration
+
+    if not done:
+        return 'time not known yet'
+    return f'about {duration(len(todo) * statistics.median(s["seconds"] for s in done))} left'
 
 
 def sweep(plan: list[Job], quiet: bool = True) -> dict[str, str]:
@@ -110,47 +113,58 @@ def sweep(plan: list[Job], quiet: bool = True) -> dict[str, str]:
       ValueError: if a result of the plan was made with another configuration.
       KeyboardInterrupt: on a signal, with the run's state saved.
     """
-    from jaxmp.log import duration, headline
-    from jaxmp.run import prepare, reseed
-    from jaxmp.team import Team
-
-    done = [s for job in plan if (s := finished(job))]
-    failed: dict[str, str] = {}
-    row, made, busy = '', None, 0
+    done, failed, busy = [s for job in plan if (s := finished(job))], {}, 0
+    prepared = Rows()
     show_plan(plan)
-    for at, job in enumerate(plan):
+    for at, job in enumerate(plan, 1):
         with locked(job.workdir) as mine:
             if finished(job):
                 continue
             if not mine:
                 busy += 1
                 continue
-            start = time.time()
             try:
-                if job.row != row:
-                    made = None  # frees the programs of the last row
-                    made = prepare(job.config, Team())
-                    engine = made.engine._replace(epoch=functools.cache(made.engine.epoch))
-                    row, made = job.row, made._replace(engine=engine)
-                assert made is not None
-                summary = one(job, reseed(made, job.config), quiet)
+                done.append(one(job, prepared.of(job), quiet))
             except Exception as error:  # one run's failure is not the sweep's
-                failed[job.result.stem] = f'{type(error).__name__}: {str(error).splitlines()[0]}'
-                say(f'[{at + 1}/{len(plan)}] {job.result.stem} FAILED {failed[job.result.stem]}')
-                continue
-        done.append(summary)
-        scores = '  '.join(
-            f'{m} {headline(summary["measure"], summary["test"][m]["last"])}' for m in ('off', 'on')
-        )
-        todo = [j for j in plan[at + 1 :] if not j.result.exists()]
-        say(
-            f'[{at + 1}/{len(plan)}] {job.result.stem}  {scores}  {duration(time.time() - start)}; '
-            f'{len(todo)} to do, about {duration(left(todo, done) or 0)} left'
-        )
+                failed[job.result.stem] = ' '.join(
+                    [f'{type(error).__name__}:', *str(error).split()]
+                )
+        told = failed.get(job.result.stem) or scores(done[-1])
+        todo = [j for j in plan[at:] if not j.result.exists()]
+        say(f'[{at}/{len(plan)}] {job.result.stem}  {told}; {len(todo)} to do, {left(todo, done)}')
     say(f'{len(done)} finished, {busy} at work elsewhere, {len(failed)} failed')
     for name, reason in failed.items():
         say(f'  {name}: {reason}')
     return failed
+
+
+class Rows:
+    """The compiled programs of one row at a time, for all its seeds."""
+
+    def __init__(self) -> None:
+        """Holds none."""
+        self._row, self._made = '', None
+
+    def of(self, job: Job) -> Any:
+        """What runs ``job``; of another row, the last row's programs are freed first."""
+        from jaxmp.run import prepare, reseed
+        from jaxmp.team import Team
+
+        if self._made is None or self._row != job.row:
+            self._made = None
+            made = prepare(job.config, Team())
+            engine = made.engine._replace(epoch=functools.cache(made.engine.epoch))
+            self._row, self._made = job.row, made._replace(engine=engine)
+        return reseed(self._made, job.config)
+
+
+def scores(summary: Summary) -> str:
+    """The last epoch's scores, and the time the run took."""
+    from jaxmp.log import duration, headline
+
+    modes = summary['test'].items()
+    said = [f'{m} {headline(summary["measure"], s["last"])}' for m, s in modes]
+    return '  '.join([*said, duration(summary['seconds'])])
 
 
 def one(job: Job, made: Any, quiet: bool) -> Summary:
@@ -171,8 +185,6 @@ def one(job: Job, made: Any, quiet: bool) -> Summary:
 
 def show_plan(plan: list[Job]) -> None:
     """Prints the rows, how far each is, and the time that is left."""
-    from jaxmp.log import duration
-
     done = [s for job in plan if (s := finished(job))]
     rows: dict[str, list[Job]] = {}
     for job in plan:
@@ -185,11 +197,7 @@ def show_plan(plan: list[Job]) -> None:
             f'fwd {config.fwd}  bwd {config.bwd}'
         )
     todo = [j for j in plan if not j.result.exists()]
-    time_left = left(todo, done)
-    say(
-        f'{len(plan)} runs, {len(todo)} to do, '
-        + ('time not known yet' if time_left is None else f'about {duration(time_left)} left')
-    )
+    say(f'{len(plan)} runs, {len(todo)} to do, {left(todo, done)}')
 
 
 def say(text: str) -> None:
@@ -214,7 +222,7 @@ def study_of(path: Path) -> Any:
     return module
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog='python -m jaxmp.sweep', description=(__doc__ or '').partition('\n\n')[2]
@@ -232,6 +240,26 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def put(config: Any, text: str) -> None:
+    """Writes ``key=value`` into ``config``, the value as what it replaces.
+
+    Raises:
+      ValueError: if there is no such key, or the value is of another kind.
+
+    >>> import ml_collections
+    >>> c = ml_collections.ConfigDict({'lr': 0.1, 'download': False})
+    >>> put(c, 'lr=0.5'), put(c, 'download=True'), c.lr, c.download
+    (None, None, 0.5, True)
+    """
+    key, _, value = text.partition('=')
+    if key not in config:
+        raise ValueError(f'--set {text}: no key {key!r}; there are {", ".join(config)}')
+    kind = type(config[key])
+    if kind is bool and value not in ('True', 'False'):
+        raise ValueError(f'--set {text}: {key} is True or False')
+    config[key] = value == 'True' if kind is bool else kind(value)
+
+
 def plan_of(args: argparse.Namespace) -> list[Job]:
     """The runs that the command line asks for.
 
@@ -247,10 +275,7 @@ def plan_of(args: argparse.Namespace) -> list[Job]:
     kept = [(s, c) for s, c in kept if not args.seeds or s < args.seeds]
     for _, config in kept:
         for text in args.set:
-            key, _, value = text.partition('=')
-            if key not in config:
-                raise ValueError(f'--set {text}: no key {key!r}; there are {", ".join(config)}')
-            config[key] = type(config[key])(value)
+            put(config, text)
         config.lock()
     return jobs(kept, args.out / args.scale, args.work / args.scale)
 

@@ -24,7 +24,7 @@ class Second(nn.Module):
         return nn.Dense(self.classes)(x.reshape(len(x), -1))
 
 
-task.MODELS['tiny'] = lambda classes, width: (First(), Second(classes))
+task.MODELS['tiny'] = lambda classes=10, width=64: (First(), Second(classes))
 
 
 def get_study(scale, tables=(1, 2, 3, 4)):

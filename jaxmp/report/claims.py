@@ -38,7 +38,7 @@ class Evidence(NamedTuple):
       text: the quantity and where it is claimed to lie.
       paper: its value in the paper's tables.
       ours: over the seeds; None if a row was not run.
-      verdict: supported, contradicted or undecided.
+      verdict: supported, contradicted or undecided; or what is missing.
     """
 
     text: str
@@ -77,11 +77,11 @@ def weigh(test: dict[str, Any], study: Study) -> Evidence:
     # Only a loss is against the uncompressed row; other quantities do without it.
     needed = [none_of(test), *test['rows']] if test['quantity'] == 'loss' else test['rows']
     if missing := [n for n in needed if n not in study.rows]:
-        return Evidence(f'{text} (not run: {", ".join(missing)})', paper, None, 'undecided')
+        return Evidence(text, paper, None, f'not run: {", ".join(missing)}')
     rows = {n: by_seed(study.rows[n]) for n in needed}
     seeds = sorted(set.intersection(*(set(r) for r in rows.values())))
     if not seeds:
-        return Evidence(f'{text} (no common seed)', paper, None, 'undecided')
+        return Evidence(text, paper, None, 'no common seed')
     none = rows.get(none_of(test), {})
     ours = estimate(
         [quantity(none.get(s, (0.0, 0.0)), *(rows[n][s] for n in test['rows'])) for s in seeds]

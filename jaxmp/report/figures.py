@@ -12,7 +12,7 @@ import numpy as np
 from jaxmp.report.claims import PAPER, table_rows
 from jaxmp.report.results import Row, Study, last, wire
 
-STYLE = {
+STYLE: Any = {
     'font.size': 9,
     'axes.spines.top': False,
     'axes.spines.right': False,
@@ -43,9 +43,9 @@ def curves(table: dict[str, Any], study: Study, path: Path) -> bool:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    rows = {p['label']: study.rows.get(name) for name, p in table_rows(table).items()}
-    rows = {k: r for k, r in rows.items() if r and all('history' in s for s in r.runs)}
-    if not rows:
+    rows = [(p['label'], study.rows.get(name)) for name, p in table_rows(table).items()]
+    rows = [(k, r if r and all('history' in s for s in r.runs) else None) for k, r in rows]
+    if not any(r for _, r in rows):
         return False
     text = table['measure'] == 'perplexity'
     titles = {
@@ -56,11 +56,12 @@ def curves(table: dict[str, Any], study: Study, path: Path) -> bool:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 3.6), layout='constrained')
         panels = figure.subplots(1, 3)
-        colours = mpl.colormaps['viridis'](np.linspace(0, 0.9, max(len(rows) - 1, 1)))
+        panels[2].sharey(panels[1])
+        colours = ['black', *mpl.colormaps['turbo'](np.linspace(0.08, 0.92, len(rows) - 1))]
         for axes, (part, title) in zip(panels, titles.items(), strict=True):
-            for i, (label, row) in enumerate(rows.items()):
-                colour = 'black' if i == 0 else colours[i - 1]
-                band(axes, column(row, part, text), label, colour)
+            for (label, row), colour in zip(rows, colours, strict=True):
+                if row:
+                    band(axes, column(row, part, text), label, colour)
             axes.set(title=title, xlabel='epoch')
             axes.xaxis.get_major_locator().set_params(integer=True)
         lines, labels = panels[0].get_legend_handles_labels()
@@ -72,7 +73,7 @@ def curves(table: dict[str, Any], study: Study, path: Path) -> bool:
 def band(axes: Any, y: np.ndarray, label: str, colour: Any) -> None:
     """The mean over the seeds as a line, with its standard error around."""
     x, mean = np.arange(1, y.shape[1] + 1), y.mean(0)
-    axes.plot(x, mean, label=label, color=colour, lw=1.3)
+    axes.plot(x, mean, label=label, color=colour, lw=1.3, marker='.' if len(x) < 5 else '')
     if len(y) > 1:
         error = y.std(0, ddof=1) / len(y) ** 0.5
         axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.18, lw=0)
@@ -92,13 +93,20 @@ def front(points: Sequence[tuple[float, float]], low_is_good: bool) -> list[tupl
     return kept
 
 
-FAMILIES = ('uniform', 'ef', 'aqsgd', 'top_k', 'raw')
+COLOURS = {
+    'uniform': 'tab:blue',
+    'ef': 'tab:green',
+    'aqsgd': 'tab:purple',
+    'top_k': 'tab:orange',
+    'raw': 'black',
+    'other': '0.5',
+}
 
 
 def family(row: Row) -> str:
     """What kind of channel the activations go through, for its colour."""
     text = row.runs[0]['fwd']
-    return next((f for f in FAMILIES if text.startswith(f)), 'other')
+    return next((f for f in COLOURS if text.startswith(f)), 'other')
 
 
 def frontier(rows: Sequence[Row], path: Path) -> None:
@@ -118,15 +126,13 @@ def frontier(rows: Sequence[Row], path: Path) -> None:
         figure = Figure(figsize=(9, 5.4), layout='constrained')
         axes = figure.subplots()
         axes.step(*zip(*best, strict=True), where='post', color='0.75', lw=1.2, zorder=1)
-        palette = dict(zip((*FAMILIES, 'other'), mpl.colormaps['tab10'].colors, strict=False))
-        palette['raw'] = 'black'
         for row in rows:
             x, e = points[row.name]
             error = 0 if math.isnan(e.error) else e.error
-            kind = {'color': palette[family(row)], 'ms': 5, 'lw': 1.2}
+            kind = {'color': COLOURS[family(row)], 'ms': 5, 'lw': 1.2}
             axes.errorbar(x, e.mean, error, fmt='o', capsize=2, zorder=3, **kind)
         for name in sorted({family(r) for r in rows}):
-            axes.plot([], [], 'o', color=palette[name], label=name)
+            axes.plot([], [], 'o', color=COLOURS[name], label=name)
         axes.plot([], [], color='0.75', label='Pareto front')
         scale(axes, [x for x, _ in points.values()])
         axes.set(xlabel='bits an element on the wire, mean of both directions')
@@ -159,7 +165,7 @@ def name_points(figure: Any, axes: Any, points: dict[str, tuple[float, float]]) 
         far = {'arrowstyle': '-', 'color': '0.8', 'lw': 0.6} if to - py > step else None
         axes.annotate(
             name, (x, y), xytext=(6, to - py - 3), textcoords='offset points', fontsize=7.5,
-            arrowprops=far,
+            arrowprops=far, bbox={'fc': 'white', 'ec': 'none', 'alpha': 0.7, 'pad': 0.3}, zorder=2,
         )  # fmt: skip
 
 

@@ -48,19 +48,18 @@ UNSAID = (
 
 def verdicts(found: list[Verdict]) -> str:
     """The claims as a table, a line a quantity."""
-    heads = ['claim', 'verdict', 'quantity: claimed', 'paper', 'ours', '']
+    heads = ['claim', 'verdict', 'quantity: where it is claimed to lie', 'is', 'paper', 'ours']
     rows = []
     for v in found:
         for i, e in enumerate(v.evidence):
             first = [f'{v.claim} ({v.where})', f'**{v.verdict}**'] if i == 0 else ['', '']
             rows.append([*first, *weighed(e)])
-    return markdown(heads, rows)
+    return markdown(heads, rows, words=4)
 
 
 def weighed(e: Evidence) -> list[str]:
     """A quantity's cells."""
-    mark = '' if e.ours is None else e.verdict
-    return [e.text, f'{e.paper:+.2f}', with_interval(e.ours), mark]
+    return [e.text, e.verdict, f'{e.paper:+.2f}', with_interval(e.ours)]
 
 
 def section(study: Study, out: Path) -> str:

@@ -93,15 +93,15 @@ def others(study: Study) -> tuple[str, list[Cells]]:
     return measure, [cells(r.name, {}, r, study.rows.get('none')) for r in rest]
 
 
-def markdown(heads: Cells | tuple[str, ...], rows: list[Cells]) -> str:
-    """A Markdown table, its first column to the left and the others to the right.
+def markdown(heads: Cells | tuple[str, ...], rows: list[Cells], words: int = 1) -> str:
+    """A Markdown table, its first ``words`` columns to the left and the others to the right.
 
     >>> print(markdown(['row', 'on'], [['none', '1.0']]))
     | row | on |
     |---|--:|
     | none | 1.0 |
     """
-    rule = '|---|' + '--:|' * (len(heads) - 1)
+    rule = '|' + '---|' * words + '--:|' * (len(heads) - words)
     body = ['| ' + ' | '.join(c) + ' |' for c in (heads, *rows)]
     return '\n'.join([body[0], rule, *body[1:]])
 
