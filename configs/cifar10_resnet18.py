@@ -19,6 +19,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.data_dir = ''
     c.download = False
     c.train_examples = 0
+    c.test_examples = 0
+    c.pool = 1  # side of the squares whose mean is one pixel
     c.augment = 'crop_flip'
     c.model = 'resnet18'
     c.width = 64

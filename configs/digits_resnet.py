@@ -17,6 +17,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.data_dir = ''
     c.download = False
     c.train_examples = 0  # 0: all
+    c.test_examples = 0
+    c.pool = 1  # side of the squares whose mean is one pixel
     c.augment = 'none'  # none, crop_flip
     c.model = 'resnet18'
     c.width = 16

@@ -9,7 +9,7 @@ table, which all micro-batches read and write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -66,6 +66,22 @@ def put(channel: Channel, kept: Any, m: Index, state: Any) -> Any:
     if channel.per_example:
         return state
     return jax.tree.map(lambda a, b: a.at[m].set(b), kept, state)
+
+
+def loop(body: Callable[[Any, Any], Any], carry: Any, parts: Any) -> Any:
+    """The last carry of ``carry = body(carry, parts[m])`` over the leading axis M of ``parts``.
+
+    A scan, except on CPU: there XLA brings only convolutions outside loops, even outside unrolled
+    ones, into the form that is fast (ResNet-18 of width 8 steps 14 times faster so).
+
+    >>> loop(lambda total, x: total + x, jnp.zeros(()), jnp.arange(4.0)).item()
+    6.0
+    """
+    if jax.default_backend() != 'cpu':
+        return jax.lax.scan(lambda carry, at: (body(carry, at), None), carry, parts)[0]
+    for m in range(len(jax.tree.leaves(parts)[0])):
+        carry = body(carry, jax.tree.map(lambda a: a[m], parts))  # noqa: B023
+    return carry
 
 
 def link_slots(cuts: Sequence[Boundary], links: Links, micros: int) -> Links:

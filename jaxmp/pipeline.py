@@ -6,6 +6,7 @@ are still packed and unpacked, so what a model learns here is what it would lear
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,19 +41,14 @@ class Pipeline:
         Returns:
           A tuple of Flax variable dicts, one a stage, and `Links` of tuples, one entry a boundary.
         """
+        variables = _start(self.stages, tuple(sorted(kwargs.items())), key, x)
 
         @jax.jit
-        def make(key: Array, x: Array) -> tuple[Variables, Links]:
-            variables, links = [], []
-            for i, stage in enumerate(self.stages):
-                if i:
-                    links.append(self.boundaries[i - 1].init(like(x)))
-                keys = {'params': jax.random.fold_in(key, i), 'dropout': key}
-                x, made = stage.init_with_output(keys, x, **kwargs)
-                variables.append(dict(made))
-            return tuple(variables), _join(links)
+        def links() -> Links:
+            likes = self.likes(variables, x, **kwargs)
+            return _join([b.init(l) for b, l in zip(self.boundaries, likes, strict=True)])
 
-        return make(key, x)
+        return variables, links()
 
     def apply(
         self,
@@ -97,6 +93,19 @@ class Pipeline:
 
         jax.eval_shape(trace, variables, x)
         return found
+
+
+@functools.partial(jax.jit, static_argnames=('stages', 'kwargs'))
+def _start(
+    stages: tuple[nn.Module, ...], kwargs: tuple[tuple[str, Any], ...], key: Array, x: Array
+) -> Variables:
+    # Compiled once for all seeds and channels: it takes longer than the step.
+    made = []
+    for i, stage in enumerate(stages):
+        keys = {'params': jax.random.fold_in(key, i), 'dropout': key}
+        x, variables = stage.init_with_output(keys, x, **dict(kwargs))
+        made.append(dict(variables))
+    return tuple(made)
 
 
 def _run(stage: nn.Module, variables: dict, x: Array, ctx: Ctx, kwargs: dict) -> tuple[Array, dict]:

@@ -28,6 +28,7 @@ from jaxmp.train import (
     TrainState,
     Values,
     check_choices,
+    create,
     message_bytes,
     parameters,
     setting,
@@ -74,7 +75,32 @@ def team_of(config: Config, address: Address) -> Team:
     return connect(address, stage_count(config), {**versions, **own})
 
 
-def run(config: Config, workdir: str | Path, team: Team | None = None) -> dict[str, Any] | None:
+class Prepared(NamedTuple):
+    """A setting and its runtime, whose compiled programs runs of other seeds share."""
+
+    s: Setting
+    engine: Engine
+
+
+def prepare(config: Config, team: Team) -> Prepared:
+    """What `run` needs for ``config``; raises ValueError where it makes no sense."""
+    s = setting(config)
+    return Prepared(s, staged(s, team) if config.runtime == 'mpmd' else one_program(s))
+
+
+def reseed(made: Prepared, config: Config) -> Prepared:
+    """``made`` for ``config``, which differs in its seed; of one program only."""
+    s = made.s._replace(config=config)
+    return Prepared(s, made.engine._replace(create=lambda: create(s)))
+
+
+def run(
+    config: Config,
+    workdir: str | Path,
+    team: Team | None = None,
+    made: Prepared | None = None,
+    quiet: bool = False,
+) -> dict[str, Any] | None:
     """Trains, evaluates every epoch, and leaves config, metrics, checkpoints, summary and curves.
 
     Goes on from the workdir's last checkpoint if there is one. Of several processes the first
@@ -84,6 +110,8 @@ def run(config: Config, workdir: str | Path, team: Team | None = None) -> dict[s
       config: as in configs/.
       workdir: the run's folder.
       team: the processes, from `jaxmp.team.connect`; default this one alone.
+      made: from `prepare`, where other runs have used it.
+      quiet: show and draw nothing.
 
     Returns:
       The summary, or None if a signal ended the run early (its state is saved).
@@ -94,8 +122,7 @@ def run(config: Config, workdir: str | Path, team: Team | None = None) -> dict[s
       DivergedError: if the loss is not finite.
     """
     workdir, team = Path(workdir), team or Team()
-    s = setting(config)
-    engine = staged(s, team) if config.runtime == 'mpmd' else one_program(s)
+    s, engine = made or prepare(config, team)
     lead = team.index == 0
     if lead:
         count = {'processes': team.count} if config.runtime == 'mpmd' else {}
@@ -107,7 +134,7 @@ def run(config: Config, workdir: str | Path, team: Team | None = None) -> dict[s
         state, place = found
     done = int(state.step)
     metrics = Metrics(workdir if lead else None, done, config.tensorboard)
-    display = Display(config.epochs * s.epoch_steps, done, config.batch_size, quiet=not lead)
+    display = Display(config.epochs * s.epoch_steps, done, config.batch_size, quiet or not lead)
     if done:
         display.say(f'going on from step {done} of {workdir}')
     try:
@@ -119,11 +146,17 @@ def run(config: Config, workdir: str | Path, team: Team | None = None) -> dict[s
         metrics.close()
         checkpoints.close()
     if stopped:
-        if lead:
+        if lead and not quiet:
             print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
         return None
-    moved = engine.moved()
-    return finish(s, state, place, metrics.records, moved, workdir) if lead else {}
+    if not lead:
+        engine.moved()
+        return {}
+    summary = finish(s, state, place, metrics.records, engine.moved(), workdir)
+    if not quiet:
+        show(summary)
+        print(f'{summary["seconds"]} s; summary and curves: {workdir}, {curves.draw(workdir)}')
+    return summary
 
 
 class Run(NamedTuple):
@@ -215,7 +248,7 @@ def finish(
     moved: dict[str, Any],
     workdir: Path,
 ) -> dict[str, Any]:
-    """Writes summary.json and curves.png, prints the closing tables."""
+    """Writes summary.json."""
     keep = ('epoch', 'loss', 'accuracy')
     test = {}
     for mode in ('off', 'on'):
@@ -226,6 +259,7 @@ def finish(
         **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
         'measure': s.task.measure,
         'test': test,
+        'history': history(records),
         'bytes': message_bytes(s),
         **moved,
         'parameters': parameters(s),
@@ -236,9 +270,21 @@ def finish(
         'config': {k: v for k, v in s.config.to_dict().items() if k != 'data_dir'},
     }
     (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
-    picture = curves.draw(workdir)
     if s.task.export and s.config.runtime == 'local':
         s.task.export(str(workdir / 'model'), state.variables)
-    show(summary)
-    print(f'{summary["seconds"]} s; summary and curves: {workdir / "summary.json"}, {picture}')
     return summary
+
+
+def history(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The curves of a run: a list an epoch of training loss, and of the scores off and on.
+
+    >>> history([{'kind': 'train', 'epoch': 1, 'loss': 2.0, 'accuracy': 0.5}])['train']
+    {'loss': [2.0], 'accuracy': [0.5]}
+    """
+
+    def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+        return {k: [round(r[k], 6) for r in rows] for k in ('loss', 'accuracy')}
+
+    test = [r for r in records if r['kind'] == 'test']
+    modes = {m: columns([r for r in test if r['compression'] == m]) for m in ('off', 'on')}
+    return {'train': columns([r for r in records if r['kind'] == 'train']), **modes}

@@ -53,10 +53,11 @@ class Task(NamedTuple):
 
 def images(config: Config) -> Task:
     """An image classifier of ``config.width``."""
-    found = data.load(config.data, config.data_dir or None, config.download)
+    found = data.pool(data.load(config.data, config.data_dir or None, config.download), config.pool)
 
     def prepare(x: Array, key: Array | None) -> Float[Array, 'B H W C']:
-        x = crop_flip(x, key) if key is not None and config.augment == 'crop_flip' else x
+        if key is not None and config.augment == 'crop_flip':
+            x = crop_flip(x, key, frame=4 // config.pool)
         mean, std = (jnp.asarray(v, jnp.float32) for v in (found.mean, found.std))
         return (x.astype(jnp.float32) / 255 - mean) / std
 

@@ -1,7 +1,7 @@
 """What is trained and how: the setting of a run, its state, a step, an epoch.
 
-An epoch is a Python loop over a compiled step on CPU, where convolutions inside a scan are some
-twenty times slower, and one compiled scan on an accelerator. Data order is a pure function of
+An epoch is a Python loop over a compiled step on CPU, where convolutions inside a scan are slow
+(see `jaxmp.micro.loop`), and one compiled scan on an accelerator. Data order is a pure function of
 (seed, epoch) and every key one of (seed, step), so a resumed run repeats to the bit.
 """
 
@@ -71,6 +71,8 @@ def setting(config: Config) -> Setting:
     found = task.data
     if config.train_examples:
         found = found._replace(train=data.take(found.train, config.train_examples))
+    if config.get('test_examples', 0):
+        found = found._replace(test=data.take(found.test, config.test_examples))
     examples = len(found.train.y)
     if not 1 <= config.batch_size <= examples:
         raise ValueError(f'config.batch_size={config.batch_size} is not in 1..{examples}')
@@ -176,19 +178,17 @@ def train_step(
         (_, (means, rest)), grads, links = value_and_grad(loss)(params, links)
         return rest, links, (means, grads)
 
-    def add(carry: Any, at: Any) -> tuple[Any, None]:
+    def add(carry: Any, at: Any) -> Any:
         rest, kept, total = carry
         rest, links, new = one(rest, micro.take_links(cuts, kept, at[0]), *at)
         total = jax.tree.map(lambda t, a: t + a / micros, total, new)
-        return (rest, micro.put_links(cuts, kept, at[0], links), total), None
+        return rest, micro.put_links(cuts, kept, at[0], links), total
 
     parts = jnp.arange(micros), *(micro.cut(a, micros) for a in (x, batch['y']))
     first = jax.tree.map(lambda a: a[0], parts)
     shapes = jax.eval_shape(one, rest, micro.take_links(cuts, state.links, 0), *first)[2]
     start = rest, state.links, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    # Convolutions in a loop are slow on CPU.
-    unroll = jax.default_backend() == 'cpu'
-    (rest, links, (means, grads)), _ = jax.lax.scan(add, start, parts, unroll=unroll)
+    rest, links, (means, grads) = micro.loop(add, start, parts)
     grads = tie(grads) if s.task.tied else grads
     squares = (square_norm(once(s.task, i, g)) for i, g in enumerate(grads))
     scale = clip_scale(s, sum(squares, jnp.zeros(())))

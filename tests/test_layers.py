@@ -46,6 +46,7 @@ ABOVE = {  # may import everything below
     'engine',
     'staged',
     'run',
+    'sweep',
     'generate',
     '__init__',
 }

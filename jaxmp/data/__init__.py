@@ -112,6 +112,34 @@ def take(split: Split, examples: int) -> Split:
     return Split(split.x[:examples], split.y[:examples])
 
 
+def pool(found: Dataset, side: int) -> Dataset:
+    """Images made ``side`` times smaller: the mean of each ``side x side`` square, rounded.
+
+    Args:
+      found: splits with ``x`` of shape ``(N, H, W, C)``.
+      side: divides H and W; 1 leaves the images as they are.
+
+    Raises:
+      ValueError: if it does not divide them.
+
+    >>> pool(load('digits'), 2).train.x.shape
+    (1437, 4, 4, 1)
+    """
+    _, height, width, channels = found.train.x.shape
+    if side < 1 or height % side or width % side:
+        raise ValueError(
+            f'pool {side} does not divide images of {height} x {width}; 1 leaves them as they are'
+        )
+    if side == 1:
+        return found
+
+    def smaller(split: Split) -> Split:
+        x = split.x.reshape(-1, height // side, side, width // side, side, channels)
+        return Split(np.rint(x.mean((2, 4), dtype=np.float32)).astype(np.uint8), split.y)
+
+    return found._replace(train=smaller(found.train), test=smaller(found.test))
+
+
 def batches(
     split: Split, batch_size: int, order: np.ndarray | None = None, pad: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:

@@ -1,4 +1,7 @@
-"""python -m jaxmp.report FOLDER --out DIR: table.md and accuracy_bits.png of the runs in FOLDER.
+"""python -m jaxmp.report FOLDER --out DIR [--into PAGE]: what finished runs say, beside the paper.
+
+Writes DIR/report.md, report.html (one file, pictures inside), the pictures, and a CSV a study with
+every run. Nothing but the result files is read.
 
 python -m jaxmp.report polar ROWS.jsonl ... --out NAME: NAME.md and NAME.png of what the benches of
 the polar codes and of the gradient codecs wrote.
@@ -9,13 +12,37 @@ import re
 import sys
 from pathlib import Path
 
-from jaxmp.report import compare, polar
+from jaxmp.report import page, polar
+from jaxmp.report.results import Study, load
+from jaxmp.report.tables import HEADS, cells, markdown, write_csv
 
-MARKS = re.compile(r'(<!-- results -->\n).*?(<!-- /results -->)', re.DOTALL)
+MARKS = re.compile(r'(<!-- results (\S+) -->\n).*?(<!-- /results -->)', re.DOTALL)
+
+
+def overview(study: Study) -> str:
+    """All rows of a study in one table, and where they are from."""
+    rows = sorted(study.rows.values(), key=lambda r: -r.runs[0]['test']['on']['last']['accuracy'])
+    own = [r for r in rows if r.measure == rows[0].measure]
+    table = [cells(r.name, {}, r, study.rows.get('none')) for r in own]
+    keep = [i for i, h in enumerate(HEADS[own[0].measure]) if not h.startswith('paper')]
+    picked = [[line[i] for i in keep] for line in (list(HEADS[own[0].measure]), *table)]
+    return markdown(picked[0], picked[1:]) + f'\n\n{page.setting(study)}\n'
+
+
+def renew(text: str, studies: list[Study]) -> str:
+    """``text`` with the table of each study between its marks.
+
+    Raises:
+      ValueError: if a mark names no study.
+    """
+    known = {s.name: s for s in studies}
+    if unknown := [m[2] for m in MARKS.finditer(text) if m[2] not in known]:
+        raise ValueError(f'no study {unknown[0]!r}; there are {", ".join(known)}')
+    return MARKS.sub(lambda m: m[1] + overview(known[m[2]]) + m[3], text)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads finished runs, writes their table and picture."""
+    """Reads finished runs, writes the report."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ['polar']:
         return _polar(words[1:])
@@ -24,22 +51,20 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument('folder', type=Path, help='a folder of summaries or of workdirs')
+    parser.add_argument('folder', type=Path, help='results: of a study, or of several in folders')
     parser.add_argument('--out', type=Path, required=True, help='where the report goes')
-    parser.add_argument('--into', type=Path, help='a page whose <!-- results --> part is renewed')
+    parser.add_argument('--into', type=Path, help='a page whose <!-- results STUDY --> is renewed')
     args = parser.parse_args(words)
     try:
-        summaries = compare.load(args.folder)
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        studies = load(args.folder)
+        page.write(studies, args.folder.name, args.out)
+        for study in studies:
+            write_csv(args.out / f'{study.name}.csv', study)
+        if args.into:
+            args.into.write_text(renew(args.into.read_text(), studies))
+    except (OSError, ValueError) as error:
         sys.exit(f'jaxmp.report: {error}')
-    text = compare.table(summaries) + '\n'
-    (args.out / 'table.md').write_text(text)
-    compare.draw(summaries, args.out / 'accuracy_bits.png')
-    if args.into:
-        page = args.into.read_text()
-        args.into.write_text(MARKS.sub(lambda m: m[1] + text + m[2], page))
-    print(text)
+    print(f'{sum(len(s.rows) for s in studies)} rows; {args.out / "report.html"}')
 
 
 def _polar(words: list[str]) -> None:

@@ -1,0 +1,140 @@
+"""Tables 1-5 of the paper (arXiv 2401.07788) as rows of a study, at three scales.
+
+python -m jaxmp.sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data_dir=DIR
+smoke: embedded data, CI. cpu: real CIFAR-10, 40 seconds of one core a run.
+paper: section 3.1 as it is, an accelerator.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from configs import cifar10_resnet18, digits_resnet, wikitext_gpt2, wikitext_gpt2_small
+
+
+class Row(NamedTuple):
+    """A row: its name in jaxmp/report/paper.json, and what makes it differ from 'none'."""
+
+    name: str
+    fwd: str
+    bwd: str
+    warmup: float = 0.0  # share of the epochs
+
+
+def quantised(forward: int, backward: int) -> Row:
+    """fwA-bwB: activations in A bits, gradients in B."""
+    return Row(f'fw{forward}-bw{backward}', f'uniform({forward})', f'uniform({backward})')
+
+
+def top(percent: int) -> Row:
+    """TopK both ways, each with positions of its own."""
+    codec = f'top_k({percent / 100:g})'
+    return Row(f'top{percent}', codec, codec)
+
+
+def fed_back(rule: str, percent: int, warmup: int = 0) -> Row:
+    """A feedback rule over TopK both ways; ``warmup`` of the paper's 100 epochs uncompressed."""
+    name = f'{rule}-top{percent}' + (f'-warm{warmup}' if warmup else '')
+    share = percent / (200 if rule == 'ef_mixed' else 100)  # half of it for the error
+    channel = f'{rule}(top_k({share:g}))'
+    return Row(name, channel, channel, warmup / 100)
+
+
+def aqsgd(percent: int) -> Row:
+    """A buffer an example forward, plain TopK backward."""
+    codec = f'top_k({percent / 100:g})'
+    return Row(f'aqsgd-top{percent}-warm10', f'aqsgd({codec}, examples=examples)', codec, 0.1)
+
+
+def shared(percent: int) -> Row:
+    """GPT-2: the gradient keeps the positions of the activation."""
+    return Row(f'gpt2-top{percent}', f'top_k({percent / 100:g})', 'same_support()')
+
+
+NONE = Row('none', 'raw', 'raw')
+TABLES: dict[int, list[Row]] = {
+    1: [NONE, *(quantised(4, b) for b in (8, 6, 4, 2)), *(quantised(2, b) for b in (8, 6, 4))],
+    2: [NONE, *(top(p) for p in (50, 30, 20, 10, 5, 2))],
+    3: [
+        NONE,
+        fed_back('ef', 10, 20),
+        fed_back('ef_mixed', 10, 20),
+        fed_back('ef21', 5),
+        fed_back('ef21', 10),
+        fed_back('ef21', 10, 20),
+    ],
+    4: [NONE, *(aqsgd(p) for p in (50, 30, 20, 10))],
+    5: [
+        Row('gpt2-none', 'raw', 'raw'),
+        *(shared(p) for p in (50, 30, 20, 10)),
+        Row('gpt2-top10-separate', 'top_k(0.1)', 'top_k(0.1)'),
+    ],
+}
+SEEDS = {
+    'smoke': {},
+    'cpu': {1: 3, 2: 3, 3: 2, 4: 2, 5: 2},
+    'paper': {1: 5, 2: 5},
+}
+
+
+def smoke(table: int) -> ml_collections.ConfigDict:
+    """The digits, or Alice, for two epochs: that everything runs."""
+    if table == 5:
+        c = wikitext_gpt2.get_config()
+        c.update(
+            data='alice', tokenizer='bytes', sequence_length=32, train_examples=64, dropout=0.0
+        )
+        c.update(width=8, blocks=2, heads=2, stages=2, epochs=2, batch_size=16, lr=1e-3)
+        return c
+    c = digits_resnet.get_config()
+    c.update(width=2, train_examples=320, epochs=2, batch_size=32, cosine_epochs=4)
+    return c
+
+
+def cpu(table: int) -> ml_collections.ConfigDict:
+    """Section 3.1 with an eighth of the width, half the side, 6,000 of the images, 10 epochs."""
+    if table == 5:
+        return wikitext_gpt2_small.get_config('tune')
+    c = cifar10_resnet18.get_config()
+    c.update(width=8, pool=2, train_examples=6000, test_examples=2500)
+    c.update(epochs=10, cosine_epochs=20)
+    return c
+
+
+def paper(table: int) -> ml_collections.ConfigDict:
+    """As published."""
+    return wikitext_gpt2.get_config() if table == 5 else cifar10_resnet18.get_config()
+
+
+SCALES = {'smoke': smoke, 'cpu': cpu, 'paper': paper}
+
+
+def get_study(
+    scale: str, tables: tuple[int, ...] = (1, 2, 3, 4)
+) -> list[tuple[int, ml_collections.ConfigDict]]:
+    """The runs, as seeds and configurations: all rows with the first seed, then with the second.
+
+    Args:
+      scale: ``smoke``, ``cpu`` or ``paper``.
+      tables: of 1 to 5; a row in several of them is run once, with the most seeds.
+
+    Raises:
+      ValueError: for another scale or table.
+    """
+    if scale not in SCALES or not {*tables} <= {*TABLES}:
+        raise ValueError(
+            f'no scale {scale!r} with tables {tables}; there are the scales {", ".join(SCALES)} '
+            f'and the tables {", ".join(map(str, TABLES))}'
+        )
+    runs: dict[tuple[int, str], ml_collections.ConfigDict] = {}
+    for table in tables:
+        for seed in range(SEEDS[scale].get(table, 1)):
+            for row in TABLES[table]:
+                c: Any = SCALES[scale](table)
+                c.update(name=row.name, fwd=row.fwd, bwd=row.bwd, seed=seed)
+                c.warmup_epochs = math.ceil(row.warmup * c.epochs)
+                runs.setdefault((seed, row.name), c)
+    return [(seed, c) for (seed, _), c in sorted(runs.items(), key=lambda r: r[0][0])]

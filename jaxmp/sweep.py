@@ -1,0 +1,307 @@
+"""python -m jaxmp.sweep FILE --scale=SCALE [--tables=1,2] [--rows=a,b] [--set data_dir=DIR].
+
+Runs every row of a study for every seed; FILE is a Python file with ``get_study(scale, tables)``,
+such as configs/paper_tables.py. A run is ``OUT/SCALE/ROW-sSEED.json`` when it is finished, and is
+not run again; one that was killed goes on from its checkpoint in ``WORK``. A run holds a lock, so
+the same command given twice shares the work between two processes. What fails is listed at the end
+and stops nothing else.
+
+Seeds of a row follow each other in one process and share its compiled programs: on CPU a batch of
+seeds (`jax.vmap`) makes grouped convolutions of the network's, which are many times slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import functools
+import importlib.util
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Summary = dict[str, Any]
+
+
+class Job(NamedTuple):
+    """One run of a study: its configuration, the result it leaves, where it works."""
+
+    config: Any
+    result: Path
+    workdir: Path
+
+    @property
+    def row(self) -> str:
+        """The configuration without its seed: what is compiled."""
+        return json.dumps({**self.config.to_dict(), 'seed': None}, sort_keys=True)
+
+
+def jobs(study: list[tuple[int, Any]], out: Path, work: Path) -> list[Job]:
+    """The study's runs, the seeds of a row one after another.
+
+    Args:
+      study: seeds and configurations, as a study's ``get_study`` gives them.
+      out: folder of the results.
+      work: folder of the runs' workdirs.
+    """
+    made = []
+    for seed, config in study:
+        name = f'{config.name}-s{seed}'
+        made.append(Job(config, out / f'{name}.json', work / name))
+    rows = list(dict.fromkeys(job.row for job in made))
+    return sorted(made, key=lambda job: rows.index(job.row))
+
+
+def finished(job: Job) -> Summary | None:
+    """The result of ``job``, or None.
+
+    Raises:
+      ValueError: if the result was made with another configuration.
+    """
+    if not job.result.exists():
+        return None
+    found = json.loads(job.result.read_text())
+    want = {k: v for k, v in job.config.to_dict().items() if k not in ELSEWHERE}
+    has = {k: v for k, v in found['config'].items() if k not in ELSEWHERE}
+    if clash := sorted(k for k in {**want, **has} if want.get(k) != has.get(k)):
+        raise ValueError(
+            f'{job.result} was made with other settings: '
+            + ', '.join(f'{k}={has.get(k)!r} (now {want.get(k)!r})' for k in clash)
+            + '; move it away or give another --out'
+        )
+    return found
+
+
+ELSEWHERE = ('data_dir', 'init_from', 'tokenizer')  # where files lie says nothing of the run
+
+
+@contextmanager
+def locked(workdir: Path) -> Iterator[bool]:
+    """Whether this process alone works in ``workdir``; the lock ends with the process."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / 'lock').open('w') as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def left(todo: list[Job], done: list[Summary]) -> str:
+    """Time that the runs ``todo`` will take, by the median of those done."""
+    from jaxmp.log import duration
+
+    if not done:
+        return 'time not known yet'
+    return f'about {duration(len(todo) * statistics.median(s["seconds"] for s in done))} left'
+
+
+def sweep(plan: list[Job], quiet: bool = True) -> dict[str, str]:
+    """Runs what is not finished, one after another; returns what failed, and why.
+
+    Args:
+      plan: from `jobs`.
+      quiet: tell of whole runs only, not of their epochs.
+
+    Raises:
+      ValueError: if a result of the plan was made with another configuration.
+      KeyboardInterrupt: on a signal, with the run's state saved.
+    """
+    done, failed, busy = [s for job in plan if (s := finished(job))], {}, 0
+    prepared = Rows()
+    show_plan(plan)
+    for at, job in enumerate(plan, 1):
+        with locked(job.workdir) as mine:
+            if finished(job):
+                continue
+            if not mine:
+                busy += 1
+                continue
+            try:
+                done.append(one(job, prepared.of(job), quiet))
+            except Exception as error:  # one run's failure is not the sweep's
+                failed[job.result.stem] = ' '.join(
+                    [f'{type(error).__name__}:', *str(error).split()]
+                )
+        told = failed.get(job.result.stem) or scores(done[-1])
+        todo = [j for j in plan[at:] if not j.result.exists()]
+        say(f'[{at}/{len(plan)}] {job.result.stem}  {told}; {len(todo)} to do, {left(todo, done)}')
+    say(f'{len(done)} finished, {busy} at work elsewhere, {len(failed)} failed')
+    for name, reason in failed.items():
+        say(f'  {name}: {reason}')
+    return failed
+
+
+class Rows:
+    """The compiled programs of one row at a time, for all its seeds."""
+
+    def __init__(self) -> None:
+        """Holds none."""
+        self._row, self._made = '', None
+
+    def of(self, job: Job) -> Any:
+        """What runs ``job``; of another row, the last row's programs are freed first."""
+        from jaxmp.run import prepare, reseed
+        from jaxmp.team import Team
+
+        if self._made is None or self._row != job.row:
+            self._made = None
+            made = prepare(job.config, Team())
+            engine = made.engine._replace(epoch=functools.cache(made.engine.epoch))
+            self._row, self._made = job.row, made._replace(engine=engine)
+        return reseed(self._made, job.config)
+
+
+def scores(summary: Summary) -> str:
+    """The last epoch's scores, and the time the run took."""
+    from jaxmp.log import duration, headline
+
+    modes = summary['test'].items()
+    said = [f'{m} {headline(summary["measure"], s["last"])}' for m, s in modes]
+    return '  '.join([*said, duration(summary['seconds'])])
+
+
+def one(job: Job, made: Any, quiet: bool) -> Summary:
+    """Runs ``job`` and leaves its result; raises KeyboardInterrupt if a signal ended it."""
+    from jaxmp.run import run
+
+    summary = run(job.config, job.workdir, made=made, quiet=quiet)
+    if summary is None:
+        raise KeyboardInterrupt
+    job.result.parent.mkdir(parents=True, exist_ok=True)
+    whole = job.workdir / 'result.json'
+    lines = (f' {json.dumps(k)}: {json.dumps(v)}' for k, v in summary.items())
+    whole.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
+    whole.replace(job.result)
+    shutil.rmtree(job.workdir / 'checkpoints')
+    return summary
+
+
+def show_plan(plan: list[Job]) -> None:
+    """Prints the rows, how far each is, and the time that is left."""
+    done = [s for job in plan if (s := finished(job))]
+    rows: dict[str, list[Job]] = {}
+    for job in plan:
+        rows.setdefault(job.row, []).append(job)
+    for own in rows.values():
+        config, ready = own[0].config, sum(j.result.exists() for j in own)
+        begun = sum((j.workdir / 'checkpoints').exists() and not j.result.exists() for j in own)
+        say(
+            f'{config.name:24} {ready}/{len(own)} done{f", {begun} begun" if begun else "":9}  '
+            f'fwd {config.fwd}  bwd {config.bwd}'
+        )
+    todo = [j for j in plan if not j.result.exists()]
+    say(f'{len(plan)} runs, {len(todo)} to do, {left(todo, done)}')
+
+
+def say(text: str) -> None:
+    """Prints a line at once, as a log wants it."""
+    print(text, flush=True)
+
+
+def study_of(path: Path) -> Any:
+    """The module in the file ``path``, which must have a ``get_study``.
+
+    Raises:
+      ValueError: if it has none.
+    """
+    sys.path.insert(0, str(path.resolve().parent.parent))  # for `from configs import ...`
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ValueError(f'{path} is no Python file; give one with get_study(scale, tables)')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, 'get_study'):
+        raise ValueError(f'{path} has no get_study(scale, tables); see configs/paper_tables.py')
+    return module
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m jaxmp.sweep', description=(__doc__ or '').partition('\n\n')[2]
+    )
+    parser.add_argument('file', type=Path, help='a study, such as configs/paper_tables.py')
+    parser.add_argument('--scale', required=True, help='smoke, cpu or paper')
+    parser.add_argument('--tables', default='1,2,3,4', help='numbers, with commas')
+    parser.add_argument('--rows', default='', help='only these rows, with commas')
+    parser.add_argument('--seeds', type=int, default=0, help='only so many; 0: all')
+    parser.add_argument('--out', type=Path, default=Path('results'), help='folder of results')
+    parser.add_argument('--work', type=Path, default=Path('runs/sweep'), help='of checkpoints')
+    parser.add_argument('--set', action='append', default=[], help='key=value, of every run')
+    parser.add_argument('--plan', action='store_true', help='show the plan and run nothing')
+    parser.add_argument('--verbose', action='store_true', help='tell of every epoch')
+    return parser.parse_args(argv)
+
+
+def put(config: Any, text: str) -> None:
+    """Writes ``key=value`` into ``config``, the value as what it replaces.
+
+    Raises:
+      ValueError: if there is no such key, or the value is of another kind.
+
+    >>> import ml_collections
+    >>> c = ml_collections.ConfigDict({'lr': 0.1, 'download': False})
+    >>> put(c, 'lr=0.5'), put(c, 'download=True'), c.lr, c.download
+    (None, None, 0.5, True)
+    """
+    key, _, value = text.partition('=')
+    if key not in config:
+        raise ValueError(f'--set {text}: no key {key!r}; there are {", ".join(config)}')
+    kind = type(config[key])
+    if kind is bool and value not in ('True', 'False'):
+        raise ValueError(f'--set {text}: {key} is True or False')
+    config[key] = value == 'True' if kind is bool else kind(value)
+
+
+def plan_of(args: argparse.Namespace) -> list[Job]:
+    """The runs that the command line asks for.
+
+    Raises:
+      ValueError: for a row, a key or a value that does not exist.
+    """
+    study = study_of(args.file).get_study(args.scale, tuple(map(int, args.tables.split(','))))
+    rows = {r for r in args.rows.split(',') if r}
+    if unknown := rows - {c.name for _, c in study}:
+        known = ', '.join(dict.fromkeys(c.name for _, c in study))
+        raise ValueError(f'no rows {", ".join(sorted(unknown))}; there are {known}')
+    kept = [(s, c) for s, c in study if (not rows or c.name in rows)]
+    kept = [(s, c) for s, c in kept if not args.seeds or s < args.seeds]
+    for _, config in kept:
+        for text in args.set:
+            put(config, text)
+        config.lock()
+    return jobs(kept, args.out / args.scale, args.work / args.scale)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a study; ends with 1 if a run failed and 143 on a signal."""
+    args = arguments(argv)
+    try:
+        plan = plan_of(args)
+        if args.plan:
+            return show_plan(plan)
+        import jax
+        from absl import logging
+
+        logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
+        cache = str(Path('~/.cache/jaxmp').expanduser())
+        jax.config.update('jax_compilation_cache_dir', cache)
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+        failed = sweep(plan, quiet=not args.verbose)
+    except (ValueError, OSError) as error:
+        sys.exit(f'jaxmp.sweep: {error}')
+    except KeyboardInterrupt:
+        say('stopped by a signal, the run begun is saved; the same command goes on')
+        sys.exit(143)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,150 @@
+"""A study from its plan to its report; what is killed, what fails, what is refused."""
+
+import ast
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxmp import sweep
+from jaxmp.report import __main__ as report
+from tests.runs import ROOT
+
+TWO_A_TABLE = (
+    'none,fw4-bw8,top10,ef21-top10-warm20,aqsgd-top50-warm10,gpt2-none,gpt2-top10'  # of five tables
+)
+
+
+def plan(tmp_path, *more):
+    places = f'--out={tmp_path / "results"}', f'--work={tmp_path / "work"}'
+    words = str(ROOT / 'tests' / 'tiny_study.py'), '--scale=smoke', *places, *more
+    return sweep.plan_of(sweep.arguments(words))
+
+
+@pytest.fixture(scope='module')
+def smoke(tmp_path_factory):
+    """Two rows of every table, one seed, embedded data; then the report."""
+    home = tmp_path_factory.mktemp('smoke')
+    jobs = plan(home, '--tables=1,2,3,4,5', f'--rows={TWO_A_TABLE}')
+    assert sweep.sweep(jobs) == {}
+    report.main([str(home / 'results'), f'--out={home / "report"}'])
+    return home
+
+
+def test_the_smoke_study_runs_and_is_reported(smoke):
+    results = {p.stem for p in (smoke / 'results' / 'smoke').glob('*.json')}
+    assert results == {f'{row}-s0' for row in TWO_A_TABLE.split(',')}
+    text = (smoke / 'report' / 'report.md').read_text()
+    for table in range(1, 6):
+        part = text.split(f'### Table {table}')[1].split('###')[0]
+        ran = [l for l in part.splitlines() if l.endswith('| 1 |')]
+        assert len(ran) == 2, part
+        assert (smoke / 'report' / f'smoke_figure{table + 1}.png').exists()
+    page = (smoke / 'report' / 'report.html').read_text()
+    assert page.count('src="data:image/png;base64,') == page.count('<img') == 7
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert (smoke / 'report' / 'smoke.csv').read_text().count('\n') == 1 + len(results)
+
+
+def test_a_finished_study_is_not_run_again(smoke, capsys):
+    before = {p: p.stat().st_mtime_ns for p in (smoke / 'results').rglob('*.json')}
+    jobs = plan(smoke, '--tables=1,2,3,4,5', f'--rows={TWO_A_TABLE}')
+    assert sweep.sweep(jobs) == {}
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+    assert '7 runs, 0 to do' in capsys.readouterr().out
+
+
+def test_a_result_of_other_settings_is_not_taken_for_this_one(smoke):
+    jobs = plan(smoke, '--tables=1', '--rows=none', '--seeds=1', '--set', 'lr=0.5')
+    with pytest.raises(ValueError, match=r'made with other settings: lr=0.02 \(now 0.5\)'):
+        sweep.sweep(jobs)
+
+
+def test_the_report_follows_the_results(smoke, tmp_path):
+    """A number changed in a result changes in the report, and no template holds one."""
+    path = smoke / 'results' / 'smoke' / 'none-s0.json'
+    summary = json.loads(path.read_text())
+    summary['test']['on']['last']['accuracy'] = 0.123456
+    (tmp_path / 'results').mkdir()
+    (tmp_path / 'results' / 'none-s0.json').write_text(json.dumps(summary))
+    report.main([str(tmp_path / 'results'), f'--out={tmp_path / "report"}'])
+    assert '12.35' in (tmp_path / 'report' / 'report.md').read_text()
+    for template in (ROOT / 'jaxmp' / 'report').glob('*.md'):
+        assert not re.search(r'\d', template.read_text()), template
+    for source in (ROOT / 'jaxmp' / 'report').glob('*.py'):
+        tree = ast.parse(source.read_text())
+        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+        said = [t for t in texts if isinstance(t, str) and '>>>' not in t]
+        assert not [t for t in said if re.search(r'\d+\.\d+', t)], source
+
+
+def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
+    jobs = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=1')
+    jobs[0].config.lr = 1e30
+    failed = sweep.sweep(jobs)
+    assert list(failed) == ['none-s0']
+    assert failed['none-s0'].startswith('DivergedError: the loss')
+    assert jobs[1].result.exists()
+    assert '1 finished, 0 at work elsewhere, 1 failed' in capsys.readouterr().out
+
+
+def test_two_sweeps_share_the_work(tmp_path, capsys):
+    jobs = plan(tmp_path, '--tables=1', '--rows=none', '--seeds=1')
+    with sweep.locked(jobs[0].workdir) as mine:
+        assert mine
+        assert sweep.sweep(jobs) == {}
+    assert '0 finished, 1 at work elsewhere' in capsys.readouterr().out
+
+
+def records(workdir):
+    path = workdir / 'metrics.jsonl'
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith('}')]
+
+
+def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
+    """kill -9 in the second run; then nothing is repeated."""
+    more = ('--tables=1', '--rows=none', '--set', 'epochs=40')
+    plan_ = first, second = plan(tmp_path, *more)
+    args = [sys.executable, '-m', 'jaxmp.sweep', str(ROOT / 'tests' / 'tiny_study.py')]
+    args += ['--scale=smoke', *more, f'--out={tmp_path / "results"}', f'--work={tmp_path / "work"}']
+    process = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.DEVNULL)
+    limit = time.time() + 400
+    while len(records(second.workdir)) < 6 and process.poll() is None and time.time() < limit:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -9
+    done, at = first.result.stat().st_mtime_ns, records(second.workdir)[-1]['epoch']
+    capfd.readouterr()
+    assert sweep.sweep([first, second], quiet=False) == {}
+    assert first.result.stat().st_mtime_ns == done
+    out, err = capfd.readouterr()
+    assert '1/2 done, 1 begun' in out
+    going_on = re.search(r'going on from step (\d+)', err)
+    assert going_on, err
+    step = int(going_on[1])
+    assert step >= (at - 1) * 10
+    epochs = [len(json.loads(j.result.read_text())['history']['on']['loss']) for j in plan_]
+    assert epochs == [40, 40]
+
+
+@pytest.mark.parametrize(
+    ('more', 'message'),
+    [
+        (['--rows=fw9-bw9'], 'no rows fw9-bw9; there are none, fw4-bw8'),
+        (['--set', 'widht=3'], "no key 'widht'"),
+        (['--tables=9'], 'the tables 1, 2, 3, 4, 5'),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(tmp_path, more, message):
+    with pytest.raises(ValueError, match=message):
+        plan(tmp_path, *more)
+
+
+def test_a_file_without_a_study_is_refused(tmp_path):
+    with pytest.raises(ValueError, match='has no get_study'):
+        sweep.study_of(ROOT / 'tests' / 'runs.py')
