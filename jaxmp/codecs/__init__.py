@@ -2,6 +2,7 @@
 
 from jaxmp.codecs.dense import bf16, fp16, raw
 from jaxmp.codecs.logscale import log_scale
+from jaxmp.codecs.sign import as_bool, natural, one_bit, qsgd
 from jaxmp.codecs.sparse import (
     IndexCoding,
     bitmap,
@@ -11,12 +12,14 @@ from jaxmp.codecs.sparse import (
     random_k,
     same_support,
     top_k,
+    unbiased_random_k,
 )
 from jaxmp.codecs.uniform import block, max_scaled, nearest, stochastic, uniform
 from jaxmp.codecs.view import per_token
 
 __all__ = [
     'IndexCoding',
+    'as_bool',
     'bf16',
     'bitmap',
     'block',
@@ -25,13 +28,17 @@ __all__ = [
     'int32',
     'log_scale',
     'max_scaled',
+    'natural',
     'nearest',
+    'one_bit',
     'packed',
     'per_token',
+    'qsgd',
     'random_k',
     'raw',
     'same_support',
     'stochastic',
     'top_k',
+    'unbiased_random_k',
     'uniform',
 ]
