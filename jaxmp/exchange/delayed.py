@@ -67,11 +67,9 @@ def dgc(
         u = [jnp.where(s, 0, a) for a, s in zip(u, sent, strict=True)] if masking else u
         return out, {'u': u, 'v': v}
 
-    def at(epoch: int) -> Rule:
-        now = max(fraction, LEAST_SPARSE ** (epoch + 1)) if epoch < warmup else fraction
-        return dgc(now, momentum, clip, 0, masking)
-
-    return Rule(init, apply, at if warmup else None, momentum)
+    shares = [max(fraction, LEAST_SPARSE ** (t + 1)) for t in range(warmup)]
+    phases = [dgc(f, momentum, clip, 0, masking) for f in [*shares, fraction]] if warmup else []
+    return Rule(init, apply, tuple(phases), momentum)
 
 
 def _kept(codec: Codec, x: Array) -> Array:

@@ -38,7 +38,8 @@ class Exchange(NamedTuple):
       apply: ``(gradients, state, key, via) -> (gradients, state)``: what the optimiser gets, the
         same in all replicas. ``key`` must be the same in all replicas too.
       settle: ``(params, state, via) -> (params, state)``, called after the optimiser.
-      at: ``epoch -> exchange``, for those that change what they send; None if they do not.
+      phases: those of the first epochs, the last for all others; empty if nothing changes. States
+        are alike.
       momentum: what the optimiser must leave out because the exchange does it; 0 for nothing.
       every: settles in every so many steps.
     """
@@ -46,9 +47,13 @@ class Exchange(NamedTuple):
     init: Callable[[Any, int], State]
     apply: Callable[[Any, State, Any, Collectives], tuple[Any, State]]
     settle: Callable[[Any, State, Collectives], tuple[Any, State]] = _stay
-    at: Callable[[int], Exchange] | None = None
+    phases: tuple[Exchange, ...] = ()
     momentum: float = 0.0
     every: int = 1
+
+    def phase(self, epoch: int) -> Exchange:
+        """What is exchanged in an epoch, counted from 0."""
+        return self.phases[min(epoch, len(self.phases) - 1)] if self.phases else self
 
 
 class Rule(NamedTuple):
@@ -56,7 +61,7 @@ class Rule(NamedTuple):
 
     init: Callable[[list[Any], int], State]
     apply: Callable[[list[Array], State, Any, Collectives], tuple[list[Array], State]]
-    at: Callable[[int], Rule] | None = None
+    phases: tuple[Rule, ...] = ()
     momentum: float = 0.0
 
 
@@ -94,8 +99,8 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
         rows = iter(big), iter(few)
         return form.unflatten([next(rows[not large(a)]) for a in leaves]), (state, heavy)
 
-    at = (lambda epoch: per_layer(rule.at(epoch), smallest)) if rule.at else None
-    return Exchange(init, apply, at=at, momentum=rule.momentum)
+    phases = tuple(per_layer(r, smallest) for r in rule.phases)
+    return Exchange(init, apply, phases=phases, momentum=rule.momentum)
 
 
 def bucketed(rule: Rule, elements: int = 0) -> Exchange:
@@ -129,8 +134,8 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
             joined = joined[a.size :]
         return form.unflatten(parts), state
 
-    at = (lambda epoch: bucketed(rule.at(epoch), elements)) if rule.at else None
-    return Exchange(init, apply, at=at, momentum=rule.momentum)
+    phases = tuple(bucketed(r, elements) for r in rule.phases)
+    return Exchange(init, apply, phases=phases, momentum=rule.momentum)
 
 
 def check_rule(name: str, rule: object) -> None:
