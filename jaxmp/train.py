@@ -272,9 +272,13 @@ def gradients(
     first = jax.tree.map(lambda a: a[0], parts)
     shapes = jax.eval_shape(one, rest, micro.take_links(cuts, state.links, 0), *first)[2]
     start = rest, state.links, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    # Convolutions in a loop are slow on CPU.
-    unroll = jax.default_backend() == 'cpu'
-    (rest, links, (means, grads)), _ = jax.lax.scan(add, start, parts, unroll=unroll)
+    if jax.default_backend() == 'cpu':  # XLA:CPU's convolutions are slow in a scan, even an unrolled
+        carry = start
+        for m in range(micros):
+            carry, _ = add(carry, jax.tree.map(lambda a, m=m: a[m], parts))
+    else:
+        carry, _ = jax.lax.scan(add, start, parts)
+    rest, links, (means, grads) = carry
     return rest, links, means, grads
 
 
