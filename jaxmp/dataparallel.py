@@ -261,7 +261,5 @@ def lower(exchange: Exchange, params: Any, mesh: Mesh) -> Any:
 
     state = jax.eval_shape(lambda: exchange.init(params, mesh.size))
     stack = lambda a: jax.ShapeDtypeStruct((mesh.size, *a.shape), a.dtype)
-    run = jax.shard_map(
-        device, mesh=mesh, in_specs=(P(AXIS), P(AXIS), P()), out_specs=P(AXIS)
-    )
+    run = jax.shard_map(device, mesh=mesh, in_specs=(P(AXIS), P(AXIS), P()), out_specs=P(AXIS))
     return jax.jit(run).lower(*jax.tree.map(stack, (params, state)), jax.random.key(0))

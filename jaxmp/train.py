@@ -111,7 +111,7 @@ def replication(config: Config) -> tuple[int, Exchange]:
     if isinstance(n, bool) or n < 1 or config.batch_size % n:
         raise ValueError(
             f'config.replicas={n!r} does not divide config.batch_size={config.batch_size}; every '
-            'replica takes an equal cut of a step\'s batch'
+            "replica takes an equal cut of a step's batch"
         )
     if n > 1 and config.runtime != 'local':
         raise ValueError(f'config.replicas={n} needs config.runtime=local, got {config.runtime!r}')
@@ -272,7 +272,9 @@ def gradients(
     first = jax.tree.map(lambda a: a[0], parts)
     shapes = jax.eval_shape(one, rest, micro.take_links(cuts, state.links, 0), *first)[2]
     start = rest, state.links, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    if jax.default_backend() == 'cpu':  # XLA:CPU's convolutions are slow in a scan, even an unrolled
+    if (
+        jax.default_backend() == 'cpu'
+    ):  # XLA:CPU's convolutions are slow in a scan, even an unrolled
         carry = start
         for m in range(micros):
             carry, _ = add(carry, jax.tree.map(lambda a, m=m: a[m], parts))

@@ -33,7 +33,7 @@ BELOW = {
     'watch': '',
     'team': 'mpmd watch',
     'launch': '',
-    'dataparallel': 'wire codecs feedback transport spec',
+    'exchange': 'wire codecs feedback transport spec',
     'models': '',
     'data': '',
     'report': '',
@@ -45,11 +45,12 @@ ABOVE = {  # may import everything below
     'evaluate',
     'engine',
     'staged',
+    'dataparallel',
     'run',
     'generate',
     '__init__',
 }
-INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'view']
+INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'sign', 'view']
 HEAVY = (
     'orbax',
     'tensorflow_datasets',

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
 
 EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
-SMALL = 2.0**-16  # keeps the norm of a vector of the largest floats finite
+SMALL = 2.0**-16  # keeps sums over the largest floats finite
 
 
 def _wide(x: Array) -> Array:
@@ -35,9 +35,8 @@ def _elements(like: Like) -> int:
 
 
 def _mean_size(x: Array) -> Array:
-    """Mean magnitude of every row, computed beside its largest so that no sum overflows."""
-    top = jnp.max(jnp.abs(x), 1, keepdims=True)
-    return top * jnp.mean(jnp.abs(x) / jnp.where(top > 0, top, 1), 1, keepdims=True)
+    """Mean magnitude of every row."""
+    return jnp.sum(jnp.abs(x) * SMALL, 1, keepdims=True) / (x.shape[1] * SMALL)
 
 
 def _encode_one_bit(x: Array, ctx: Ctx) -> dict[str, Array]:
@@ -83,10 +82,12 @@ Kept to show why it fails: casting to a truth value loses the sign, so that ever
 """
 
 
-def _float32(x: Array) -> Array:
-    """``samples(x)`` in float32; finite values beyond its largest saturate."""
-    x, largest = samples(x), float(jnp.finfo(jnp.float32).max)
-    return jnp.where(jnp.isfinite(x), jnp.clip(_wide(x), -largest, largest), x).astype(jnp.float32)
+def _float32_words(x: Array) -> Array:
+    """The bits of ``x`` in float32; finite values beyond its largest saturate."""
+    if x.dtype == jnp.float64:
+        largest = float(jnp.finfo(jnp.float32).max)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
 def _key(name: str, ctx: Ctx) -> Array:
@@ -96,7 +97,7 @@ def _key(name: str, ctx: Ctx) -> Array:
 
 
 def _encode_natural(x: Array, ctx: Ctx) -> Array:
-    words = jax.lax.bitcast_convert_type(_float32(x), jnp.uint32)
+    words = _float32_words(samples(x))
     exponent = (words >> MANTISSA_BITS) & (2**EXPONENT_BITS - 1)
     rest = words & (2**MANTISSA_BITS - 1)
     draw = jax.random.bits(_key('natural', ctx), words.shape, jnp.uint32) >> (32 - MANTISSA_BITS)
@@ -110,7 +111,9 @@ def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
     code = unpack(m, 1 + EXPONENT_BITS, _elements(like)).astype(jnp.uint32)
     sign, exponent = code >> EXPONENT_BITS, code & (2**EXPONENT_BITS - 1)
     words = (sign << 31) | (exponent << MANTISSA_BITS)
-    return _into(jax.lax.bitcast_convert_type(words, jnp.float32), like)
+    y = jax.lax.bitcast_convert_type(words, jnp.float32)
+    # Clipping would flush what is below the normal numbers.
+    return y.reshape(like.shape) if like.dtype == jnp.float32 else _into(y, like)
 
 
 natural = Codec(_encode_natural, _decode_natural)
@@ -151,7 +154,8 @@ def qsgd(levels: int) -> Codec:
     width = math.ceil(math.log2(2 * levels + 1))
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
-        x = _wide(samples(x)) * SMALL
+        # The barriers: XLA would reorder the products, and some overflow.
+        x = jax.lax.optimization_barrier(_wide(samples(x)) * SMALL)
         top = jnp.max(jnp.abs(x), 1, keepdims=True)
         unit = x / jnp.where(top > 0, top, 1)
         norm = jnp.sqrt(jnp.sum(unit**2, 1, keepdims=True))
@@ -164,6 +168,8 @@ def qsgd(levels: int) -> Codec:
     def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
         del ctx
         code = unpack(m['codes'], width, _elements(like)).astype(m['norm'].dtype)
-        return _into((code - levels) / levels * m['norm'] / SMALL, like)
+        y = jax.lax.optimization_barrier((code - levels) / levels * m['norm'])
+        top = float(jnp.finfo(y.dtype).max) * SMALL
+        return _into(jnp.where(jnp.isfinite(y), jnp.clip(y, -top, top), y) / SMALL, like)
 
     return Codec(encode, decode)
