@@ -5,6 +5,7 @@ exchange_worker.py coordinator_address replicas replica
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from typing import Any
@@ -27,7 +28,7 @@ BATCH, RATE = 64, 0.05
 
 def make(key: Any) -> list[dict[str, Any]]:
     """Kernels and biases of the network."""
-    sides = list(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+    sides = list(itertools.pairwise(WIDTHS))
     keys = jax.random.split(key, len(sides))
     kernel = lambda k, a, b: jax.random.normal(k, (a, b)) * (2 / a) ** 0.5
     return [{'w': kernel(k, *s), 'b': jnp.zeros(s[1])} for k, s in zip(keys, sides, strict=True)]

@@ -77,8 +77,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         '# Exchanges of gradients over a slow link',
         '',
         f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {run["commit"]};',
-        f'{first["parameters"]:,} parameters, float32 gradient {first["uncompressed"]:,} bytes, two',
-        'replicas in as many processes and network namespaces. Definitions: `bench/slow_exchange.py`.',
+        f'{first["parameters"]:,} parameters, float32 gradient {first["uncompressed"]:,} bytes;',
+        'two replicas in as many processes and network namespaces. Definitions:',
+        '`bench/slow_exchange.py`.',
         '',
         f'`{run["command"]}`',
     ]

@@ -123,7 +123,7 @@ def test_qsgd_refuses(levels):
 
 @pytest.mark.parametrize('text', ['natural', 'qsgd(4)', 'unbiased_random_k(0.1)'])
 def test_random_codecs_need_a_key(text):
-    with pytest.raises(ValueError, match='needs ctx.key'):
+    with pytest.raises(ValueError, match=r'needs ctx\.key'):
         parse(text).codec.encode(jnp.ones((1, 3)), Ctx())
 
 
