@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_ends_like_an_uninterrupted_one(tmp_path, text):
 
 
 def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
-    """One bit of one parameter of replica 2, while it trains; the last checkpoint is from before."""
+    """One bit of one parameter, and an adder that errs; the checkpoint kept is from before."""
     config = small(replicas=4, exchange='all_gather(ef(one_bit))', epochs=3)
     run.run(config.copy_and_resolve_references() | {'epochs': 1}, tmp_path)
     engine, state = state_of(tmp_path, config)

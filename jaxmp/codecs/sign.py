@@ -77,7 +77,7 @@ def _decode_bool(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
 as_bool = Codec(_encode_bool, _decode_bool)
 """Whether an element is not zero, times the mean magnitude: the '1-bit' code of a thesis.
 
-Kept to show why it fails: casting to a truth value loses the sign, so that every gradient points up.
+Kept to show why it fails: casting to a truth value loses the sign, and all gradients point up.
 (There the scale is a running mean over all tensors, here that of the tensor.)
 """
 
@@ -131,9 +131,9 @@ References:
 def qsgd(levels: int) -> Codec:
     """QSGD: the share of the norm, rounded at random to one of ``s`` levels.
 
-    ``C(x)_i = |x|_2 sign(x_i) z_i / s``, ``z_i`` the floor or the ceiling of ``s |x_i| / |x|_2``, the
-    ceiling with probability of the rest: unbiased, ``E |x - C(x)|^2 <= min(D / s^2, sqrt(D) / s)
-    |x|^2``. Codes of fixed width: ``ceil(log2(2 s + 1))`` bits an element and a norm a sample.
+    ``C(x)_i = |x|_2 sign(x_i) z_i / s``, ``z_i`` the floor or the ceiling of ``s |x_i| / |x|_2``,
+    the ceiling with probability of the rest: unbiased, ``E |x - C(x)|^2 <= min(D / s^2,
+    sqrt(D) / s) |x|^2``. Codes of fixed width: ``ceil(log2(2 s + 1))`` bits an element and a norm a sample.
 
     Args:
       levels: s, from 1 to 32767.

@@ -24,7 +24,8 @@ RULES = {
     'scatter_gather': scatter_gather,
 }
 __all__ = [
-    'AXIS', 'Collectives', 'Exchange', 'Rule', 'metered', 'operands', 'over', 'parse', 'sent', *RULES,
+    'AXIS', 'Collectives', 'Exchange', 'Rule', 'metered', 'operands', 'over', 'parse', 'sent',
+    *RULES,
 ]  # fmt: skip
 
 

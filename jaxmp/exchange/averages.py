@@ -245,6 +245,4 @@ def double_squeeze(codec: Codec) -> Rule:
       DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
       Compression, arXiv 1905.05957.
     """
-    from jaxmp.feedback import ef
-
     return scatter_gather(ef(codec), ef(codec))

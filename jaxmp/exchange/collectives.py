@@ -62,7 +62,7 @@ def over(axis: str = AXIS) -> Collectives:
             parts = [leaves[i] for i in at]
             joined = jnp.concatenate([a.reshape(-1) for a in parts])
             ends = [sum(a.size for a in parts[: k + 1]) for k in range(len(parts) - 1)]
-            for i, part in zip(at, jnp.split(_sum(joined, axis), ends)):
+            for i, part in zip(at, jnp.split(_sum(joined, axis), ends), strict=True):
                 done[i] = part.reshape(leaves[i].shape)
         return form.unflatten([done[i] for i in range(len(leaves))])
 

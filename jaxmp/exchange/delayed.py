@@ -1,4 +1,4 @@
-"""Rules that send later: Deep Gradient Compression gathers momentum, local SGD takes steps alone."""
+"""Rules that send later: Deep Gradient Compression gathers momentum, local SGD steps alone."""
 
 from __future__ import annotations
 

@@ -120,7 +120,8 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
 
     def cut(leaves: list[Any]) -> list[Array]:
         joined = jnp.concatenate([a.reshape(-1) for a in leaves])
-        return jnp.split(joined, range(elements, joined.size, elements)) if elements else [joined]
+        ends = list(range(elements, joined.size, elements)) if elements else []
+        return jnp.split(joined, ends)
 
     def init(grads: Any, n: int) -> State:
         return rule.init(jax.eval_shape(cut, jax.tree.leaves(grads)), n)
