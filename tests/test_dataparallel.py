@@ -33,7 +33,7 @@ def flat(monkeypatch):
 
 def small(**changes):
     words = {'model': 'flat', 'width': 24, 'train_examples': 160, 'batch_size': 32, 'epochs': 2}
-    return config_of('digits_dataparallel', **words, checkpoint_every=1, **changes)
+    return config_of('digits_dataparallel', **{**words, 'checkpoint_every': 1, **changes})
 
 
 # An optax loop of one's own.
@@ -100,9 +100,8 @@ def test_two_and_four_replicas_train_like_one(tmp_path):
 
 def test_both_compressions_in_one_table(tmp_path, capsys):
     """Cuts between stages inside each replica, gradients between replicas."""
-    config = small(fwd='ef21(uniform(4))', bwd='ef(uniform(4))', epochs=1, momentum=0.0)
-    with config.unlocked():
-        config.exchange = 'dgc(0.05, momentum=0.5, warmup=1)'
+    rules = {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))'}
+    config = small(**rules, exchange='dgc(0.05, momentum=0.5, warmup=1)', epochs=1, momentum=0.0)
     summary = run.run(config, tmp_path)
     out = capsys.readouterr().out
     sent = summary['exchange']
@@ -128,7 +127,7 @@ def test_a_run_that_goes_on_ends_like_an_uninterrupted_one(tmp_path, text):
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
     run.run(small(exchange=text), whole)
     for epochs in (1, 2):
-        run.run(small(exchange=text).copy_and_resolve_references() | {'epochs': epochs}, cut)
+        run.run(small(exchange=text, epochs=epochs), cut)
     (_, a), (_, b) = (state_of(w, small(exchange=text)) for w in (whole, cut))
     jax.tree.map(np.testing.assert_array_equal, a, b)
     errors = [x for x in jax.tree.leaves(a.exchange) if np.asarray(x).size > 100]
@@ -139,8 +138,9 @@ def test_a_run_that_goes_on_ends_like_an_uninterrupted_one(tmp_path, text):
 
 def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     """One bit of one parameter, and an adder that errs; the checkpoint kept is from before."""
-    config = small(replicas=4, exchange='all_gather(ef(one_bit))', epochs=3)
-    run.run(config.copy_and_resolve_references() | {'epochs': 1}, tmp_path)
+    words = {'replicas': 4, 'exchange': 'all_gather(ef(one_bit))'}
+    run.run(small(**words, epochs=1), tmp_path)
+    config = small(**words, epochs=3)
     engine, state = state_of(tmp_path, config)
     engine.check(state)
     kernel = np.array(state.variables[1]['params']['Dense_0']['kernel'])
@@ -193,7 +193,9 @@ def test_lenet_has_the_size_of_the_thesis():
 
 def test_report_of_runs(tmp_path):
     for name, text in (('plain', 'mean'), ('halves', 'all_reduce(fp16)')):
-        run.run(small(exchange=text, epochs=1, name=name), tmp_path / name)
+        config = small(exchange=text, epochs=1)
+        config.name = name
+        run.run(config, tmp_path / name)
     exchanges.main([str(tmp_path), '--out', str(tmp_path / 'out')])
     page = (tmp_path / 'out' / 'README.md').read_text()
     rows = [line for line in page.splitlines() if line.startswith('| `')]

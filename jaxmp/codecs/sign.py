@@ -133,7 +133,8 @@ def qsgd(levels: int) -> Codec:
 
     ``C(x)_i = |x|_2 sign(x_i) z_i / s``, ``z_i`` the floor or the ceiling of ``s |x_i| / |x|_2``,
     the ceiling with probability of the rest: unbiased, ``E |x - C(x)|^2 <= min(D / s^2,
-    sqrt(D) / s) |x|^2``. Codes of fixed width: ``ceil(log2(2 s + 1))`` bits an element and a norm a sample.
+    sqrt(D) / s) |x|^2``. Codes of fixed width: ``ceil(log2(2 s + 1))`` bits an element, and a norm
+    a sample.
 
     Args:
       levels: s, from 1 to 32767.
