@@ -200,7 +200,7 @@ class _Staged:
         """For clipping by the norm over all stages, wherever they are."""
         if not self.s.config.clip_norm:
             return np.float32(1)
-        mine = np.zeros(len(self.devices), np.float32)
+        mine = np.zeros(len(self.devices))
         for s, g in grads.items():
             mine[s] = self.square_norm(once(self.s.task, s, g))
         return np.asarray(clip_scale(self.s, np.sum(self.team.total(mine))))

@@ -13,7 +13,7 @@ import pytest
 
 from jaxmp import launch, team, watch
 from jaxmp.run import team_of
-from tests.runs import config_of, records, start, wait_for_steps
+from tests.runs import ROOT, config_of, records, start, wait_for_steps
 
 NAMES = watch.names_of([0, 1, 2, 2])
 ABOUT = {'lr': 0.1, 'jaxmp': '1'}
@@ -183,6 +183,39 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
         assert sent['payload'] == [row['forward'], row['backward']]
         assert sent['collectives'] in ([0, 0], sent['payload'])
     assert summary['moved'][1]['collectives'] == summary['moved'][1]['payload']
+
+
+TIED = """
+from configs import text_gpt2
+
+
+def get_config():
+    c = text_gpt2.get_config()
+    c.update(width=8, heads=2, sequence_length=16, train_examples=64, micro_batches=2, epochs=1)
+    c.update(fwd='ef21(uniform(2))', bwd='ef(uniform(4))')
+    # Adam divides a key bias's gradient, which is rounding noise about 0, by its own size.
+    c.update(optimiser='sgd', momentum=0.9, cosine_epochs=2, weight_decay=0.0)
+    return c
+"""
+
+
+def test_tied_tables_in_four_processes_are_one_parameter(tmp_path):
+    """Four processes and one program, in float64: the same losses."""
+    (tmp_path / 'tied.py').write_text(TIED)
+    config = f'--config={tmp_path / "tied.py"}'
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_ENABLE_X64': '1', 'XLA_FLAGS': ''}
+    train = [sys.executable, str(ROOT / 'train.py'), config, f'--workdir={tmp_path / "one"}']
+    four = [*LAUNCH[:4], '4', '--', *train[:3], '--config.runtime=mpmd']
+    four.append(f'--workdir={tmp_path / "four"}')
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
+    for process in [subprocess.Popen(c, env=env, **pipes) for c in (train, four)]:
+        out, code = text_of(process)
+        assert code == 0, out[-2000:]
+    one, four = (records(tmp_path / name) for name in ('one', 'four'))
+    assert len(one) == len(four) == 3
+    for a, b in zip(one, four, strict=True):
+        assert b['loss'] == pytest.approx(a['loss'], rel=1e-12)
+    assert one[1]['loss'] != one[2]['loss'], 'compression off and on'
 
 
 CLUSTERS = {
