@@ -1,7 +1,7 @@
 """The thesis's network and recipe on embedded data: two replicas, 1-bit gradients with feedback.
 
 python train.py --config=configs/digits_dataparallel.py
-2 CPU cores: under a minute. Expect 97 % test accuracy.
+2 CPU cores, shared with other work: 1.5 minutes. Expect 98 % test accuracy.
 """
 
 import ml_collections
