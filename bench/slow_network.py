@@ -35,6 +35,7 @@ import slow_report
 from crew import Crew, Rows, crew, steady
 from netlab import LINKS, Lab
 from slow_models import CODECS, TASKS
+from timing import stem
 
 HERE = Path(__file__).parent
 LOSS_STEPS, WARM, REPEATS = 50, 4, 30
@@ -177,7 +178,7 @@ def main() -> None:
     args = arguments()
     if why := netlab.obstacle():
         return print(f'skipped: {why}')
-    out = args.out or HERE / 'results' / slow_report.name()
+    out = args.out or HERE / 'results' / stem('network')
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
     rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu)

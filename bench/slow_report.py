@@ -6,9 +6,7 @@ raw float32 against the link's rate, points measured, lines the model in `slow_n
 
 from __future__ import annotations
 
-import datetime
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,20 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp.log import provenance
-
 ETHERNET, TCP = 14, 52  # bytes of headers outside and inside of a packet
 BARS = {'100m': 7.0, '1g': 2.5}
 LOSS, COST, BYTES = 0.01, 0.25, 0.05
 
 Row = dict[str, Any]
-
-
-def name() -> str:
-    """File name of today's results on this machine."""
-    dull = {'amd', 'intel', 'r', 'tm', 'cpu', 'processor', 'x'}
-    words = re.findall('[a-z0-9]+', provenance()['hardware'].lower())[1:]
-    return f'{"-".join(w for w in words if w not in dull)}_{datetime.date.today()}_network'
 
 
 class Results:

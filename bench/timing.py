@@ -1,6 +1,8 @@
 """How the benches measure: CPU-seconds, best of interleaved repeats, in one process."""
 
 import ctypes
+import datetime
+import re
 import time
 
 import jax
@@ -14,6 +16,13 @@ def header():
     """Hardware, versions and commit."""
     p = provenance()
     return f'{p["hardware"]}, jax {p["versions"]["jax"]}, commit {p["commit"]}'
+
+
+def stem(kind):
+    """File name of today's results of a kind on this machine."""
+    dull = {'amd', 'intel', 'r', 'tm', 'cpu', 'processor', 'x'}
+    words = re.findall('[a-z0-9]+', provenance()['hardware'].lower())[1:]
+    return f'{"-".join(w for w in words if w not in dull)}_{datetime.date.today()}_{kind}'
 
 
 def keep_freed_pages():

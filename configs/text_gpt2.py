@@ -29,15 +29,15 @@ def get_config() -> ml_collections.ConfigDict:
     c.remat = False  # recompute blocks in the backward
     c.init_from = ''  # a folder of weights in Hugging Face's layout, as <workdir>/model
     # What the stages send each other: one text a direction.
-    c.fwd = 'top_k(0.1)'
-    c.bwd = 'same_support()'
+    c.fwd = 'block(4)'
+    c.bwd = 'block(4)'
     c.warmup_epochs = 0  # sent raw, priming the feedback states
     c.eval_feedback = 'carry'  # carry, direct, frozen
     # How it runs.
     c.runtime = 'local'  # local: one program; mpmd: a program each stage, see docs/running.md
     c.micro_batches = 1
     c.optimiser = 'adamw'  # the rate falls linearly to 0
-    c.epochs = 15
+    c.epochs = 10
     c.batch_size = 16
     c.lr = 3e-3
     c.clip_norm = 1.0

@@ -51,6 +51,7 @@ ABOVE = {  # may import everything below
     '__init__',
 }
 INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'sign', 'view']
+INSIDE_CODECS += ['rotate', 'polarcode', 'polarsearch', 'polar']
 HEAVY = (
     'orbax',
     'tensorflow_datasets',

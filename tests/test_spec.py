@@ -40,7 +40,7 @@ FORM = 'not an expression of names, numbers and calls such as ef21'
 WORDS = 'is not allowed; write names, numbers and calls such as'
 REFUSED = {
     # words
-    'topk(0.1)': r"unknown word 'topk' \(did you mean top_k\?\); known: aqsgd, as_bool, .*, unif",
+    'topk(0.1)': r"unknown word 'topk' \(did you mean top_k\?\); known: aqsgd, .*, uniform$",
     'top_k(0.1, values=pf16)': r"unknown word 'pf16' \(did you mean fp16\?\); known: ",
     'zip': "unknown word 'zip'",
     '__import__("os")': "unknown word '__import__'",

@@ -2,6 +2,8 @@
 
 from jaxmp.codecs.dense import bf16, fp16, raw
 from jaxmp.codecs.logscale import log_scale
+from jaxmp.codecs.polar import argmax, polar, polar_sign, randomised, scl
+from jaxmp.codecs.rotate import rotate
 from jaxmp.codecs.sign import as_bool, natural, one_bit, qsgd
 from jaxmp.codecs.sparse import (
     IndexCoding,
@@ -19,6 +21,7 @@ from jaxmp.codecs.view import per_token
 
 __all__ = [
     'IndexCoding',
+    'argmax',
     'as_bool',
     'bf16',
     'bitmap',
@@ -33,10 +36,15 @@ __all__ = [
     'one_bit',
     'packed',
     'per_token',
+    'polar',
+    'polar_sign',
     'qsgd',
     'random_k',
+    'randomised',
     'raw',
+    'rotate',
     'same_support',
+    'scl',
     'stochastic',
     'top_k',
     'unbiased_random_k',

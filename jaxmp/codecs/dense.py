@@ -21,7 +21,7 @@ def _decode_raw(m: Array, like: Like, ctx: Ctx) -> Array:
     return m.astype(like.dtype)
 
 
-def _saturated(x: Array, dtype: jnp.dtype) -> Array:
+def saturated(x: Array, dtype: jnp.dtype) -> Array:
     """``x`` in ``dtype``; finite values beyond its largest become the largest."""
     x = x.astype(jnp.promote_types(jnp.promote_types(x.dtype, dtype), jnp.float32))
     largest = float(jnp.finfo(dtype).max)
@@ -31,11 +31,11 @@ def _saturated(x: Array, dtype: jnp.dtype) -> Array:
 def _sixteen(dtype: jnp.dtype) -> Codec:
     def encode(x: Array, ctx: Ctx) -> Array:
         del ctx
-        return half_bytes(_saturated(x, dtype))
+        return half_bytes(saturated(x, dtype))
 
     def decode(m: Array, like: Like, ctx: Ctx) -> Array:
         del ctx
-        return _saturated(jax.lax.bitcast_convert_type(m, dtype), like.dtype)
+        return saturated(jax.lax.bitcast_convert_type(m, dtype), like.dtype)
 
     def view(dtype: Any) -> Any:
         return lambda m: jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, dtype), m)

@@ -1,0 +1,194 @@
+"""Below one bit an element: signs as a codeword of a polar code, and one scale a block.
+
+A tensor is cut into blocks of N elements. Each is reproduced as ``c s``, where the signs s form a
+codeword that K bits name: `successive` search finds one that agrees with the elements where they
+are large. ``c = <x, s> / N``, the best scale for these signs, travels as bfloat16, 16 bits with
+float32's range, so that gradients of 1e-8 keep their scale. A message costs ``K / N + 16 / N`` bits
+an element.
+
+`polar_sign` looks at signs alone; `polar` also at magnitudes, which pays at every rate. Both first
+multiply the tensor by signs drawn from the crossing's key, at both ends, so that data of one sign,
+or otherwise structured, meet the code as random data do. The codewords of two tensors do not add:
+average what is decoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxmp.codecs import polarcode
+from jaxmp.codecs.dense import bf16, saturated
+from jaxmp.codecs.polarcode import Code, check_size
+from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
+from jaxmp.wire import Codec, Ctx, Like, pack, unpack
+
+WORD, NOISE = 0, 1  # streams of the crossing's key
+
+
+class Search(NamedTuple):
+    """How an encoder chooses the codeword.
+
+    Attributes:
+      word: ``(code, ratios, ctx) -> signs`` of a codeword, both of shape ``(N, blocks)``.
+    """
+
+    word: Callable[[Code, Ratios, Ctx], Ratios]
+
+
+def _randomised(code: Code, llr: Ratios, ctx: Ctx) -> Ratios:
+    return successive(code, llr, jax.random.logistic(_key(ctx, NOISE), llr.shape, llr.dtype))
+
+
+argmax = Search(lambda code, llr, ctx: successive(code, llr))
+"""Every bit takes its likelier value: 3 to 10 % less distortion than `randomised`."""
+
+randomised = Search(_randomised)
+"""Every bit is drawn from its posterior, ``P(u = 1) = 1 / (1 + e^L)``: what the proofs assume."""
+
+
+def scl(paths: int) -> Search:
+    """A list of ``paths`` candidates and the likeliest of them in the end: 2 to 8 % below `argmax`.
+
+    Args:
+      paths: 2 to 32; 4 to 8 are usual. 8 take about 15 times as long as `argmax`.
+
+    Raises:
+      ValueError: if ``paths`` is out of range.
+    """
+    if isinstance(paths, bool) or not isinstance(paths, int) or not 2 <= paths <= 32:
+        raise ValueError(f'scl paths {paths} is not an integer from 2 to 32; write scl(8)')
+    return Search(lambda code, llr, ctx: successive_list(code, llr, paths))
+
+
+def polar(rate: float, block: int = 1024, search: Search = argmax) -> Codec:
+    """Signs as a polar codeword chosen by signs and magnitudes, and one scale a block.
+
+    ``C(x) = c s``, ``c = <x, s> / N``, s the codeword that ``search`` finds for the log-likelihood
+    ratios ``beta x / rms(x)``, beta from ``1 - E h2(sigma(beta x)) = rate``, x normal. On normal
+    data of rates .1, .25 and .5 the relative squared error is .89, .74 and .54; data with heavy
+    tails need ``rotate(polar(...))``. A NaN or an infinity spoils its block.
+
+    Args:
+      rate: message bits an element, in (0, 1]; ``floor(rate block)`` bits a block are sent.
+      block: N, a power of two. The last block of a tensor is filled up with zeros.
+      search: ``argmax``, ``randomised`` or ``scl(paths)``.
+
+    Raises:
+      ValueError: if ``rate`` or ``block`` is out of range, or the context has no key.
+
+    >>> import jaxmp
+    >>> x = jax.ShapeDtypeStruct((4, 2048), 'float32')
+    >>> jaxmp.bits(jaxmp.parse('polar(0.25)'), x) / x.size
+    0.265625
+
+    References:
+      Polar Codes are Optimal for Lossy Source Coding, arXiv 0903.0307.
+    """
+    _check('polar', rate, block, search)
+
+    def ratios(x: Array) -> Array:
+        return polarcode.slope(rate) * x
+
+    return _codec(lambda: polarcode.code(block, rate, polarcode.soft_source), ratios, search)
+
+
+def polar_sign(rate: float, block: int = 1024, search: Search = argmax) -> Codec:
+    """Signs as a polar codeword chosen by the signs alone, and one scale a block.
+
+    As `polar` with log-likelihood ratios ``sign(x) ln((1 - D) / D)``, ``1 - h2(D) = rate``,
+    ``sign(0) = 1``: lossy compression of a fair bit source, which reproduces a sign wrongly with a
+    probability near D. It loses to `polar` at every rate below 1.
+
+    Args:
+      rate: message bits an element, in (0, 1].
+      block: N, a power of two.
+      search: ``argmax``, ``randomised`` or ``scl(paths)``.
+
+    Raises:
+      ValueError: if ``rate`` or ``block`` is out of range, or the context has no key.
+    """
+    _check('polar_sign', rate, block, search)
+
+    def ratios(x: Array) -> Array:
+        return polarcode.ratio(rate) * jnp.where(x < 0, -1, 1)
+
+    return _codec(lambda: polarcode.code(block, rate, polarcode.hard_source), ratios, search)
+
+
+def _check(name: str, rate: object, block: Any, search: object) -> None:
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise TypeError(f'{name} rate must be a number in (0, 1], got {rate!r}')
+    check_size(f'{name} block', block)
+    if not isinstance(search, Search):
+        got = getattr(search, '__name__', type(search).__name__)
+        raise TypeError(f'{name} search must be argmax, randomised or scl(8), got {got}')
+    polarcode.check_rate(name, rate, block)
+
+
+def _codec(made: Callable[[], Code], ratios: Callable[[Array], Array], search: Search) -> Codec:
+    """Blocks, signs of the key, search, scale."""
+
+    def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
+        code, size = made(), x.size
+        x, rms = _blocks(x.astype(jnp.promote_types(x.dtype, jnp.float32)), code.size)
+        flip = _flips(ctx, x.shape)
+        llr = jnp.nan_to_num(jnp.where(flip, -1, 1) * ratios(x)).astype(jnp.float32)
+        s = search.word(code, llr, ctx)
+        c = rms * _mean(x * jnp.where((s < 0) ^ flip, -1, 1), size)
+        inputs = polarcode.transform((s < 0).astype(jnp.uint8))
+        word = inputs[np.array(code.sent)].T
+        return {'word': pack(word, 1), 'scale': bf16.encode(c, ctx)}
+
+    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+        code = made()
+        word = unpack(m['word'], 1, len(code.sent)).T
+        inputs = jnp.zeros((code.size, word.shape[1]), jnp.uint8)
+        bits = polarcode.transform(inputs.at[np.array(code.sent)].set(word))
+        flip = _flips(ctx, bits.shape)
+        wide = jax.ShapeDtypeStruct(m['scale'].shape, jnp.promote_types(like.dtype, jnp.float32))
+        c = bf16.decode(m['scale'], wide, ctx)
+        x = jnp.where((bits > 0) ^ flip, -c, c).T.reshape(-1)
+        return saturated(x[: math.prod(like.shape)].reshape(like.shape), like.dtype)
+
+    return Codec(encode, decode)
+
+
+def _blocks(x: Array, n: int) -> tuple[Float[Array, 'n blocks'], Float[Array, ' blocks']]:
+    """The tensor in blocks of n elements, one a column, over their root mean squares."""
+    flat = x.reshape(-1)
+    x = jnp.pad(flat, (0, -flat.size % n)).reshape(-1, n).T
+    peak = jnp.max(jnp.abs(x), axis=0)
+    some = ~(peak < jnp.finfo(x.dtype).tiny)
+    # In two halves: squares leave float32, and so does 1 / peak (XLA divides by multiplying).
+    root = jnp.where(some, jax.lax.rsqrt(jnp.where(some, peak, 1)), 0)
+    x = x * root * root
+    rms = jnp.sqrt(_mean(x * x, flat.size))
+    return x / jnp.where(some, rms, 1), rms * peak
+
+
+def _mean(x: Float[Array, 'n blocks'], size: int) -> Float[Array, ' blocks']:
+    """Mean of every block; the last of a tensor of ``size`` elements may hold fewer than n."""
+    n, blocks = x.shape
+    return x.sum(0) / np.minimum(n, size - n * np.arange(blocks)).astype(x.dtype)
+
+
+def _flips(ctx: Ctx, shape: tuple[int, ...]) -> Array:
+    """Random signs of the crossing, true for minus."""
+    size, blocks = shape
+    words = jax.random.bits(_key(ctx, WORD), (-(-size // 8), blocks), jnp.uint8)
+    bits = words[:, None] >> jnp.arange(8, dtype=jnp.uint8)[None, :, None] & 1
+    return bits.reshape(-1, blocks)[:size] > 0
+
+
+def _key(ctx: Ctx, stream: int) -> Array:
+    key = ctx.fold(stream).key
+    if key is None:
+        raise ValueError('polar codecs need ctx.key; pass Ctx(key=jax.random.key(seed))')
+    return key

@@ -1,0 +1,259 @@
+"""Polar codes: distortion against rate, the thesis's table, speed, and all gradient codecs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+
+# Bars on the mean distortion at rates .1 .3 .5 .7 .9, and on nanoseconds a source bit.
+BARS = {
+    (1024, 'argmax'): (0.3373, 0.2093, 0.1264, 0.0655, 0.0179),
+    (1024, 'scl(8)'): (0.3293, 0.2012, 0.1193, 0.0605, 0.0170),
+    (1024, 'randomised'): (0.3459, 0.2203, 0.1353, 0.0707, 0.0197),
+    (2048, 'argmax'): (0.3343, 0.2062, 0.1237, 0.0632, 0.0171),
+    (2048, 'scl(8)'): (0.3276, 0.1991, 0.1177, 0.0591, 0.0161),
+}
+WITHIN = 0.01  # of the usual value, for randomised rounding
+SPEED = {'encode_ns': 200.0, 'decode_ns': 20.0}
+ERRORS = {  # on normal data, to three digits
+    'polar(0.1)': 0.893,
+    'polar(0.25)': 0.739,
+    'polar(0.5)': 0.537,
+    'polar(0.1, search=scl(8))': 0.884,
+    'polar(0.25, search=scl(8))': 0.725,
+    'polar(0.5, search=scl(8))': 0.525,
+}
+THEIR_BLOCKS = 3
+
+
+def load(paths: Sequence[Path]) -> list[Row]:
+    """The rows of all files.
+
+    Raises:
+      ValueError: if a file holds no rows of `bench/polar.py` or `bench/gradients.py`.
+    """
+    rows = []
+    for path in paths:
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        kinds = {r.get('kind') for r in found}
+        if not kinds & {'distortion', 'speed', 'codec'}:
+            raise ValueError(
+                f'{path} holds no rows about polar codes (kinds {sorted(map(str, kinds))}); '
+                'give what bench/polar.py or bench/gradients.py wrote'
+            )
+        rows += found
+    return rows
+
+
+def _of(rows: Sequence[Row], kind: str) -> list[Row]:
+    return [r for r in rows if r['kind'] == kind]
+
+
+def markdown(rows: Sequence[Row]) -> Iterator[str]:
+    """The page, line by line."""
+    yield from ('# Polar codes as a lossy source code', '')
+    yield from _runs(_of(rows, 'run'))
+    if found := _of(rows, 'distortion'):
+        yield from _distortion(found)
+        yield from _thesis([r for r in found if 'thesis' in r])
+    if found := _of(rows, 'speed'):
+        yield from _speed(found, _of(rows, 'construction'))
+    if found := _of(rows, 'codec'):
+        yield from _codecs(found, _of(rows, 'scalars'))
+
+
+def _runs(rows: Sequence[Row]) -> Iterator[str]:
+    """A line a script, commit and machine; the rows hold the whole commands."""
+    made = [(r['command'].split()[0], r['commit'], r['hardware'], _versions(r)) for r in rows]
+    for run in dict.fromkeys(made):
+        script, commit, hardware, versions = run
+        yield f'* `{script}`, {made.count(run)} call(s): commit {commit}, {hardware}, {versions}'
+
+
+def _versions(row: Row) -> str:
+    return ', '.join(f'{name} {version}' for name, version in row['versions'].items())
+
+
+def _distortion(rows: Sequence[Row]) -> Iterator[str]:
+    searches = list(dict.fromkeys((r['search'], r['construction']) for r in rows))
+    blocks = sorted({r['blocks'] for r in rows})
+    yield from ('', '## Distortion of fair bits', '')
+    yield f'Share of wrong bits ± standard error over {", ".join(map(str, blocks))} blocks.'
+    yield 'Frozen inputs by `genie`, or by the Bhattacharyya bound (*bound*). Every word was'
+    yield 'checked to be one of the code. In bold: a bar is set and met.'
+    yield from ('', '| N | rate | Shannon | ' + ' | '.join(_title(*s) for s in searches) + ' |')
+    yield '|--:|--:|--:|' + '--:|' * len(searches)
+    cells = {(r['size'], r['rate'], r['search'], r['construction']): r for r in rows}
+    for size, rate in sorted({(r['size'], r['rate']) for r in rows}):
+        line = [cells[size, rate, *s] for s in searches if (size, rate, *s) in cells]
+        yield f'| {size} | {rate} | {line[0]["bound"]:.4f} | ' + ' | '.join(map(_cell, line)) + ' |'
+    below = [r for r in rows if r['mean'] < r['bound']]
+    missed = [r for r in rows if verdict(r) is False]
+    set_ = [r for r in rows if verdict(r) is not None]
+    yield from ('', f'* Bars: {len(set_) - len(missed)} of {len(set_)} met.')
+    yield f'* Means below the Shannon bound: {len(below)} of {len(rows)}.'
+
+
+def _title(search: str, construction: str) -> str:
+    return search if construction == 'genie' else f'{search}, *bound*'
+
+
+def verdict(row: Row) -> bool | None:
+    """Whether a distortion meets its bar; None if none is set."""
+    bars = BARS.get((row['size'], row['search']))
+    rates = (0.1, 0.3, 0.5, 0.7, 0.9)
+    if bars is None or row['construction'] != 'genie' or row['rate'] not in rates:
+        return None
+    bar = bars[rates.index(row['rate'])]
+    if row['search'] == 'randomised':
+        return abs(row['mean'] / bar - 1) <= WITHIN
+    return row['mean'] <= bar
+
+
+def _cell(row: Row) -> str:
+    text = f'{row["mean"]:.4f} ± {row["error"]:.5f}'
+    return {True: f'**{text}**', False: f'{text} FAIL', None: text}[verdict(row)]
+
+
+def _thesis(rows: Sequence[Row]) -> Iterator[str]:
+    yield from ('', "## The thesis's setting", '')
+    yield f'Randomised rounding, Bhattacharyya construction. Theirs: {THEIR_BLOCKS} blocks a cell.'
+    yield 'z: (theirs - ours) over the standard error of that difference.'
+    yield from ('', '| N | rate | theirs | ours | z |', '|--:|--:|--:|--:|--:|')
+    worst = 0.0
+    for r in rows:
+        z = (r['thesis'] - r['mean']) / np.hypot(r['deviation'] / THEIR_BLOCKS**0.5, r['error'])
+        worst = max(worst, abs(z))
+        ours = f'{r["mean"]:.4f} ± {r["error"]:.5f}'
+        yield f'| {r["size"]} | {r["rate"]} | {r["thesis"]:.4f} | {ours} | {z:+.1f} |'
+    yield from ('', f'* {_passed(worst <= 4)}: all within 4 standard errors; at most {worst:.1f}.')
+
+
+def _passed(passed: bool) -> str:
+    return 'pass' if passed else 'FAIL'
+
+
+def _speed(rows: Sequence[Row], constructions: Sequence[Row]) -> Iterator[str]:
+    r = rows[0]
+    yield from ('', '## Speed', '')
+    yield f'Whole codecs, CPU-nanoseconds a source bit: N = {r["size"]}, {r["blocks"]} blocks, one'
+    yield f'core, best of {r["repeats"]} interleaved runs; compiling in CPU-seconds.'
+    yield from ('', '| codec | encode ns | decode ns | compile encoder s | compile decoder s |')
+    yield '|---|--:|--:|--:|--:|'
+    for r in rows:
+        times = f'{r["encode_ns"]:.1f} | {r["decode_ns"]:.1f}'
+        compiling = f'{r["compile_encode_s"]:.1f} | {r["compile_decode_s"]:.1f}'
+        yield f'| `{r["codec"]}` | {times} | {compiling} |'
+    yield ''
+    for end, bar in SPEED.items():
+        found = rows[0][end]
+        word = end.removesuffix('_ns')
+        yield f'* {_passed(found <= bar)}: `{rows[0]["codec"]}` {word} {found:.1f} ns <= {bar:.0f}'
+    took = ', '.join(f'{c["seconds"]:.2f} (N = {c["size"]})' for c in constructions)
+    yield f'* Construction by `genie`, once a code and process, seconds: {took}.'
+
+
+def _codecs(rows: Sequence[Row], scalars: Sequence[Row]) -> Iterator[str]:
+    vectors = list(dict.fromkeys(r['vector'] for r in rows))
+    yield from ('', '## Gradient codecs', '')
+    yield f'One message of {rows[0]["elements"]} elements: bits an element, `|x - C(x)|^2 / |x|^2`,'
+    yield 'CPU-nanoseconds an element on one core. Shannon: the least possible on normal data with'
+    yield 'these bits, `2^(-2 bits)`.'
+    yield from ('', f'| codec | bits | Shannon | {" | ".join(vectors)} | encode ns | decode ns |')
+    yield '|---|--:|--:|' + '--:|' * (len(vectors) + 2)
+    for r in {r['bits']: r for r in scalars}.values():
+        line = f'{r["bits"]:.3f} | {2 ** (-2 * r["bits"]):.4f} | {r["nmse"]:.4f}'
+        yield f'| *best entropy-coded scalars* | {line} |' + ' |' * (len(vectors) + 1)
+    cells = {(r['codec'], r['vector']): r for r in rows}
+    for codec in dict.fromkeys(r['codec'] for r in rows):
+        found = [cells[codec, v] for v in vectors]
+        errors = ' | '.join(f'{r["nmse"]:.4g}' for r in found)
+        bits, times = found[0]['bits'], f'{found[0]["encode_ns"]:.1f} | {found[0]["decode_ns"]:.1f}'
+        yield f'| `{codec}` | {bits:.3f} | {2 ** (-2 * bits):.4g} | {errors} | {times} |'
+    yield ''
+    for codec, bar in ERRORS.items():
+        if r := cells.get((codec, 'normal')):
+            passed = _passed(round(r['nmse'], 3) <= bar)
+            yield f'* {passed}: `{codec}` on normal data {r["nmse"]:.4f}, bar {bar}'
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Distortion of fair bits against rate, the same over its bound, and the codecs' errors."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(17, 5), layout='constrained')
+    left, middle, right = figure.subplots(1, 3)
+    found = [r for r in _of(rows, 'distortion') if r['construction'] == 'genie']
+    _draw_rates(found, [r for r in rows if 'thesis' in r], left)
+    _draw_gaps(found, middle)
+    _draw_codecs(rows, right)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_rates(rows: Sequence[Row], thesis: Sequence[Row], axes: Any) -> None:
+    d = np.linspace(1e-4, 0.5, 500)
+    axes.plot(1 + d * np.log2(d) + (1 - d) * np.log2(1 - d), d, 'k', label='Shannon bound')
+    for search, mark in (('randomised', 's'), ('argmax', 'o'), ('scl(8)', '^')):
+        some = [r for r in rows if (r['size'], r['search']) == (1024, search)]
+        at = [r['rate'] for r in some], [r['mean'] for r in some]
+        axes.plot(*at, mark, ms=5, label=f'{search}, N = 1024')
+    theirs = [r for r in thesis if r['size'] == 1024]
+    at = [r['rate'] for r in theirs], [r['thesis'] for r in theirs]
+    axes.plot(*at, 'kx', label='the thesis, N = 1024, 3 blocks')
+    axes.set(xlabel='message bits a source bit', ylabel='share of wrong bits', title='fair bits')
+    axes.legend(fontsize=8)
+
+
+def _draw_gaps(rows: Sequence[Row], axes: Any) -> None:
+    sizes = sorted({r['size'] for r in rows})
+    for size in sizes:
+        for search, style in (('randomised', ':'), ('argmax', '--'), ('scl(8)', '-')):
+            some = [r for r in rows if (r['size'], r['search']) == (size, search)]
+            over = [r['mean'] / r['bound'] for r in some]
+            label = f'N = {size}' if search == 'scl(8)' else None
+            colour = f'C{sizes.index(size)}'
+            axes.plot([r['rate'] for r in some], over, style, marker='.', color=colour, label=label)
+    axes.axhline(1, color='k')
+    axes.set(xlabel='message bits a source bit', title='... over the Shannon bound')
+    axes.set(ylabel='dotted: randomised, dashed: argmax, solid: list of 8')
+    axes.legend(fontsize=8)
+
+
+def _draw_codecs(rows: Sequence[Row], axes: Any) -> None:
+    bits = np.geomspace(0.05, 16, 200)
+    axes.plot(bits, 2.0 ** (-2 * bits), 'k', label='Shannon bound, normal')
+    scalars = {r['bits']: r['nmse'] for r in _of(rows, 'scalars')}
+    if scalars:
+        line = list(scalars), list(scalars.values())
+        axes.plot(*line, 'k:', label='entropy-coded scalars, normal')
+    found = _of(rows, 'codec')
+    for vector, mark in (('normal', 'o'), ('Laplacian', 's'), ('gradient', '^')):
+        for part, colour in (('polar', 'tab:orange'), ('', 'tab:blue')):
+            some = [
+                r for r in found if r['vector'] == vector and ('polar' in r['codec']) == bool(part)
+            ]
+            at = [r['bits'] for r in some], [r['nmse'] for r in some]
+            label = f'{vector}, {"with polar" if part else "others"}'
+            axes.plot(*at, mark, ms=4, alpha=0.7, color=colour, label=label)
+    axes.set(xscale='log', yscale='log', xlim=(0.08, 20), ylim=(1e-3, 1.2))
+    axes.set(xlabel='bits an element', ylabel='|x - C(x)|² / |x|²', title='gradient codecs')
+    axes.legend(fontsize=7)
+
+
+def write(paths: Sequence[Path], out: Path) -> str:
+    """Table ``out.md`` and picture ``out.png`` of the rows in ``paths``; returns the table.
+
+    Raises:
+      ValueError: as `load`.
+    """
+    rows = load(paths)
+    text = '\n'.join(markdown(rows)) + '\n'
+    out.with_suffix('.md').write_text(text)
+    draw(rows, out.with_suffix('.png'))
+    return text
