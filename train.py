@@ -31,12 +31,15 @@ def main(argv: list[str]) -> None:
     from absl import logging
 
     from jaxmp.checkpoint import WorkdirError
+    from jaxmp.dataparallel import DriftError
     from jaxmp.run import DivergedError, run, team_of
     from jaxmp.team import Address, Team
     from jaxmp.watch import TeamError
 
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
     config, team = CONFIG.value, Team()
+    if jax.config.jax_num_cpu_devices < config.get('replicas', 1):
+        jax.config.update('jax_num_cpu_devices', config.replicas)  # a CPU as that many devices
     jax.config.update('jax_compilation_cache_dir', str(Path('~/.cache/jaxmp').expanduser()))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     try:
@@ -44,7 +47,8 @@ def main(argv: list[str]) -> None:
         summary = run(config, WORKDIR.value or Path('runs') / config.name, team)
         team.close()
     except (
-        ValueError, FileNotFoundError, ImportError, WorkdirError, DivergedError, TeamError
+        ValueError, FileNotFoundError, ImportError, WorkdirError, DivergedError, DriftError,
+        TeamError,
     ) as error:  # fmt: skip
         team.fail(f'{type(error).__name__}: {error}')
         sys.exit(f'train.py: {type(error).__name__}: {error}')

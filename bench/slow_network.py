@@ -24,116 +24,21 @@ changes it.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import netlab
 import slow_report
+from crew import Crew, Rows, crew, steady
 from netlab import LINKS, Lab
 from slow_models import CODECS, TASKS
 from timing import stem
 
-from jaxmp.log import provenance
-
 HERE = Path(__file__).parent
-LOSS_STEPS, WARM, REPEATS, PORT = 50, 4, 30, 7078
-
-
-class Rows:
-    """Measured rows, in a file from the moment they are measured."""
-
-    def __init__(self, path: Path, fresh: bool) -> None:
-        self.path = path
-        if fresh:
-            path.unlink(missing_ok=True)
-        self.rows = [json.loads(l) for l in path.read_text().splitlines()] if path.exists() else []
-
-    def has(self, **key: Any) -> bool:
-        """Whether there is a row with these entries."""
-        return any(all(row.get(k) == v for k, v in key.items()) for row in self.rows)
-
-    def add(self, **row: Any) -> None:
-        """Keeps a row."""
-        self.rows.append(row)
-        with self.path.open('a') as file:
-            file.write(json.dumps(row) + '\n')
-
-    def start(self, **settings: Any) -> None:
-        """Notes what is run; refuses to add to rows that other settings made."""
-        first = next((r for r in self.rows if r['kind'] == 'run'), None)
-        if first and any(first[k] != v for k, v in settings.items()):
-            was = {k: first[k] for k in settings}
-            raise SystemExit(f'{self.path} was made with {was}, not {settings}; use --fresh')
-        self.add(kind='run', **settings, **provenance(), command=' '.join(sys.argv))
-
-
-class Crew:
-    """The processes of the stages."""
-
-    def __init__(self, lab: Lab, log: Any) -> None:
-        self.log, self.members = log, []
-        paths = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get('PYTHONPATH')])])
-        for s in range(lab.stages):
-            words = f'{netlab.address(0)}:{PORT}', str(lab.stages), str(s)
-            member = subprocess.Popen(
-                lab.inside(s, sys.executable, str(HERE / 'slow_worker.py'), *words),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env={**os.environ, 'PYTHONPATH': paths}, start_new_session=True,
-            )  # fmt: skip
-            self.members.append(member)
-
-    def ask(self, do: str, only: int | None = None, **order: Any) -> list[Any]:
-        """Gives an order to all stages, or to one, and waits for the answers."""
-        asked = self.members if only is None else [self.members[only]]
-        for member in asked:
-            with contextlib.suppress(BrokenPipeError):
-                member.stdin.write(json.dumps({'do': do, **order}) + '\n')
-                member.stdin.flush()
-        return [self._answer(m) for m in asked]
-
-    def sent(self) -> int:
-        """Bytes that left all namespaces so far."""
-        return sum(a['bytes'] for a in self.ask('sent'))
-
-    def _answer(self, member: subprocess.Popen) -> Any:
-        assert member.stdout
-        line = member.stdout.readline()
-        if not line:
-            self.log.seek(0)
-            end = ''.join(self.log.readlines()[-15:])
-            raise RuntimeError(f'stage {self.members.index(member)} ended:\n{end}')
-        return json.loads(line)
-
-    def close(self) -> None:
-        """Ends all of them."""
-        for member in self.members:
-            member.kill()
-            member.communicate()
-
-
-@contextlib.contextmanager
-def crew(lab: Lab) -> Iterator[Crew]:
-    """The processes of a lab's stages, ended with the block."""
-    with tempfile.TemporaryFile('w+') as log:
-        made = Crew(lab, log)
-        try:
-            yield made
-        finally:
-            made.close()
-
-
-def steady(windows: Sequence[float], share: float = 0.05) -> bool:
-    """Whether the last three agree within ``share``."""
-    last = windows[-3:]
-    return len(last) == 3 and max(last) <= min(last) * (1 + share)
+LOSS_STEPS, WARM, REPEATS = 50, 4, 30
 
 
 def measure(made: Crew, n: int, most: int) -> dict[str, Any]:
@@ -279,7 +184,7 @@ def main() -> None:
     rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu)
     with netlab.lab(args.stages, args.mtu) as lab:
         probes(lab, rows, args.links)
-        with crew(lab) as made:
+        with crew(lab, 'slow_worker.py') as made:
             work(made, lab, rows, args)
     slow_report.write(rows.rows, out)
 

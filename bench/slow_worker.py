@@ -8,22 +8,18 @@ slow_worker.py coordinator_address stages stage
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from crew import interfaces, serve
 from slow_models import TASKS, Task, loss, positions
-from timing import keep_freed_pages
 
 import jaxmp
 from jaxmp import Ctx, mpmd, schedule
@@ -139,10 +135,9 @@ class Worker:
             losses.append(value if value is None or math.isfinite(value) else None)
         return {'seconds': seconds, 'losses': losses, 'moved': moved}
 
-    def sent(self) -> dict[str, Any]:
-        """Bytes that left this namespace by any interface but its own loopback."""
-        devices = [d for d in Path('/sys/class/net').iterdir() if d.name != 'lo']
-        return {'bytes': sum(int((d / 'statistics/tx_bytes').read_text()) for d in devices)}
+    def sent(self) -> dict[str, int]:
+        """Bytes that left this namespace so far."""
+        return interfaces()
 
     def local(self, model: str, fwd: str, bwd: str, n: int) -> dict[str, Any]:
         """Steps with all stages in this process, no wire: raw and with a codec, taken in turn."""
@@ -164,25 +159,5 @@ class Worker:
         return {'seconds': codec_seconds(self._task(model), (fwd, bwd), n)}
 
 
-def main(coordinator: str, stages: str, stage: str) -> None:
-    """Joins the others, then answers orders until there are no more."""
-    answers = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)  # gloo prints
-    keep_freed_pages()
-    jax.config.update('jax_platforms', 'cpu')
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(coordinator, int(stages), int(stage), initialization_timeout=60)
-    jax.devices()  # the processes meet here; else the first to need a device waits for the others
-    worker = Worker(int(stages))
-    try:
-        for line in sys.stdin:
-            order = json.loads(line)
-            answer = getattr(worker, order.pop('do'))(**order)
-            print(json.dumps(answer), file=answers, flush=True)
-    except Exception:
-        traceback.print_exc()
-    os._exit(0)  # no barrier with stages that may be gone
-
-
 if __name__ == '__main__':
-    main(*sys.argv[1:])
+    serve(Worker, *sys.argv[1:])

@@ -30,6 +30,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.eval_feedback = 'carry'
     c.runtime = 'local'
     c.micro_batches = 1
+    c.replicas = 1  # of the whole model, each on a cut of the batch and a device of its own
+    c.exchange = 'mean'  # how replicas share gradients, see jaxmp/exchange
     c.optimiser = 'sgd'
     c.epochs = 100
     c.batch_size = 100

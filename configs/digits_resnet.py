@@ -30,6 +30,8 @@ def get_config() -> ml_collections.ConfigDict:
     # How it runs.
     c.runtime = 'local'  # local: one program; mpmd: a program each stage, see docs/running.md
     c.micro_batches = 1  # equal cuts of a batch, each with its slot of the feedback state
+    c.replicas = 1  # of the whole model, each on a cut of the batch and a device of its own
+    c.exchange = 'mean'  # how replicas share gradients, see jaxmp/exchange
     c.optimiser = 'sgd'  # sgd: cosine by epochs; adamw: linear to 0
     c.epochs = 15
     c.batch_size = 64

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxmp.evaluate import evaluator
-from jaxmp.train import Epoch, Setting, create, epoch_by_scan, epoch_by_step
+from jaxmp.pipeline import Pipeline
+from jaxmp.train import Epoch, Setting, create, epoch_form, model_at, train_step
 
 
 class Engine(NamedTuple):
@@ -16,22 +16,24 @@ class Engine(NamedTuple):
 
     Attributes:
       create: the state before the first step; a pytree that a checkpoint can hold.
-      epoch: given whether the run is warming up, a function that runs (the rest of) an epoch.
+      epoch: given the number of an epoch from 0, a function that runs (the rest of) it.
       evaluate: ``(state, compressed) -> {'loss', 'accuracy'}`` on the whole test split.
       moved: what this runtime knows of bytes on wires, for the summary.
+      check: raises if the state is not what it must be (replicas that differ).
     """
 
     create: Callable[[], Any]
-    epoch: Callable[[bool], Epoch]
+    epoch: Callable[[int], Epoch]
     evaluate: Callable[[Any, bool], dict[str, float]]
     moved: Callable[[], dict[str, Any]]
+    check: Callable[[Any], None] = lambda state: None
 
 
 def one_program(s: Setting) -> Engine:
     """All stages in one program on one device: convergence studies, notebooks."""
-    form = epoch_by_step if jax.default_backend() == 'cpu' else epoch_by_scan
 
-    def epoch(warming: bool) -> Epoch:
-        return form(s, s.warm_model if warming else s.model)
+    @functools.lru_cache(maxsize=2)  # in the warm-up and after it, for run after run
+    def compiled(model: Pipeline) -> Epoch:
+        return epoch_form()(s, functools.partial(train_step, s, model))
 
-    return Engine(lambda: create(s), epoch, evaluator(s), dict)
+    return Engine(lambda: create(s), lambda n: compiled(model_at(s, n)), evaluator(s), dict)

@@ -51,6 +51,7 @@ def evaluator(s: Setting) -> Evaluate:
     model = evaluation_model(s)
 
     cuts, micros = model.boundaries, s.config.micro_batches
+    size = s.config.batch_size // s.replicas  # buffers are per position in a replica's batch
 
     @jax.jit
     def step(variables: Any, links: Links | None, batch: dict[str, Array], key: Array) -> Any:
@@ -67,7 +68,7 @@ def evaluator(s: Setting) -> Evaluate:
     def run(state: TrainState, compressed: bool) -> dict[str, float]:
         links = evaluation_links(s, state.links) if compressed else None
         total = np.zeros(2)
-        for i, batch in enumerate(data.batches(s.data.test, s.config.batch_size, pad=True)):
+        for i, batch in enumerate(data.batches(s.data.test, size, pad=True)):
             new, links = step(state.variables, links, batch, jax.random.fold_in(state.key, i))
             total += np.asarray(new)
         return means(s, total)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxmp import data, version
 from jaxmp.checkpoint import Checkpoints, claim
+from jaxmp.dataparallel import replicated
 from jaxmp.engine import Engine, one_program
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
@@ -23,7 +24,6 @@ from jaxmp.staged import staged
 from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
 from jaxmp.train import (
-    Epoch,
     Setting,
     TrainState,
     Values,
@@ -85,7 +85,7 @@ class Prepared(NamedTuple):
 def prepare(config: Config, team: Team) -> Prepared:
     """What `run` needs for ``config``; raises ValueError where it makes no sense."""
     s = setting(config)
-    return Prepared(s, staged(s, team) if config.runtime == 'mpmd' else one_program(s))
+    return Prepared(s, engine_of(s, team))
 
 
 def reseed(made: Prepared, config: Config) -> Prepared:
@@ -159,6 +159,13 @@ def run(
     return summary
 
 
+def engine_of(s: Setting, team: Team) -> Engine:
+    """The runtime that the configuration asks for."""
+    if s.config.runtime == 'mpmd':
+        return staged(s, team)
+    return replicated(s) if s.replicas > 1 else one_program(s)
+
+
 class Run(NamedTuple):
     """A setting and what its run talks to."""
 
@@ -177,15 +184,12 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
       State and place after the last step, and whether a signal stopped the run there.
     """
     config, n, stop = r.s.config, r.s.epoch_steps, False
-    phases: dict[bool, Epoch] = {}
     start = time.time() - place['seconds']
     for epoch in range(int(state.step) // n, config.epochs):
-        warming = epoch < config.warmup_epochs
-        if warming not in phases:
-            phases = {warming: r.engine.epoch(warming)}
+        steps = r.engine.epoch(epoch)
         order = data.order(config.seed, epoch, len(r.s.data.train.y))[: n * config.batch_size]
         left = order[place['steps'] * config.batch_size :]
-        for after, values, asked in phases[warming](state, left, lambda: bool(r.signals)):
+        for after, values, asked in steps(state, left, lambda: bool(r.signals)):
             state, stop = after, asked
             place = add(place, values, epoch * n)
             show_progress(r, place, epoch)
@@ -226,6 +230,7 @@ def show_progress(r: Run, place: Place, epoch: int) -> None:
 
 def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
     """Closes an epoch: its mean training loss, and the test with compression off and on."""
+    r.engine.check(state)
     base = {'step': int(state.step), 'epoch': epoch}
     means = {k: place[k] / place['steps'] for k in ('loss', 'accuracy')}
     r.metrics.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})

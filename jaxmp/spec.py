@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmp import codecs, feedback
@@ -46,14 +46,26 @@ def parse(text: str, names: Mapping[str, Any] | None = None) -> Channel:
     jaxmp.spec.SpecError: in 'top_k(10)': top_k fraction 10 is not in (0, 1]; for 10 % write \
 top_k(0.1)
     """
+    return read(text, {**NAMES, **(names or {})}, _channel)
+
+
+def read(text: str, names: Mapping[str, Any], finish: Callable[[Any, str], Any]) -> Any:
+    """What ``text`` builds of ``names``.
+
+    Args:
+      text: names, numbers and calls.
+      names: all known words.
+      finish: ``(thing, text) -> result``, raising TypeError if the thing is of a wrong kind.
+
+    Raises:
+      SpecError: if the text is not such an expression, or what it says makes no sense.
+    """
     if not isinstance(text, str):
         raise SpecError(f'a channel is named by a text such as "top_k(0.1)", got {text!r}')
     if len(text) > LONGEST:
         raise SpecError(f'a channel text has at most {LONGEST} characters, got {len(text)}')
-    known = {**NAMES, **(names or {})}
     try:
-        thing = _build(ast.parse(text.strip(), mode='eval').body, known)
-        return thing if isinstance(thing, Channel) else direct(_codec(thing, text.strip()))
+        return finish(_build(ast.parse(text.strip(), mode='eval').body, names), text.strip())
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise SpecError(
             f'in {text!r}: not an expression of names, numbers and calls such as '
@@ -73,11 +85,18 @@ def canonical(text: str, names: Mapping[str, Any] | None = None) -> str:
     return ast.unparse(ast.parse(text.strip(), mode='eval'))
 
 
-def _codec(thing: Any, text: str) -> Codec:
+def _channel(thing: Any, text: str) -> Channel:
+    if isinstance(thing, Channel):
+        return thing
+    if not isinstance(complete(thing, text), Codec):
+        raise TypeError(f'{text} is not a codec or feedback rule by itself')
+    return direct(thing)
+
+
+def complete(thing: Any, text: str) -> Any:
+    """``thing``; raises SpecError if it is a word that still needs its arguments."""
     if inspect.isfunction(thing):
         raise SpecError(_incomplete(text, thing))
-    if not isinstance(thing, Codec):
-        raise TypeError(f'{text} is not a codec or feedback rule by itself')
     return thing
 
 

@@ -127,9 +127,9 @@ class _Staged:
 
     # Training.
 
-    def epoch(self, warming: bool) -> Epoch:
+    def epoch(self, number: int) -> Epoch:
         """See `Engine`."""
-        machine = self.warming if warming else self.training
+        machine = self.warming if number < self.s.config.warmup_epochs else self.training
 
         def run(state: TrainState, order: np.ndarray, stopped: Stopped) -> Iterator:
             size, waiting, gap, start = self.s.config.batch_size, [], 1, time.time()

@@ -131,7 +131,7 @@ def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> tuple[Array, Array
     return next_token_loss(logits, tokens), jnp.mean(right.astype(jnp.float32), -1)
 
 
-MODELS = {'resnet18': models.resnet18}  # (classes, width) -> stages
+MODELS = {'resnet18': models.resnet18, 'lenet': models.lenet}  # (classes, width) -> stages
 TASKS = {'gpt2': language}
 
 

@@ -18,8 +18,9 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from jaxmp import data, micro
+from jaxmp import data, exchange, micro
 from jaxmp.boundary import Links, value_and_grad
+from jaxmp.exchange import Collectives, Exchange
 from jaxmp.feedback import Channel, warm
 from jaxmp.models.tied import share, tie
 from jaxmp.pipeline import Pipeline, pipeline
@@ -41,6 +42,7 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     links: Any
     key: Array
+    exchange: Any = ()
 
 
 class Setting(NamedTuple):
@@ -53,6 +55,8 @@ class Setting(NamedTuple):
     warm_model: Pipeline
     optimiser: optax.GradientTransformation
     epoch_steps: int
+    exchange: Exchange
+    replicas: int
 
 
 def setting(config: Config) -> Setting:
@@ -76,10 +80,12 @@ def setting(config: Config) -> Setting:
     examples = len(found.train.y)
     if not 1 <= config.batch_size <= examples:
         raise ValueError(f'config.batch_size={config.batch_size} is not in 1..{examples}')
-    if config.micro_batches < 1 or config.batch_size % config.micro_batches:
+    replicas, shared = replication(config)
+    if config.micro_batches < 1 or config.batch_size // replicas % config.micro_batches:
         raise ValueError(
             f'config.micro_batches={config.micro_batches} does not divide config.batch_size='
-            f'{config.batch_size}; a step takes that many equal cuts of its batch'
+            f'{config.batch_size}' + (f' / {replicas} replicas' if replicas > 1 else '') + '; a '
+            'step takes that many equal cuts of its batch'
         )
     if config.clip_norm < 0:
         raise ValueError(f'config.clip_norm={config.clip_norm} is negative; 0 does not clip')
@@ -90,7 +96,34 @@ def setting(config: Config) -> Setting:
         check_ids(fwd, config.fwd, examples)
     epoch_steps = examples // config.batch_size
     model, warmed = (pipeline(task.stages, *c) for c in ((fwd, bwd), (warm(fwd), warm(bwd))))
-    return Setting(config, task, found, model, warmed, optimiser(config, epoch_steps), epoch_steps)
+    optimise = optimiser(config, epoch_steps)
+    return Setting(
+        config, task, found, model, warmed, optimise, epoch_steps, shared, replicas
+    )  # fmt: skip
+
+
+def replication(config: Config) -> tuple[int, Exchange]:
+    """How many replicas there are, and how they share gradients.
+
+    Raises:
+      ValueError: if they do not divide the batch, the runtime has none, or the optimiser has a
+        momentum that the exchange has too.
+    """
+    n, text = config.get('replicas', 1), str(config.get('exchange', 'mean'))
+    if isinstance(n, bool) or n < 1 or config.batch_size % n:
+        raise ValueError(
+            f'config.replicas={n!r} does not divide config.batch_size={config.batch_size}; every '
+            "replica takes an equal cut of a step's batch"
+        )
+    if n > 1 and config.runtime != 'local':
+        raise ValueError(f'config.replicas={n} needs config.runtime=local, got {config.runtime!r}')
+    shared = exchange.parse(text)
+    if n > 1 and shared.momentum and config.get('momentum', 0.0):
+        raise ValueError(
+            f'config.exchange={text!r} has a momentum of its own, and config.momentum='
+            f'{config.momentum} would add a second; set config.momentum=0'
+        )
+    return n, shared
 
 
 def check_choices(config: Config) -> None:
@@ -116,14 +149,17 @@ def check_ids(fwd: Channel, text: str, examples: int) -> None:
 def optimiser(config: Config, epoch_steps: int) -> optax.GradientTransformation:
     """What ``config.optimiser`` names.
 
-    ``sgd``: momentum, weight decay on all parameters, a cosine that moves once an epoch.
+    ``sgd``: momentum, weight decay on all parameters, a cosine that moves once an epoch
+    (``cosine_epochs=0``: a constant rate).
     ``adamw``: the rate falls linearly to 0 at the last step.
     """
     if config.optimiser == 'adamw':
         falling = optax.linear_schedule(config.lr, 0.0, config.epochs * epoch_steps)
         return optax.adamw(falling, weight_decay=config.get('weight_decay', 0.0))
 
-    def rate(step: Any) -> Array:
+    def rate(step: Any) -> Any:
+        if not config.cosine_epochs:
+            return config.lr
         epoch = step // epoch_steps
         return config.lr * 0.5 * (1 + jnp.cos(jnp.pi * epoch / config.cosine_epochs))
 
@@ -144,7 +180,7 @@ def create(s: Setting) -> TrainState:
 
 def micro_like(s: Setting) -> Like:
     """Shape of a micro-batch of the model's input."""
-    size = s.config.batch_size // s.config.micro_batches
+    size = s.config.batch_size // s.replicas // s.config.micro_batches
     return jax.ShapeDtypeStruct((size, *s.task.like.shape), s.task.like.dtype)
 
 
@@ -159,11 +195,61 @@ def join(params: Any, rest: Any) -> Any:
     return tuple({'params': p, **r} for p, r in zip(params, rest, strict=True))
 
 
+Others = tuple[Exchange, Collectives]  # how a replica shares its gradients, and with whom
+
+
 def train_step(
-    s: Setting, model: Pipeline, state: TrainState, batch: dict[str, Array]
+    s: Setting,
+    model: Pipeline,
+    state: TrainState,
+    batch: dict[str, Array],
+    others: Others | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One optimiser step; returns the next state, mean loss and accuracy of the batch."""
+    """One optimiser step; returns the next state, mean loss and accuracy of the batch.
+
+    Args:
+      s: the setting.
+      model: in or after its warm-up.
+      state: of this replica.
+      batch: this replica's.
+      others: the other replicas, if there are any.
+    """
     key, ctx = step_keys(state.key, state.step, batch['id'])
+    if others:
+        key, ctx = jax.random.fold_in(key, others[1].index), ctx.fold(others[1].index)
+    rest, links, means, grads = gradients(s, model, state, batch, (key, ctx))
+    grads = tie(grads) if s.task.tied else grads
+    held, params = state.exchange, split(state.variables)[0]
+    if others:
+        at = jax.random.fold_in(jax.random.fold_in(state.key, state.step + 1), 2)
+        grads, held = others[0].apply(grads, held, at, others[1])
+    squares = (square_norm(once(s.task, i, g)) for i, g in enumerate(grads))
+    scale = clip_scale(s, sum(squares, jnp.zeros(())))
+    params, opt_state = update(s, params, state.opt_state, grads, scale)
+    if others:
+        params, held = others[0].settle(params, held, others[1])
+    params = share(params) if s.task.tied else params  # two equal updates may be fused in two ways
+    variables = join(params, rest)
+    return TrainState(state.step + 1, variables, opt_state, links, state.key, held), means
+
+
+def gradients(
+    s: Setting,
+    model: Pipeline,
+    state: TrainState,
+    batch: dict[str, Array],
+    at: tuple[Array, Ctx],
+) -> tuple[Any, Links, dict[str, Array], Any]:
+    """Both passes: statistics, feedback states, mean loss and accuracy, and the gradients.
+
+    Args:
+      s: the setting.
+      model: in or after its warm-up.
+      state: before the step.
+      batch: of the step.
+      at: key of the augmentation, and context of the model.
+    """
+    key, ctx = at
     x = s.task.prepare(batch['x'], key)
     params, rest = split(state.variables)
     cuts, micros = model.boundaries, s.config.micro_batches
@@ -189,12 +275,7 @@ def train_step(
     shapes = jax.eval_shape(one, rest, micro.take_links(cuts, state.links, 0), *first)[2]
     start = rest, state.links, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     rest, links, (means, grads) = micro.loop(add, start, parts)
-    grads = tie(grads) if s.task.tied else grads
-    squares = (square_norm(once(s.task, i, g)) for i, g in enumerate(grads))
-    scale = clip_scale(s, sum(squares, jnp.zeros(())))
-    params, opt_state = update(s, params, state.opt_state, grads, scale)
-    params = share(params) if s.task.tied else params  # two equal updates may be fused in two ways
-    return TrainState(state.step + 1, join(params, rest), opt_state, links, state.key), means
+    return rest, links, means, grads
 
 
 def step_keys(key: Array, step: Any, ids: Any) -> tuple[Array, Ctx]:
@@ -239,9 +320,17 @@ def never() -> bool:
     return False
 
 
-def epoch_by_step(s: Setting, model: Pipeline) -> Epoch:
+Step = Callable[[TrainState, dict[str, Array]], tuple[TrainState, dict[str, Array]]]
+
+
+def model_at(s: Setting, epoch: int) -> Pipeline:
+    """The model of an epoch: in its warm-up, or after it."""
+    return s.warm_model if epoch < s.config.warmup_epochs else s.model
+
+
+def epoch_by_step(s: Setting, step: Step) -> Epoch:
     """An epoch as a loop over a compiled step: the form for CPU."""
-    step = jax.jit(lambda state, batch: train_step(s, model, state, batch), donate_argnums=0)
+    step = jax.jit(step, donate_argnums=0)
 
     def run(state: TrainState, order: np.ndarray, stopped: Stopped = never) -> Iterator:
         for batch in data.batches(s.data.train, s.config.batch_size, order):
@@ -251,16 +340,16 @@ def epoch_by_step(s: Setting, model: Pipeline) -> Epoch:
     return run
 
 
-def epoch_by_scan(s: Setting, model: Pipeline) -> Epoch:
+def epoch_by_scan(s: Setting, step: Step) -> Epoch:
     """An epoch inside one compiled scan, the data on the device: the form for accelerators."""
     held = tuple(jnp.asarray(a) for a in s.data.train)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def scan(state: TrainState, x: Array, y: Array, rows: Array) -> Any:
-        def step(state: TrainState, at: Array) -> tuple[TrainState, dict[str, Array]]:
-            return train_step(s, model, state, {'x': x[at], 'y': y[at], 'id': at})
+        def one(state: TrainState, at: Array) -> tuple[TrainState, dict[str, Array]]:
+            return step(state, {'x': x[at], 'y': y[at], 'id': at})
 
-        return jax.lax.scan(step, state, rows)
+        return jax.lax.scan(one, state, rows)
 
     def run(state: TrainState, order: np.ndarray, stopped: Stopped = never) -> Iterator:
         steps = len(order) // s.config.batch_size
@@ -269,6 +358,11 @@ def epoch_by_scan(s: Setting, model: Pipeline) -> Epoch:
         yield state, values, stopped()
 
     return run
+
+
+def epoch_form() -> Callable[[Setting, Step], Epoch]:
+    """How an epoch runs on this backend."""
+    return epoch_by_step if jax.default_backend() == 'cpu' else epoch_by_scan
 
 
 def message_bytes(s: Setting) -> list[dict[str, int]]:

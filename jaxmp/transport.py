@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.wire import Payload
+from jaxmp.wire import Like, Payload
 
 
 class Transport(NamedTuple):
@@ -157,21 +157,37 @@ def _swap(mesh: Mesh) -> Any:
 
 def _shift(payload: Payload, way: tuple[int, int]) -> Payload:
     """Moves a payload in one piece: gloo starts a second one a round trip after the first."""
+    piece, back = one_piece(payload)
+    return back(jax.lax.ppermute(piece, 'end', [way]))
+
+
+def one_piece(payload: Payload, axes: int = 0) -> tuple[Array, Callable[[Array], Payload]]:
+    """A payload as one array of bytes (a single array as it is), and the way back.
+
+    Args:
+      payload: arrays with equal first ``axes`` axes.
+      axes: how many first axes are kept; the array that goes back may have any others.
+    """
     leaves, tree = jax.tree.flatten(payload)
-    if len(leaves) < 2:
-        return jax.tree.map(lambda a: jax.lax.ppermute(a, 'end', [way]), payload)
-    flat = [_bytes(a).reshape(-1) for a in leaves]
-    moved = jax.lax.ppermute(jnp.concatenate(flat), 'end', [way])
-    parts = jnp.split(moved, np.cumsum([f.size for f in flat])[:-1])
-    return tree.unflatten(map(_array, parts, leaves))
+    if len(leaves) == 1:
+        return leaves[0], lambda moved: tree.unflatten([moved])
+    flat = [_bytes(a).reshape(*a.shape[:axes], -1) for a in leaves]
+    ends = np.cumsum([f.shape[-1] for f in flat])[:-1]
+
+    def back(moved: Array) -> Payload:
+        parts = jnp.split(moved, ends, -1)
+        kept = [jax.ShapeDtypeStruct(a.shape[axes:], a.dtype) for a in leaves]
+        return tree.unflatten(map(_array, parts, kept))
+
+    return jnp.concatenate(flat, -1), back
 
 
 def _bytes(a: Array) -> Array:
     return a if a.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(a, jnp.uint8)
 
 
-def _array(part: Array, like: Array) -> Array:
-    part = part.reshape(jax.eval_shape(_bytes, like).shape)
+def _array(part: Array, like: Like) -> Array:
+    part = part.reshape(*part.shape[:-1], *jax.eval_shape(_bytes, like).shape)
     return part if like.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(part, like.dtype)
 
 

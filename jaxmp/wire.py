@@ -53,11 +53,14 @@ class Codec(NamedTuple):
       encode: tensor to payload.
       decode: payload to a tensor of ``like``'s shape and dtype.
       support: the positions a receiver of the payload knows, ``(B, K)``, or None if it knows none.
+      numbers: where messages can be added (of equal keys, ``C(a) + C(b) = C(a + b)`` but for
+        rounding): a payload as arrays that add, and back; None where they cannot.
     """
 
     encode: Callable[[Array, Ctx], Payload]
     decode: Callable[[Payload, Like, Ctx], Array]
     support: Callable[[Payload, Like, Ctx], Array | None] = _no_support
+    numbers: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
 
 
 def like(x: Array | Like) -> Like:

@@ -100,6 +100,11 @@ def sent_of_sample(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return bad.reshape(-1, *[1] * (x.ndim - 1)) & (y != 0) & (x != 0)
 
 
+def sample(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    bad = element(x, y).reshape(len(x), -1).any(1)
+    return np.broadcast_to(bad.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+
+
 def sent(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return element(x, y) & (y != 0)
 
@@ -183,6 +188,21 @@ def itself(x: np.ndarray) -> np.ndarray:
     return np.abs(x)
 
 
+def off_the_mean(x: np.ndarray) -> np.ndarray:
+    """Every magnitude becomes the sample's mean."""
+    flat = np.abs(x).reshape(len(x), -1)
+    mean = flat.mean(1, keepdims=True)
+    return (np.maximum(np.abs(flat - mean), mean) + 1e-5 * mean).reshape(x.shape)
+
+
+def of_the_norm(levels: int) -> Callable[[np.ndarray], Any]:
+    def bound(x: np.ndarray) -> np.ndarray:
+        norm = np.sqrt(np.square(x.reshape(len(x), -1)).sum(1)) * (1 + 1e-5)
+        return np.broadcast_to((norm / levels).reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+
+    return bound
+
+
 FP16 = half_ulp(11, 2.0**-25, 65504.0)
 SPECS: dict[str, Law] = {
     'raw': Law(nothing, element, True, 1.0, alone=True),
@@ -198,6 +218,8 @@ SPECS: dict[str, Law] = {
     'top_k(0.4, values=log_scale(4), indices=bitmap)': Law(None, sent_of_sample, alone=True),
     'polar(0.5, block=32)': Law(None, blocks(32)),
     'same_support()': Law(itself, sent, True),
+    'one_bit': Law(off_the_mean, sample, alone=True),
+    'natural': Law(itself, element),
     'ef(bf16)': Law(half_ulp(8, 1e-38, float(jnp.finfo(jnp.bfloat16).max)), element),
     'ef21(uniform(8))': Law(steps(8), tensor),
     'ef_mixed(log_scale(4))': Law(relative_steps(4), sent_of_sample),
@@ -222,6 +244,11 @@ FLOAT32_SPECS: dict[str, Law] = {
     'random_k(0.3)': Law(itself, sent, True, alone=True),
     'per_token(top_k(0.1))': Law(itself, element, True),
     'random_k(0.3, values=uniform(2, stochastic))': Law(),
+    'unbiased_random_k(1.0)': Law(nothing, element, True, 1.0),
+    'as_bool': Law(),
+    'qsgd(3)': Law(of_the_norm(3), alone=True),
+    'qsgd(100)': Law(of_the_norm(100)),
+    'ef(one_bit)': Law(None, sample),
     'same_support(values=fp16)': Law(None, sent, True),
     'ef21(top_k(0.1, values=fp16, indices=bitmap))': Law(None, element),
 }

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxmp import data
-from jaxmp.data import cifar10
+from jaxmp.data import cifar10, mnist
 
 NAMES = [*(f'data_batch_{i}' for i in range(1, 6)), 'test_batch']
 ROWS = 4  # examples a batch file
@@ -55,7 +55,9 @@ def test_digits_notice_is_of_this_file():
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="no data set 'imagenet'; known are cifar10, digits"):
+    with pytest.raises(
+        ValueError, match="no data set 'imagenet'; known are cifar10, digits, mnist"
+    ):
         data.load('imagenet')
 
 
@@ -456,3 +458,59 @@ def test_download_without_a_network_asks_once(tmp_path, monkeypatch):
         data.load('cifar10', str(tmp_path), download=True)
     assert len(asked) == 1
     assert asked[0] <= 5
+
+
+def idx(images, labels):
+    """The two files of a split: big-endian headers, then bytes."""
+    n = len(labels)
+    head = struct.pack('>4i', 2051, n, 28, 28), struct.pack('>2i', 2049, n)
+    return head[0] + images.tobytes(), head[1] + labels.tobytes()
+
+
+@pytest.fixture
+def mnist_files(tmp_path, monkeypatch):
+    """Small files in MNIST's form, one of them packed, with their own checksums."""
+    r, contents = np.random.default_rng(0), {}
+    for part, n in (('train', 5), ('t10k', 3)):
+        images = r.integers(0, 256, (n, 28, 28), np.uint8)
+        files = idx(images, np.arange(n, dtype=np.uint8))
+        contents |= {
+            f'{part}-{kind}-ubyte': f
+            for kind, f in zip(('images-idx3', 'labels-idx1'), files, strict=True)
+        }
+    digests = {name: hashlib.sha256(c).hexdigest() for name, c in contents.items()}
+    assert list(digests) == list(mnist._FILES)
+    monkeypatch.setattr(mnist, '_FILES', digests)
+    (tmp_path / 'mnist').mkdir()
+    for name, content in contents.items():
+        (tmp_path / 'mnist' / name).write_bytes(content)
+    packed = tmp_path / 'mnist' / 't10k-images-idx3-ubyte'
+    packed.with_name(f'{packed.name}.gz').write_bytes(gzip.compress(packed.read_bytes()))
+    packed.unlink()
+    return tmp_path
+
+
+def test_mnist(mnist_files):
+    found = data.load('mnist', str(mnist_files))
+    assert (found.name, found.classes, found.mean) == ('mnist', 10, (0.1307,))
+    assert (found.train.x.shape, found.test.x.shape) == ((5, 28, 28, 1), (3, 28, 28, 1))
+    assert found.train.x.dtype == np.uint8
+    assert found.train.y.dtype == np.int32
+    assert found.test.y.tolist() == [0, 1, 2]
+    images = np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8)
+    np.testing.assert_array_equal(found.train.x[..., 0], images)
+    again = data.load('mnist', str(mnist_files / 'mnist'))
+    np.testing.assert_array_equal(again.test.x, found.test.x)
+
+
+def test_mnist_refuses(mnist_files):
+    folder = mnist_files / 'mnist'
+    with pytest.raises(ValueError, match='mnist is not part of the package and data_dir is None'):
+        data.load('mnist')
+    (folder / 'train-labels-idx1-ubyte').write_bytes(b'\0' * 13)
+    with pytest.raises(ValueError, match=r'labels-idx1-ubyte is not the published file: sha256'):
+        data.load('mnist', str(mnist_files))
+    (folder / 't10k-images-idx3-ubyte.gz').write_bytes(b'no gzip')
+    (folder / 'train-labels-idx1-ubyte').unlink()
+    with pytest.raises(FileNotFoundError, match=r'no train-labels-idx1-ubyte and no train-labels'):
+        data.load('mnist', str(mnist_files))

@@ -33,7 +33,7 @@ BELOW = {
     'watch': '',
     'team': 'mpmd watch',
     'launch': '',
-    'dataparallel': 'wire codecs feedback transport spec',
+    'exchange': 'wire codecs feedback transport spec',
     'models': '',
     'data': '',
     'report': '',
@@ -45,12 +45,13 @@ ABOVE = {  # may import everything below
     'evaluate',
     'engine',
     'staged',
+    'dataparallel',
     'run',
     'sweep',
     'generate',
     '__init__',
 }
-INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'view']
+INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'sign', 'view']
 INSIDE_CODECS += ['rotate', 'polarcode', 'polarsearch', 'polar']
 HEAVY = (
     'orbax',

@@ -1,5 +1,6 @@
 """The trainer: a step, a run, its evaluation, what it refuses, and that nothing is lost."""
 
+import functools
 import json
 import os
 import re
@@ -50,6 +51,10 @@ def small(**changes):
     return config_of(**{'model': 'tiny', **UNIFORM, **SMALL, **changes})
 
 
+def alone(s):
+    return functools.partial(train.train_step, s, s.model)
+
+
 def batch_of(s, rows=slice(0, 32)):
     x, y = s.data.train
     return {'x': x[rows], 'y': y[rows], 'id': np.arange(len(y), dtype=np.int32)[rows]}
@@ -85,8 +90,8 @@ def test_a_step_changes_parameters_statistics_and_links(fwd, bwd):
 def test_scan_and_loop_are_the_same_epoch():
     s = train.setting(small(fwd='ef21(uniform(2))', bwd='uniform(8)', train_examples=64))
     order = np.arange(64, dtype=np.int32)[::-1]
-    *_, (looped, a, _) = train.epoch_by_step(s, s.model)(train.create(s), order)
-    [(scanned, b, _)] = train.epoch_by_scan(s, s.model)(train.create(s), order)
+    *_, (looped, a, _) = train.epoch_by_step(s, alone(s))(train.create(s), order)
+    [(scanned, b, _)] = train.epoch_by_scan(s, alone(s))(train.create(s), order)
     assert int(scanned.step) == 2 == len(b['loss'])
     assert np.allclose(a['loss'], b['loss'][1], rtol=1e-2)
     for x, y in zip(
@@ -117,7 +122,7 @@ def test_evaluation_sees_every_example_and_leaves_the_state_alone():
     for mode in train.EVALUATIONS:
         s = train.setting(small(fwd='ef(uniform(1))', bwd='raw', eval_feedback=mode))
         state = train.create(s)
-        *_, (state, _, _) = train.epoch_by_step(s, s.model)(state, np.arange(64))
+        *_, (state, _, _) = train.epoch_by_step(s, alone(s))(state, np.arange(64))
         before = jax.tree.map(np.array, (state.variables, state.links))
         seen = evaluate.evaluator(s)
         scores[mode], scores['off'] = seen(state, True)['loss'], seen(state, False)['loss']
@@ -192,7 +197,7 @@ GOLDEN_LOSSES = {  # five steps, width 4, batch 32 of digits; a change here is a
 @pytest.mark.parametrize(('what', 'losses'), GOLDEN_LOSSES.items(), ids=lambda v: str(v[0]))
 def test_five_step_losses(what, losses):
     s = train.setting(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
-    ran = train.epoch_by_step(s, s.model)(train.create(s), np.arange(160))
+    ran = train.epoch_by_step(s, alone(s))(train.create(s), np.arange(160))
     np.testing.assert_allclose([float(m['loss']) for _, m, _ in ran], losses, rtol=5e-3)
 
 

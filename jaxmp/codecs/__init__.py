@@ -4,6 +4,7 @@ from jaxmp.codecs.dense import bf16, fp16, raw
 from jaxmp.codecs.logscale import log_scale
 from jaxmp.codecs.polar import argmax, polar, polar_sign, randomised, scl
 from jaxmp.codecs.rotate import rotate
+from jaxmp.codecs.sign import as_bool, natural, one_bit, qsgd
 from jaxmp.codecs.sparse import (
     IndexCoding,
     bitmap,
@@ -13,6 +14,7 @@ from jaxmp.codecs.sparse import (
     random_k,
     same_support,
     top_k,
+    unbiased_random_k,
 )
 from jaxmp.codecs.uniform import block, max_scaled, nearest, stochastic, uniform
 from jaxmp.codecs.view import per_token
@@ -20,6 +22,7 @@ from jaxmp.codecs.view import per_token
 __all__ = [
     'IndexCoding',
     'argmax',
+    'as_bool',
     'bf16',
     'bitmap',
     'block',
@@ -28,11 +31,14 @@ __all__ = [
     'int32',
     'log_scale',
     'max_scaled',
+    'natural',
     'nearest',
+    'one_bit',
     'packed',
     'per_token',
     'polar',
     'polar_sign',
+    'qsgd',
     'random_k',
     'randomised',
     'raw',
@@ -41,5 +47,6 @@ __all__ = [
     'scl',
     'stochastic',
     'top_k',
+    'unbiased_random_k',
     'uniform',
 ]

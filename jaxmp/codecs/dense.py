@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -35,10 +37,13 @@ def _sixteen(dtype: jnp.dtype) -> Codec:
         del ctx
         return saturated(jax.lax.bitcast_convert_type(m, dtype), like.dtype)
 
-    return Codec(encode, decode)
+    def view(dtype: Any) -> Any:
+        return lambda m: jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, dtype), m)
+
+    return Codec(encode, decode, numbers=(view(dtype), view(jnp.uint16)))
 
 
-raw = Codec(_encode_raw, _decode_raw)
+raw = Codec(_encode_raw, _decode_raw, numbers=(lambda m: m, lambda m: m))
 """The tensor itself, in its own dtype: ``C(x) = x``."""
 
 fp16 = _sixteen(jnp.float16)

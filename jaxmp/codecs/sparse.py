@@ -103,7 +103,7 @@ def _inner(like: Like, k: int) -> Like:
     return jax.ShapeDtypeStruct((like.shape[0], k), like.dtype)
 
 
-def _elements(like: Like) -> int:
+def _elements(like: Array | Like) -> int:
     return math.prod(like.shape[1:])
 
 
@@ -201,7 +201,32 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
         at = support(m, like, ctx)
         return _scatter(values.decode(m, _inner(like, at.shape[1]), part(ctx)), at, like)
 
-    return Codec(encode, decode, support)
+    return Codec(encode, decode, support, values.numbers)
+
+
+def unbiased_random_k(fraction: float, values: Codec = raw) -> Codec:
+    """`random_k` times D / K: unbiased, ``E |x - C(x)|^2 = (D / K - 1) |x|^2``.
+
+    No contraction: for feedback rules take `random_k`.
+
+    Args:
+      fraction: K / D in (0, 1].
+      values: codec of the kept values.
+
+    Raises:
+      ValueError: if ``fraction`` is out of range or the context has no key.
+
+    References:
+      Sparsified SGD with Memory, arXiv 1809.07599.
+    """
+    check_parts('unbiased_random_k', fraction, values)
+    kept = random_k(fraction, values)
+
+    def encode(x: Array, ctx: Ctx) -> Any:
+        n = _elements(x)
+        return kept.encode(x * jnp.asarray(n / select.count(n, fraction), x.dtype), ctx)
+
+    return kept._replace(encode=encode)
 
 
 def same_support(values: Codec = raw) -> Codec:

@@ -49,16 +49,17 @@ class Dataset(NamedTuple):
 
 
 def _loaders() -> dict[str, Callable[[str | None, bool], Dataset]]:
-    from jaxmp.data import cifar10, digits  # they import the types above
+    from jaxmp.data import cifar10, digits, mnist  # they import the types above
 
-    return {'digits': digits.load, 'cifar10': cifar10.load}
+    return {'digits': digits.load, 'cifar10': cifar10.load, 'mnist': mnist.load}
 
 
 def load(name: str, data_dir: str | None = None, download: bool = False) -> Dataset:
     """Reads a data set into memory.
 
     Args:
-      name: ``'digits'`` (embedded in the package) or ``'cifar10'`` (files under ``data_dir``).
+      name: ``'digits'`` (embedded in the package), ``'cifar10'`` or ``'mnist'`` (files under
+        ``data_dir``).
       data_dir: folder to look in; each data set's module says for what, and in which order.
       download: fetch the data set into ``data_dir`` if it is not there.
 

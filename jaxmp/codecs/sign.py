@@ -1,0 +1,176 @@
+"""Codes of a sign and little more, as gradients are sent between replicas.
+
+All see a sample (axis 0) as one vector of D elements; a gradient is given to them as one sample.
+`one_bit` is biased and needs feedback to train; `natural` and `qsgd` are unbiased and do not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
+
+EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
+SMALL = 2.0**-16  # keeps sums over the largest floats finite
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _into(y: Array, like: Like) -> Array:
+    """``y`` in the shape and dtype of ``like``; finite values saturate."""
+    largest = float(jnp.finfo(like.dtype).max)
+    y = jnp.where(jnp.isfinite(y), jnp.clip(y, -largest, largest), y)
+    return y.astype(like.dtype).reshape(like.shape)
+
+
+def _elements(like: Like) -> int:
+    return math.prod(like.shape[1:])
+
+
+def _mean_size(x: Array) -> Array:
+    """Mean magnitude of every row."""
+    return jnp.sum(jnp.abs(x) * SMALL, 1, keepdims=True) / (x.shape[1] * SMALL)
+
+
+def _encode_one_bit(x: Array, ctx: Ctx) -> dict[str, Array]:
+    del ctx
+    x = _wide(samples(x))
+    return {'bits': pack((x < 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
+
+
+def _decode_one_bit(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+    del ctx
+    negative = unpack(m['bits'], 1, _elements(like)) > 0
+    return _into(jnp.where(negative, -m['scale'], m['scale']), like)
+
+
+one_bit = Codec(_encode_one_bit, _decode_one_bit)
+"""The sign of every element times their mean magnitude: ``C(x) = mean |x| sign(x)``, sign(0) = +1.
+
+D / 8 + 4 bytes a sample. ``|x - C(x)|^2 = (1 - |x|_1^2 / (D |x|_2^2)) |x|^2``: a contraction, whose
+bias ``ef`` repairs.
+
+References:
+  1-Bit Stochastic Gradient Descent, Interspeech 2014; Error Feedback Fixes SignSGD, arXiv
+  1901.09847.
+"""
+
+
+def _encode_bool(x: Array, ctx: Ctx) -> dict[str, Array]:
+    del ctx
+    x = _wide(samples(x))
+    return {'bits': pack((x != 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
+
+
+def _decode_bool(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+    del ctx
+    return _into(jnp.where(unpack(m['bits'], 1, _elements(like)) > 0, m['scale'], 0), like)
+
+
+as_bool = Codec(_encode_bool, _decode_bool)
+"""Whether an element is not zero, times the mean magnitude: the '1-bit' code of a thesis.
+
+Kept to show why it fails: casting to a truth value loses the sign, and all gradients point up.
+(There the scale is a running mean over all tensors, here that of the tensor.)
+"""
+
+
+def _float32_words(x: Array) -> Array:
+    """The bits of ``x`` in float32; finite values beyond its largest saturate."""
+    if x.dtype == jnp.float64:
+        largest = float(jnp.finfo(jnp.float32).max)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+def _key(name: str, ctx: Ctx) -> Array:
+    if ctx.key is None:
+        raise ValueError(f'{name} needs ctx.key; pass Ctx(key=jax.random.key(seed))')
+    return ctx.key
+
+
+def _encode_natural(x: Array, ctx: Ctx) -> Array:
+    words = _float32_words(samples(x))
+    exponent = (words >> MANTISSA_BITS) & (2**EXPONENT_BITS - 1)
+    rest = words & (2**MANTISSA_BITS - 1)
+    draw = jax.random.bits(_key('natural', ctx), words.shape, jnp.uint32) >> (32 - MANTISSA_BITS)
+    up = jnp.minimum(exponent + (draw < rest), 2**EXPONENT_BITS - 2)
+    code = jnp.where(exponent == 2**EXPONENT_BITS - 1, exponent, up)
+    return pack((words >> 31 << EXPONENT_BITS) | code, 1 + EXPONENT_BITS)
+
+
+def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
+    del ctx
+    code = unpack(m, 1 + EXPONENT_BITS, _elements(like)).astype(jnp.uint32)
+    sign, exponent = code >> EXPONENT_BITS, code & (2**EXPONENT_BITS - 1)
+    words = (sign << 31) | (exponent << MANTISSA_BITS)
+    y = jax.lax.bitcast_convert_type(words, jnp.float32)
+    # Clipping would flush what is below the normal numbers.
+    return y.reshape(like.shape) if like.dtype == jnp.float32 else _into(y, like)
+
+
+natural = Codec(_encode_natural, _decode_natural)
+"""Natural compression: the magnitude goes to one of the two powers of two around it, at random.
+
+``sign(x) 2^floor(log2 |x|)``, doubled with probability ``|x| / 2^floor(log2 |x|) - 1``: unbiased,
+variance at most ``x^2 / 8``, exact on 0 and powers of two. 9 bits an element: float32's sign and
+exponent. (Below its smallest normal number it is still unbiased; at its largest it saturates.)
+
+References:
+  Natural Compression for Distributed Deep Learning, arXiv 1905.10988.
+"""
+
+
+def qsgd(levels: int) -> Codec:
+    """QSGD: the share of the norm, rounded at random to one of ``s`` levels.
+
+    ``C(x)_i = |x|_2 sign(x_i) z_i / s``, ``z_i`` the floor or the ceiling of ``s |x_i| / |x|_2``,
+    the ceiling with probability of the rest: unbiased, ``E |x - C(x)|^2 <= min(D / s^2,
+    sqrt(D) / s) |x|^2``. Codes of fixed width: ``ceil(log2(2 s + 1))`` bits an element, and a norm
+    a sample.
+
+    Args:
+      levels: s, from 1 to 32767.
+
+    Raises:
+      ValueError: if ``levels`` is out of range or the context has no key.
+
+    >>> import jaxmp
+    >>> x, ctx = jnp.array([[0.0, -3.0, 0.0]]), jaxmp.Ctx(jax.random.key(0))
+    >>> qsgd(4).decode(qsgd(4).encode(x, ctx), jaxmp.like(x), ctx).tolist()
+    [[0.0, -3.0, 0.0]]
+
+    References:
+      QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, arXiv 1610.02132.
+    """
+    if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 32767:
+        raise ValueError(f'qsgd levels {levels!r} is not an integer from 1 to 32767')
+    width = math.ceil(math.log2(2 * levels + 1))
+
+    def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
+        # The barriers: XLA would reorder the products, and some overflow.
+        x = jax.lax.optimization_barrier(_wide(samples(x)) * SMALL)
+        top = jnp.max(jnp.abs(x), 1, keepdims=True)
+        unit = x / jnp.where(top > 0, top, 1)
+        norm = jnp.sqrt(jnp.sum(unit**2, 1, keepdims=True))
+        share = jnp.abs(unit) / jnp.where(norm > 0, norm, 1) * levels
+        draw = jax.random.uniform(_key('qsgd', ctx), x.shape, x.dtype)
+        z = jnp.minimum(jnp.floor(share + draw), levels)
+        code = (jnp.where(x < 0, -z, z) + levels).astype(jnp.uint32)
+        return {'codes': pack(code, width), 'norm': top * norm}
+
+    def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
+        del ctx
+        code = unpack(m['codes'], width, _elements(like)).astype(m['norm'].dtype)
+        y = jax.lax.optimization_barrier((code - levels) / levels * m['norm'])
+        top = float(jnp.finfo(y.dtype).max) * SMALL
+        return _into(jnp.where(jnp.isfinite(y), jnp.clip(y, -top, top), y) / SMALL, like)
+
+    return Codec(encode, decode)

@@ -1,0 +1,265 @@
+"""Replicas of a whole run: the same parameters on several devices, gradients exchanged every step.
+
+Replica i takes the i-th of n equal cuts of a step's batch, runs the whole model on it, stage
+boundaries included, and shares its gradients by the exchange that ``config.exchange`` names. What a
+replica holds, parameters too, stands under a leading axis n over the mesh axis ``'replica'``: they
+are separate copies, equal by what is exchanged and by nothing else, and that is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, UInt32
+
+from jaxmp.engine import Engine
+from jaxmp.evaluate import evaluator
+from jaxmp.exchange import AXIS, Exchange, metered, operands, over, sent
+from jaxmp.pipeline import Pipeline
+from jaxmp.train import (
+    Epoch,
+    Setting,
+    Step,
+    Stopped,
+    TrainState,
+    create,
+    epoch_form,
+    model_at,
+    never,
+    shapes,
+    split,
+    train_step,
+)
+from jaxmp.wire import nbytes
+
+EACH = ('variables', 'opt_state', 'links', 'exchange')  # of a train state, one a replica
+
+
+class DriftError(RuntimeError):
+    """Replicas that must be equal are not."""
+
+
+def replica_mesh(n: int) -> Mesh:
+    """A mesh of ``n`` devices along the axis ``'replica'``.
+
+    Args:
+      n: number of replicas.
+
+    Raises:
+      ValueError: if there are fewer devices.
+    """
+    if n > len(jax.devices()):
+        raise ValueError(
+            f'{n} replicas need {n} devices, there are {len(jax.devices())}; on a CPU start with '
+            f'XLA_FLAGS=--xla_force_host_platform_device_count={n}'
+        )
+    return jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+
+
+def replicated(s: Setting) -> Engine:
+    """The engine of ``config.replicas > 1``.
+
+    Args:
+      s: the setting.
+
+    Raises:
+      ValueError: if there are fewer devices than replicas.
+    """
+    mesh, score = replica_mesh(s.replicas), evaluator(s)
+
+    @functools.lru_cache(maxsize=1)
+    def compiled(model: Pipeline, exchange: Exchange) -> Epoch:
+        steps = epoch_form()(s, replica_step(s, model, exchange, mesh))
+        return functools.partial(_averaged, steps)
+
+    return Engine(
+        create=lambda: create_replicas(s, mesh),
+        epoch=lambda n: compiled(model_at(s, n), s.exchange.phase(n)),
+        evaluate=lambda state, compressed: score(one_of(state), compressed),
+        moved=lambda: {'exchange': traffic(s, mesh)},
+        check=functools.partial(check, s),
+    )
+
+
+def create_replicas(s: Setting, mesh: Mesh) -> TrainState:
+    """The state before the first step: n copies of one replica's."""
+    state = create(s)
+    held = s.exchange.init(split(state.variables)[0], s.replicas)
+    return spread(state.replace(exchange=held), mesh)
+
+
+def spread(state: TrainState, mesh: Mesh) -> TrainState:
+    """A replica's state as that of all of a mesh."""
+    place, n = NamedSharding(mesh, P(AXIS)), mesh.size
+    copy = jax.jit(
+        lambda tree: jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), tree),
+        out_shardings=place,
+    )
+    shared = jax.device_put((state.step, state.key), NamedSharding(mesh, P()))
+    parts = {name: copy(getattr(state, name)) for name in EACH}
+    return TrainState(step=shared[0], key=shared[1], **parts)
+
+
+def one_of(state: TrainState) -> TrainState:
+    """What is scored: the mean of the replicas' variables, and the first one's boundary states.
+
+    Equal parameters are their own mean; statistics (BatchNorm) are each replica's own.
+    """
+    variables = jax.tree.map(lambda a: jnp.mean(a, 0), state.variables)
+    links = jax.tree.map(lambda a: a[0], state.links)
+    step, key = (jax.device_put(a, jax.devices()[0]) for a in (state.step, state.key))
+    variables, links = jax.device_put((variables, links), jax.devices()[0])
+    return TrainState(step, variables, (), links, key)
+
+
+def _specs() -> TrainState:
+    return TrainState(step=P(), key=P(), **dict.fromkeys(EACH, P(AXIS)))  # pyright: ignore
+
+
+def replica_step(s: Setting, model: Pipeline, exchange: Exchange, mesh: Mesh) -> Step:
+    """A step of all replicas; loss and accuracy come one a replica.
+
+    Args:
+      s: the setting.
+      model: in or after its warm-up.
+      exchange: of this epoch.
+      mesh: from `replica_mesh`.
+    """
+
+    def device(state: TrainState, batch: dict[str, Array]) -> Any:
+        own = {name: jax.tree.map(lambda a: a[0], getattr(state, name)) for name in EACH}
+        after, values = train_step(s, model, state.replace(**own), batch, (exchange, over()))
+        kept = {name: jax.tree.map(lambda a: a[None], getattr(after, name)) for name in EACH}
+        return after.replace(**kept), jax.tree.map(lambda a: a[None], values)
+
+    # Nothing is differentiated through a collective here, which is what check_vma guards; a model's
+    # own scans, which start from plain zeros, would not pass it.
+    specs = (_specs(), P(AXIS))
+    return jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+
+
+def _averaged(steps: Epoch, state: Any, order: np.ndarray, stopped: Stopped = never) -> Iterator:
+    """An epoch whose values are means over the replicas."""
+    for after, values, stop in steps(state, order, stopped):
+        yield after, {k: np.mean(v, -1) for k, v in values.items()}, stop
+
+
+# That replicas are equal.
+
+
+@jax.jit
+def checksums(tree: Any) -> list[UInt32[Array, ' n']]:
+    """Of every leaf ``(n, ...)`` a sum of its bits, one a replica; equal replicas have equal sums.
+
+    Words are weighted by their position, so that exchanged ones are seen, too.
+    """
+
+    def one(a: Array) -> Array:
+        rows = jax.lax.bitcast_convert_type(a, jnp.uint8).reshape(len(a), -1).astype(jnp.uint32)
+        weights = 2 * jnp.arange(rows.shape[1], dtype=jnp.uint32) + 1
+        return jnp.sum(rows * weights, 1, dtype=jnp.uint32)
+
+    return [one(a) for a in jax.tree.leaves(tree)]
+
+
+def check(s: Setting, state: TrainState) -> None:
+    """Compares the parameters of the replicas.
+
+    Raises:
+      DriftError: if they differ; the message names the replicas and the parameter.
+    """
+    if int(state.step) % s.exchange.every:
+        return  # between two averages of local SGD
+    params = split(state.variables)[0]
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    rows = np.stack([np.asarray(a) for a in checksums(params)], 1)
+    usual = max({tuple(r) for r in rows}, key=[tuple(r) for r in rows].count)
+    odd = [i for i, row in enumerate(rows) if tuple(row) != usual]
+    if odd:
+        where = paths[int(np.argmax(rows[odd[0]] != usual))]
+        raise DriftError(
+            f'after step {int(state.step)} the parameters of replica {", ".join(map(str, odd))} '
+            f'differ from the others of {s.replicas}, first at {where}: a device or its memory has '
+            'changed a number that was not exchanged; the last checkpoint is from before, give the '
+            'same command to go on from it'
+        )
+
+
+# Bytes.
+
+
+def traffic(s: Setting, mesh: Mesh | None = None) -> dict[str, Any]:
+    """Bytes a step that one replica hands to the collectives, after any warm-up.
+
+    Args:
+      s: the setting.
+      mesh: if given, also the operands of the compiled exchange's collectives.
+
+    Returns:
+      ``text``, ``replicas``, ``uncompressed`` (the gradient), ``handed`` and ``compiled`` (operand
+      bytes by kind of collective), ``sent`` (what a replica sends for them on a ring) and
+      ``server`` (the same exchange over a parameter server: a replica's bytes up and down).
+    """
+    params = jax.eval_shape(lambda: split(shapes(s)[0])[0])
+    last = s.exchange.phase(s.config.epochs)
+    report = bytes_of(last, params, s.replicas)
+    if mesh is not None:
+        compiled = operands(lower(last, params, mesh).compile().as_text())
+        report['compiled'] = {k: v // last.every for k, v in compiled.items()}
+    return {'text': str(s.config.exchange), 'replicas': s.replicas, **report}
+
+
+def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
+    """See `traffic`; the mean over the steps between two averages of parameters."""
+    counts: dict[str, int] = {}
+    via = metered(n, counts)
+
+    def step(params: Any, state: Any, key: Array) -> Any:
+        grads, state = exchange.apply(params, state, key, via)
+        return exchange.settle(grads, state, via)
+
+    state = jax.eval_shape(lambda: exchange.init(params, n))
+    jax.eval_shape(step, params, state, jax.random.key(0))
+    handed = {k: v // exchange.every for k, v in counts.items()}
+    return {
+        'uncompressed': nbytes(params),
+        'handed': handed,
+        'sent': sent(handed, n),
+        'server': served(handed, params),
+    }
+
+
+def served(handed: dict[str, int], params: Any) -> dict[str, int]:
+    """The same messages over a parameter server, as a replica's bytes up and down.
+
+    What all-reduce adds goes up and comes back as it is; messages that do not add (all-gather) go
+    up, and the server sends back their mean, uncompressed; of an exchange that compresses both ways
+    (all-to-all, then all-gather) the parts go up, and all replies come down.
+    """
+    added, parts = handed.get('all-reduce', 0), handed.get('all-to-all', 0)
+    alone = handed.get('all-gather', 0)
+    if parts:
+        return {'up': added + parts, 'down': added + parts}
+    return {'up': added + alone, 'down': added + (nbytes(params) - added if alone else 0)}
+
+
+def lower(exchange: Exchange, params: Any, mesh: Mesh) -> Any:
+    """The exchange by itself over a mesh, lowered: its collectives and no others."""
+
+    def device(grads: Any, state: Any, key: Array) -> Any:
+        grads, state = jax.tree.map(lambda a: a[0], (grads, state))
+        via = over()
+        grads, state = exchange.apply(grads, state, key, via)
+        return jax.tree.map(lambda a: a[None], exchange.settle(grads, state, via))
+
+    state = jax.eval_shape(lambda: exchange.init(params, mesh.size))
+    stack = lambda a: jax.ShapeDtypeStruct((mesh.size, *a.shape), a.dtype)
+    run = jax.shard_map(device, mesh=mesh, in_specs=(P(AXIS), P(AXIS), P()), out_specs=P(AXIS))
+    return jax.jit(run).lower(*jax.tree.map(stack, (params, state)), jax.random.key(0))

@@ -1,0 +1,58 @@
+"""How replicas share their gradients: exchanges, and the text that names one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxmp import spec
+from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
+from jaxmp.exchange.collectives import AXIS, Collectives, metered, operands, over, sent
+from jaxmp.exchange.delayed import dgc, local_sgd
+from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
+from jaxmp.exchange.lowrank import power_sgd
+
+RULES = {
+    'all_gather': all_gather,
+    'all_reduce': all_reduce,
+    'bucketed': bucketed,
+    'dgc': dgc,
+    'double_squeeze': double_squeeze,
+    'local_sgd': local_sgd,
+    'mean': mean,
+    'per_layer': per_layer,
+    'power_sgd': power_sgd,
+    'scatter_gather': scatter_gather,
+}
+__all__ = [
+    'AXIS', 'Collectives', 'Exchange', 'Rule', 'metered', 'operands', 'over', 'parse', 'sent',
+    *RULES,
+]  # fmt: skip
+
+
+def parse(text: str) -> Exchange:
+    """The exchange that ``text`` names; a bare rule means ``per_layer``.
+
+    Args:
+      text: for example ``'all_gather(ef(top_k(0.01)))'``, ``'power_sgd(2)'``, ``'mean'``.
+
+    Raises:
+      SpecError: if the text is not such an expression, or what it says makes no sense.
+
+    >>> parse('all_reduce(one_bit)')
+    Traceback (most recent call last):
+    ...
+    jaxmp.spec.SpecError: in 'all_reduce(one_bit)': all_reduce adds messages, and these do not \
+add; raw, fp16, bf16 and random_k do; use all_gather(...) or scatter_gather(...)
+    """
+    return spec.read(text, {**spec.NAMES, **RULES}, _exchange)
+
+
+def _exchange(thing: Any, text: str) -> Exchange:
+    if isinstance(thing, Exchange):
+        return thing
+    if isinstance(spec.complete(thing, text), Rule):
+        return per_layer(thing)
+    raise TypeError(
+        f'{text} does not say how replicas exchange; write mean, all_gather({text}), '
+        f'all_reduce({text}) or double_squeeze({text})'
+    )

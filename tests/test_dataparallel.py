@@ -1,0 +1,207 @@
+"""Replicas in training: equal to one on the joined batch, resumed to the bit, watched for drift."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmp import checkpoint, dataparallel, exchange, run, task, team, train
+from jaxmp.exchange import AXIS, over
+from jaxmp.models import lenet
+from jaxmp.report import exchanges
+from tests.laws import QUICK
+from tests.runs import config_of, records
+
+
+class Flat(nn.Module):
+    """A dense layer of the flattened input. Compiles in no time."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(self.features)(jnp.tanh(x.reshape(len(x), -1)))
+
+
+@pytest.fixture(autouse=True)
+def flat(monkeypatch):
+    monkeypatch.setitem(task.MODELS, 'flat', lambda classes, width: (Flat(width), Flat(classes)))
+
+
+def small(**changes):
+    words = {'model': 'flat', 'width': 24, 'train_examples': 160, 'batch_size': 32, 'epochs': 2}
+    return config_of('digits_dataparallel', **{**words, 'checkpoint_every': 1, **changes})
+
+
+# An optax loop of one's own.
+
+
+def loss(params, x, y):
+    h = jnp.tanh(x @ params['w'] + params['b'])
+    return jnp.mean((h @ params['v'] - y) ** 2)
+
+
+def trained(text, n, optimiser, steps=3):
+    """Parameters after some steps of n replicas on the same joined batches, in float64."""
+    r = np.random.default_rng(0)
+    params = {k: r.standard_normal(s) for k, s in (('w', (20, 15)), ('b', (15,)), ('v', (15, 14)))}
+    e = exchange.parse(text)
+    one = params, optimiser.init(params), e.init(params, n)
+
+    def device(state, x, y, key):
+        params, memory, held = jax.tree.map(lambda a: a[0], state)
+        grads, held = e.apply(jax.grad(loss)(params, x, y), held, key, over())
+        updates, memory = optimiser.update(grads, memory, params)
+        params, held = e.settle(optax.apply_updates(params, updates), held, over())
+        return jax.tree.map(lambda a: a[None], (params, memory, held))
+
+    mesh, specs = dataparallel.replica_mesh(n), (P(AXIS), P(AXIS), P(AXIS), P())
+    step = jax.jit(
+        jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(AXIS)), compiler_options=QUICK
+    )
+    state = jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *np.shape(a))), one)
+    for t in range(steps):
+        state = step(
+            state, r.standard_normal((8, 20)), r.standard_normal((8, 14)), jax.random.key(t)
+        )
+    return jax.device_get(state[0])
+
+
+@pytest.mark.parametrize(
+    'text', ['mean', 'all_gather(ef21(raw))', 'scatter_gather(ef(raw), ef(raw))', 'local_sgd(1)']
+)
+def test_exact_exchanges_are_one_replica_on_the_joined_batch(text):
+    with jax.enable_x64(True):
+        optimiser = optax.sgd(0.1, momentum=0.9)
+        want = trained('mean', 1, optimiser)
+        for n in (2, 4):
+            found = trained(text, n, optimiser)
+            for name, a in found.items():
+                for i in range(n):
+                    np.testing.assert_allclose(a[i], want[name][0], rtol=1e-12, atol=1e-12)
+
+
+# The trainer.
+
+
+def test_two_and_four_replicas_train_like_one(tmp_path):
+    """Float32 sums in another order: losses to 1e-5; boundaries inside every replica."""
+    found = []
+    for n in (1, 2, 4):
+        summary = run.run(small(replicas=n, exchange='mean'), tmp_path / str(n))
+        found.append([r['loss'] for r in records(tmp_path / str(n))])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-5)
+    assert summary['exchange']['handed'] == summary['exchange']['compiled']
+
+
+def test_both_compressions_in_one_table(tmp_path, capsys):
+    """Cuts between stages inside each replica, gradients between replicas."""
+    rules = {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))'}
+    config = small(**rules, exchange='dgc(0.05, momentum=0.5, warmup=1)', epochs=1, momentum=0.0)
+    summary = run.run(config, tmp_path)
+    out = capsys.readouterr().out
+    sent = summary['exchange']
+    assert sent['handed'] == sent['compiled']
+    assert sent['uncompressed'] == 4 * summary['parameters']
+    assert sent['handed']['all-gather'] < 0.1 * sent['uncompressed']
+    (row,) = summary['bytes']
+    assert row['uncompressed'] == 4 * 16 * 24  # of one replica
+    for number in (row['forward'], row['backward'], sent['sent'], sent['server']['down']):
+        assert f'{number:,}' in out
+
+
+def state_of(workdir, config):
+    s = train.setting(config)
+    engine = run.engine_of(s, team.Team())
+    state, _ = checkpoint.Checkpoints(workdir).restore(engine.create())
+    return engine, state.replace(key=jax.random.key_data(state.key))
+
+
+@pytest.mark.parametrize('text', ['power_sgd(1)', 'double_squeeze(one_bit)'])
+def test_a_run_that_goes_on_ends_like_an_uninterrupted_one(tmp_path, text):
+    """The state of the exchange is part of the checkpoint: equal to the bit, and not zero."""
+    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+    run.run(small(exchange=text), whole)
+    for epochs in (1, 2):
+        run.run(small(exchange=text, epochs=epochs), cut)
+    (_, a), (_, b) = (state_of(w, small(exchange=text)) for w in (whole, cut))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    errors = [x for x in jax.tree.leaves(a.exchange) if np.asarray(x).size > 100]
+    assert errors
+    assert all(np.any(x) for x in errors)
+    assert not all(np.array_equal(x[0], x[1]) for x in map(np.asarray, errors))
+
+
+def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
+    """One bit of one parameter, and an adder that errs; the checkpoint kept is from before."""
+    words = {'replicas': 4, 'exchange': 'all_gather(ef(one_bit))'}
+    run.run(small(**words, epochs=1), tmp_path)
+    config = small(**words, epochs=3)
+    engine, state = state_of(tmp_path, config)
+    engine.check(state)
+    kernel = np.array(state.variables[1]['params']['Dense_0']['kernel'])
+    kernel.view(np.uint32)[2, 3, 4] ^= 1
+    params = {**state.variables[1]['params'], 'Dense_0': {'kernel': kernel}}
+    broken = state.replace(variables=(state.variables[0], {'params': params}))
+    says = r'parameters of replica 2 differ from the others of 4, first at .*kernel'
+    with pytest.raises(dataparallel.DriftError, match=says):
+        engine.check(broken)
+    rule = exchange.parse('all_gather(ef(one_bit))')
+
+    def corrupt(grads, held, key, via):  # a device that adds wrongly
+        grads, held = rule.apply(grads, held, key, via)
+        return jax.tree.map(lambda g: g + 1e-6 * (via.index == 2), grads), held
+
+    monkeypatch.setattr(exchange, 'parse', lambda text: rule._replace(apply=corrupt))
+    with pytest.raises(dataparallel.DriftError, match='replica 2 differ'):
+        run.run(config, tmp_path)
+    assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['5']
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'replicas': 3}, r'config.replicas=3 does not divide config.batch_size=32'),
+        ({'replicas': 0}, 'config.replicas=0 does not divide'),
+        ({'micro_batches': 3}, r'config.batch_size=32 / 2 replicas; a step takes that many'),
+        ({'runtime': 'mpmd'}, 'config.replicas=2 needs config.runtime=local'),
+        ({'exchange': 'top_k(0.1)'}, 'does not say how replicas exchange'),
+        ({'exchange': 'dgc(0.1)'}, r'would add a second; set config.momentum=0'),
+    ],
+)
+def test_a_bad_setting_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        train.setting(small(**change))
+
+
+def test_lenet_has_the_size_of_the_thesis():
+    def count(side):
+        x, sizes = jnp.zeros((1, side, side, 1)), []
+        for stage in lenet():
+            x, v = stage.init_with_output(jax.random.key(0), x)
+            sizes += [a.size for a in jax.tree.leaves(v)]
+        return sum(sizes)
+
+    assert jax.eval_shape(lambda: jnp.zeros(count(28))).size == 21_840
+    with pytest.raises(ValueError, match='positive width'):
+        lenet(width=0)
+
+
+def test_report_of_runs(tmp_path):
+    for name, text in (('plain', 'mean'), ('halves', 'all_reduce(fp16)')):
+        config = small(exchange=text, epochs=1)
+        config.name = name
+        run.run(config, tmp_path / name)
+    exchanges.main([str(tmp_path), '--out', str(tmp_path / 'out')])
+    page = (tmp_path / 'out' / 'README.md').read_text()
+    rows = [line for line in page.splitlines() if line.startswith('| `')]
+    assert [r.split('`')[1] for r in rows] == ['mean', 'all_reduce(fp16)']
+    assert (tmp_path / 'out' / 'curves.png').read_bytes().startswith(b'\x89PNG')
+    exchanges.main([str(tmp_path / 'out'), '--out', str(tmp_path / 'again')])
+    assert (tmp_path / 'again' / 'README.md').read_text() == page
+    with pytest.raises(SystemExit, match='no finished run with replicas'):
+        exchanges.main([str(tmp_path / 'plain'), '--out', str(tmp_path / 'x')])

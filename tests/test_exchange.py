@@ -1,0 +1,391 @@
+"""Exchanges over four devices: each against its equations, its bytes against the compiled program.
+
+The equations are written with numpy, a loop over the replicas, in float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Ctx, exchange
+from jaxmp.dataparallel import bytes_of, replica_mesh
+from jaxmp.exchange import AXIS, operands, over
+from jaxmp.exchange.collectives import sent
+from tests.laws import QUICK
+
+STEPS = 3
+SHAPES = {'b': (7,), 'w': (2, 3, 5, 7)}  # biases are small, the kernel is compressed
+TWO = {**SHAPES, 'z': (21, 10)}
+jit = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+def gradients(n, dtype=np.float64):
+    """Of every step, by name, ``(n, ...)``."""
+    r = np.random.default_rng(n)
+    make = lambda shape: (r.standard_normal((n, *shape)) * r.uniform(0.1, 3)).astype(dtype)
+    return [{k: make(s) for k, s in SHAPES.items()} for _ in range(STEPS)]
+
+
+def program(text, n):
+    """``(gradients, state, key) -> (gradients, state)`` of all replicas, not compiled."""
+    e = exchange.parse(text)
+
+    def device(grads, state, key):
+        grads, state = jax.tree.map(lambda a: a[0], (grads, state))
+        grads, state = e.apply(grads, state, key, over())
+        return jax.tree.map(lambda a: a[None], e.settle(grads, state, over()))
+
+    specs = (P(AXIS), P(AXIS), P())
+    return jit(jax.shard_map(device, mesh=replica_mesh(n), in_specs=specs, out_specs=P(AXIS)))
+
+
+def first(text, grads, n):
+    state = exchange.parse(text).init(jax.tree.map(lambda a: a[0], grads), n)
+    return jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), state)
+
+
+@functools.cache
+def ran(text, n, dtype=np.float64):
+    """Compiled program, results of every step and the last state; replicas are alike to the bit."""
+    with jax.enable_x64(dtype == np.float64):
+        grads = gradients(n, dtype)
+        state = first(text, grads[0], n)
+        compiled = program(text, n).lower(grads[0], state, jax.random.key(0)).compile()
+        out = []
+        for t, g in enumerate(grads):
+            y, state = jax.device_get(compiled(g, state, jax.random.key(t)))
+            if 'local' not in text:
+                for a in jax.tree.leaves(y):
+                    assert all((a[0] == row).all() for row in a)
+            out.append(y)
+        return compiled.as_text(), out, state
+
+
+# The equations.
+
+
+def one_bit(p):
+    return np.mean(np.abs(p)) * np.where(p < 0, -1, 1)
+
+
+def top(fraction):
+    def C(p):
+        flat = p.reshape(-1)
+        k = flat.size - int(flat.size * (1 - fraction))
+        y = np.zeros_like(flat)
+        at = np.argsort(-np.abs(flat), kind='stable')[:k]
+        y[at] = flat[at]
+        return y.reshape(p.shape)
+
+    return C
+
+
+def ef(C):
+    def mean(grads, key):
+        e = {}
+        for g in grads:
+            p = g + e.get('e', 0)
+            m = np.stack([C(row) for row in p])
+            e['e'] = p - m
+            yield m.mean(0)
+
+    return mean
+
+
+def ef21(C):
+    def mean(grads, key):
+        state = np.zeros_like(grads[0])
+        for g in grads:
+            state = state + np.stack([C(a - b) for a, b in zip(g, state, strict=True)])
+            yield state.mean(0)
+
+    return mean
+
+
+def plain(text, shared=False):
+    """A random codec, with the keys that a replica uses: of step, array and sender."""
+    codec = jaxmp.parse(text).codec
+
+    code = jit(lambda x, c: codec.decode(codec.encode(x, c), jaxmp.like(x), c))
+
+    def mean(grads, leaf):
+        for t, g in enumerate(grads):
+            rows = []
+            for i, x in enumerate(g):
+                c = Ctx(jax.random.key(t)).fold(leaf)
+                c = c if shared else c.fold(i)
+                x = x.reshape(1, -1)
+                rows.append(code(x, c).reshape(g.shape[1:]))
+            yield np.mean(rows, 0)
+
+    return mean
+
+
+def random_with_memory(grads, leaf):
+    codec, e = jaxmp.parse('random_k(0.1)').codec, 0
+    code = jit(lambda x, c: codec.decode(codec.encode(x, c), jaxmp.like(x), c))
+    for t, g in enumerate(grads):
+        c, p = Ctx(jax.random.key(t)).fold(leaf), np.mean(g, 0).reshape(1, -1) + e
+        y = np.asarray(code(p, c))
+        e = p - y
+        yield y.reshape(g.shape[1:])
+
+
+def two_ways(grads, leaf):
+    C = one_bit
+    n, size = len(grads[0]), grads[0][0].size
+    part = -(-size // n)
+    e, E = np.zeros((n, n, part)), np.zeros((n, part))
+    for g in grads:
+        p = np.pad(g.reshape(n, -1), ((0, 0), (0, n * part - size))).reshape(n, n, part) + e
+        m = np.stack([[C(a) for a in row] for row in p])
+        e = p - m
+        q = m.mean(0) + E
+        reply = np.stack([C(a) for a in q])
+        E = q - reply
+        yield reply.reshape(-1)[:size].reshape(g.shape[1:])
+
+
+def low_rank(grads, leaf):
+    rank = 2
+    rows, columns = int(np.prod(grads[0].shape[1:-1])), grads[0].shape[-1]
+    Q = np.asarray(jax.random.normal(jax.random.key(leaf), (columns, rank), jnp.float64))
+    e = np.zeros((len(grads[0]), rows, columns))
+    for g in grads:
+        M = g.reshape(-1, rows, columns) + e
+        P = np.linalg.qr(np.mean(M @ Q, 0))[0]
+        Q = np.mean(M.transpose(0, 2, 1) @ P, 0)
+        e = M - P @ Q.T
+        yield (P @ Q.T).reshape(g.shape[1:])
+
+
+def momentum_corrected(grads, leaf):
+    C = top(0.1)
+    u = v = np.zeros_like(grads[0])
+    for g in grads:
+        u = 0.5 * u + g
+        v = v + u
+        sends = np.stack([C(row) for row in v])
+        u, v = np.where(sends != 0, 0, u), np.where(sends != 0, 0, v)
+        yield sends.mean(0)
+
+
+EQUATIONS = {
+    'mean': lambda grads, leaf: (g.mean(0) for g in grads),
+    'all_reduce(random_k(0.1))': plain('random_k(0.1)', shared=True),
+    'all_reduce(ef(random_k(0.1)))': random_with_memory,
+    'all_gather(ef(one_bit))': ef(one_bit),
+    'all_gather(ef21(top_k(0.1)))': ef21(top(0.1)),
+    'all_gather(qsgd(4))': plain('qsgd(4)'),
+    'double_squeeze(one_bit)': two_ways,
+    'power_sgd(2)': low_rank,
+    'dgc(0.1, momentum=0.5)': momentum_corrected,
+}
+ALSO_TWO = ('mean', 'all_gather(ef(one_bit))', 'double_squeeze(one_bit)')
+
+
+@pytest.mark.parametrize(('text', 'n'), [*((t, 4) for t in EQUATIONS), *((t, 2) for t in ALSO_TWO)])
+def test_replicas_do_what_the_equations_say(text, n):
+    grads = gradients(n)
+    _, out, _ = ran(text, n)
+    with jax.enable_x64(True):
+        for y, want in zip(out, EQUATIONS[text]([g['w'] for g in grads], 0), strict=True):
+            np.testing.assert_allclose(y['w'][0], want, rtol=1e-12, atol=1e-12)
+    heavy = 0.0
+    for g, y in zip(grads, out, strict=True):  # the small ones: their mean, perhaps with momentum
+        heavy = (0.5 if 'dgc' in text else 0.0) * heavy + g['b'].mean(0)
+        np.testing.assert_allclose(y['b'][0], heavy, rtol=1e-12)
+
+
+@pytest.mark.parametrize('text', ['mean', 'power_sgd(2)', 'all_reduce(ef(random_k(0.1)))'])
+def test_what_adds_is_one_replica_on_the_mean(text):
+    """Four replicas give what one gives on their mean gradient: on the joined batch."""
+    with jax.enable_x64(True):
+        joined = [jax.tree.map(lambda a: a.mean(0, keepdims=True), g) for g in gradients(4)]
+        run, state = program(text, 1), first(text, joined[0], 1)
+        for t, (g, y) in enumerate(zip(joined, ran(text, 4)[1], strict=True)):
+            one, state = run(g, state, jax.random.key(t))
+            for name in SHAPES:
+                np.testing.assert_allclose(y[name][0], one[name][0], rtol=1e-12, atol=1e-12)
+
+
+def test_double_squeeze_telescopes():
+    """sum y = sum mean g - (E + mean e)."""
+    _, out, state = ran('double_squeeze(one_bit)', 4)
+    (kept,), size = state[0], out[0]['w'][0].size
+    e, E = kept['up'][:, :, 0], kept['down'][:, 0]  # by replica and part; by replica
+    left = (e.mean(0) + E).reshape(-1)[:size].reshape(SHAPES['w'])
+    all_ = sum(g['w'].mean(0) for g in gradients(4))
+    np.testing.assert_allclose(sum(y['w'][0] for y in out), all_ - left, rtol=1e-9, atol=1e-12)
+
+
+def test_ef21_uses_the_mean_of_the_senders_buffers():
+    _, out, state = ran('all_gather(ef21(top_k(0.1)))', 4)
+    ((mine, mean),) = state[0]
+    np.testing.assert_allclose(mine.mean(0), mean[0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(mean[0].reshape(SHAPES['w']), out[-1]['w'][0], rtol=1e-12)
+
+
+def alone(text, grads, steps):
+    """One replica, without a mesh: the results of ``steps`` of the same gradient."""
+    e = exchange.parse(text)
+    via, found = exchange.metered(1, {}), []
+    state = e.init(grads, 1)
+    run = jit(lambda g, s, key: e.apply(g, s, key, via))
+    for t in range(steps):
+        y, state = run(grads, state, jax.random.key(t))
+        found.append(y)
+    return found
+
+
+def test_ef21_of_a_constant_gradient_comes_closer_by_its_contraction():
+    with jax.enable_x64(True):
+        g = {'w': np.random.default_rng(0).standard_normal((20, 20))}
+        lost = [np.sum((y['w'] - g['w']) ** 2) for y in alone('all_gather(ef21(top_k(0.2)))', g, 4)]
+        for t, square in enumerate(lost, 1):
+            assert square <= 0.8**t * np.sum(g['w'] ** 2)
+        same = alone('all_gather(ef21(raw))', g, 2)
+        np.testing.assert_array_equal(same[1]['w'], g['w'])
+
+
+def test_power_sgd_is_exact_for_its_rank():
+    with jax.enable_x64(True):
+        r = np.random.default_rng(0)
+        g = {'w': r.standard_normal((30, 2)) @ r.standard_normal((2, 25)), 'z': np.zeros((30, 25))}
+        for y in alone('power_sgd(2)', g, 2):
+            np.testing.assert_allclose(y['w'], g['w'], rtol=1e-10, atol=1e-12)
+            np.testing.assert_array_equal(y['z'], 0)
+
+
+@pytest.mark.parametrize('masking', [True, False])
+def test_dgc_that_sends_all_is_sgd_with_or_without_momentum(masking):
+    """With factor masking the momentum never gathers."""
+    with jax.enable_x64(True):
+        g = {'w': np.random.default_rng(0).standard_normal((20, 20))}
+        found = alone(f'dgc(1.0, momentum=0.5, masking={masking})', g, 3)
+        for t, y in enumerate(found):
+            m = 1.0 if masking else sum(0.5**i for i in range(t + 1))
+            np.testing.assert_allclose(y['w'], m * g['w'], rtol=1e-12)
+
+
+def test_dgc_sends_or_keeps_all_of_its_momentum():
+    """sent + v = sum of u, replica by replica in the mean; a masked u starts again."""
+    with jax.enable_x64(True):
+        e = exchange.parse('dgc(0.1, momentum=0.5, masking=False)')
+        via, state, total, sent_ = exchange.metered(1, {}), None, 0, 0
+        run = jit(lambda g, state, key: e.apply(g, state, key, via))
+        for g in (g['w'][0] for g in gradients(2)):
+            state = e.init({'w': g}, 1) if state is None else state
+            y, state = run({'w': g}, state, jax.random.key(0))
+            total, sent_ = total + state[0]['u'][0], sent_ + y['w']
+        np.testing.assert_allclose(sent_ + state[0]['v'][0], total, rtol=1e-12, atol=1e-12)
+
+
+def test_dgc_clips_and_warms_up():
+    g = {'w': np.ones((20, 20), np.float32)}
+    (y,) = alone('dgc(1.0, clip=2.0)', g, 1)
+    np.testing.assert_allclose(np.linalg.norm(y['w']), 2.0, rtol=1e-5)
+    e = exchange.parse('dgc(0.01, warmup=2)')
+    x = {'w': np.zeros((100, 100), np.float32)}
+    sizes = [bytes_of(e.phase(t), x, 2)['handed']['all-gather'] for t in range(5)]
+    # Values, and places of 14 bits in whole runs of 4.
+    assert sizes == [2500 * 4 + 4375, 625 * 4 + 1099, *[100 * 4 + 175] * 3]
+
+
+def test_local_sgd_meets_every_so_many_steps():
+    """What settles is the mean in step 2 of 2; before that each replica's own."""
+    grads, (_, out, _) = gradients(4), ran('local_sgd(2)', 4)
+    np.testing.assert_array_equal(out[0]['w'], grads[0]['w'])
+    np.testing.assert_allclose(out[1]['w'][3], grads[1]['w'].mean(0), rtol=1e-12)
+    np.testing.assert_array_equal(out[2]['w'], grads[2]['w'])
+
+
+def test_sums_of_halves_do_not_overflow():
+    e, top_ = exchange.parse('all_reduce(fp16)'), np.full((4, 20, 20), 65504.0, np.float32)
+    device = lambda g: e.apply(g[0], e.init(g[0], 4), None, over())[0][None]
+    run = jax.shard_map(device, mesh=replica_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+    np.testing.assert_array_equal(jit(run)(top_), top_)
+
+
+# Bytes.
+
+MORE = ('all_reduce(fp16)', 'bucketed(all_gather(natural), 100)', 'scatter_gather(fp16, bf16)')
+
+
+@pytest.mark.parametrize('text', [*EQUATIONS, *MORE, 'local_sgd(2)'])
+def test_bytes_are_those_of_the_compiled_collectives(text):
+    """In what is handed over and, after the compiler, in the operands; parameters as they are."""
+    dtype = np.float64 if text in EQUATIONS or 'local' in text else np.float32
+    compiled, _, _ = ran(text, 4, dtype)
+    like = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in SHAPES.items()}
+    with jax.enable_x64(dtype == np.float64):
+        e = exchange.parse(text)
+        found = bytes_of(e, like, 4)
+    assert {k: v // e.every for k, v in operands(compiled).items()} == found['handed']
+
+
+def test_bytes_by_hand():
+    """Two matrices of 210 elements, 7 biases raw; 2 replicas on a ring, or below a server."""
+    like = {k: jax.ShapeDtypeStruct(s, 'float32') for k, s in TWO.items()}
+    table = {
+        'mean': ({'all-reduce': 1708}, 1708, {'up': 1708, 'down': 1708}),
+        'all_gather(one_bit)': (
+            {'all-gather': 2 * (27 + 4), 'all-reduce': 28},
+            62 + 28,
+            {'up': 90, 'down': 1708},
+        ),
+        'power_sgd(2)': (
+            {'all-reduce': 4 * (2 * (30 + 7) + 2 * (21 + 10)) + 28},
+            572,
+            {'up': 572, 'down': 572},
+        ),
+        'scatter_gather(fp16, fp16)': (
+            {'all-to-all': 840, 'all-gather': 420, 'all-reduce': 28},
+            420 + 420 + 28,
+            {'up': 868, 'down': 868},
+        ),
+        'local_sgd(2)': ({'all-reduce': 854}, 854, {'up': 854, 'down': 854}),
+    }
+    for text, (handed, ring, server) in table.items():
+        found = bytes_of(exchange.parse(text), like, 2)
+        assert found == {
+            'uncompressed': 1708, 'handed': handed, 'sent': ring, 'server': server,
+        }, text  # fmt: skip
+    assert sent({'all-gather': 10}, 4) == 30
+
+
+# Text.
+
+REFUSED = {
+    'top_k(0.1)': r'top_k\(0.1\) does not say how replicas exchange; write mean, all_gather\(top_k',
+    'all_reduce(one_bit)': 'these do not add; raw, fp16, bf16 and random_k do',
+    'all_gather(aqsgd(raw, 3))': 'aqsgd remembers activations by example; use ef or ef21',
+    'all_gather(mean)': 'all_gather takes a codec or a feedback rule such as ef',
+    'double_squeeze(ef(raw))': 'ef takes a codec and got a feedback rule; rules do not nest',
+    'power_sgd(0)': 'power_sgd rank 0 is not a positive integer',
+    'local_sgd(0.5)': 'local_sgd steps 0.5 is not a positive integer',
+    'dgc(10)': r'for 10 % write dgc\(0.1\)',
+    'dgc(0.1, momentum=1.0)': r'the momentum is in \[0, 1\)',
+    'per_layer(mean)': 'per_layer takes a rule such as all_gather',
+    'per_layer(power_sgd(1), smallest=-1)': 'smallest -1 is not a number of elements',
+    'bucketed(power_sgd(1), elements=-1)': 'elements -1 is not a number of elements',
+    'all_gather': r'all_gather needs its arguments: all_gather\(channel\)',
+    'all_gathr(raw)': r"unknown word 'all_gathr' \(did you mean all_gather\?\)",
+    '__import__("os")': "unknown word '__import__'",
+}
+
+
+@pytest.mark.parametrize('text', REFUSED)
+def test_refused(text):
+    with pytest.raises(jaxmp.SpecError, match=REFUSED[text]):
+        exchange.parse(text)
+
+
+def test_too_few_devices():
+    with pytest.raises(ValueError, match=r'5 replicas need 5 devices, there are 4; on a CPU start'):
+        replica_mesh(5)
