@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
 
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
     config, team = CONFIG.value, Team()
-    if jax.config.jax_num_cpu_devices < config.get('replicas', 1):
+    if config.get('replicas', 1) > 1:
         jax.config.update('jax_num_cpu_devices', config.replicas)  # a CPU as that many devices
     jax.config.update('jax_compilation_cache_dir', str(Path('~/.cache/jaxmp').expanduser()))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)

@@ -290,6 +290,8 @@ def test_every_config_key_is_read_and_headed():
     source = '\n'.join(p.read_text() for p in (ROOT / 'jaxmp').glob('*.py'))
     source += (ROOT / 'train.py').read_text()
     for path in (ROOT / 'configs').glob('[!_]*.py'):
+        if path.stem == 'paper_tables':  # a study: rows for other configs
+            continue
         config = config_of(path.stem)
         assert len(config) <= 30
         for key in config:
