@@ -79,7 +79,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {run["commit"]};',
         f'{first["parameters"]:,} parameters, float32 gradient {first["uncompressed"]:,} bytes;',
         'two replicas in as many processes and network namespaces. Definitions:',
-        '`bench/slow_exchange.py`.',
+        '`bench/slow_exchange.py`. Wall times: whatever else the machine did is in them.',
         '',
         f'`{run["command"]}`',
     ]
