@@ -203,5 +203,6 @@ def test_report_of_runs(tmp_path):
     assert (tmp_path / 'out' / 'curves.png').read_bytes().startswith(b'\x89PNG')
     exchanges.main([str(tmp_path / 'out'), '--out', str(tmp_path / 'again')])
     assert (tmp_path / 'again' / 'README.md').read_text() == page
+    (tmp_path / 'none').mkdir()
     with pytest.raises(SystemExit, match='no finished run with replicas'):
-        exchanges.main([str(tmp_path / 'plain'), '--out', str(tmp_path / 'x')])
+        exchanges.main([str(tmp_path / 'none'), '--out', str(tmp_path / 'x')])

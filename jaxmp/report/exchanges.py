@@ -1,8 +1,7 @@
 """python -m jaxmp.report.exchanges WORKDIRS --out DIR: runs that differ in their exchange.
 
-Reads finished runs (folders with summary.json and metrics.jsonl, or JSON files that this wrote
-before), and writes one JSON file a run with its history, ``README.md`` with the table, and
-``curves.png``.
+Reads finished runs (workdirs, or a folder of their summaries), and writes one JSON file a run,
+``README.md`` with the table, and ``curves.png``.
 """
 
 from __future__ import annotations
@@ -18,21 +17,13 @@ NEAR = 0.005  # of the uncompressed accuracy
 
 
 def load(folder: Path) -> list[Run]:
-    """The runs in ``folder`` that exchanged gradients, each with its ``history`` of test scores.
+    """The runs in ``folder`` that exchanged gradients.
 
     Raises:
       FileNotFoundError: if there is none.
     """
-    found = [json.loads(p.read_text()) for p in folder.glob('*.json')]
-    for path in folder.glob('*/summary.json'):
-        rows = [json.loads(l) for l in path.with_name('metrics.jsonl').read_text().splitlines()]
-        seconds = {r['epoch']: r['seconds'] for r in rows if r['kind'] == 'train'}
-        history = [
-            {k: r[k] for k in ('epoch', 'accuracy', 'loss')} | {'seconds': seconds[r['epoch']]}
-            for r in rows
-            if r['kind'] == 'test' and r['compression'] == 'off'
-        ]
-        found.append({**json.loads(path.read_text()), 'history': history})
+    paths = sorted([*folder.glob('*.json'), *folder.glob('*/summary.json')])
+    found = [json.loads(p.read_text()) for p in paths]
     found = [r for r in found if 'exchange' in r and 'history' in r]
     if not found:
         raise FileNotFoundError(
@@ -79,11 +70,12 @@ def draw(runs: list[Run], path: Path) -> None:
     figure = Figure(figsize=(11, 4.8), layout='constrained')
     axes = figure.subplots(1, 2)
     for i, r in enumerate(runs):
-        epochs = [h['epoch'] for h in r['history']]
+        off = r['history']['off']
+        epochs = range(1, 1 + len(off['loss']))
         style = {'marker': 'o^sv'[i // 10], 'ms': 3, 'lw': 1, 'color': f'C{i % 10}'}
-        error = [100 * (1 - h['accuracy']) for h in r['history']]
+        error = [100 * (1 - a) for a in off['accuracy']]
         axes[0].plot(epochs, error, label=r['exchange']['text'], **style)
-        axes[1].plot(epochs, [h['loss'] for h in r['history']], **style)
+        axes[1].plot(epochs, off['loss'], **style)
     axes[0].set(title='Test error (%)', xlabel='epoch', yscale='log')
     axes[1].set(title='Test NLL (nats)', xlabel='epoch', yscale='log')
     for a in axes:
