@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jaxmp import sweep
+from jaxmp import study, sweep
 from jaxmp.report import __main__ as report
 from tests.runs import ROOT
 
@@ -94,7 +94,7 @@ def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
 
 def test_two_sweeps_share_the_work(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--seeds=1')
-    with sweep.locked(jobs[0].workdir) as mine:
+    with study.locked(jobs[0].workdir) as mine:
         assert mine
         assert sweep.sweep(jobs) == {}
     assert '0 finished, 1 at work elsewhere' in capsys.readouterr().out
@@ -147,4 +147,4 @@ def test_a_plan_that_makes_no_sense_is_refused(tmp_path, more, message):
 
 def test_a_file_without_a_study_is_refused(tmp_path):
     with pytest.raises(ValueError, match='has no get_study'):
-        sweep.study_of(ROOT / 'tests' / 'runs.py')
+        study.study_of(ROOT / 'tests' / 'runs.py')
