@@ -7,90 +7,22 @@ the same command given twice shares the work between two processes. What fails i
 and stops nothing else.
 
 Seeds of a row follow each other in one process and share its compiled programs: on CPU a batch of
-seeds (`jax.vmap`) makes grouped convolutions of the network's, which are many times slower.
+seeds (`jax.vmap`) makes grouped convolutions of the network's, which take twice as long.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import functools
-import importlib.util
 import json
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-Summary = dict[str, Any]
-
-
-class Job(NamedTuple):
-    """One run of a study: its configuration, the result it leaves, where it works."""
-
-    config: Any
-    result: Path
-    workdir: Path
-
-    @property
-    def row(self) -> str:
-        """The configuration without its seed: what is compiled."""
-        return json.dumps({**self.config.to_dict(), 'seed': None}, sort_keys=True)
-
-
-def jobs(study: list[tuple[int, Any]], out: Path, work: Path) -> list[Job]:
-    """The study's runs, the seeds of a row one after another.
-
-    Args:
-      study: seeds and configurations, as a study's ``get_study`` gives them.
-      out: folder of the results.
-      work: folder of the runs' workdirs.
-    """
-    made = []
-    for seed, config in study:
-        name = f'{config.name}-s{seed}'
-        made.append(Job(config, out / f'{name}.json', work / name))
-    rows = list(dict.fromkeys(job.row for job in made))
-    return sorted(made, key=lambda job: rows.index(job.row))
-
-
-def finished(job: Job) -> Summary | None:
-    """The result of ``job``, or None.
-
-    Raises:
-      ValueError: if the result was made with another configuration.
-    """
-    if not job.result.exists():
-        return None
-    found = json.loads(job.result.read_text())
-    want = {k: v for k, v in job.config.to_dict().items() if k not in ELSEWHERE}
-    has = {k: v for k, v in found['config'].items() if k not in ELSEWHERE}
-    if clash := sorted(k for k in {**want, **has} if want.get(k) != has.get(k)):
-        raise ValueError(
-            f'{job.result} was made with other settings: '
-            + ', '.join(f'{k}={has.get(k)!r} (now {want.get(k)!r})' for k in clash)
-            + '; move it away or give another --out'
-        )
-    return found
-
-
-ELSEWHERE = ('data_dir', 'init_from', 'tokenizer')  # where files lie says nothing of the run
-
-
-@contextmanager
-def locked(workdir: Path) -> Iterator[bool]:
-    """Whether this process alone works in ``workdir``; the lock ends with the process."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / 'lock').open('w') as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
+from jaxmp.study import Job, Summary, finished, jobs, locked, put, study_of
 
 
 def left(todo: list[Job], done: list[Summary]) -> str:
@@ -205,23 +137,6 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def study_of(path: Path) -> Any:
-    """The module in the file ``path``, which must have a ``get_study``.
-
-    Raises:
-      ValueError: if it has none.
-    """
-    sys.path.insert(0, str(path.resolve().parent.parent))  # for `from configs import ...`
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise ValueError(f'{path} is no Python file; give one with get_study(scale, tables)')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, 'get_study'):
-        raise ValueError(f'{path} has no get_study(scale, tables); see configs/paper_tables.py')
-    return module
-
-
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -238,26 +153,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--plan', action='store_true', help='show the plan and run nothing')
     parser.add_argument('--verbose', action='store_true', help='tell of every epoch')
     return parser.parse_args(argv)
-
-
-def put(config: Any, text: str) -> None:
-    """Writes ``key=value`` into ``config``, the value as what it replaces.
-
-    Raises:
-      ValueError: if there is no such key, or the value is of another kind.
-
-    >>> import ml_collections
-    >>> c = ml_collections.ConfigDict({'lr': 0.1, 'download': False})
-    >>> put(c, 'lr=0.5'), put(c, 'download=True'), c.lr, c.download
-    (None, None, 0.5, True)
-    """
-    key, _, value = text.partition('=')
-    if key not in config:
-        raise ValueError(f'--set {text}: no key {key!r}; there are {", ".join(config)}')
-    kind = type(config[key])
-    if kind is bool and value not in ('True', 'False'):
-        raise ValueError(f'--set {text}: {key} is True or False')
-    config[key] = value == 'True' if kind is bool else kind(value)
 
 
 def plan_of(args: argparse.Namespace) -> list[Job]:

@@ -48,6 +48,7 @@ ABOVE = {  # may import everything below
     'dataparallel',
     'run',
     'sweep',
+    'study',
     'generate',
     '__init__',
 }

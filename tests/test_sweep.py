@@ -2,6 +2,7 @@
 
 import ast
 import json
+import pathlib
 import re
 import signal
 import subprocess
@@ -10,8 +11,9 @@ import time
 
 import pytest
 
-from jaxmp import sweep
+from jaxmp import study, sweep
 from jaxmp.report import __main__ as report
+from jaxmp.report import claims, figures, page, results, tables
 from tests.runs import ROOT
 
 TWO_A_TABLE = (
@@ -75,7 +77,8 @@ def test_the_report_follows_the_results(smoke, tmp_path):
     assert '12.35' in (tmp_path / 'report' / 'report.md').read_text()
     for template in (ROOT / 'jaxmp' / 'report').glob('*.md'):
         assert not re.search(r'\d', template.read_text()), template
-    for source in (ROOT / 'jaxmp' / 'report').glob('*.py'):
+    for module in (claims, figures, page, report, results, tables):
+        source = pathlib.Path(module.__file__)
         tree = ast.parse(source.read_text())
         texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
         said = [t for t in texts if isinstance(t, str) and '>>>' not in t]
@@ -94,7 +97,7 @@ def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
 
 def test_two_sweeps_share_the_work(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--seeds=1')
-    with sweep.locked(jobs[0].workdir) as mine:
+    with study.locked(jobs[0].workdir) as mine:
         assert mine
         assert sweep.sweep(jobs) == {}
     assert '0 finished, 1 at work elsewhere' in capsys.readouterr().out
@@ -113,7 +116,7 @@ def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
     args = [sys.executable, '-m', 'jaxmp.sweep', str(ROOT / 'tests' / 'tiny_study.py')]
     args += ['--scale=smoke', *more, f'--out={tmp_path / "results"}', f'--work={tmp_path / "work"}']
     process = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.DEVNULL)
-    limit = time.time() + 400
+    limit = time.time() + 900
     while len(records(second.workdir)) < 6 and process.poll() is None and time.time() < limit:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -147,4 +150,4 @@ def test_a_plan_that_makes_no_sense_is_refused(tmp_path, more, message):
 
 def test_a_file_without_a_study_is_refused(tmp_path):
     with pytest.raises(ValueError, match='has no get_study'):
-        sweep.study_of(ROOT / 'tests' / 'runs.py')
+        study.study_of(ROOT / 'tests' / 'runs.py')

@@ -99,7 +99,7 @@ COLOURS = {
     'aqsgd': 'tab:purple',
     'top_k': 'tab:orange',
     'raw': 'black',
-    'other': '0.5',
+    'other': 'gray',
 }
 
 
@@ -125,7 +125,7 @@ def frontier(rows: Sequence[Row], path: Path) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 5.4), layout='constrained')
         axes = figure.subplots()
-        axes.step(*zip(*best, strict=True), where='post', color='0.75', lw=1.2, zorder=1)
+        axes.step(*zip(*best, strict=True), where='post', color='silver', lw=1.2, zorder=1)
         for row in rows:
             x, e = points[row.name]
             error = 0 if math.isnan(e.error) else e.error
@@ -133,7 +133,7 @@ def frontier(rows: Sequence[Row], path: Path) -> None:
             axes.errorbar(x, e.mean, error, fmt='o', capsize=2, zorder=3, **kind)
         for name in sorted({family(r) for r in rows}):
             axes.plot([], [], 'o', color=COLOURS[name], label=name)
-        axes.plot([], [], color='0.75', label='Pareto front')
+        axes.plot([], [], color='silver', label='Pareto front')
         scale(axes, [x for x, _ in points.values()])
         axes.set(xlabel='bits an element on the wire, mean of both directions')
         word = 'validation loss (nats)' if text else 'test accuracy (%)'
@@ -162,7 +162,7 @@ def name_points(figure: Any, axes: Any, points: dict[str, tuple[float, float]]) 
         while any(abs(to - b) < step and px < a + w and a < px + width for a, b, w in taken):
             to += 1
         taken.append((px, to, width))
-        far = {'arrowstyle': '-', 'color': '0.8', 'lw': 0.6} if to - py > step else None
+        far = {'arrowstyle': '-', 'color': 'lightgray', 'lw': 0.6} if to - py > step else None
         axes.annotate(
             name, (x, y), xytext=(6, to - py - 3), textcoords='offset points', fontsize=7.5,
             arrowprops=far, bbox={'fc': 'white', 'ec': 'none', 'alpha': 0.7, 'pad': 0.3}, zorder=2,
