@@ -26,7 +26,9 @@ def overview(study: Study) -> str:
     table = [cells(r.name, {}, r, study.rows.get('none')) for r in own]
     keep = [i for i, h in enumerate(HEADS[own[0].measure]) if not h.startswith('paper')]
     picked = [[line[i] for i in keep] for line in (list(HEADS[own[0].measure]), *table)]
-    return markdown(picked[0], picked[1:]) + f'\n\n{page.setting(study)}\n'
+    sent = [['forward', 'backward'], *([f'`{r.runs[0][k]}`' for k in ('fwd', 'bwd')] for r in own)]
+    whole = [[line[0], *s, *line[1:]] for line, s in zip(picked, sent, strict=True)]
+    return markdown(whole[0], whole[1:], words=3) + f'\n\n{page.setting(study)}\n'
 
 
 def renew(text: str, studies: list[Study]) -> str:

@@ -48,6 +48,8 @@ UNSAID = (
 
 def verdicts(found: list[Verdict]) -> str:
     """The claims as a table, a line a quantity."""
+    if not any(e.ours for v in found for e in v.evidence):
+        return 'No row was run that a claim needs.'
     heads = ['claim', 'verdict', 'quantity: where it is claimed to lie', 'is', 'paper', 'ours']
     rows = []
     for v in found:
@@ -71,9 +73,9 @@ def section(study: Study, out: Path) -> str:
         if any(r['row'] in study.rows for r in table['rows']):
             body = markdown(HEADS[table['measure']], lines(table, study))
             parts += [f'### {table["title"]}\n', body, '', f'{show(table["figure"])}']
-    measure, rest = others(study)
-    if rest:
-        parts += ['### Rows that the paper has not\n', markdown(HEADS[measure], rest), '']
+    for measure, heads in HEADS.items():
+        if rest := others(study, measure):
+            parts += [f'### Rows that the paper has not: {measure}\n', markdown(heads, rest), '']
     for title in pictures:
         if 'against' in title:
             parts += [f'### {title}\n', show(title)]

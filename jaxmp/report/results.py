@@ -16,7 +16,7 @@ import numpy as np
 
 Summary = dict[str, Any]
 CONFIDENCE = 0.95
-VARIES = ('name', 'fwd', 'bwd', 'seed', 'warmup_epochs')  # between the rows of a study
+VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs')  # between the rows of a study
 IDLE = ('checkpoint_every', 'tensorboard', 'download', 'init_from', 'tokenizer')
 
 
@@ -93,7 +93,9 @@ def study(home: Path, runs: list[Summary]) -> Study:
     """``runs`` grouped by their names; raises ValueError as `load`."""
     rows: dict[str, Row] = {}
     for run in sorted(runs, key=lambda r: (r['name'], r['seed'])):
-        row = rows.get(run['name'], Row(run['name'], ()))
+        # What replicas send each other is no row of the paper, whatever it is called.
+        name = f'{run["name"]}, replicas' if 'exchange' in run else run['name']
+        row = rows.get(name, Row(name, ()))
         if any(run['seed'] == r['seed'] for r in row.runs):
             raise ValueError(
                 f'{home} holds two results of {run["name"]} with seed {run["seed"]}; move one away'
@@ -110,7 +112,7 @@ def check_same(home: Path, runs: list[Summary], row: Row) -> None:
     for run in runs:
         if run.get('measure') != first.get('measure'):
             continue
-        free = (*IDLE, 'seed') if run['name'] == row.name else (*IDLE, *VARIES)
+        free = (*IDLE, 'seed') if run['name'] == first['name'] else (*IDLE, *VARIES)
         a, b = first['config'], run['config']
         if clash := [k for k in a if k in b and k not in free and a[k] != b[k]]:
             raise ValueError(
@@ -151,8 +153,14 @@ def difference(row: Row, to: Row) -> Estimate | None:
 
 
 def wire(row: Row) -> dict[str, float]:
-    """Bytes a step both ways over all boundaries, their ratio to uncompressed, bits an element."""
-    sizes = row.runs[0]['bytes']
-    full = 2 * sum(s['uncompressed'] for s in sizes)
-    sent = sum(s['forward'] + s['backward'] for s in sizes)
+    """Bytes a step, their ratio to uncompressed, bits an element.
+
+    Of boundaries, both ways over all of them; of replicas, what one of them sends.
+    """
+    run = row.runs[0]
+    if 'exchange' in run:
+        full, sent = run['exchange']['uncompressed'], run['exchange']['sent']
+    else:
+        full = 2 * sum(s['uncompressed'] for s in run['bytes'])
+        sent = sum(s['forward'] + s['backward'] for s in run['bytes'])
     return {'bytes': sent, 'ratio': full / sent, 'bits': 32 * sent / full}

@@ -84,13 +84,12 @@ def lines(table: dict[str, Any], study: Study) -> list[Cells]:
     return [cells(p['label'], p, study.rows.get(name), none) for name, p in rows.items()]
 
 
-def others(study: Study) -> tuple[str, list[Cells]]:
-    """The rows of ``study`` that the paper has not, and their measure."""
+def others(study: Study, measure: str) -> list[Cells]:
+    """The rows of ``study`` of a measure that the paper has not."""
     known = {n for t in PAPER['tables'] for n in table_rows(t)}
-    rest = [r for n, r in study.rows.items() if n not in known]
-    measure = rest[0].measure if rest else 'accuracy'
-    rest = [r for r in rest if r.measure == measure]
-    return measure, [cells(r.name, {}, r, study.rows.get('none')) for r in rest]
+    rest = [r for n, r in study.rows.items() if n not in known and r.measure == measure]
+    none = next(t['none'] for t in PAPER['tables'] if t['measure'] == measure)
+    return [cells(r.name, {}, r, study.rows.get(none)) for r in rest]
 
 
 def markdown(heads: Cells | tuple[str, ...], rows: list[Cells], words: int = 1) -> str:
