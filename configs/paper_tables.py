@@ -73,7 +73,7 @@ TABLES: dict[int, list[Row]] = {
         Row('gpt2-top10-separate', 'top_k(0.1)', 'top_k(0.1)'),
         # Not in the paper.
         Row('gpt2-fw4-bw8', 'uniform(4)', 'uniform(8)'),
-        Row('gpt2-block4', *2 * ('block(4, size=64)',)),
+        Row('gpt2-block4', 'block(4, size=64)', 'block(4, size=64)'),
         Row('gpt2-ef21-top10', 'ef21(top_k(0.1))', 'ef21(same_support())'),
     ],
 }

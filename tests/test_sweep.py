@@ -78,7 +78,7 @@ def test_the_report_follows_the_results(smoke, tmp_path):
     for template in (ROOT / 'jaxmp' / 'report').glob('*.md'):
         assert not re.search(r'\d', template.read_text()), template
     for module in (claims, figures, page, report, results, tables):
-        source = pathlib.Path(module.__file__)
+        source = pathlib.Path(str(module.__file__))
         tree = ast.parse(source.read_text())
         texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
         said = [t for t in texts if isinstance(t, str) and '>>>' not in t]
