@@ -23,17 +23,15 @@ from jaxmp.engine import Engine
 from jaxmp.evaluate import evaluator
 from jaxmp.exchange import AXIS, Exchange, metered, operands, over, sent
 from jaxmp.pipeline import Pipeline
+from jaxmp.setting import Setting, model_at, shapes
 from jaxmp.train import (
     Epoch,
-    Setting,
     Step,
     Stopped,
     TrainState,
     create,
     epoch_form,
-    model_at,
     never,
-    shapes,
     split,
     train_step,
 )

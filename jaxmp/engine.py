@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from jaxmp.evaluate import evaluator
 from jaxmp.pipeline import Pipeline
-from jaxmp.train import Epoch, Setting, create, epoch_form, model_at, train_step
+from jaxmp.setting import Setting, model_at
+from jaxmp.train import Epoch, create, epoch_form, train_step
 
 
 class Engine(NamedTuple):

@@ -20,7 +20,8 @@ from jaxmp import data, micro
 from jaxmp.boundary import Boundary, Links
 from jaxmp.feedback import direct
 from jaxmp.pipeline import Pipeline
-from jaxmp.train import Setting, TrainState
+from jaxmp.setting import Setting
+from jaxmp.train import TrainState
 from jaxmp.wire import Ctx
 
 Evaluate = Callable[[TrainState, bool], dict[str, float]]

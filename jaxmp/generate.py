@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from jaxmp.evaluate import evaluation_model
 from jaxmp.pipeline import Pipeline
-from jaxmp.train import Setting, setting
+from jaxmp.setting import Setting, setting
 from jaxmp.wire import Ctx, like
 
 Scores = Callable[[Array, Array], Array]

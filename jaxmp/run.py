@@ -20,19 +20,11 @@ from jaxmp.dataparallel import replicated
 from jaxmp.engine import Engine, one_program
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
+from jaxmp.setting import Setting, check_choices, message_bytes, parameters, setting
 from jaxmp.staged import staged
 from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
-from jaxmp.train import (
-    Setting,
-    TrainState,
-    Values,
-    check_choices,
-    create,
-    message_bytes,
-    parameters,
-    setting,
-)
+from jaxmp.train import TrainState, Values, create
 
 Place = dict[str, Any]
 

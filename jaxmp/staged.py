@@ -26,18 +26,16 @@ from jaxmp.evaluate import evaluation_model, forgets, means, sums
 from jaxmp.feedback import direct
 from jaxmp.mpmd import Mpmd, mpmd, place
 from jaxmp.schedule import one_f_one_b
+from jaxmp.setting import Setting, micro_like, shapes
 from jaxmp.stage import End, StageState
 from jaxmp.task import once
 from jaxmp.team import Team
 from jaxmp.train import (
     Epoch,
-    Setting,
     Stopped,
     TrainState,
     clip_scale,
     mean_score,
-    micro_like,
-    shapes,
     square_norm,
     step_keys,
     update,

@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import checkpoint, dataparallel, exchange, run, task, team, train
+from jaxmp import checkpoint, dataparallel, exchange, run, setting, task, team
 from jaxmp.exchange import AXIS, over
 from jaxmp.models import lenet
 from jaxmp.report import exchanges
@@ -115,7 +115,7 @@ def test_both_compressions_in_one_table(tmp_path, capsys):
 
 
 def state_of(workdir, config):
-    s = train.setting(config)
+    s = setting.setting(config)
     engine = run.engine_of(s, team.Team())
     state, _ = checkpoint.Checkpoints(workdir).restore(engine.create())
     return engine, state.replace(key=jax.random.key_data(state.key))
@@ -175,7 +175,7 @@ def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
 )
 def test_a_bad_setting_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        train.setting(small(**change))
+        setting.setting(small(**change))
 
 
 def test_lenet_has_the_size_of_the_thesis():

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxmp
 from jaxmp import transport
-from jaxmp.models import gpt2, tied, weights
+from jaxmp.models import gpt2, layers, tied, weights
 from tests.laws import QUICK
 
 GOLDEN = dict(np.load(pathlib.Path(__file__).parent / 'golden' / 'gpt2.npz'))
@@ -102,7 +102,7 @@ def test_attention_is_the_librarys(length):
     swap = lambda a: a.swapaxes(1, 2)
     library = lambda *qkv: swap(jax.nn.dot_product_attention(*map(swap, qkv), is_causal=True))
     found = []
-    for f in (gpt2.attention, library):
+    for f in (layers.attention, library):
         both = lambda qkv, f=f: (jnp.sum(f(*qkv) ** 2), f(*qkv))
         (_, y), g = jit(jax.value_and_grad(both, has_aux=True))(qkv)
         found.append((y, g))
@@ -176,7 +176,7 @@ def test_dropout_only_in_training():
 @pytest.mark.parametrize('shape', [(101, 103), (64, 8)])
 def test_dropout_keeps_the_mean(shape):
     x = jnp.full(shape, 2.0)
-    y = gpt2.Dropout(0.25).apply({}, x, True, rngs={'dropout': jax.random.key(0)})
+    y = layers.Dropout(0.25).apply({}, x, True, rngs={'dropout': jax.random.key(0)})
     kept = np.asarray(y) > 0
     np.testing.assert_allclose(np.asarray(y)[kept], 2 / 0.75, rtol=1e-6)
     assert abs(kept.mean() - 0.75) < 4 * np.sqrt(0.25 * 0.75 / x.size)

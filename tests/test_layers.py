@@ -41,6 +41,7 @@ BELOW = {
 }
 ABOVE = {  # may import everything below
     'task',
+    'setting',
     'train',
     'evaluate',
     'engine',

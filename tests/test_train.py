@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import checkpoint, engine, evaluate, generate, run, staged, task, team, train
+from jaxmp import checkpoint, engine, evaluate, generate, run, setting, staged, task, team, train
 from jaxmp.models import resnet18
 from tests.runs import ROOT, SMALL, config_of, records, start, wait_for_steps
 
@@ -70,7 +70,7 @@ def leaves_equal(a, b):
     [('ef21(uniform(2))', 'ef(uniform(2))'), ('aqsgd(uniform(4), examples=examples)', 'raw')],
 )
 def test_a_step_changes_parameters_statistics_and_links(fwd, bwd):
-    s = train.setting(small(fwd=fwd, bwd=bwd))
+    s = setting.setting(small(fwd=fwd, bwd=bwd))
     before = train.create(s)
     step = jax.jit(lambda state, batch: train.train_step(s, s.model, state, batch))
     after, metrics = step(before, batch_of(s))
@@ -88,7 +88,7 @@ def test_a_step_changes_parameters_statistics_and_links(fwd, bwd):
 
 
 def test_scan_and_loop_are_the_same_epoch():
-    s = train.setting(small(fwd='ef21(uniform(2))', bwd='uniform(8)', train_examples=64))
+    s = setting.setting(small(fwd='ef21(uniform(2))', bwd='uniform(8)', train_examples=64))
     order = np.arange(64, dtype=np.int32)[::-1]
     *_, (looped, a, _) = train.epoch_by_step(s, alone(s))(train.create(s), order)
     [(scanned, b, _)] = train.epoch_by_scan(s, alone(s))(train.create(s), order)
@@ -119,8 +119,8 @@ def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
 
 def test_evaluation_sees_every_example_and_leaves_the_state_alone():
     scores, states = {}, {}
-    for mode in train.EVALUATIONS:
-        s = train.setting(small(fwd='ef(uniform(1))', bwd='raw', eval_feedback=mode))
+    for mode in setting.EVALUATIONS:
+        s = setting.setting(small(fwd='ef(uniform(1))', bwd='raw', eval_feedback=mode))
         state = train.create(s)
         *_, (state, _, _) = train.epoch_by_step(s, alone(s))(state, np.arange(64))
         before = jax.tree.map(np.array, (state.variables, state.links))
@@ -134,8 +134,8 @@ def test_evaluation_sees_every_example_and_leaves_the_state_alone():
 
 
 def test_aqsgd_evaluates_without_buffers():
-    s = train.setting(small(fwd='aqsgd(uniform(2), examples=examples)', bwd='raw'))
-    plain = train.setting(small(fwd='uniform(2)', bwd='raw'))
+    s = setting.setting(small(fwd='aqsgd(uniform(2), examples=examples)', bwd='raw'))
+    plain = setting.setting(small(fwd='uniform(2)', bwd='raw'))
     state, other = train.create(s), train.create(plain)
     assert evaluate.evaluator(s)(state, True) == evaluate.evaluator(plain)(other, True)
 
@@ -144,7 +144,7 @@ def test_warm_up_sends_raw_and_primes(tmp_path):
     text = 'aqsgd(uniform(2), examples=examples)'
     config = small(fwd=text, bwd='ef21(top_k(0.1))', warmup_epochs=1, epochs=1)
     run.run(config, tmp_path)
-    s = train.setting(config)
+    s = setting.setting(config)
     state, _ = checkpoint.Checkpoints(tmp_path).restore(train.create(s))
     assert np.asarray(state.links.fwd[0][0]).any(axis=(1, 2, 3)).all()  # every example was seen
     gradient = np.asarray(state.links.bwd[0][0])
@@ -166,7 +166,7 @@ def test_augmentation_shifts_and_mirrors():
 
 
 def test_resnet18_is_the_published_network():
-    s = train.setting(config_of(width=64, data='digits', fwd='raw', bwd='raw'))
+    s = setting.setting(config_of(width=64, data='digits', fwd='raw', bwd='raw'))
     shapes = jax.eval_shape(
         lambda k: s.model.init(k, jnp.zeros((100, 32, 32, 3)), train=True)[0], jax.random.key(0)
     )
@@ -178,7 +178,7 @@ def test_resnet18_is_the_published_network():
 
 
 def test_the_step_lowers_for_cuda():
-    s = train.setting(small(model='resnet18', fwd='ef21(top_k(0.1))', bwd='uniform(4)'))
+    s = setting.setting(small(model='resnet18', fwd='ef21(top_k(0.1))', bwd='uniform(4)'))
     state = jax.eval_shape(lambda: train.create(s))
     step = jax.jit(lambda v, o, l, batch: train.train_step(s, s.model, make(v, o, l), batch)[1])
     make = lambda v, o, l: train.TrainState(jnp.int32(0), v, o, l, jax.random.key(0))
@@ -196,7 +196,7 @@ GOLDEN_LOSSES = {  # five steps, width 4, batch 32 of digits; a change here is a
 
 @pytest.mark.parametrize(('what', 'losses'), GOLDEN_LOSSES.items(), ids=lambda v: str(v[0]))
 def test_five_step_losses(what, losses):
-    s = train.setting(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
+    s = setting.setting(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
     ran = train.epoch_by_step(s, alone(s))(train.create(s), np.arange(160))
     np.testing.assert_allclose([float(m['loss']) for _, m, _ in ran], losses, rtol=5e-3)
 
@@ -219,7 +219,7 @@ def test_five_step_losses(what, losses):
 )
 def test_a_bad_setting_is_refused(change, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.setting(small(**change))
+        setting.setting(small(**change))
 
 
 TEXT = {'width': 16, 'heads': 2, 'blocks': 2, 'stages': 2, 'sequence_length': 16}
@@ -231,11 +231,11 @@ ALIKE = {'fwd': 'raw', 'bwd': 'raw', 'clip_norm': 0.5, 'micro_batches': 2, 'epoc
 def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys):
     """Float32, other fusions: losses to 1e-4, not to the bit; tied tables stay one to the bit."""
     found = []
-    for runtime in train.RUNTIMES:
+    for runtime in setting.RUNTIMES:
         config = make(**ALIKE, runtime=runtime)
         run.run(config, tmp_path / runtime)
         found.append(records(tmp_path / runtime))
-        s = train.setting(config)
+        s = setting.setting(config)
         if s.task.tied:
             made = engine.one_program(s) if runtime == 'local' else staged.staged(s, team.Team())
             before = made.create()
@@ -302,7 +302,7 @@ def test_every_config_key_is_read_and_headed():
 
 
 def last_arrays(workdir, config):
-    state, _ = checkpoint.Checkpoints(workdir).restore(train.create(train.setting(config)))
+    state, _ = checkpoint.Checkpoints(workdir).restore(train.create(setting.setting(config)))
     return state.replace(key=jax.random.key_data(state.key))
 
 

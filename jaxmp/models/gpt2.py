@@ -6,7 +6,7 @@ and the residual stream, which is what stages send each other, stays in the para
 
 The token table stands at both ends of the network; `jaxmp.models.tied` keeps the copies one.
 
-Shapes: B batch, T sequence, C width, H heads, D = C / H, V vocabulary, S = T keys.
+Shapes: B batch, T sequence, C width, H heads, D = C / H, V vocabulary.
 
 References:
   Language Models are Unsupervised Multitask Learners, Radford et al. 2019.
@@ -23,10 +23,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int
 
-_ROWS = 128  # queries that attend together: see `attention`
+from jaxmp.models.layers import Dense, Dropout, attention, product
+
 _normal = nn.initializers.normal
 
 
@@ -84,80 +84,6 @@ class Config:
             )
 
 
-@jax.custom_vjp
-def product(x_MK: Float[Array, 'M K'], w_NK: Float[Array, 'N K']) -> Float[Array, 'M N']:
-    """``x w'``, accumulated in float32 or better; its backward says in which order to multiply.
-
-    The derivative that JAX finds transposes a gradient instead of a result. For that XLA:CPU
-    writes each gradient of the residual stream transposed only, and computes the stream anew from
-    all later blocks in each block: a fifth of the step with 8 blocks.
-
-    Args:
-      x_MK: a row an example.
-      w_NK: weights.
-    """
-    return _contract(x_MK, w_NK, 1, 1)
-
-
-def _contract(a: Array, b: Array, i: int, j: int) -> Array:
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=wide)
-
-
-def _product_backward(saved: tuple[Array, Array], g_MN: Array) -> tuple[Array, Array]:
-    x_MK, w_NK = saved
-    g_MN = g_MN.astype(x_MK.dtype)
-    gx, gw = _contract(g_MN, w_NK, 1, 0), _contract(g_MN, x_MK, 0, 0)
-    return gx.astype(x_MK.dtype), gw.astype(w_NK.dtype)
-
-
-product.defvjp(lambda x, w: (product(x, w), (x, w)), _product_backward)
-
-
-class Dense(nn.Module):
-    """``x W + b``, the kernel ``(in, out)``.
-
-    Attributes:
-      features: width of the output.
-      scale: standard deviation of the initial weights.
-      dtype: what to multiply in; None is the parameters'.
-    """
-
-    features: int
-    scale: float
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, '... K']) -> Float[Array, '... N']:
-        """Maps ``(..., K)`` to ``(..., features)``."""
-        kernel = self.param('kernel', _normal(self.scale), (x.shape[-1], self.features))
-        bias = self.param('bias', nn.initializers.zeros, (self.features,))
-        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
-        y = product(x.reshape(-1, x.shape[-1]), kernel.T).astype(x.dtype) + bias
-        return y.reshape(*x.shape[:-1], self.features)
-
-
-class Dropout(nn.Module):
-    """Zeroes elements with probability ``rate`` and scales the rest to keep the mean.
-
-    The rate is rounded to a multiple of 2^-16: a 32-bit random word decides two elements, which
-    halves the cost of the mask.
-    """
-
-    rate: float
-
-    @nn.compact
-    def __call__(self, x: Float[Array, '...'], train: bool) -> Float[Array, '...']:
-        """The same shape; the identity unless ``train``."""
-        dropped = round(self.rate * 2**16)
-        if not (train and dropped):
-            return x
-        words = jax.random.bits(self.make_rng('dropout'), (-(-x.size // 2),), jnp.uint32)
-        halves = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[: x.size]
-        keep = halves.reshape(x.shape) >= dropped
-        return jnp.where(keep, x * (2**16 / (2**16 - dropped)), 0).astype(x.dtype)
-
-
 class Attention(nn.Module):
     """Causal self-attention with its projections."""
 
@@ -172,47 +98,6 @@ class Attention(nn.Module):
         drop = Dropout(c.dropout[1])
         y = attention(heads[0], heads[1], heads[2], lambda w: drop(w, train))
         return _projection(c, C)(y.transpose(0, 2, 1, 3).reshape(B, T, C))
-
-
-def attention(
-    q_BHTD: Float[Array, 'B H T D'],
-    k_BHSD: Float[Array, 'B H S D'],
-    v_BHSD: Float[Array, 'B H S D'],
-    drop: Any = lambda w: w,
-) -> Float[Array, 'B H T D']:
-    """Causal attention, ``softmax(q k' / sqrt(D)) v`` over the keys up to the query's position.
-
-    Queries go in runs of 128, each against only the keys it can see, which halves the work, and the
-    product with ``v`` is divided by the softmax's sum, not the weights. On a CPU forward and
-    backward take a quarter to a half of the time of ``jax.nn.dot_product_attention``. The softmax
-    is in float32 or better.
-
-    Args:
-      q_BHTD: queries.
-      k_BHSD: keys.
-      v_BHSD: values.
-      drop: applied to the weights.
-
-    Returns:
-      ``(B, H, T, D)``, in the values' dtype.
-    """
-    T, D = q_BHTD.shape[2:]
-    wide = jnp.promote_types(q_BHTD.dtype, jnp.float32)
-    out = []
-    for start in range(0, T, _ROWS):
-        end = min(start + _ROWS, T)
-        q = q_BHTD[:, :, start:end] * jnp.asarray(D**-0.5, q_BHTD.dtype)
-        w = jnp.einsum('bhtd,bhsd->bhts', q, k_BHSD[:, :, :end], preferred_element_type=wide)
-        seen = jnp.arange(end) <= jnp.arange(start, end)[:, None]
-        w = jnp.where(seen, w, -jnp.inf)
-        w = jnp.exp(w - jax.lax.stop_gradient(w.max(-1, keepdims=True)))
-        total = w.sum(-1, keepdims=True)
-        y = jnp.einsum(
-            'bhts,bhsd->bhtd', drop(w).astype(v_BHSD.dtype), v_BHSD[:, :, :end],
-            preferred_element_type=wide,
-        )  # fmt: skip
-        out.append((y / total).astype(v_BHSD.dtype))
-    return jnp.concatenate(out, axis=2)
 
 
 class MLP(nn.Module):
