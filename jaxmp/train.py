@@ -23,6 +23,7 @@ from jaxmp.boundary import Links, value_and_grad
 from jaxmp.exchange import Collectives, Exchange
 from jaxmp.models.tied import share, tie
 from jaxmp.pipeline import Pipeline
+from jaxmp.setting import Setting, micro_like
 from jaxmp.task import once
 from jaxmp.wire import Ctx
 

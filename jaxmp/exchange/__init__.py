@@ -24,9 +24,26 @@ RULES = {
     'scatter_gather': scatter_gather,
 }
 __all__ = [
-    'AXIS', 'Collectives', 'Exchange', 'Rule', 'metered', 'operands', 'over', 'parse', 'sent',
-    *RULES,
-]  # fmt: skip
+    'AXIS',
+    'Collectives',
+    'Exchange',
+    'Rule',
+    'all_gather',
+    'all_reduce',
+    'bucketed',
+    'dgc',
+    'double_squeeze',
+    'local_sgd',
+    'mean',
+    'metered',
+    'operands',
+    'over',
+    'parse',
+    'per_layer',
+    'power_sgd',
+    'scatter_gather',
+    'sent',
+]
 
 
 def parse(text: str) -> Exchange:
