@@ -41,8 +41,8 @@ from tests import laws
 # ## A ternary quantiser, in 20 lines
 #
 # Of every sample, what exceeds half of its largest magnitude is sent as a sign, all else as zero;
-# one number a sample, the mean magnitude of what was sent, goes beside it. Codes 0, 1 and 2 take two
-# bits each, and `pack` puts four of them into a byte.
+# one number a sample, the mean magnitude of what was sent, goes beside it. Codes 0, 1 and 2 take
+# two bits each, and `pack` puts four of them into a byte.
 #
 # $$C(x)_i = s \cdot \mathrm{sign}(x_i) \ \text{ if } |x_i| > t \max_j |x_j|, \text{ else } 0,
 # \qquad s = \text{mean of } |x_i| \text{ over the sent } i$$
@@ -84,12 +84,12 @@ for text in ('ternary()', 'ef21(ternary(0.7))', 'top_k(0.2, values=ternary(), in
 # %% [markdown]
 # ## The laws
 #
-# `tests/laws.py` sends 16 tensors through a codec: zeros, constants, outliers, numbers at both ends
-# of the range, NaN and infinities, half precision. The message crosses as bytes between two separately
-# compiled programs, so a receiver that peeks at the sender's data fails. Every codec keeps shape and
-# dtype, reports the bits of its arrays, and keeps finite what is finite. A `Law` adds what yours
-# promises: here an error of at most half the sample's largest magnitude, that a NaN spoils its own
-# sample and shows, and that samples do not touch each other.
+# `tests/laws.py` sends 16 tensors through a codec: zeros, constants, outliers, numbers at both
+# ends of the range, NaN and infinities, half precision. The message crosses as bytes between two
+# separately compiled programs, so a receiver that peeks at the sender's data fails. Every codec
+# keeps shape and dtype, reports the bits of its arrays, and keeps finite what is finite. A `Law`
+# adds what yours promises: here an error of at most half the sample's largest magnitude, that a
+# NaN spoils its own sample and shows, and that samples do not touch each other.
 
 
 # %%
@@ -135,5 +135,5 @@ axes.plot(x[:8].ravel(), received[:8].ravel(), '.', markersize=2)
 axes.set(xlabel='sent, $x$', ylabel='received, $C(x)$', title='ternary(0.5), eight samples')
 
 # %% [markdown]
-# To keep it, put it in a file of `jaxmp/codecs/`, name it in `jaxmp/codecs/__init__.py`, and give it
-# a line in the table `SPECS` of `tests/laws.py`: then its text works in every config too.
+# To keep it, put it in a file of `jaxmp/codecs/`, name it in `jaxmp/codecs/__init__.py`, and give
+# it a line in the table `SPECS` of `tests/laws.py`: then its text works in every config too.

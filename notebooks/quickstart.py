@@ -78,8 +78,8 @@ def score(logits, y):
 # ## The boundary, in ten lines
 #
 # Forward, the largest 10 % of every sample's activations, their values in half precision, their
-# positions as a bitmap. Backward, 6 bits a number. `cross` is the wire: it packs, unpacks, and lets
-# the gradient come back through the other channel.
+# positions as a bitmap. Backward, 6 bits a number. `cross` is the wire: it packs, unpacks, and
+# lets the gradient come back through the other channel.
 
 # %%
 cut = jaxmp.boundary(
@@ -105,8 +105,8 @@ for way, size in zip(('forward', 'backward'), cut.bits(h), strict=True):
 # %% [markdown]
 # ## Training
 #
-# Take `jaxmp.value_and_grad` instead of `jax.value_and_grad`: it also returns what the channels will
-# remember at the next step. The rest is as ever.
+# Take `jaxmp.value_and_grad` instead of `jax.value_and_grad`: it also returns what the channels
+# will remember at the next step. The rest is as ever.
 
 # %%
 optimiser = optax.adam(2e-3)
@@ -145,9 +145,9 @@ raw = jaxmp.boundary(jaxmp.parse('raw'), jaxmp.parse('raw'))  # the tensors them
 curves = {'raw and raw': train(raw), 'top_k(0.1) and uniform(6)': train(cut)}
 
 # %% [markdown]
-# Another channel is another text. EF21 sends what changed since the last step, and both ends add it
-# to what they remember. At the test the memory is empty, so its compressed score is that of plain
-# TopK; it is the open boundary that EF21 is good for.
+# Another channel is another text. EF21 sends what changed since the last step, and both ends add
+# it to what they remember. At the test the memory is empty, so its compressed score is that of
+# plain TopK; it is the open boundary that EF21 is good for.
 
 # %%
 fed_back = jaxmp.boundary(
@@ -169,5 +169,6 @@ axes.set_ylim(bottom=50)
 # %% [markdown]
 # One seed and 360 test images: one image is 0.28 points, so small differences say nothing.
 #
-# Several cuts at once: `jaxmp.pipeline([stage, stage, ...], fwd, bwd)` puts a boundary between each
-# two stages. What the channels may be: the README's algebra, and the notebook *compare codecs*.
+# Several cuts at once: `jaxmp.pipeline([stage, stage, ...], fwd, bwd)` puts a boundary between
+# each two stages. What the channels may be: the README's algebra, and the notebook *compare
+# codecs*.
