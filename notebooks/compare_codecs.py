@@ -172,6 +172,7 @@ for family in FAMILIES:
         axes.semilogy([size(t) for t in texts], errors, 'o-', label=family)
 for axes, name in zip(panels, tensors, strict=True):
     axes.set(xlabel='bits an element', title=f'{name} at the cut')
+    axes.set_xticks(BUDGETS)
 panels[0].set_ylabel('relative squared error')
 panels[0].legend(frameon=False, fontsize='small')
 
