@@ -157,7 +157,7 @@ def _swap(mesh: Mesh) -> Any:
 
 def _shift(payload: Payload, way: tuple[int, int]) -> Payload:
     """Moves a payload in one piece: gloo starts a second one a round trip after the first."""
-    if not jax.tree.leaves(payload):  # this way nothing is sent
+    if not jax.tree.leaves(payload):  # this exchange carries nothing this way
         return payload
     piece, back = one_piece(payload)
     return back(jax.lax.ppermute(piece, 'end', [way]))

@@ -1,0 +1,38 @@
+"""The notebooks: each runs from top to bottom, and its two files say the same."""
+
+import os
+import subprocess
+import sys
+
+import jupytext
+import pytest
+
+from tests.runs import ROOT
+
+NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.py'))
+
+
+def test_every_notebook_has_both_files():
+    both = [{p.stem for p in (ROOT / 'notebooks').glob(f'*.{end}')} for end in ('py', 'ipynb')]
+    assert both[0] == both[1] != set()
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
+def test_both_files_say_the_same(path):
+    """After an edit: ``jupytext --to ipynb --update notebooks/*.py``, which keeps cell ids."""
+    source, made = jupytext.read(path), jupytext.read(path.with_suffix('.ipynb'))
+    cells = [[(c.cell_type, c.source) for c in notebook.cells] for notebook in (source, made)]
+    assert cells[0] == cells[1]
+    assert not any(c.get('outputs') or c.get('execution_count') for c in made.cells)
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_runs(path, tmp_path):
+    """As a script, in its folder as Jupyter has it."""
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'TMPDIR': str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=path.parent, env=env, capture_output=True, text=True,
+        check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
