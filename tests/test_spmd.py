@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Ctx, Links, parse
 from jaxmp.micro import take
+from jaxmp.models import gpt2
 from jaxmp.models.mlp import mlp
 from jaxmp.schedule import check, one_f_one_b, saved_inputs
 from jaxmp.spmd import Parts, spmd, stage_mesh, tasks
@@ -137,6 +138,33 @@ def test_four_devices_are_one_program(fwd, bwd, micro):
 
 def descend(p, g):
     return p - 0.3 * g
+
+
+def test_blocks_of_a_gpt2():
+    """Embedding and scores at the ends, equal blocks between: as one program, in float64."""
+    sizes = gpt2.Config(vocabulary=11, positions=8, width=8, blocks=2, heads=2)
+    nats = lambda logits, y: gpt2.next_token_loss(logits, y).mean()
+    channels = parse('ef21(uniform(4))'), parse('ef(uniform(6))')
+    with jax.enable_x64(True):
+        pipe = spmd(Parts(*gpt2.equal(sizes, 2), nats), *channels, stage_mesh(2), 2)
+        tokens = np.random.default_rng(0).integers(0, 11, (2 * B, 8))
+        ctx = Ctx(jax.random.key(0), np.arange(2 * B))
+        params, links = pipe.init(jax.random.key(1), tokens)
+        loss, grads, _ = jit(pipe.value_and_grad)(params, links, tokens, tokens, ctx)
+        local = jaxmp.pipeline(pipe.modules(), *channels)
+
+        def whole(variables, links, x, y, ctx):
+            out, _, links = local.apply(variables, links, x, ctx)
+            return nats(out, y), (links, None)
+
+        [cut] = local.boundaries
+        own = cut.init(jax.ShapeDtypeStruct((B, 8, 8), 'float64'))
+        start = Links((own.fwd,), (own.bwd,))
+        variables = pipe.variables(jax.device_get(params))
+        step = jit(jaxmp.value_and_grad(whole))
+        (want, of), _ = looped(step, variables, [start] * 2, tokens, tokens, ctx)
+        close(loss, want)
+        close(pipe.variables(jax.device_get(grads)), of)
 
 
 def test_init():
