@@ -1,8 +1,8 @@
 """python train.py [--config=configs/x.py] [--workdir=...] [--config.key=value ...].
 
-With --config.runtime=mpmd the stages may run in several processes, which a cluster starts, or
-python -m jaxmp.launch, or you: the same command everywhere with --coordinator, --processes and
---process behind it; see docs/running.md.
+With --config.runtime=mpmd the stages, with --config.replicas the replicas, may run in several
+processes, which a cluster starts, or python -m jaxmp.launch, or you: the same command everywhere
+with --coordinator, --processes and --process behind it; see docs/running.md.
 """
 
 import sys
@@ -38,12 +38,12 @@ def main(argv: list[str]) -> None:
 
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
     config, team = CONFIG.value, Team()
-    if config.get('replicas', 1) > 1:
-        jax.config.update('jax_num_cpu_devices', config.replicas)  # a CPU as that many devices
     jax.config.update('jax_compilation_cache_dir', str(Path('~/.cache/jaxmp').expanduser()))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     try:
         team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))
+        if config.get('replicas', 1) > 1:  # a CPU as that many devices
+            jax.config.update('jax_num_cpu_devices', max(1, config.replicas // team.count))
         summary = run(config, WORKDIR.value or Path('runs') / config.name, team)
         team.close()
     except (

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import data, exchange
-from jaxmp.dataparallel import bytes_of, replica_mesh
+from jaxmp.dataparallel import bytes_of
+from jaxmp.devices import device_mesh
 from jaxmp.exchange import AXIS, over
 
 WIDTHS = (64, 2240, 2240, 10)  # 5.19 million parameters
@@ -46,7 +47,7 @@ class Worker:
     """This process's replica."""
 
     def __init__(self, n: int) -> None:
-        self.n, self.mesh = n, replica_mesh(n)
+        self.n, self.mesh = n, device_mesh(replica=n)
         self.place = NamedSharding(self.mesh, P(AXIS))
         images = data.load('digits').train
         self.x = images.x.reshape(len(images.x), -1).astype(np.float32) / 255

@@ -112,14 +112,20 @@ def _is_key(a: Any) -> bool:
 
 
 def _words(a: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(a) if _is_key(a) else a)
+    """What this process has of ``a``: its rows, or what all have."""
+    a = jax.random.key_data(a) if _is_key(a) else a
+    if not isinstance(a, jax.Array) or a.is_fully_addressable or a.is_fully_replicated:
+        return np.asarray(a)
+    own = sorted(a.addressable_shards, key=lambda shard: shard.index[0].start)
+    return np.concatenate([np.asarray(shard.data) for shard in own])
 
 
 def _back(like: Any, a: Any) -> Any:
     if not isinstance(like, jax.Array):
         return a
-    a = jax.random.wrap_key_data(a, impl=jax.random.key_impl(like)) if _is_key(like) else a
-    return jax.device_put(a, like.sharding)
+    shape = jax.eval_shape(jax.random.key_data, like).shape if _is_key(like) else like.shape
+    a = jax.make_array_from_process_local_data(like.sharding, a, shape)
+    return jax.random.wrap_key_data(a, impl=jax.random.key_impl(like)) if _is_key(like) else a
 
 
 def _layout(state: Any) -> dict[str, str]:

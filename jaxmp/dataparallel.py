@@ -15,21 +15,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
+from jaxmp.devices import device_mesh
 from jaxmp.engine import Engine
 from jaxmp.evaluate import evaluator
 from jaxmp.exchange import AXIS, Exchange, metered, operands, over, sent
 from jaxmp.pipeline import Pipeline
 from jaxmp.setting import Setting, model_at, shapes
+from jaxmp.team import Team, together
 from jaxmp.train import (
     Epoch,
     Step,
     Stopped,
     TrainState,
+    Values,
     create,
+    epoch_by_step,
     epoch_form,
     never,
     split,
@@ -44,45 +49,32 @@ class DriftError(RuntimeError):
     """Replicas that must be equal are not."""
 
 
-def replica_mesh(n: int) -> Mesh:
-    """A mesh of ``n`` devices along the axis ``'replica'``.
-
-    Args:
-      n: number of replicas.
-
-    Raises:
-      ValueError: if there are fewer devices.
-    """
-    if n > len(jax.devices()):
-        raise ValueError(
-            f'{n} replicas need {n} devices, there are {len(jax.devices())}; on a CPU start with '
-            f'XLA_FLAGS=--xla_force_host_platform_device_count={n}'
-        )
-    return jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
-
-
-def replicated(s: Setting) -> Engine:
+def replicated(s: Setting, team: Team) -> Engine:
     """The engine of ``config.replicas > 1``.
 
     Args:
-      s: the setting.
+      s: the setting, the same in all processes.
+      team: the processes, which hold equally many replicas.
 
     Raises:
-      ValueError: if there are fewer devices than replicas.
+      ValueError: if there are fewer devices than replicas, or they do not spread evenly.
     """
-    mesh, score = replica_mesh(s.replicas), evaluator(s)
+    mesh, score = device_mesh(**{AXIS: s.replicas}), evaluator(s)
 
     @functools.lru_cache(maxsize=1)
     def compiled(model: Pipeline, exchange: Exchange) -> Epoch:
-        steps = epoch_form()(s, replica_step(s, model, exchange, mesh))
-        return functools.partial(_averaged, steps)
+        step = replica_step(s, model, exchange, mesh)
+        if team.count == 1:
+            return functools.partial(_averaged, epoch_form()(s, step))
+        return functools.partial(_agreed, s, team, epoch_by_step(s, step))
 
     return Engine(
         create=lambda: create_replicas(s, mesh),
         epoch=lambda n: compiled(model_at(s, n), s.exchange.phase(n)),
-        evaluate=lambda state, compressed: score(one_of(state), compressed),
-        moved=lambda: {'exchange': traffic(s, mesh)},
-        check=functools.partial(check, s),
+        evaluate=lambda state, compressed: score(one_of(state, mesh), compressed),
+        moved=lambda: {'processes': team.count, 'exchange': traffic(s, mesh)},
+        check=lambda state: check(s, state, mesh),
+        weights=lambda state: one_of(state, mesh).variables,
     )
 
 
@@ -94,27 +86,38 @@ def create_replicas(s: Setting, mesh: Mesh) -> TrainState:
 
 
 def spread(state: TrainState, mesh: Mesh) -> TrainState:
-    """A replica's state as that of all of a mesh."""
-    place, n = NamedSharding(mesh, P(AXIS)), mesh.size
+    """A replica's state as that of all of a mesh, each process making its own part."""
+    rows, shared = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
     copy = jax.jit(
-        lambda tree: jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), tree),
-        out_shardings=place,
+        lambda tree: jax.tree.map(lambda a: jnp.broadcast_to(a, (mesh.size, *a.shape)), tree),
+        out_shardings=rows,
     )
-    shared = jax.device_put((state.step, state.key), NamedSharding(mesh, P()))
-    parts = {name: copy(getattr(state, name)) for name in EACH}
-    return TrainState(step=shared[0], key=shared[1], **parts)
+    parts = {name: copy(jax.tree.map(np.asarray, getattr(state, name))) for name in EACH}
+    step, words = (np.asarray(a) for a in (state.step, jax.random.key_data(state.key)))
+    step, key = jax.jit(lambda n, w: (n, jax.random.wrap_key_data(w)), out_shardings=shared)(
+        step, words
+    )
+    return TrainState(step=step, key=key, **parts)
 
 
-def one_of(state: TrainState) -> TrainState:
+def one_of(state: TrainState, mesh: Mesh) -> TrainState:
     """What is scored: the mean of the replicas' variables, and the first one's boundary states.
 
-    Equal parameters are their own mean; statistics (BatchNorm) are each replica's own.
+    Equal parameters are their own mean; statistics (BatchNorm) are each replica's own. All
+    processes must call it; each gets the whole on its first device.
     """
-    variables = jax.tree.map(lambda a: jnp.mean(a, 0), state.variables)
-    links = jax.tree.map(lambda a: a[0], state.links)
-    step, key = (jax.device_put(a, jax.devices()[0]) for a in (state.step, state.key))
-    variables, links = jax.device_put((variables, links), jax.devices()[0])
-    return TrainState(step, variables, (), links, key)
+    words = jax.random.key_data(state.key)
+    parts = _joined((state.step, state.variables, state.links, words), mesh)
+    step, variables, links, words = jax.tree.map(lambda a: a.addressable_data(0), parts)
+    return TrainState(step, variables, (), links, jax.random.wrap_key_data(words))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _joined(parts: Any, mesh: Mesh) -> Any:
+    step, variables, links, words = parts
+    variables = jax.tree.map(lambda a: jnp.mean(a, 0), variables)
+    links = jax.tree.map(lambda a: a[0], links)
+    return lax.with_sharding_constraint((step, variables, links, words), NamedSharding(mesh, P()))
 
 
 def _specs() -> TrainState:
@@ -128,7 +131,7 @@ def replica_step(s: Setting, model: Pipeline, exchange: Exchange, mesh: Mesh) ->
       s: the setting.
       model: in or after its warm-up.
       exchange: of this epoch.
-      mesh: from `replica_mesh`.
+      mesh: the replicas' devices.
     """
 
     def device(state: TrainState, batch: dict[str, Array]) -> Any:
@@ -149,25 +152,39 @@ def _averaged(steps: Epoch, state: Any, order: np.ndarray, stopped: Stopped = ne
         yield after, {k: np.mean(v, -1) for k, v in values.items()}, stop
 
 
+def _agreed(
+    s: Setting, team: Team, steps: Epoch, state: Any, order: np.ndarray, stopped: Stopped = never
+) -> Iterator:
+    """An epoch over processes, each of which knows the values of its own replicas."""
+
+    def share(values: Values) -> Values:
+        own = {k: [float(x.data[0]) for x in v.addressable_shards] for k, v in values.items()}
+        return {k: sum(x) / s.replicas for k, x in own.items()}
+
+    made = ((after, values) for after, values, _ in steps(state, order))
+    yield from together(team, made, len(order) // s.config.batch_size, stopped, share)
+
+
 # That replicas are equal.
 
 
-@jax.jit
-def checksums(tree: Any) -> list[UInt32[Array, ' n']]:
+@functools.partial(jax.jit, static_argnums=1)
+def checksums(tree: Any, mesh: Mesh) -> list[UInt32[Array, ' n']]:
     """Of every leaf ``(n, ...)`` a sum of its bits, one a replica; equal replicas have equal sums.
 
     Words are weighted by their position, so that exchanged ones are seen, too.
     """
 
     def one(a: Array) -> Array:
-        rows = jax.lax.bitcast_convert_type(a, jnp.uint8).reshape(len(a), -1).astype(jnp.uint32)
+        rows = lax.bitcast_convert_type(a, jnp.uint8).reshape(len(a), -1).astype(jnp.uint32)
         weights = 2 * jnp.arange(rows.shape[1], dtype=jnp.uint32) + 1
         return jnp.sum(rows * weights, 1, dtype=jnp.uint32)
 
-    return [one(a) for a in jax.tree.leaves(tree)]
+    sums = [one(a) for a in jax.tree.leaves(tree)]
+    return lax.with_sharding_constraint(sums, NamedSharding(mesh, P()))
 
 
-def check(s: Setting, state: TrainState) -> None:
+def check(s: Setting, state: TrainState, mesh: Mesh) -> None:
     """Compares the parameters of the replicas.
 
     Raises:
@@ -177,7 +194,7 @@ def check(s: Setting, state: TrainState) -> None:
         return  # between two averages of local SGD
     params = split(state.variables)[0]
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-    rows = np.stack([np.asarray(a) for a in checksums(params)], 1)
+    rows = np.stack([np.asarray(a) for a in checksums(params, mesh)], 1)
     usual = max({tuple(r) for r in rows}, key=[tuple(r) for r in rows].count)
     odd = [i for i, row in enumerate(rows) if tuple(row) != usual]
     if odd:

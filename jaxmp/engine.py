@@ -21,6 +21,7 @@ class Engine(NamedTuple):
       evaluate: ``(state, compressed) -> {'loss', 'accuracy'}`` on the whole test split.
       moved: what this runtime knows of bytes on wires, for the summary.
       check: raises if the state is not what it must be (replicas that differ).
+      weights: the variables of all stages, where this process has them; else None.
     """
 
     create: Callable[[], Any]
@@ -28,6 +29,7 @@ class Engine(NamedTuple):
     evaluate: Callable[[Any, bool], dict[str, float]]
     moved: Callable[[], dict[str, Any]]
     check: Callable[[Any], None] = lambda state: None
+    weights: Callable[[Any], Any] = lambda state: None
 
 
 def one_program(s: Setting) -> Engine:
@@ -37,4 +39,10 @@ def one_program(s: Setting) -> Engine:
     def compiled(model: Pipeline) -> Epoch:
         return epoch_form()(s, functools.partial(train_step, s, model))
 
-    return Engine(lambda: create(s), lambda n: compiled(model_at(s, n)), evaluator(s), dict)
+    return Engine(
+        create=lambda: create(s),
+        epoch=lambda n: compiled(model_at(s, n)),
+        evaluate=evaluator(s),
+        moved=dict,
+        weights=lambda state: state.variables,
+    )

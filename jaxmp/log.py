@@ -209,21 +209,22 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         full, f, b = row['uncompressed'], row['forward'], row['backward']
         cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
         size.add_row(str(row['boundary']), *cells)
-    _add_exchange(size, summary.get('exchange'))
-    return [scores, size, *([_moved(summary)] if summary.get('processes', 1) > 1 else [])]
+    if 'exchange' in summary:
+        _add_exchange(size, summary['exchange'], summary['processes'])
+    links = [_moved(summary)] if 'moved' in summary and summary['processes'] > 1 else []
+    return [scores, size, *links]
 
 
-def _add_exchange(size: Table, found: dict[str, Any] | None) -> None:
+def _add_exchange(size: Table, found: dict[str, Any], processes: int) -> None:
     """What one replica sends to share its gradient: over a ring, and over a parameter server."""
-    if not found:
-        return
     n, full, server = found['replicas'], found['uncompressed'], found['server']
     ring = 2 * full * (n - 1) // n
     sent = f'{found["sent"]:,}', f'{ring / found["sent"]:.2f}'
     size.add_row('gradients, ring', f'{ring:,}', *sent, '', '')
     cells = (c for way in ('up', 'down') for c in (f'{server[way]:,}', f'{full / server[way]:.2f}'))
     size.add_row('gradients, server', f'{full:,}', *cells)
-    size.caption = f'of each of {n} replicas; gradients by {found["text"]}; server: up, down'
+    where = f' in {processes} processes' if processes > 1 else ''
+    size.caption = f'of each of {n} replicas{where}; gradients by {found["text"]}; server: up, down'
 
 
 def _moved(summary: dict[str, Any]) -> Table:

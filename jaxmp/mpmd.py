@@ -47,20 +47,20 @@ class Result(NamedTuple):
     moved: dict[int, tuple[int, int]]
 
 
-def owners(stages: int, processes: int) -> list[int]:
-    """The process of each stage: equal runs.
+def owners(parts: int, processes: int, what: str = 'stage') -> list[int]:
+    """The process of each part, a stage or a replica: equal runs.
 
     Raises:
-      ValueError: if there are more processes than stages.
+      ValueError: if there are more processes than parts.
 
     >>> owners(4, 2)
     [0, 0, 1, 1]
     """
-    if processes > stages:
+    if processes > parts:
         raise ValueError(
-            f'{stages} stages run in at most {stages} processes, got {processes}; start fewer'
+            f'{parts} {what}s run in at most {parts} processes, got {processes}; start fewer'
         )
-    return [s * processes // stages for s in range(stages)]
+    return [i * processes // parts for i in range(parts)]
 
 
 def place(stages: int) -> list[Device]:

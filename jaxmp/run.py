@@ -48,23 +48,26 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def team_of(config: Config, address: Address) -> Team:
-    """The processes of a run of ``config``; see `jaxmp.team.connect`.
+    """The processes of a run of ``config``, which share its stages or its replicas.
 
     Raises:
-      ValueError: if an address is given to a runtime of one process; or as `connect`.
-      TeamError: as `connect`.
+      ValueError: if an address is given to a run of one process; or as `jaxmp.team.connect`.
+      TeamError: as `jaxmp.team.connect`.
     """
-    if config.runtime != 'mpmd':
+    check_choices(config)
+    staged, replicas = config.runtime == 'mpmd', config.get('replicas', 1)
+    if not staged and replicas == 1:
         if any(a is not None for a in address):
             raise ValueError(
                 f'config.runtime={config.runtime!r} is one process, got {address}; processes need '
-                '--config.runtime=mpmd'
+                '--config.runtime=mpmd or --config.replicas=N'
             )
         return Team()
-    check_choices(config)
     own = {k: v for k, v in config.to_dict().items() if k not in ('data_dir', 'download')}
     versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
-    return connect(address, stage_count(config), {**versions, **own})
+    if staged:
+        return connect(address, stage_count(config), {**versions, **own})
+    return connect(address, replicas, {**versions, **own}, what='replica')
 
 
 class Prepared(NamedTuple):
@@ -117,7 +120,7 @@ def run(
     s, engine = made or prepare(config, team)
     lead = team.index == 0
     if lead:
-        count = {'processes': team.count} if config.runtime == 'mpmd' else {}
+        count = {'processes': team.count} if config.runtime == 'mpmd' or team.count > 1 else {}
         claim(workdir, {**config.to_dict(), **count})
     checkpoints = Checkpoints(workdir, team)
     state = engine.create()
@@ -141,10 +144,12 @@ def run(
         if lead and not quiet:
             print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
         return None
+    moved, weights = engine.moved(), engine.weights(state)
     if not lead:
-        engine.moved()
         return {}
-    summary = finish(s, state, place, metrics.records, engine.moved(), workdir)
+    summary = finish(s, int(state.step), place, metrics.records, moved, workdir)
+    if s.task.export and weights is not None:
+        s.task.export(str(workdir / 'model'), weights)
     if not quiet:
         show(summary)
         print(f'{summary["seconds"]} s; summary and curves: {workdir}, {curves.draw(workdir)}')
@@ -155,7 +160,7 @@ def engine_of(s: Setting, team: Team) -> Engine:
     """The runtime that the configuration asks for."""
     if s.config.runtime == 'mpmd':
         return staged(s, team)
-    return replicated(s) if s.replicas > 1 else one_program(s)
+    return replicated(s, team) if s.replicas > 1 else one_program(s)
 
 
 class Run(NamedTuple):
@@ -240,7 +245,7 @@ def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
 
 def finish(
     s: Setting,
-    state: TrainState,
+    steps: int,
     place: Place,
     records: list[dict[str, Any]],
     moved: dict[str, Any],
@@ -261,15 +266,13 @@ def finish(
         'bytes': message_bytes(s),
         **moved,
         'parameters': parameters(s),
-        'steps': int(state.step),
+        'steps': steps,
         'seconds': round(place['seconds'], 1),
         **provenance(),
         # Where the data lay says nothing of the run, and much of the machine.
         'config': {k: v for k, v in s.config.to_dict().items() if k != 'data_dir'},
     }
     (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
-    if s.task.export and s.config.runtime == 'local':
-        s.task.export(str(workdir / 'model'), state.variables)
     return summary
 
 

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -58,23 +58,6 @@ class Parts(NamedTuple):
     stages: tuple[nn.Module, ...]
     last: nn.Module
     loss: Callable[[Array, Array], Array]
-
-
-def stage_mesh(n: int) -> Mesh:
-    """A mesh of ``n`` devices along the axis ``'stage'``.
-
-    Args:
-      n: number of stages.
-
-    Raises:
-      ValueError: if there are fewer devices.
-    """
-    if n > len(jax.devices()):
-        raise ValueError(
-            f'{n} stages need {n} devices, there are {len(jax.devices())}; on a CPU start with '
-            f'XLA_FLAGS=--xla_force_host_platform_device_count={n}'
-        )
-    return jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 class _Carry(NamedTuple):
@@ -114,7 +97,7 @@ class Spmd:
             dtype, or a module has variables besides parameters.
         """
         place = NamedSharding(self.mesh, P(AXIS))
-        return jax.jit(self._init, out_shardings=place)(key, x)
+        return jax.jit(self.fresh, out_shardings=place)(key, x)
 
     def value_and_grad(
         self, params: Params, links: Links, x: Array, y: Array, ctx: Ctx | None = None
@@ -135,18 +118,41 @@ class Spmd:
         Raises:
           ValueError: as `init`, or if ``links`` were made for other shapes.
         """
-        ctx = Ctx() if ctx is None else ctx
-        x, y = cut(x, self.micro), cut(y, self.micro)
-        ids = None if ctx.ids is None else cut(ctx.ids, self.micro)
-        h = self._crossing(params, x)
-        self._check(links, h)
+        self._check(links, self.crossing(params, x))
+
+        def device(params: Params, links: Links, batch: tuple[Array, Array, Ctx]) -> Any:
+            loss, *slices = self.local(_at(params, 0), _at(links, 0), *batch)
+            return loss, *jax.tree.map(lambda a: a[None], slices)
+
         run = jax.shard_map(
-            partial(self._device, h),
+            device,
             mesh=self.mesh,
             in_specs=(P(AXIS), P(AXIS), P()),
             out_specs=(P(), P(AXIS), P(AXIS)),
         )
-        return run(params, links, (x, y, ctx._replace(ids=ids)))
+        return run(params, links, (x, y, Ctx() if ctx is None else ctx))
+
+    def local(
+        self, params: Params, links: Links, x: Array, y: Array, ctx: Ctx
+    ) -> tuple[Array, Params, Links]:
+        """`value_and_grad` of one device, inside a `jax.shard_map` over an axis ``'stage'``.
+
+        Args:
+          params: this device's slice.
+          links: this device's slice.
+          x: input, ``(B, ...)``, the same along the axis; so are ``y`` and ``ctx``.
+          y: targets, ``(B, ...)``.
+          ctx: key and ids of this step.
+        """
+        x, y = cut(x, self.micro), cut(y, self.micro)
+        ids = None if ctx.ids is None else cut(ctx.ids, self.micro)
+        h = self._stage_input(params, x)
+        plan = tasks(len(self.parts.stages), self.micro)
+        batch, saved = (x, y, ctx._replace(ids=ids)), max(saved_inputs(plan))
+        dev = _Device(self, params, batch, h, lax.axis_index(AXIS), saved)
+        end, _ = lax.scan(dev.tick, dev.start(links), _table(plan))
+        loss, grads = jax.tree.map(lambda a: a / self.micro, end.total)
+        return lax.psum(loss, AXIS), grads, end.links
 
     def bits(self, x: Array | Like) -> tuple[int, int]:
         """Bits of one forward and one backward message, for a batch like ``x``."""
@@ -187,7 +193,8 @@ class Spmd:
         }
         return params, h
 
-    def _init(self, key: Array, x: Array) -> tuple[Params, Links]:
+    def fresh(self, key: Array, x: Array) -> tuple[Params, Links]:
+        """What `init` places on the devices."""
         params, h = self._params(key, x)
         return params, self._links(h)
 
@@ -199,11 +206,16 @@ class Spmd:
 
         return Links(stack(self.fwd), stack(self.bwd))
 
-    def _crossing(self, params: Params, x: Array) -> Like:
+    def crossing(self, params: Params, x: Array | Like) -> Like:
+        """What crosses a boundary, for all slices of the parameters and a batch like ``x``."""
+        slice_of = jax.eval_shape(lambda p: _at(p, 0), params)
+        return self._stage_input(slice_of, jax.eval_shape(lambda x: cut(x, self.micro), x))
+
+    def _stage_input(self, params: Params, x: Array | Like) -> Like:
         def both(params: Params, x: Array) -> tuple[Array, Array]:
             first, stages, ctx = *self.parts[:2], Ctx(jax.random.key(0))
-            h = _apply(first, _at(params['first'], 0), x[0], ctx)
-            return h, _apply(stages[0], _at(params['stages'], 0), h, ctx)
+            h = _apply(first, params['first'], x[0], ctx)
+            return h, _apply(stages[0], params['stages'], h, ctx)
 
         h, out = jax.eval_shape(both, params, x)
         _check_kept(h, out)
@@ -218,18 +230,6 @@ class Spmd:
                 f'shape {h.shape} need {want}: keep batch size and micro, or make new links with '
                 'init'
             )
-
-    # The program of a device.
-
-    def _device(
-        self, h: Like, params: Params, links: Links, batch: tuple[Array, Array, Ctx]
-    ) -> tuple[Array, Params, Links]:
-        params, links = _at((params, links), 0)
-        plan = tasks(len(self.parts.stages), self.micro)
-        dev = _Device(self, params, batch, h, lax.axis_index(AXIS), max(saved_inputs(plan)))
-        end, _ = lax.scan(dev.tick, dev.start(links), _table(plan))
-        loss, grads = jax.tree.map(lambda a: a / self.micro, end.total)
-        return lax.psum(loss, AXIS), *jax.tree.map(lambda a: a[None], (grads, end.links))
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,7 @@ def spmd(parts: Parts, fwd: Channel, bwd: Channel, mesh: Mesh, micro: int = 1) -
       parts: embedding, stages, head and loss.
       fwd: channel of the activations.
       bwd: channel of their gradients.
-      mesh: devices along one axis ``'stage'``; see `stage_mesh`.
+      mesh: devices along one axis ``'stage'``; see `jaxmp.devices.device_mesh`.
       micro: micro-batches a step, M.
 
     Raises:
@@ -437,7 +437,7 @@ def spmd(parts: Parts, fwd: Channel, bwd: Channel, mesh: Mesh, micro: int = 1) -
     if len(parts.stages) != mesh.size:
         raise ValueError(
             f'{len(parts.stages)} stages on a mesh of {mesh.size} devices; one stage a device: '
-            f'use stage_mesh({len(parts.stages)}), or cut the model into {mesh.size} stages'
+            f'use device_mesh(stage={len(parts.stages)}), or cut the model into {mesh.size} stages'
         )
     if any(stage != parts.stages[0] for stage in parts.stages):
         raise ValueError(

@@ -1,15 +1,13 @@
 """Training with a program each stage: over the devices of a process, or over processes.
 
 The same setting, randomness and data order as in one program. The first stage's process prepares
-the images, the last one's knows the loss; about once a second all processes agree on what happened
-since, so that they take every decision alike: what is shown, when to stop, that a loss is not
-finite. Clipping by the global norm needs the norm of all stages and makes them agree at every step.
+the images, the last one's knows the loss; `jaxmp.team.together` lets all know what happened.
+Clipping by the global norm needs the norm of all stages and makes them agree at every step.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,7 +27,7 @@ from jaxmp.schedule import one_f_one_b
 from jaxmp.setting import Setting, micro_like, shapes
 from jaxmp.stage import End, StageState
 from jaxmp.task import once
-from jaxmp.team import Team
+from jaxmp.team import Team, together
 from jaxmp.train import (
     Epoch,
     Stopped,
@@ -42,8 +40,6 @@ from jaxmp.train import (
 )
 from jaxmp.transport import Wire, far, interface_bytes, near
 from jaxmp.wire import Ctx
-
-MOST = 64  # steps between two agreements
 
 
 def staged(s: Setting, team: Team) -> Engine:
@@ -130,20 +126,14 @@ class _Staged:
         machine = self.warming if number < self.s.config.warmup_epochs else self.training
 
         def run(state: TrainState, order: np.ndarray, stopped: Stopped) -> Iterator:
-            size, waiting, gap, start = self.s.config.batch_size, [], 1, time.time()
-            last, stop, sent = len(order) // size, False, interface_bytes()
-            for i, batch in enumerate(data.batches(self.s.data.train, size, order), 1):
-                state, values = self.step(machine, state, batch)
-                waiting.append(values)
-                if i % gap and i < last:
-                    continue
-                jax.block_until_ready(state)
-                now = time.time() - start
-                values, stop, gap = self.agree(waiting, stopped(), len(waiting) / now)
-                waiting, start = [], time.time()
-                yield state, values, stop
-                if stop:
-                    break
+            size, sent = self.s.config.batch_size, interface_bytes()
+
+            def steps(state: TrainState) -> Iterator:
+                for batch in data.batches(self.s.data.train, size, order):
+                    state, values = self.step(machine, state, batch)
+                    yield state, values
+
+            yield from together(self.team, steps(state), len(order) // size, stopped)
             self.sent += interface_bytes() - sent
 
         return run
@@ -202,25 +192,6 @@ class _Staged:
         for s, g in grads.items():
             mine[s] = self.square_norm(once(self.s.task, s, g))
         return np.asarray(clip_scale(self.s, np.sum(self.team.total(mine))))
-
-    def agree(
-        self, waiting: list[Any], stop: bool, rate: float
-    ) -> tuple[dict[str, np.ndarray], bool, int]:
-        """The last steps as all processes see them: values, whether to stop, steps until the next.
-
-        Args:
-          waiting: loss and accuracy of each step, or None.
-          stop: whether this process was asked to stop.
-          rate: steps a second, of which process 0's counts.
-        """
-        mine, names = np.zeros((2, MOST + 1)), ('loss', 'accuracy')
-        for i, values in enumerate(waiting):
-            if values is not None:
-                mine[:, i] = [values[name] for name in names]
-        mine[:, MOST] = stop, min(MOST, max(1, int(rate))) if self.team.index == 0 else 0
-        total = self.team.total(mine)
-        values = {name: total[i, : len(waiting)] for i, name in enumerate(names)}
-        return values, bool(total[0, MOST]), int(total[1, MOST])
 
     # Scoring.
 

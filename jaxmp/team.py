@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +19,8 @@ import numpy as np
 
 from jaxmp.mpmd import owners
 from jaxmp.watch import TeamError, Watch, hub, join, names_of
+
+MOST = 64  # steps between two agreements
 
 
 class Address(NamedTuple):
@@ -78,6 +82,59 @@ class Team:
             jax.distributed.shutdown()
 
 
+def together(
+    team: Team,
+    steps: Iterable[tuple[Any, Any]],
+    last: int,
+    stopped: Callable[[], bool],
+    read: Callable[[Any], dict[str, Any] | None] = lambda values: values,
+) -> Iterator[tuple[Any, dict[str, np.ndarray], bool]]:
+    """Runs steps; about once a second all processes agree on what happened since.
+
+    So they take every decision alike: what is shown, when to stop, that a loss is not finite.
+
+    Args:
+      team: the processes; all must call this alike.
+      steps: state and values after each step of this process.
+      last: number of steps.
+      stopped: whether this process was asked to stop.
+      read: this process's share of a step's loss and accuracy, as numbers that add up over the
+        processes; None for nothing.
+
+    Yields:
+      The state, the values of all steps since the last agreement, and whether to stop.
+    """
+    waiting, gap, start = [], 1, time.time()
+    for i, (state, values) in enumerate(steps, 1):
+        waiting.append(values)
+        if i % gap and i < last:
+            continue
+        jax.block_until_ready(state)
+        rate = len(waiting) / (time.time() - start)
+        values, stop, gap = _agree(team, [read(v) for v in waiting], stopped(), rate)
+        waiting, start = [], time.time()
+        yield state, values, stop
+        if stop:
+            break
+
+
+def _agree(
+    team: Team, waiting: list[Any], stop: bool, rate: float
+) -> tuple[dict[str, np.ndarray], bool, int]:
+    """The last steps as all see them; whether to stop; steps until the next agreement.
+
+    The rate, steps a second, is process 0's.
+    """
+    mine, names = np.zeros((2, MOST + 1)), ('loss', 'accuracy')
+    for i, values in enumerate(waiting):
+        if values is not None:
+            mine[:, i] = [values[name] for name in names]
+    mine[:, MOST] = stop, min(MOST, max(1, int(rate))) if team.index == 0 else 0
+    total = team.total(mine)
+    values = {name: total[i, : len(waiting)] for i, name in enumerate(names)}
+    return values, bool(total[0, MOST]), int(total[1, MOST])
+
+
 def found() -> Address | None:
     """Where a cluster that JAX knows (Slurm, Open MPI, Kubernetes, ...) puts this process."""
     from jax._src.clusters import ClusterEnv  # the detection of jax.distributed; not public
@@ -89,19 +146,22 @@ def found() -> Address | None:
     return Address(coordinator, processes, process)
 
 
-def connect(address: Address, stages: int, about: dict[str, Any], timeout: float = 50) -> Team:
+def connect(
+    address: Address, parts: int, about: dict[str, Any], timeout: float = 50, what: str = 'stage'
+) -> Team:
     """Finds the other processes; must come before JAX is used otherwise.
 
     Args:
       address: of this process; of Nones asks the cluster, and without one the run is a single
         process.
-      stages: of the model, at least one a process.
+      parts: what the processes share out, at least one each.
       about: what must be the same in all processes.
       timeout: seconds to wait for all.
+      what: the parts are, ``'stage'`` or ``'replica'``.
 
     Raises:
       TeamError: if a process does not come or is about something else, or the port is in use.
-      ValueError: if there are more processes than stages, or the address makes no sense.
+      ValueError: if there are more processes than parts, or the address makes no sense.
     """
     given = found() if address == Address(None, None, None) else address
     if given is None or given.processes == 1:
@@ -111,7 +171,7 @@ def connect(address: Address, stages: int, about: dict[str, Any], timeout: float
         raise ValueError(f'{given} is incomplete: give --coordinator, --processes and --process')
     if not 0 <= process < processes:
         raise ValueError(f'process {process} is not one of {processes}; they count from 0')
-    names = names_of(owners(stages, processes))
+    names = names_of(owners(parts, processes, what), what)
     host, port = _split(coordinator)
     about = json.loads(json.dumps(about))  # as the others' arrive
     if process == 0:

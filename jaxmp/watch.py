@@ -141,14 +141,14 @@ class Watch:
             line.close()
 
 
-def names_of(owners: Sequence[int]) -> list[str]:
-    """What a process is called in messages, given the process of each stage.
+def names_of(owners: Sequence[int], what: str = 'stage') -> list[str]:
+    """What a process is called in messages, given the process of each stage or replica.
 
     >>> names_of([0, 0, 1])
     ['process 0 (stages 0, 1)', 'process 1 (stage 2)']
     """
     rows = [[str(s) for s, o in enumerate(owners) if o == p] for p in range(max(owners) + 1)]
-    return [f'process {p} (stage{"s" * (len(r) > 1)} {", ".join(r)})' for p, r in enumerate(rows)]
+    return [f'process {p} ({what}{"s" * (len(r) > 1)} {", ".join(r)})' for p, r in enumerate(rows)]
 
 
 def hub(port: int, names: Sequence[str], about: dict[str, Any], timeout: float) -> Watch:

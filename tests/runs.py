@@ -22,19 +22,22 @@ def config_of(name='digits_resnet', **changes):
     return config
 
 
+LAUNCH = (sys.executable, '-m', 'jaxmp.launch', '--processes', '2', '--')
+
 SMALL = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 2, 'cosine_epochs': 4}
 
 
-def command(workdir, **changes):
+def command(workdir, name='digits_resnet', **changes):
     """The command line of a small run."""
-    flags = [f'--config.{k}={v}' for k, v in {**SMALL, **changes}.items()]
-    return [sys.executable, str(ROOT / 'train.py'), f'--workdir={workdir}', *flags]
+    flags = [f'--config={ROOT / "configs" / name}.py', f'--workdir={workdir}']
+    flags += [f'--config.{k}={v}' for k, v in {**SMALL, **changes}.items()]
+    return [sys.executable, str(ROOT / 'train.py'), *flags]
 
 
-def start(workdir, *before, after=(), **changes):
-    """A small run as a process, perhaps behind another command and with more arguments."""
+def start(workdir, *before, **changes):
+    """A small run as a process, perhaps behind another command."""
     env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
-    args = [*before, *command(workdir, **changes), *after]
+    args = [*before, *command(workdir, **changes)]
     return subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -47,6 +50,21 @@ def wait_for_steps(process, workdir, step):
             return
         time.sleep(0.02)
     pytest.fail(f'no checkpoint {step}: {process.stdout.read().decode()[-2000:]}')
+
+
+def text_of(process, limit=100):
+    """Output to the end, and the status."""
+    out = process.communicate(timeout=limit)[0].decode()
+    return out, process.returncode
+
+
+def pids(workdir, index):
+    """Process ``index`` of the run in ``workdir``, not its launcher."""
+    found = subprocess.run(
+        ['pgrep', '-f', f'train.py .*{workdir}.*--process={index}$'],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [int(p) for p in found.stdout.split()]
 
 
 def records(workdir):

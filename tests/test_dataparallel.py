@@ -1,5 +1,9 @@
 """Replicas in training: equal to one on the joined batch, resumed to the bit, watched for drift."""
 
+import json
+import os
+import signal
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,12 +12,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import checkpoint, dataparallel, exchange, run, setting, task, team
+from jaxmp import checkpoint, dataparallel, devices, exchange, run, setting, task, team
 from jaxmp.exchange import AXIS, over
 from jaxmp.models import lenet
 from jaxmp.report import exchanges
 from tests.laws import QUICK
-from tests.runs import config_of, records
+from tests.runs import LAUNCH, config_of, pids, records, start, text_of, wait_for_steps
 
 
 class Flat(nn.Module):
@@ -58,7 +62,7 @@ def trained(text, n, optimiser, steps=3):
         params, held = e.settle(optax.apply_updates(params, updates), held, over())
         return jax.tree.map(lambda a: a[None], (params, memory, held))
 
-    mesh, specs = dataparallel.replica_mesh(n), (P(AXIS), P(AXIS), P(AXIS), P())
+    mesh, specs = devices.device_mesh(replica=n), (P(AXIS), P(AXIS), P(AXIS), P())
     step = jax.jit(
         jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(AXIS)), compiler_options=QUICK
     )
@@ -134,6 +138,39 @@ def test_a_run_that_goes_on_ends_like_an_uninterrupted_one(tmp_path, text):
     assert errors
     assert all(np.any(x) for x in errors)
     assert not all(np.array_equal(x[0], x[1]) for x in map(np.asarray, errors))
+
+
+@pytest.mark.parametrize('text', ['power_sgd(1)', 'double_squeeze(one_bit)'])
+def test_two_processes_end_like_one_after_a_kill(tmp_path, text):
+    """kill -9 of a replica's process, then to the end: records equal those of a whole run.
+
+    And those of both replicas in one process, but for the rounding of other programs.
+    """
+    whole, cut, one = (tmp_path / name for name in ('whole', 'cut', 'one'))
+    words = {'exchange': text, 'width': 4, 'epochs': 4, 'checkpoint_every': 1, 'cosine_epochs': 0}
+    words['name'] = 'digits_dataparallel'
+    pair = [start(w, *before, **words) for w, before in ((whole, LAUNCH), (one, ()))]
+    for process in pair:
+        out, code = text_of(process)
+        assert code == 0, out[-2000:]
+    process = start(cut, *LAUNCH, **words)
+    wait_for_steps(process, cut, 10)
+    [victim] = pids(cut, 1)
+    os.kill(victim, signal.SIGKILL)
+    out, code = text_of(process)
+    assert code == 137, out[-2000:]
+    assert 'because process 1 (replica 1) has gone' in out
+    assert len(records(cut)) < len(records(whole)) == 12
+    out, code = text_of(start(cut, *LAUNCH, **words))
+    assert code == 0, out[-2000:]
+    assert 'going on from step' in out
+    assert records(cut) == records(whole)
+    losses = [[r['loss'] for r in records(w)] for w in (whole, one)]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+    a, b = (json.loads((w / 'summary.json').read_text()) for w in (whole, one))
+    assert (a['processes'], b['processes']) == (2, 1)
+    assert a['exchange'] == b['exchange']
+    assert a['exchange']['handed'] == a['exchange']['compiled']
 
 
 def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):

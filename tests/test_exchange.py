@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Ctx, exchange
-from jaxmp.dataparallel import bytes_of, replica_mesh
+from jaxmp.dataparallel import bytes_of
+from jaxmp.devices import device_mesh
 from jaxmp.exchange import AXIS, operands, over
 from jaxmp.exchange.collectives import sent
 from tests.laws import QUICK
@@ -41,7 +42,9 @@ def program(text, n):
         return jax.tree.map(lambda a: a[None], e.settle(grads, state, over()))
 
     specs = (P(AXIS), P(AXIS), P())
-    return jit(jax.shard_map(device, mesh=replica_mesh(n), in_specs=specs, out_specs=P(AXIS)))
+    return jit(
+        jax.shard_map(device, mesh=device_mesh(replica=n), in_specs=specs, out_specs=P(AXIS))
+    )
 
 
 def first(text, grads, n):
@@ -308,7 +311,7 @@ def test_local_sgd_meets_every_so_many_steps():
 def test_sums_of_halves_do_not_overflow():
     e, top_ = exchange.parse('all_reduce(fp16)'), np.full((4, 20, 20), 65504.0, np.float32)
     device = lambda g: e.apply(g[0], e.init(g[0], 4), None, over())[0][None]
-    run = jax.shard_map(device, mesh=replica_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+    run = jax.shard_map(device, mesh=device_mesh(replica=4), in_specs=P(AXIS), out_specs=P(AXIS))
     np.testing.assert_array_equal(jit(run)(top_), top_)
 
 
@@ -388,4 +391,4 @@ def test_refused(text):
 
 def test_too_few_devices():
     with pytest.raises(ValueError, match=r'5 replicas need 5 devices, there are 4; on a CPU start'):
-        replica_mesh(5)
+        device_mesh(replica=5)

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Ctx, Links, parse
+from jaxmp.devices import device_mesh
 from jaxmp.micro import take
 from jaxmp.models import gpt2
 from jaxmp.models.mlp import mlp
 from jaxmp.schedule import check, one_f_one_b, saved_inputs
-from jaxmp.spmd import Parts, spmd, stage_mesh, tasks
+from jaxmp.spmd import Parts, spmd, tasks
 from jaxmp.transport import permuted
 from tests.laws import QUICK
 
@@ -34,7 +35,7 @@ PARTS = Parts(*mlp(S, D, CLASSES), squared)
 
 
 def make(fwd, bwd, micro=1, parts=PARTS):
-    return spmd(parts, parse(fwd), parse(bwd), stage_mesh(S), micro)
+    return spmd(parts, parse(fwd), parse(bwd), device_mesh(stage=S), micro)
 
 
 def data(micro, steps=3):
@@ -113,7 +114,7 @@ def check_states(pipe, links, slots):
 def test_four_devices_are_one_program(fwd, bwd, micro):
     """Three steps of SGD in float64: loss, parameters and the states of both ends."""
     with jax.enable_x64(True):
-        pipe, place = make(fwd, bwd, micro), NamedSharding(stage_mesh(S), P('stage'))
+        pipe, place = make(fwd, bwd, micro), NamedSharding(device_mesh(stage=S), P('stage'))
         x, y, ids = data(micro)
         params, variables = parameters(), pipe.variables(parameters())
         links = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes(pipe, x[0])[1])
@@ -146,7 +147,7 @@ def test_blocks_of_a_gpt2():
     nats = lambda logits, y: gpt2.next_token_loss(logits, y).mean()
     channels = parse('ef21(uniform(4))'), parse('ef(uniform(6))')
     with jax.enable_x64(True):
-        pipe = spmd(Parts(*gpt2.equal(sizes, 2), nats), *channels, stage_mesh(2), 2)
+        pipe = spmd(Parts(*gpt2.equal(sizes, 2), nats), *channels, device_mesh(stage=2), 2)
         tokens = np.random.default_rng(0).integers(0, 11, (2 * B, 8))
         ctx = Ctx(jax.random.key(0), np.arange(2 * B))
         params, links = pipe.init(jax.random.key(1), tokens)
@@ -297,7 +298,7 @@ def test_the_step_lowers_for_cuda():
 
 
 def wrong(**changes):
-    args = {'parts': PARTS, 'fwd': parse('raw'), 'bwd': parse('raw'), 'mesh': stage_mesh(S)}
+    args = {'parts': PARTS, 'fwd': parse('raw'), 'bwd': parse('raw'), 'mesh': device_mesh(stage=S)}
     return spmd(**(args | changes))
 
 
@@ -306,7 +307,7 @@ def wrong(**changes):
     [
         (
             {'parts': Parts(*mlp(3, D, CLASSES), squared)},
-            r'3 stages on a mesh of 4 devices; .* use stage_mesh\(3\), or cut .* into 4 stages',
+            r'3 stages on a mesh of 4 devices; .*device_mesh\(stage=3\), or cut .* into 4 stages',
         ),
         (
             {'parts': PARTS._replace(stages=(*PARTS.stages[1:], nn.Dense(D)))},
@@ -353,4 +354,4 @@ def test_channels_and_devices():
     with pytest.raises(TypeError, match='boundary fwd must be a channel'):
         wrong(fwd=jaxmp.raw)
     with pytest.raises(ValueError, match='5 stages need 5 devices, there are 4; on a CPU start'):
-        stage_mesh(5)
+        device_mesh(stage=5)

@@ -14,7 +14,7 @@ import pytest
 
 from jaxmp import launch, team, watch
 from jaxmp.run import team_of
-from tests.runs import ROOT, config_of, records, start, wait_for_steps
+from tests.runs import LAUNCH, ROOT, config_of, pids, records, start, text_of, wait_for_steps
 
 NAMES = watch.names_of([0, 1, 2, 2])
 ABOUT = {'lr': 0.1, 'jaxmp': '1'}
@@ -107,7 +107,9 @@ def test_a_wrong_address_is_refused(address, problem):
 def test_one_process_needs_no_team_and_one_program_takes_none():
     nobody = team.Address(None, None, None)
     assert team_of(config_of(runtime='mpmd'), nobody) == team.Team()
-    with pytest.raises(ValueError, match=r'processes need --config\.runtime=mpmd'):
+    with pytest.raises(
+        ValueError, match=r'processes need --config\.runtime=mpmd or --config\.replicas'
+    ):
         team_of(config_of(), team.Address('h:1', 2, 0))
 
 
@@ -134,22 +136,6 @@ def test_the_launcher_lets_nobody_outlive(signals, monkeypatch, capfd):
 
 
 MPMD = {'runtime': 'mpmd', 'fwd': 'ef21(uniform(2))', 'bwd': 'ef(uniform(4))', 'micro_batches': 2}
-LAUNCH = (sys.executable, '-m', 'jaxmp.launch', '--processes', '2', '--')
-
-
-def text_of(process, limit=100):
-    """Output to the end, and the status."""
-    out = process.communicate(timeout=limit)[0].decode()
-    return out, process.returncode
-
-
-def pids(workdir, index):
-    """Process ``index`` of the run in ``workdir``, not its launcher."""
-    found = subprocess.run(
-        ['pgrep', '-f', f'train.py .*{workdir}.*--process={index}$'],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return [int(p) for p in found.stdout.split()]
 
 
 def test_two_processes_end_like_one_whatever_happens(tmp_path):

@@ -48,7 +48,7 @@ class Collectives(NamedTuple):
 
 
 def over(axis: str = AXIS) -> Collectives:
-    """The replicas along a mesh axis; call it inside `jax.shard_map` (or `jax.vmap`).
+    """The replicas along a mesh axis; call it inside `jax.shard_map`.
 
     Args:
       axis: name of the axis.
