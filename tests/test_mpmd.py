@@ -1,8 +1,6 @@
 """A program each stage against one program: the same losses, parameters and feedback states."""
 
 import dataclasses
-import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -16,8 +14,8 @@ import pytest
 from jaxmp import Ctx, mpmd, schedule, transport
 from jaxmp.stage import Feed, messages
 from tests import mpmd_worker as worker
+from tests.runs import ENV, ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 RUNS = ((1, schedule.one_f_one_b), (4, schedule.gpipe), (8, schedule.one_f_one_b))
 close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
@@ -136,7 +134,6 @@ def free_port():
 
 def run_processes(folder, n, case, make, micros):
     """Runs n processes to their end, or to ours; returns what each of them saved."""
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
     address, outs = f'127.0.0.1:{free_port()}', [folder / f'{i}.npz' for i in range(n)]
     logs = [(folder / f'{i}.log').open('w+') for i in range(n)]
     command = [sys.executable, '-m', 'tests.mpmd_worker', address]
@@ -146,7 +143,7 @@ def run_processes(folder, n, case, make, micros):
             rest = [str(a) for a in (i, n, case, make, micros, outs[i])]
             running.append(
                 subprocess.Popen(
-                    command + rest, env=env, cwd=ROOT, stdout=logs[i], stderr=subprocess.STDOUT
+                    command + rest, env=ENV, cwd=ROOT, stdout=logs[i], stderr=subprocess.STDOUT
                 )
             )
         codes = [p.wait(timeout=240) for p in running]

@@ -1,13 +1,12 @@
 """The notebooks: each runs from top to bottom, and its two files say the same."""
 
-import os
 import subprocess
 import sys
 
 import jupytext
 import pytest
 
-from tests.runs import ROOT
+from tests.runs import ENV, ROOT
 
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.py'))
 
@@ -29,7 +28,7 @@ def test_both_files_say_the_same(path):
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs(path, tmp_path):
     """As a script, in its folder as Jupyter has it."""
-    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'TMPDIR': str(tmp_path)}
+    env = {**ENV, 'TMPDIR': str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(path)], cwd=path.parent, env=env, capture_output=True, text=True,
         check=False, timeout=300,

@@ -14,7 +14,7 @@ import pytest
 from jaxmp import study, sweep
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
-from tests.runs import ROOT
+from tests.runs import ENV, ROOT
 
 TWO_A_TABLE = (
     'none,fw4-bw8,top10,ef21-top10-warm20,aqsgd-top50-warm10,gpt2-none,gpt2-top10'  # of five tables
@@ -115,7 +115,7 @@ def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
     plan_ = first, second = plan(tmp_path, *more)
     args = [sys.executable, '-m', 'jaxmp.sweep', str(ROOT / 'tests' / 'tiny_study.py')]
     args += ['--scale=smoke', *more, f'--out={tmp_path / "results"}', f'--work={tmp_path / "work"}']
-    process = subprocess.Popen(args, cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(args, env=ENV, cwd=ROOT, stdout=subprocess.DEVNULL)
     limit = time.time() + 900
     while len(records(second.workdir)) < 6 and process.poll() is None and time.time() < limit:
         time.sleep(0.01)

@@ -14,7 +14,7 @@ import pytest
 
 from jaxmp import launch, team, watch
 from jaxmp.run import team_of
-from tests.runs import LAUNCH, ROOT, config_of, pids, records, start, text_of, wait_for_steps
+from tests.runs import ENV, LAUNCH, ROOT, config_of, pids, records, start, text_of, wait_for_steps
 
 NAMES = watch.names_of([0, 1, 2, 2])
 ABOUT = {'lr': 0.1, 'jaxmp': '1'}
@@ -191,7 +191,7 @@ def test_tied_tables_in_four_processes_are_one_parameter(tmp_path):
     """Four processes and one program, in float64: the same losses."""
     (tmp_path / 'tied.py').write_text(TIED)
     config = f'--config={tmp_path / "tied.py"}'
-    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_ENABLE_X64': '1', 'XLA_FLAGS': ''}
+    env = {**ENV, 'JAX_ENABLE_X64': '1'}
     train = [sys.executable, str(ROOT / 'train.py'), config, f'--workdir={tmp_path / "one"}']
     four = [*LAUNCH[:4], '4', '--', *train[:3], '--config.runtime=mpmd']
     four.append(f'--workdir={tmp_path / "four"}')
