@@ -178,6 +178,16 @@ def momentum_corrected(grads, leaf):
         yield sends.mean(0)
 
 
+def of_momentum(equation, m):
+    def mean(grads, leaf):
+        heavy = [grads[0]]
+        for g in grads[1:]:
+            heavy.append(m * heavy[-1] + g)
+        yield from equation(heavy, leaf)
+
+    return mean
+
+
 EQUATIONS = {
     'mean': lambda grads, leaf: (g.mean(0) for g in grads),
     'all_reduce(random_k(0.1))': plain('random_k(0.1)', shared=True),
@@ -188,6 +198,7 @@ EQUATIONS = {
     'double_squeeze(one_bit)': two_ways,
     'power_sgd(2)': low_rank,
     'dgc(0.1, momentum=0.5)': momentum_corrected,
+    'momentum(all_gather(ef21(top_k(0.1))), 0.5)': of_momentum(ef21(top(0.1)), 0.5),
 }
 ALSO_TWO = ('mean', 'all_gather(ef(one_bit))', 'double_squeeze(one_bit)')
 
@@ -201,7 +212,7 @@ def test_replicas_do_what_the_equations_say(text, n):
             np.testing.assert_allclose(y['w'][0], want, rtol=1e-12, atol=1e-12)
     heavy = 0.0
     for g, y in zip(grads, out, strict=True):  # the small ones: their mean, perhaps with momentum
-        heavy = (0.5 if 'dgc' in text else 0.0) * heavy + g['b'].mean(0)
+        heavy = (0.5 if 'momentum' in text else 0.0) * heavy + g['b'].mean(0)
         np.testing.assert_allclose(y['b'][0], heavy, rtol=1e-12)
 
 
@@ -374,6 +385,9 @@ REFUSED = {
     'local_sgd(0.5)': 'local_sgd steps 0.5 is not a positive integer',
     'dgc(10)': r'for 10 % write dgc\(0.1\)',
     'dgc(0.1, momentum=1.0)': r'the momentum is in \[0, 1\)',
+    'momentum(mean)': 'momentum takes a rule such as all_gather',
+    'momentum(all_gather(ef21(raw)), 1.0)': r'momentum m=1.0 is not in \[0, 1\)',
+    'momentum(dgc(0.1), 0.5)': 'its rule has a momentum already',
     'per_layer(mean)': 'per_layer takes a rule such as all_gather',
     'per_layer(power_sgd(1), smallest=-1)': 'smallest -1 is not a number of elements',
     'bucketed(power_sgd(1), elements=-1)': 'elements -1 is not a number of elements',

@@ -7,7 +7,7 @@ from typing import Any
 from jaxmp import spec
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
 from jaxmp.exchange.collectives import AXIS, Collectives, metered, operands, over, sent
-from jaxmp.exchange.delayed import dgc, local_sgd
+from jaxmp.exchange.delayed import dgc, local_sgd, momentum
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
 
@@ -19,6 +19,7 @@ RULES = {
     'double_squeeze': double_squeeze,
     'local_sgd': local_sgd,
     'mean': mean,
+    'momentum': momentum,
     'per_layer': per_layer,
     'power_sgd': power_sgd,
     'scatter_gather': scatter_gather,
@@ -36,6 +37,7 @@ __all__ = [
     'local_sgd',
     'mean',
     'metered',
+    'momentum',
     'operands',
     'over',
     'parse',

@@ -1,4 +1,4 @@
-"""Rules that send later: Deep Gradient Compression gathers momentum, local SGD steps alone."""
+"""Rules that share more than one step: momentum, what has gathered, parameters trained alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jaxmp.codecs.sparse import check_parts, packed, top_k
 from jaxmp.exchange.averages import all_gather
 from jaxmp.exchange.collectives import Collectives
-from jaxmp.exchange.layout import Exchange, Rule, State
+from jaxmp.exchange.layout import Exchange, Rule, State, check_rule
 from jaxmp.wire import Codec, Ctx, like
 
 LEAST_SPARSE = 0.25  # share that is sent in the first epoch of a sparsity warm-up; then its powers
@@ -70,6 +70,39 @@ def dgc(
     shares = [max(fraction, LEAST_SPARSE ** (t + 1)) for t in range(warmup)]
     phases = [dgc(f, momentum, clip, 0, masking) for f in [*shares, fraction]] if warmup else []
     return Rule(init, apply, tuple(phases), momentum)
+
+
+def momentum(rule: Rule, m: float = 0.9) -> Rule:
+    """Momentum before compression: replicas share ``u <- m u + g`` in place of ``g``.
+
+    A rule that follows its input (``ef21``) follows a mean of many steps in place of the noise of
+    one. Where nothing is lost this is momentum SGD; the optimiser must have no momentum of its own.
+
+    Args:
+      rule: what shares u.
+      m: in [0, 1).
+
+    Raises:
+      TypeError: if ``rule`` is not a rule.
+      ValueError: if ``m`` is out of range, or the rule has a momentum already.
+
+    References:
+      Momentum Provably Improves Error Feedback!, arXiv 2305.15155.
+    """
+    check_rule('momentum', rule)
+    if not 0 <= m < 1 or rule.momentum:
+        raise ValueError(f'momentum m={m} is not in [0, 1), or its rule has a momentum already')
+
+    def init(xs: list[Any], n: int) -> State:
+        return rule.init(xs, n), [jnp.zeros(x.shape, x.dtype) for x in xs]
+
+    def apply(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+        held, u = state
+        u = [m * a + x for a, x in zip(u, xs, strict=True)]
+        out, held = rule.apply(u, held, key, via)
+        return out, (held, u)
+
+    return Rule(init, apply, tuple(momentum(r, m) for r in rule.phases), m)
 
 
 def _kept(codec: Codec, x: Array) -> Array:
