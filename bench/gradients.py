@@ -35,7 +35,8 @@ CODECS = [
     *('rotate(polar(0.1))', 'rotate(polar(0.25))', 'rotate(polar(0.5))', 'rotate(polar(1.0))'),
     *('rotate(polar(0.5, search=scl(8)))', 'rotate(uniform(2))', 'rotate(polar_sign(0.5))'),
     *('top_k(0.1, values=polar(1.0))', 'top_k(0.1, values=polar(0.5), indices=packed)'),
-    'random_k(0.5, values=rotate(polar(0.5)))',
+    *('random_k(0.5, values=rotate(polar(0.5)))', 'unbiased_random_k(0.1)'),
+    *('one_bit', 'natural', 'qsgd(127)', 'qsgd(7)', 'qsgd(1)'),
 ]
 STEPS, BATCH, SEED = 50, 64, 0
 
