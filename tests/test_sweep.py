@@ -21,18 +21,25 @@ TWO_A_TABLE = (
 )
 
 
-def plan(tmp_path, *more):
+def words(tmp_path, *more):
     places = f'--out={tmp_path / "results"}', f'--work={tmp_path / "work"}'
-    words = str(ROOT / 'tests' / 'tiny_study.py'), '--scale=smoke', *places, *more
-    return sweep.plan_of(sweep.arguments(words))
+    return str(ROOT / 'tests' / 'tiny_study.py'), '--scale=smoke', *places, *more
+
+
+def plan(tmp_path, *more):
+    return sweep.plan_of(sweep.arguments(words(tmp_path, *more)))
+
+
+def process(tmp_path, *more):
+    command = sys.executable, '-m', 'jaxmp.sweep', *words(tmp_path, *more)
+    return subprocess.Popen(command, env=ENV, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope='module')
 def smoke(tmp_path_factory):
     """Two rows of every table, one seed, embedded data; then the report."""
     home = tmp_path_factory.mktemp('smoke')
-    jobs = plan(home, '--tables=1,2,3,4,5', f'--rows={TWO_A_TABLE}')
-    assert sweep.sweep(jobs) == {}
+    assert process(home, '--tables=1,2,3,4,5', f'--rows={TWO_A_TABLE}').wait(600) == 0
     report.main([str(home / 'results'), f'--out={home / "report"}'])
     return home
 
@@ -113,14 +120,11 @@ def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
     """kill -9 in the second run; then nothing is repeated."""
     more = ('--tables=1', '--rows=none', '--set', 'epochs=40')
     plan_ = first, second = plan(tmp_path, *more)
-    args = [sys.executable, '-m', 'jaxmp.sweep', str(ROOT / 'tests' / 'tiny_study.py')]
-    args += ['--scale=smoke', *more, f'--out={tmp_path / "results"}', f'--work={tmp_path / "work"}']
-    process = subprocess.Popen(args, env=ENV, cwd=ROOT, stdout=subprocess.DEVNULL)
-    limit = time.time() + 900
-    while len(records(second.workdir)) < 6 and process.poll() is None and time.time() < limit:
+    running, limit = process(tmp_path, *more), time.time() + 900
+    while len(records(second.workdir)) < 6 and running.poll() is None and time.time() < limit:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -9
+    running.send_signal(signal.SIGKILL)
+    assert running.wait() == -9
     done, at = first.result.stat().st_mtime_ns, records(second.workdir)[-1]['epoch']
     capfd.readouterr()
     assert sweep.sweep([first, second], quiet=False) == {}
