@@ -16,6 +16,7 @@ CONFIG = config_flags.DEFINE_config_file(
     'config', str(ROOT / 'configs' / 'digits_resnet.py'), 'What to train.', lock_config=True
 )
 WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; default runs/<config.name>.')
+TENSORBOARD = flags.DEFINE_bool('tensorboard', False, 'Also write TensorBoard event files.')
 COORDINATOR = flags.DEFINE_string('coordinator', None, 'host:port of process 0; the next port too.')
 PROCESSES = flags.DEFINE_integer('processes', None, 'How many processes there are.')
 PROCESS = flags.DEFINE_integer('process', None, 'Number of this process, from 0.')
@@ -44,7 +45,8 @@ def main(argv: list[str]) -> None:
         team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))
         if config.get('replicas', 1) > 1:  # a CPU as that many devices
             jax.config.update('jax_num_cpu_devices', max(1, config.replicas // team.count))
-        summary = run(config, WORKDIR.value or Path('runs') / config.name, team)
+        workdir = WORKDIR.value or Path('runs') / config.name
+        summary = run(config, workdir, team, tensorboard=TENSORBOARD.value)
         team.close()
     except (
         ValueError, FileNotFoundError, ImportError, WorkdirError, DivergedError, DriftError,
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> None:
         team.fail(f'{type(error).__name__}: {error}')
         sys.exit(f'train.py: {type(error).__name__}: {error}')
     except BaseException as error:
-        team.fail(f'{type(error).__name__}: {str(error).splitlines()[0][:300]}')
+        team.fail(f'{type(error).__name__}: {next(iter(str(error).splitlines()), "")[:300]}')
         raise
     sys.exit(143 if summary is None else 0)
 

@@ -41,5 +41,4 @@ def get_config() -> ml_collections.ConfigDict:
     c.clip_norm = 0.0  # global norm of the gradients; 0: not clipped
     c.weight_decay = 5e-4
     c.checkpoint_every = 1
-    c.tensorboard = False
     return c

@@ -42,5 +42,4 @@ def get_config() -> ml_collections.ConfigDict:
     c.weight_decay = 5e-4
     # What is kept.
     c.checkpoint_every = 1  # epochs
-    c.tensorboard = False
     return c

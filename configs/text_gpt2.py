@@ -44,5 +44,4 @@ def get_config() -> ml_collections.ConfigDict:
     c.clip_norm = 1.0
     # What is kept.
     c.checkpoint_every = 5  # epochs
-    c.tensorboard = False
     return c

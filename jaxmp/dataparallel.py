@@ -26,6 +26,7 @@ from jaxmp.evaluate import evaluator
 from jaxmp.exchange import AXIS, Exchange, metered, operands, over, sent
 from jaxmp.pipeline import Pipeline
 from jaxmp.setting import Setting, model_at, shapes
+from jaxmp.task import alone
 from jaxmp.team import Team, together
 from jaxmp.train import (
     Epoch,
@@ -69,7 +70,7 @@ def replicated(s: Setting, team: Team) -> Engine:
         return functools.partial(_agreed, s, team, epoch_by_step(s, step))
 
     return Engine(
-        create=lambda: create_replicas(s, mesh),
+        create=lambda s: create_replicas(s, mesh),
         epoch=lambda n: compiled(model_at(s, n), s.exchange.phase(n)),
         evaluate=lambda state, compressed: score(one_of(state, mesh), compressed),
         moved=lambda: {'processes': team.count, 'exchange': traffic(s, mesh)},
@@ -81,7 +82,7 @@ def replicated(s: Setting, team: Team) -> Engine:
 def create_replicas(s: Setting, mesh: Mesh) -> TrainState:
     """The state before the first step: n copies of one replica's."""
     state = create(s)
-    held = s.exchange.init(split(state.variables)[0], s.replicas)
+    held = s.exchange.init(alone(s.task, split(state.variables)[0]), s.replicas)
     return spread(state.replace(exchange=held), mesh)
 
 
@@ -195,15 +196,18 @@ def check(s: Setting, state: TrainState, mesh: Mesh) -> None:
     params = split(state.variables)[0]
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     rows = np.stack([np.asarray(a) for a in checksums(params, mesh)], 1)
-    usual = max({tuple(r) for r in rows}, key=[tuple(r) for r in rows].count)
-    odd = [i for i, row in enumerate(rows) if tuple(row) != usual]
+    alike = [tuple(r) for r in rows]
+    usual = max(alike, key=alike.count)
+    odd = [i for i, row in enumerate(alike) if row != usual]
     if odd:
         where = paths[int(np.argmax(rows[odd[0]] != usual))]
+        who = f'replica {", ".join(map(str, odd))} differ from the others of {s.replicas}'
+        if 2 * alike.count(usual) <= s.replicas:
+            who = f'the {s.replicas} replicas differ, and none has a majority'
         raise DriftError(
-            f'after step {int(state.step)} the parameters of replica {", ".join(map(str, odd))} '
-            f'differ from the others of {s.replicas}, first at {where}: a device or its memory has '
-            'changed a number that was not exchanged; the last checkpoint is from before, give the '
-            'same command to go on from it'
+            f'after step {int(state.step)} the parameters of {who}, first at {where}: a device or '
+            'its memory has changed a number that was not exchanged; the last checkpoint is from '
+            'before, give the same command to go on from it'
         )
 
 
@@ -222,8 +226,8 @@ def traffic(s: Setting, mesh: Mesh | None = None) -> dict[str, Any]:
       bytes by kind of collective), ``sent`` (what a replica sends for them on a ring) and
       ``server`` (the same exchange over a parameter server: a replica's bytes up and down).
     """
-    params = jax.eval_shape(lambda: split(shapes(s)[0])[0])
-    last = s.exchange.phase(s.config.epochs)
+    params = alone(s.task, split(shapes(s)[0])[0])
+    last = s.exchange.phases[-1] if s.exchange.phases else s.exchange
     report = bytes_of(last, params, s.replicas)
     if mesh is not None:
         compiled = operands(lower(last, params, mesh).compile().as_text())
@@ -247,12 +251,12 @@ def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
         'uncompressed': nbytes(params),
         'handed': handed,
         'sent': sent(handed, n),
-        'server': served(handed, params),
+        'server': served(handed, params, n),
     }
 
 
-def served(handed: dict[str, int], params: Any) -> dict[str, int]:
-    """The same messages over a parameter server, as a replica's bytes up and down.
+def served(handed: dict[str, int], params: Any, n: int) -> dict[str, int]:
+    """The same messages of n replicas over a parameter server, as one's bytes up and down.
 
     What all-reduce adds goes up and comes back as it is; messages that do not add (all-gather) go
     up, and the server sends back their mean, uncompressed; of an exchange that compresses both ways
@@ -261,7 +265,7 @@ def served(handed: dict[str, int], params: Any) -> dict[str, int]:
     added, parts = handed.get('all-reduce', 0), handed.get('all-to-all', 0)
     alone = handed.get('all-gather', 0)
     if parts:
-        return {'up': added + parts, 'down': added + parts}
+        return {'up': added + parts, 'down': added + n * alone}
     return {'up': added + alone, 'down': added + (nbytes(params) - added if alone else 0)}
 
 

@@ -23,18 +23,20 @@ def device_mesh(**axes: int) -> Mesh:
     """
     n, processes, found = math.prod(axes.values()), jax.process_count(), jax.devices()
     names = ' x '.join(f'{size} {name}s' for name, size in axes.items())
-    if n > len(found):
-        raise ValueError(
-            f'{names} need {n} devices, there are {len(found)}; on a CPU start with '
-            f'XLA_FLAGS=--xla_force_host_platform_device_count={n}'
-        )
     if n % processes:
         raise ValueError(
             f'{names} do not spread evenly over {processes} processes; start a number that '
             f'divides {n}'
         )
     own = [[d for d in found if d.process_index == p] for p in range(processes)]
-    taken = [d for row in own for d in row[: n // processes]]
+    each, least = n // processes, min(map(len, own))
+    if each > least:
+        where = 'there are' if processes == 1 else 'a process has'
+        raise ValueError(
+            f'{names} need {each} devices, {where} {least}; on a CPU start with '
+            f'XLA_FLAGS=--xla_force_host_platform_device_count={each}'
+        )
+    taken = [d for row in own for d in row[:each]]
     return Mesh(
         np.array(taken).reshape(*axes.values()),
         tuple(axes),

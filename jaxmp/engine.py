@@ -16,7 +16,8 @@ class Engine(NamedTuple):
     """How a setting is trained and scored.
 
     Attributes:
-      create: the state before the first step; a pytree that a checkpoint can hold.
+      create: the state before the first step of a setting that differs in nothing but its seed; a
+        pytree that a checkpoint can hold.
       epoch: given the number of an epoch from 0, a function that runs (the rest of) it.
       evaluate: ``(state, compressed) -> {'loss', 'accuracy'}`` on the whole test split.
       moved: what this runtime knows of bytes on wires, for the summary.
@@ -24,7 +25,7 @@ class Engine(NamedTuple):
       weights: the variables of all stages, where this process has them; else None.
     """
 
-    create: Callable[[], Any]
+    create: Callable[[Setting], Any]
     epoch: Callable[[int], Epoch]
     evaluate: Callable[[Any, bool], dict[str, float]]
     moved: Callable[[], dict[str, Any]]
@@ -40,7 +41,7 @@ def one_program(s: Setting) -> Engine:
         return epoch_form()(s, functools.partial(train_step, s, model))
 
     return Engine(
-        create=lambda: create(s),
+        create=create,
         epoch=lambda n: compiled(model_at(s, n)),
         evaluate=evaluator(s),
         moved=dict,

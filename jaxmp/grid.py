@@ -81,21 +81,23 @@ class Grid:
     ) -> tuple[GridState, Array]:
         """One optimiser step of all replicas; returns the next state and the mean loss.
 
-        Replica i takes the i-th of R equal cuts of the batch, in the context ``ctx.fold(i)``; the
-        exchange draws from ``ctx.key`` folded with the number of the stage, alike in all replicas.
+        Replica i takes the i-th of R equal cuts of the batch, in the context
+        ``ctx.fold(0).fold(i)``; the exchange of stage s draws from ``ctx.fold(1).fold(s)``, alike
+        in all replicas. A channel that remembers examples has a table in every replica: keep an
+        example at one.
 
         Args:
           state: from `init` or the last step.
           x: input of all replicas, ``(B, ...)``.
           y: targets, ``(B, ...)``.
-          ctx: key and ids of this step; without a key that of seed 0.
+          ctx: key, another in every step where something draws, and ids of this step.
 
         Raises:
-          ValueError: as `init`.
+          ValueError: as `init`, if the batch is not of the size that ``state`` was made for, or
+            something draws and there is no key.
         """
-        self._own(x)
-        ctx = ctx or Ctx()
-        key = jax.random.key(0) if ctx.key is None else ctx.key
+        ctx, own = ctx or Ctx(), jax.eval_shape(lambda t: jax.tree.map(lambda a: a[0], t), state)
+        self.pipe.check(own.links, self.pipe.crossing(own.params, self._own(x)))
         of_batch = None if ctx.ids is None else P(ex.AXIS)
         # Nothing is differentiated through a collective: a boundary and an exchange name what they
         # send. So check_vma has nothing to guard, and a model's own scans need not pass it.
@@ -106,15 +108,16 @@ class Grid:
             out_specs=(AXES, P()),
             check_vma=False,
         )
-        return run(state, (x, y), key, ctx.ids)
+        return run(state, (x, y), ctx.key, ctx.ids)
 
     def _device(
-        self, state: GridState, batch: tuple[Array, Array], key: Array, ids: Array | None
+        self, state: GridState, batch: tuple[Array, Array], key: Array | None, ids: Array | None
     ) -> tuple[GridState, Array]:
         own, via = jax.tree.map(lambda a: a[0, 0], state), over()
-        ctx = Ctx(key, ids).fold(via.index)
-        loss, grads, links = self.pipe.local(own.params, own.links, *batch, ctx)
-        shared = jax.random.fold_in(key, lax.axis_index(AXIS))
+        ctx = Ctx(key, ids)
+        at = ctx.fold(0).fold(via.index)
+        loss, grads, links = self.pipe.local(own.params, own.links, *batch, at)
+        shared = ctx.fold(1).fold(lax.axis_index(AXIS)).key
         grads, held = self.exchange.apply(grads, own.exchange, shared, via)
         updates, opt_state = self.optimiser.update(grads, own.opt_state, own.params)
         params = optax.apply_updates(own.params, updates)
@@ -171,8 +174,14 @@ def grid(
       micro: micro-batches a step of a replica, M.
 
     Raises:
-      ValueError: if the mesh has other axes; or as `jaxmp.spmd.spmd`.
+      ValueError: if the mesh has other axes, or the exchange changes with the epochs; or as
+        `jaxmp.spmd.spmd`.
     """
+    if exchange.phases:
+        raise ValueError(
+            'the exchange changes with the epochs, and a step knows none; give one of '
+            'exchange.phases, or of dgc without a warm-up'
+        )
     if mesh.axis_names != (ex.AXIS, AXIS):
         raise ValueError(
             f"grid needs a mesh of the axes 'replica' and 'stage', got {mesh.axis_names}; make it "

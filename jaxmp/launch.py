@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 PATIENCE = 60.0  # seconds for the others to end after the first has failed
 
@@ -39,12 +40,34 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def gpus() -> list[str]:
+    """This machine's NVIDIA GPUs, or those of them that ``CUDA_VISIBLE_DEVICES`` leaves."""
+    if (left := os.environ.get('CUDA_VISIBLE_DEVICES')) is not None:
+        return [name for name in left.split(',') if name]
+    return [str(i) for i, _ in enumerate(Path('/proc/driver/nvidia/gpus').glob('*'))]
+
+
+def own_gpus(found: Sequence[str], processes: int, process: int) -> dict[str, str]:
+    """What a process's environment gets so that no two use one GPU; nothing if there are too few.
+
+    >>> own_gpus(['0', '1', '2', '3'], 2, 1)
+    {'CUDA_VISIBLE_DEVICES': '2,3'}
+    >>> own_gpus(['0'], 2, 1)
+    {}
+    """
+    each = len(found) // processes
+    own = ','.join(found[process * each : (process + 1) * each])
+    return {'CUDA_VISIBLE_DEVICES': own} if own else {}
+
+
 def start(command: Sequence[str], processes: int, port: int) -> list[subprocess.Popen]:
     """Starts ``processes`` copies of ``command``, each with its place behind it."""
+    found = gpus()
     team = [*command, f'--coordinator=127.0.0.1:{port}', f'--processes={processes}']
     return [
         subprocess.Popen(
             [*team, f'--process={i}'],
+            env={**os.environ, **own_gpus(found, processes, i)},
             start_new_session=True,
             preexec_fn=_die_with_parent,
             stdin=None if i == 0 else subprocess.DEVNULL,

@@ -74,7 +74,7 @@ def _board(workdir: Path) -> Any:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
-            'config.tensorboard=True needs the extra: pip install "jaxmp[tensorboard]"'
+            '--tensorboard needs the extra: pip install "jaxmp[tensorboard]"'
         ) from error
     return SummaryWriter(str(workdir / 'tensorboard'))
 

@@ -58,7 +58,8 @@ def owners(parts: int, processes: int, what: str = 'stage') -> list[int]:
     """
     if processes > parts:
         raise ValueError(
-            f'{parts} {what}s run in at most {parts} processes, got {processes}; start fewer'
+            f'{parts} {what}s run in at most {parts} processes, got {processes}; start fewer, or '
+            'give --processes=1 for one alone'
         )
     return [i * processes // parts for i in range(parts)]
 

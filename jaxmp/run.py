@@ -24,7 +24,7 @@ from jaxmp.setting import Setting, check_choices, message_bytes, parameters, set
 from jaxmp.staged import staged
 from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
-from jaxmp.train import TrainState, Values, create
+from jaxmp.train import TrainState, Values
 
 Place = dict[str, Any]
 
@@ -84,9 +84,8 @@ def prepare(config: Config, team: Team) -> Prepared:
 
 
 def reseed(made: Prepared, config: Config) -> Prepared:
-    """``made`` for ``config``, which differs in its seed; of one program only."""
-    s = made.s._replace(config=config)
-    return Prepared(s, made.engine._replace(create=lambda: create(s)))
+    """``made`` for ``config``, which differs in its seed."""
+    return made._replace(s=made.s._replace(config=config))
 
 
 def run(
@@ -95,6 +94,7 @@ def run(
     team: Team | None = None,
     made: Prepared | None = None,
     quiet: bool = False,
+    tensorboard: bool = False,
 ) -> dict[str, Any] | None:
     """Trains, evaluates every epoch, and leaves config, metrics, checkpoints, summary and curves.
 
@@ -107,6 +107,7 @@ def run(
       team: the processes, from `jaxmp.team.connect`; default this one alone.
       made: from `prepare`, where other runs have used it.
       quiet: show and draw nothing.
+      tensorboard: also write event files for TensorBoard.
 
     Returns:
       The summary, or None if a signal ended the run early (its state is saved).
@@ -123,12 +124,12 @@ def run(
         count = {'processes': team.count} if config.runtime == 'mpmd' or team.count > 1 else {}
         claim(workdir, {**config.to_dict(), **count})
     checkpoints = Checkpoints(workdir, team)
-    state = engine.create()
+    state = engine.create(s)
     place = {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
     if (found := checkpoints.restore(state)) is not None:
         state, place = found
     done = int(state.step)
-    metrics = Metrics(workdir if lead else None, done, config.tensorboard)
+    metrics = Metrics(workdir if lead else None, done, tensorboard)
     display = Display(config.epochs * s.epoch_steps, done, config.batch_size, quiet or not lead)
     if done:
         display.say(f'going on from step {done} of {workdir}')

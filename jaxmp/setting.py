@@ -73,6 +73,11 @@ def setting(config: Config) -> Setting:
     if config.clip_norm < 0:
         raise ValueError(f'config.clip_norm={config.clip_norm} is negative; 0 does not clip')
     fwd, bwd = (parse(str(config[k]), {'examples': examples}) for k in ('fwd', 'bwd'))
+    if fwd.per_example and replicas > 1:
+        raise ValueError(
+            f'config.fwd={config.fwd!r} remembers examples, and of {replicas} replicas another '
+            'meets an example in every epoch; take ef21, or config.replicas=1'
+        )
     if bwd.per_example:
         raise ValueError(f'config.bwd={config.bwd!r}: aqsgd is for activations; use ef or ef21')
     if fwd.per_example:
@@ -101,6 +106,11 @@ def replication(config: Config) -> tuple[int, Exchange]:
     if n > 1 and config.runtime != 'local':
         raise ValueError(f'config.replicas={n} needs config.runtime=local, got {config.runtime!r}')
     shared = exchange.parse(text)
+    if n > 1 and shared.momentum and config.optimiser != 'sgd':
+        raise ValueError(
+            f'config.exchange={text!r} has the momentum of SGD, and config.optimiser='
+            f'{config.optimiser!r} has moments of its own; take sgd, or an exchange without'
+        )
     if n > 1 and shared.momentum and config.get('momentum', 0.0):
         raise ValueError(
             f'config.exchange={text!r} has a momentum of its own, and config.momentum='

@@ -118,7 +118,7 @@ class Spmd:
         Raises:
           ValueError: as `init`, or if ``links`` were made for other shapes.
         """
-        self._check(links, self.crossing(params, x))
+        self.check(links, self.crossing(params, x))
 
         def device(params: Params, links: Links, batch: tuple[Array, Array, Ctx]) -> Any:
             loss, *slices = self.local(_at(params, 0), _at(links, 0), *batch)
@@ -221,7 +221,8 @@ class Spmd:
         _check_kept(h, out)
         return like(h)
 
-    def _check(self, links: Links, h: Like) -> None:
+    def check(self, links: Links, h: Like) -> None:
+        """Raises ValueError unless ``links`` are for messages like ``h``."""
         shapes = lambda tree: jax.tree.map(lambda a: a.shape, tree)
         want = shapes(jax.eval_shape(lambda: self._links(h)))
         if shapes(links) != want:

@@ -98,9 +98,9 @@ class _Staged:
         wire = boundary(direct(raw), direct(raw))
         return self.machine((wire,) * (len(self.devices) - 1), False)
 
-    def create(self) -> TrainState:
+    def create(self, seeded: Setting) -> TrainState:
         """The state before the first step, of the stages of this process."""
-        key, init = jax.random.key(self.s.config.seed), jax.jit(self.s.optimiser.init)
+        key, init = jax.random.key(seeded.config.seed), jax.jit(self.s.optimiser.init)
         first = jax.random.fold_in(key, 0)
         states = self.training.init(first)
         for s, st in states.items():

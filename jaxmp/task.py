@@ -92,7 +92,7 @@ def language(config: Config) -> Task:
 
     found, tokenizer = text.load(
         config.data, config.sequence_length, config.tokenizer, config.data_dir or None,
-        config.download,
+        config.get('download', False),
     )  # fmt: skip
     dropout = (config.dropout,) * 3
     if config.init_from:
@@ -154,3 +154,15 @@ def once(task: Task, stage: int, grads: Any) -> Any:
     if not (task.tied and stage == len(task.stages) - 1):
         return grads
     return {k: g for k, g in grads.items() if k != 'wte'}
+
+
+def alone(task: Task, trees: Any) -> tuple[Any, ...]:
+    """Parameters or gradients of all stages without the copy; see `copied`."""
+    return tuple(once(task, i, t) for i, t in enumerate(trees))
+
+
+def copied(task: Task, trees: Any) -> tuple[Any, ...]:
+    """Inverse of `alone`."""
+    if not task.tied:
+        return tuple(trees)
+    return (*trees[:-1], {**trees[-1], 'wte': trees[0]['wte']})

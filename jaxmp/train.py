@@ -24,7 +24,7 @@ from jaxmp.exchange import Collectives, Exchange
 from jaxmp.models.tied import share, tie
 from jaxmp.pipeline import Pipeline
 from jaxmp.setting import Setting, micro_like
-from jaxmp.task import once
+from jaxmp.task import alone, copied, once
 from jaxmp.wire import Ctx
 
 
@@ -88,12 +88,14 @@ def train_step(
     held, params = state.exchange, split(state.variables)[0]
     if others:
         at = jax.random.fold_in(jax.random.fold_in(state.key, state.step + 1), 2)
-        grads, held = others[0].apply(grads, held, at, others[1])
+        grads, held = others[0].apply(alone(s.task, grads), held, at, others[1])
+        grads = copied(s.task, grads)
     squares = (square_norm(once(s.task, i, g)) for i, g in enumerate(grads))
     scale = clip_scale(s, sum(squares, jnp.zeros(())))
     params, opt_state = update(s, params, state.opt_state, grads, scale)
     if others:
-        params, held = others[0].settle(params, held, others[1])
+        params, held = others[0].settle(alone(s.task, params), held, others[1])
+        params = copied(s.task, params)
     params = share(params) if s.task.tied else params  # two equal updates may be fused in two ways
     variables = join(params, rest)
     return TrainState(state.step + 1, variables, opt_state, links, state.key, held), means

@@ -121,7 +121,7 @@ def test_both_compressions_in_one_table(tmp_path, capsys):
 def state_of(workdir, config):
     s = setting.setting(config)
     engine = run.engine_of(s, team.Team())
-    state, _ = checkpoint.Checkpoints(workdir).restore(engine.create())
+    state, _ = checkpoint.Checkpoints(workdir).restore(engine.create(s))
     return engine, state.replace(key=jax.random.key_data(state.key))
 
 
@@ -179,6 +179,12 @@ def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     says = r'parameters of replica 2 differ from the others of 4, first at .*kernel'
     with pytest.raises(dataparallel.DriftError, match=says):
         engine.check(broken)
+    two = small(replicas=2, exchange='mean')
+    pair, fresh = run.prepare(two, team.Team()).engine, setting.setting(two)
+    halves = jax.tree.map(np.array, pair.create(fresh).variables)
+    halves[0]['params']['Dense_0']['bias'][1] += 1
+    with pytest.raises(dataparallel.DriftError, match='the 2 replicas differ, and none has a maj'):
+        pair.check(pair.create(fresh).replace(variables=halves))
     rule = exchange.parse('all_gather(ef(one_bit))')
 
     def corrupt(grads, held, key, via):  # a device that adds wrongly
@@ -200,6 +206,8 @@ def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
         ({'runtime': 'mpmd'}, 'config.replicas=2 needs config.runtime=local'),
         ({'exchange': 'top_k(0.1)'}, 'does not say how replicas exchange'),
         ({'exchange': 'dgc(0.1)'}, r'would add a second; set config.momentum=0'),
+        ({'exchange': 'dgc(0.1)', 'optimiser': 'adamw'}, 'has moments of its own; take sgd'),
+        ({'fwd': 'aqsgd(raw, examples=examples)'}, 'of 2 replicas another meets an example'),
     ],
 )
 def test_a_bad_setting_is_refused(change, message):

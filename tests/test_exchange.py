@@ -363,6 +363,11 @@ def test_bytes_by_hand():
             420 + 420 + 28,
             {'up': 868, 'down': 868},
         ),
+        'scatter_gather(raw, one_bit)': (
+            {'all-to-all': 1680, 'all-gather': 2 * (14 + 4), 'all-reduce': 28},
+            840 + 36 + 28,
+            {'up': 1708, 'down': 2 * 36 + 28},
+        ),
         'local_sgd(2)': ({'all-reduce': 854}, 854, {'up': 854, 'down': 854}),
     }
     for text, (handed, ring, server) in table.items():
@@ -378,6 +383,8 @@ def test_bytes_by_hand():
 REFUSED = {
     'top_k(0.1)': r'top_k\(0.1\) does not say how replicas exchange; write mean, all_gather\(top_k',
     'all_reduce(one_bit)': 'these do not add; raw, fp16, bf16 and random_k do',
+    'all_reduce(ef21(fp16))': r'would keep that error and gather it; take all_gather\(ef21',
+    'all_reduce(ef21(random_k(0.1, values=bf16)))': 'would keep that error and gather it',
     'all_gather(aqsgd(raw, 3))': 'aqsgd remembers activations by example; use ef or ef21',
     'all_gather(mean)': 'all_gather takes a codec or a feedback rule such as ef',
     'double_squeeze(ef(raw))': 'ef takes a codec and got a feedback rule; rules do not nest',
@@ -406,3 +413,12 @@ def test_refused(text):
 def test_too_few_devices():
     with pytest.raises(ValueError, match=r'5 replicas need 5 devices, there are 4; on a CPU start'):
         device_mesh(replica=5)
+
+
+@pytest.mark.parametrize('text', ['all_gather(one_bit)', 'double_squeeze(one_bit)', 'dgc(0.1)'])
+def test_a_model_of_small_arrays_is_averaged(text):
+    grads = {'w': np.arange(200, dtype=np.float32).reshape(2, 10, 10)}
+    grads['b'] = np.ones((2, 10), np.float32)
+    y, _ = program(text, 2)(grads, first(text, grads, 2), jax.random.key(0))
+    for name, g in grads.items():
+        np.testing.assert_allclose(y[name], np.broadcast_to(g.mean(0), g.shape), rtol=1e-6)

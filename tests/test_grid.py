@@ -108,7 +108,7 @@ def test_both_compressions_are_a_loop_over_replicas(fwd, bwd, text):
             key, losses, grads = jax.random.key(t), [], []
             state, loss = step(state, x[t], y[t], Ctx(key))
             for i, cut in enumerate(zip(np.split(x[t], R), np.split(y[t], R), strict=True)):
-                found = one(rows[i].params, rows[i].links, *cut, Ctx(key).fold(i))
+                found = one(rows[i].params, rows[i].links, *cut, Ctx(key).fold(0).fold(i))
                 losses.append(found[0])
                 grads.append(found[1])
                 rows[i] = rows[i].replace(links=jax.device_get(found[2]))
@@ -116,7 +116,7 @@ def test_both_compressions_are_a_loop_over_replicas(fwd, bwd, text):
             stages = []
             for s in range(S):
                 own = [(at(a, s), at(row.exchange, s)) for a, row in zip(grads, rows, strict=True)]
-                stages.append(share(*stacked(own), jax.random.fold_in(key, s)))
+                stages.append(share(*stacked(own), Ctx(key).fold(1).fold(s).key))
             for i in range(R):
                 mean, held = stacked([at(stage, i) for stage in stages])
                 updates, memory = jax.vmap(OPTIMISER.update)(mean, rows[i].opt_state)
@@ -149,6 +149,16 @@ def test_refused():
     g = make('raw', 'raw', 'mean')
     with pytest.raises(ValueError, match='batch of 7 does not divide into 2 replicas'):
         g.init(jax.random.key(0), np.ones((7, 5), np.float32))
+    with pytest.raises(ValueError, match='exchange changes with the epochs'):
+        make('raw', 'raw', 'dgc(0.1, warmup=2)')
+    drawn, x = make('raw', 'raw', 'all_reduce(random_k(0.1))'), np.ones((12, 5), np.float32)
+    state = drawn.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r'random_k needs ctx\.key'):
+        drawn.step(state, x, x[:, :3])
+    kept = make('ef(raw)', 'raw', 'mean')
+    state, x = kept.init(jax.random.key(0), x), np.ones((8, 5), np.float32)
+    with pytest.raises(ValueError, match='links were made for buffers'):
+        kept.step(state, x, x[:, :3])
     with pytest.raises(ValueError, match=r"axes 'replica' and 'stage', got \('stage',\); make it"):
         make('raw', 'raw', 'mean', device_mesh(stage=2))
     devices = np.array(jax.devices()).reshape(4, 1)

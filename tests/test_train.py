@@ -238,7 +238,7 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
         s = setting.setting(config)
         if s.task.tied:
             made = engine.one_program(s) if runtime == 'local' else staged.staged(s, team.Team())
-            before = made.create()
+            before = made.create(s)
             after, _ = checkpoint.Checkpoints(tmp_path / runtime).restore(before)
             name = (lambda i: i) if runtime == 'local' else str
             a, b, c, d = (

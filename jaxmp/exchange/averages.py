@@ -102,7 +102,8 @@ def all_reduce(channel: Channel | Codec) -> Rule:
 
     Raises:
       TypeError: if it is no codec or feedback rule.
-      ValueError: if its messages do not add.
+      ValueError: if its messages do not add, or their sums are rounded and a buffer would gather
+        what is lost.
 
     References:
       Sparsified SGD with Memory, arXiv 1809.07599; Mixed Precision Training, arXiv 1710.03740.
@@ -114,12 +115,27 @@ def all_reduce(channel: Channel | Codec) -> Rule:
             'all_gather(...) or scatter_gather(...)'
         )
     numbers, words = given.codec.numbers
+    if given.mirrored and _narrow(given.codec):
+        raise ValueError(
+            'all_reduce adds 16-bit messages in 16 bits, and the buffers of ef21 would keep that '
+            'error and gather it; take all_gather(ef21(...)) or all_reduce(ef(...))'
+        )
 
     def move(messages: Payload, via: Collectives) -> Payload:
         total = words(via.total(numbers(messages)))
         return jax.tree.map(lambda a: a[None], total)
 
     return _one_way(given, move, lambda c, sender: c, lambda n: 1 / n)
+
+
+def _narrow(codec: Codec) -> bool:
+    """Whether messages of float32 are added in fewer bits."""
+
+    def added() -> Any:
+        ctx = Ctx(jax.random.key(0))
+        return codec.numbers[0](codec.encode(jnp.zeros((1, 8)), ctx))  # pyright: ignore
+
+    return any(a.dtype.itemsize < 4 for a in jax.tree.leaves(jax.eval_shape(added)))
 
 
 def all_gather(channel: Channel | Codec) -> Rule:

@@ -67,10 +67,14 @@ def over(axis: str = AXIS) -> Collectives:
         return form.unflatten([done[i] for i in range(len(leaves))])
 
     def gather(payload: Payload) -> Payload:
+        if not jax.tree.leaves(payload):  # nothing is large
+            return payload
         piece, back = one_piece(payload)
         return back(lax.all_gather(piece, axis))
 
     def swap(payload: Payload) -> Payload:
+        if not jax.tree.leaves(payload):
+            return payload
         piece, back = one_piece(payload, 1)
         return back(lax.all_to_all(piece, axis, 0, 0))
 

@@ -31,7 +31,8 @@ def dgc(
     Args:
       fraction: share that is sent after the warm-up, in (0, 1]; the paper's is 0.001.
       momentum: m, in [0, 1).
-      clip: a replica's gradient is clipped to the norm ``clip / sqrt(n)``; 0 does not clip.
+      clip: the arrays that it is given (under `per_layer` the large ones) are clipped to a norm of
+        ``clip / sqrt(n)``; 0 does not clip.
       warmup: epochs of the sparsity warm-up; the paper's is 4.
       masking: whether u, too, becomes zero where v was sent. With all sent, momentum SGD without
         and plain SGD with masking.
@@ -76,7 +77,8 @@ def momentum(rule: Rule, m: float = 0.9) -> Rule:
     """Momentum before compression: replicas share ``u <- m u + g`` in place of ``g``.
 
     A rule that follows its input (``ef21``) follows a mean of many steps in place of the noise of
-    one. Where nothing is lost this is momentum SGD; the optimiser must have no momentum of its own.
+    one. Where nothing is lost this is momentum SGD; the optimiser must have no momentum of its own,
+    and what it does to its input, weight decay and clipping, comes after.
 
     Args:
       rule: what shares u.
