@@ -19,9 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import data, exchange
-from jaxmp.dataparallel import bytes_of
 from jaxmp.devices import device_mesh
-from jaxmp.exchange import AXIS, over
+from jaxmp.exchange import AXIS, bytes_of, over
 
 WIDTHS = (64, 2240, 2240, 10)  # 5.19 million parameters
 BATCH, RATE = 64, 0.05

@@ -23,7 +23,7 @@ from jaxtyping import Array, UInt32
 from jaxmp.devices import device_mesh
 from jaxmp.engine import Engine
 from jaxmp.evaluate import evaluator
-from jaxmp.exchange import AXIS, Exchange, metered, operands, over, sent
+from jaxmp.exchange import AXIS, Exchange, bytes_of, operands, over
 from jaxmp.pipeline import Pipeline
 from jaxmp.setting import Setting, model_at, shapes
 from jaxmp.task import alone
@@ -41,7 +41,6 @@ from jaxmp.train import (
     split,
     train_step,
 )
-from jaxmp.wire import nbytes
 
 EACH = ('variables', 'opt_state', 'links', 'exchange')  # of a train state, one a replica
 
@@ -233,40 +232,6 @@ def traffic(s: Setting, mesh: Mesh | None = None) -> dict[str, Any]:
         compiled = operands(lower(last, params, mesh).compile().as_text())
         report['compiled'] = {k: v // last.every for k, v in compiled.items()}
     return {'text': str(s.config.exchange), 'replicas': s.replicas, **report}
-
-
-def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
-    """See `traffic`; the mean over the steps between two averages of parameters."""
-    counts: dict[str, int] = {}
-    via = metered(n, counts)
-
-    def step(params: Any, state: Any, key: Array) -> Any:
-        grads, state = exchange.apply(params, state, key, via)
-        return exchange.settle(grads, state, via)
-
-    state = jax.eval_shape(lambda: exchange.init(params, n))
-    jax.eval_shape(step, params, state, jax.random.key(0))
-    handed = {k: v // exchange.every for k, v in counts.items()}
-    return {
-        'uncompressed': nbytes(params),
-        'handed': handed,
-        'sent': sent(handed, n),
-        'server': served(handed, params, n),
-    }
-
-
-def served(handed: dict[str, int], params: Any, n: int) -> dict[str, int]:
-    """The same messages of n replicas over a parameter server, as one's bytes up and down.
-
-    What all-reduce adds goes up and comes back as it is; messages that do not add (all-gather) go
-    up, and the server sends back their mean, uncompressed; of an exchange that compresses both ways
-    (all-to-all, then all-gather) the parts go up, and all replies come down.
-    """
-    added, parts = handed.get('all-reduce', 0), handed.get('all-to-all', 0)
-    alone = handed.get('all-gather', 0)
-    if parts:
-        return {'up': added + parts, 'down': added + n * alone}
-    return {'up': added + alone, 'down': added + (nbytes(params) - added if alone else 0)}
 
 
 def lower(exchange: Exchange, params: Any, mesh: Mesh) -> Any:

@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp import exchange as ex
-from jaxmp.dataparallel import bytes_of
-from jaxmp.exchange import Exchange, over
+from jaxmp.exchange import Exchange, bytes_of, over
 from jaxmp.feedback import Channel
 from jaxmp.spmd import AXIS, Parts, Spmd, spmd
 from jaxmp.wire import Ctx, Like, nbytes
@@ -133,7 +132,7 @@ class Grid:
 
         Returns:
           ``bytes``: a row a boundary of one replica; ``exchange``: of one device, as
-          `jaxmp.dataparallel.bytes_of`.
+          `jaxmp.exchange.bytes_of`.
         """
         own, micro = self._own(x), self.pipe.micro
         forward, backward = (micro * n // 8 for n in self.pipe.bits(own))

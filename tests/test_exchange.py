@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Ctx, exchange
-from jaxmp.dataparallel import bytes_of
 from jaxmp.devices import device_mesh
-from jaxmp.exchange import AXIS, operands, over
+from jaxmp.exchange import AXIS, bytes_of, operands, over
 from jaxmp.exchange.collectives import sent
 from tests.laws import QUICK
 

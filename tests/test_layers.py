@@ -34,6 +34,8 @@ BELOW = {
     'team': 'mpmd watch',
     'launch': '',
     'exchange': 'wire codecs feedback transport spec',
+    'devices': '',
+    'grid': 'wire feedback spmd exchange',
     'models': '',
     'data': '',
     'report': '',

@@ -10,6 +10,7 @@ from jaxmp.exchange.collectives import AXIS, Collectives, metered, operands, ove
 from jaxmp.exchange.delayed import dgc, local_sgd, momentum
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
+from jaxmp.exchange.traffic import bytes_of
 
 RULES = {
     'all_gather': all_gather,
@@ -32,6 +33,7 @@ __all__ = [
     'all_gather',
     'all_reduce',
     'bucketed',
+    'bytes_of',
     'dgc',
     'double_squeeze',
     'local_sgd',
