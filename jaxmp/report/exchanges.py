@@ -36,6 +36,8 @@ def table(runs: list[Run]) -> str:
     """A Markdown table: accuracy, NLL, bytes and time of every exchange."""
     heads = ['exchange', 'accuracy, %', 'best (epoch)', 'NLL', 'bytes a step', 'ratio']
     heads += ['server up', 'server down', 'seconds']
+    rates = len({r['config']['lr'] for r in runs}) > 1
+    heads += ['lr'] * rates
     lines = ['| ' + ' | '.join(heads) + ' |', '|---|' + '--:|' * (len(heads) - 1)]
     for r in runs:
         last, best, e = r['test']['off']['last'], r['test']['off']['best'], r['exchange']
@@ -44,6 +46,7 @@ def table(runs: list[Run]) -> str:
         cells += [f'{100 * best["accuracy"]:.2f} ({best["epoch"]})', f'{last["loss"]:.4f}']
         cells += [f'{e["sent"]:,}', f'{full / e["sent"]:.1f}']
         cells += [f'{e["server"]["up"]:,}', f'{e["server"]["down"]:,}', f'{r["seconds"]:.0f}']
+        cells += [f'{r["config"]["lr"]}'] * rates
         lines.append('| ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines)
 
@@ -59,7 +62,7 @@ def note(runs: list[Run]) -> str:
         f'{same(r["hardware"] for r in runs)}. Accuracy and NLL: test, last epoch. *bytes a step*: '
         'what a replica sends on a ring, of the messages in the compiled collectives; *ratio*: to '
         'float32 by all-reduce; *server*: the same messages over a parameter server. *seconds*: '
-        'wall time on a machine that did other work too.'
+        'wall time of training and tests.'
     )
 
 
