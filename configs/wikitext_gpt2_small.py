@@ -8,7 +8,7 @@ python train.py --config=configs/wikitext_gpt2_small.py:pretrain --config.data_d
 python train.py --config=configs/wikitext_gpt2_small.py --config.data_dir=TEXT \
     --config.init_from=BASE/model --config.tokenizer=BASE/model
 One CPU core: 17 minutes of pretraining beside other work, a perplexity of 52; then a minute and a
-half a run. The runs are in results/wikitext_gpt2_small.
+half a run. The rows of such runs are in results/cpu, named gpt2-.
 """
 
 import ml_collections
