@@ -5,6 +5,7 @@ processes, which a cluster starts, or python -m jaxmp.launch, or you: the same c
 with --coordinator, --processes and --process behind it; see docs/running.md.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +21,11 @@ TENSORBOARD = flags.DEFINE_bool('tensorboard', False, 'Also write TensorBoard ev
 COORDINATOR = flags.DEFINE_string('coordinator', None, 'host:port of process 0; the next port too.')
 PROCESSES = flags.DEFINE_integer('processes', None, 'How many processes there are.')
 PROCESS = flags.DEFINE_integer('process', None, 'Number of this process, from 0.')
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count() or 1
 
 
 def main(argv: list[str]) -> None:
@@ -39,7 +45,9 @@ def main(argv: list[str]) -> None:
 
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
     config, team = CONFIG.value, Team()
-    jax.config.update('jax_compilation_cache_dir', str(Path('~/.cache/jaxmp').expanduser()))
+    # A program for one core rounds in another way than one for two, and JAX keeps them as one.
+    cache = Path('~/.cache/jaxmp').expanduser() / f'{cores()}_cores'
+    jax.config.update('jax_compilation_cache_dir', str(cache))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     try:
         team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))

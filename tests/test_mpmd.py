@@ -161,8 +161,6 @@ def run_processes(folder, n, case, make, micros):
     [
         (2, 'ef', 'gpipe', 4),
         (4, 'ef21', 'one_f_one_b', 4),
-        (2, 'direct', 'one_f_one_b', 8),
-        (4, 'ef_mixed', 'one_f_one_b', 1),
     ],
 )
 def test_processes_equal_one_process(tmp_path, processes, case, make, micros):

@@ -118,7 +118,7 @@ def records(workdir):
 
 def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
     """kill -9 in the second run; then nothing is repeated."""
-    more = ('--tables=1', '--rows=none', '--set', 'epochs=40')
+    more = ('--tables=1', '--rows=none', '--set', 'epochs=24')
     plan_ = first, second = plan(tmp_path, *more)
     running, limit = process(tmp_path, *more), time.time() + 900
     while len(records(second.workdir)) < 6 and running.poll() is None and time.time() < limit:
@@ -136,7 +136,7 @@ def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
     step = int(going_on[1])
     assert step >= (at - 1) * 10
     epochs = [len(json.loads(j.result.read_text())['history']['on']['loss']) for j in plan_]
-    assert epochs == [40, 40]
+    assert epochs == [24, 24]
 
 
 @pytest.mark.parametrize(
