@@ -51,7 +51,7 @@ def assert_states(states, variables, slots, boundaries):
 @pytest.mark.parametrize('case', worker.CASES)
 def test_equals_one_program(case):
     boundaries = worker.model(case).boundaries
-    for micros, make in RUNS:
+    for micros, make in RUNS if case == 'ef' else RUNS[1:]:
         want, variables, slots = worker.one_program(case, micros)
         losses, states, moved = worker.several_programs(case, micros, make)
         close(losses, want)
