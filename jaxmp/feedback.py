@@ -38,7 +38,7 @@ class Channel(NamedTuple):
       recv: ``(payload, rx, like, ctx) -> (y, rx)``.
       prime: ``(x, state, ctx) -> state``, either end's state after ``x`` itself was sent (warm-up).
       mirrored: whether the two ends always hold equal states.
-      per_example: whether the state is indexed by ``ctx.ids`` (unseen examples have none).
+      slots: where a crossing's state lies in the memory of a channel that keeps many, or None.
     """
 
     codec: Codec
@@ -47,7 +47,26 @@ class Channel(NamedTuple):
     recv: Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]
     prime: Callable[[Array, Any, Ctx], Any] = _keep
     mirrored: bool = False
-    per_example: bool = False
+    slots: Slots | None = None
+
+    @property
+    def per_example(self) -> bool:
+        """Whether the state is indexed by ``ctx.ids`` (unseen examples have none)."""
+        return self.slots is not None and self.slots.per_example
+
+
+class Slots(NamedTuple):
+    """A memory of many states, of which a crossing uses one: those of its rows or its number.
+
+    Attributes:
+      channel: the channel that acts on one state.
+      index: where in the memory's first axis the state of a crossing is.
+      per_example: whether that depends on ``ctx.ids``.
+    """
+
+    channel: Channel
+    index: Callable[[Ctx], Any]
+    per_example: bool
 
 
 def _wide(like: Like) -> jnp.dtype:
@@ -210,10 +229,10 @@ def ef_mixed(codec: Codec) -> Channel:
 def aqsgd(codec: Codec, examples: int) -> Channel:
     """AQ-SGD, the change of an example since its last visit: ``m[id] += C(x - m[id])``, both ends.
 
-    One buffer a training example, zero before the first visit, so the first visit is compressed
-    too; after a warm-up epoch (`warm`) every ``m[id]`` is the activation itself, which is the
-    'first visit in full precision' of AQ-SGD. A table takes ``examples`` times the bytes of one
-    example's activation.
+    That is `ef21` with a buffer per training example, zero before the first visit, so the first
+    visit is compressed too; after a warm-up epoch (`warm`) every ``m[id]`` is the activation
+    itself, which is the 'first visit in full precision' of AQ-SGD. A table takes ``examples`` times
+    the bytes of one example's activation.
 
     Args:
       codec: C.
@@ -236,27 +255,63 @@ def aqsgd(codec: Codec, examples: int) -> Channel:
             raise ValueError("aqsgd needs ctx.ids; the data pipeline must yield 'id'")
         return ctx.ids
 
-    def table(like: Like) -> Array:
-        return jnp.zeros((examples, *like.shape[1:]), _wide(like))
+    rule = ef21(codec)
+    row = lambda like: jax.ShapeDtypeStruct((examples, *like.shape[1:]), like.dtype)
+    return _slotted(Slots(rule, ids, per_example=True), lambda like: rule.init(row(like)))
 
-    def send(x: Array, t: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
-        g = t[ids(ctx)]
-        m = codec.encode((x - g).astype(x.dtype), ctx)
-        return m, t.at[ids(ctx)].set(g + _read(codec, m, _like(x), ctx))
 
-    def recv(m: Payload, t: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
-        g = t[ids(ctx)] + _read(codec, m, like, ctx)
-        return g.astype(like.dtype), t.at[ids(ctx)].set(g)
+def per_microbatch(channel: Channel, n: int) -> Channel:
+    """The same channel with a state per micro-batch, ``(n, ...)``; crossing m uses the m-th.
 
-    return Channel(
-        codec,
-        init=lambda like: (table(like), table(like)),
-        send=send,
-        recv=recv,
-        prime=lambda x, t, ctx: t.at[ids(ctx)].set(x.astype(t.dtype)),
-        mirrored=True,
-        per_example=True,
-    )
+    A buffer belongs to a position in the batch, so with a slot per micro-batch no schedule changes
+    a number. A channel with a state per example is returned as it is: all micro-batches share it.
+
+    Args:
+      channel: a channel.
+      n: micro-batches per step.
+
+    Raises:
+      ValueError: if ``n`` is not a positive integer.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f'{n!r} is not a number of micro-batches; give 1 or more')
+    if channel.slots:
+        return channel
+
+    def init(like: Like) -> tuple[Tx, Rx]:
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), channel.init(like))
+
+    return _slotted(Slots(channel, lambda ctx: ctx.microbatch, per_example=False), init)
+
+
+def take(channel: Channel, memory: Any, ctx: Ctx) -> Any:
+    """The state of a crossing in the ``memory`` of a channel with slots."""
+    return jax.tree.map(lambda a: a[channel.slots.index(ctx)], memory) if channel.slots else memory
+
+
+def put(channel: Channel, memory: Any, ctx: Ctx, state: Any) -> Any:
+    """``memory`` with a crossing's next state; inverse of `take`."""
+    if channel.slots is None:
+        return state
+    return jax.tree.map(lambda a, b: a.at[channel.slots.index(ctx)].set(b), memory, state)
+
+
+def _slotted(slots: Slots, init: Callable[[Like], tuple[Tx, Rx]]) -> Channel:
+    one = slots.channel
+
+    def send(x: Array, memory: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
+        m, state = one.send(x, take(channel, memory, ctx), ctx)
+        return m, put(channel, memory, ctx, state)
+
+    def recv(m: Payload, memory: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
+        y, state = one.recv(m, take(channel, memory, ctx), like, ctx)
+        return y, put(channel, memory, ctx, state)
+
+    def prime(x: Array, memory: Any, ctx: Ctx) -> Any:
+        return put(channel, memory, ctx, one.prime(x, take(channel, memory, ctx), ctx))
+
+    channel = one._replace(init=init, send=send, recv=recv, prime=prime, slots=slots)
+    return channel
 
 
 def warm(channel: Channel) -> Channel:
@@ -267,6 +322,8 @@ def warm(channel: Channel) -> Channel:
     Args:
       channel: the channel that takes over when the warm-up ends; the states are its own.
     """
+    if channel.slots:
+        return _slotted(channel.slots._replace(channel=warm(channel.slots.channel)), channel.init)
 
     def send(x: Array, tx: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
         return raw.encode(x, ctx), channel.prime(x, tx, ctx)

@@ -5,7 +5,7 @@ the tasks made: the packed payloads and nothing else. Inside a process a payload
 neighbour's device; between two processes it goes through a ppermute on a mesh of their two devices,
 a program that only these two run. `jax.distributed` is started by the caller (see `jaxmp.team`).
 
-Each end of a link keeps its own feedback state, one slot a micro-batch (see `jaxmp.micro`), so that
+Each end of a link keeps its own feedback state, one slot a micro-batch (see `jaxmp.microbatch`), so that
 no schedule changes the result. Statistics (BatchNorm) move in the forward, in micro-batch order;
 the recomputation starts from what the forward started from, and what it finds is dropped.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
-from jaxmp.schedule import Exchange, Task, check, links, size
+from jaxmp.runtimes.schedule import Exchange, Task, check, links, size
 from jaxmp.stage import End, Feed, Loss, Saved, Stage, StageState, Total, likes, messages
 from jaxmp.transport import Device, Wire, far, near
 from jaxmp.wire import Ctx, Like, Payload, like, nbytes
@@ -210,7 +210,7 @@ class Mpmd:
           states: of the stages of this process, from `init` or the last step.
           x: the whole batch, axis 0 the sample; used where the first stage is.
           y: targets; used where the last stage is.
-          ctx: key and ids of the step; see `jaxmp.micro`.
+          ctx: key and ids of the step; see `jaxmp.microbatch`.
 
         Raises:
           ValueError: if the micro-batches are not of the size the pipeline was built for.

@@ -112,7 +112,9 @@ def _run(stage: nn.Module, variables: dict, x: Array, ctx: Ctx, kwargs: dict) ->
     mutable = [name for name in variables if name != 'params']
     rngs = {} if ctx.key is None else {'dropout': ctx.key}
     x, changed = stage.apply(variables, x, mutable=mutable, rngs=rngs, **kwargs)
-    return x, {**variables, **changed}
+    keep = lambda old, new: new.astype(old.dtype)  # a scan, and a checkpoint, keep dtypes
+    old = {name: variables[name] for name in mutable}
+    return x, {**variables, **jax.tree.map(keep, old, {**old, **changed})}
 
 
 def _join(links: Sequence[Links]) -> Links:

@@ -35,8 +35,8 @@ from jaxtyping import Array
 
 from jaxmp.boundary import Links, boundary
 from jaxmp.feedback import Channel
-from jaxmp.micro import Index, cut, put, slots, take
-from jaxmp.schedule import Task, saved_inputs, size
+from jaxmp.microbatch import Index, cut, put, slots, take
+from jaxmp.runtimes.schedule import Task, saved_inputs, size
 from jaxmp.transport import ppermute
 from jaxmp.wire import Ctx, Like, Payload, like
 
@@ -398,7 +398,7 @@ def tasks(stages: int, micros: int) -> tuple[Task, ...]:
     Returns:
       Tasks, the forward of scan tick t at tick ``2 t``, its backward at ``2 t + 1``.
 
-    >>> from jaxmp.schedule import saved_inputs
+    >>> from jaxmp.runtimes.schedule import saved_inputs
     >>> saved_inputs(tasks(4, 100))
     (7, 5, 3, 1)
     """

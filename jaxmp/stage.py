@@ -3,7 +3,7 @@
 The forward reads a message, runs the stage and writes a message; the backward reads a gradient,
 recomputes the stage from its saved input, adds to the sums and writes the input's gradient. What
 the messages are and what is remembered is the channels' business, when the tasks run that of
-`jaxmp.schedule`, and where the messages go that of `jaxmp.transport`.
+`jaxmp.runtimes.schedule`, and where the messages go that of `jaxmp.transport`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from jaxmp.engine import Engine
 from jaxmp.evaluate import evaluation_model, forgets, means, sums
 from jaxmp.feedback import direct
 from jaxmp.mpmd import Mpmd, mpmd, place
-from jaxmp.schedule import one_f_one_b
+from jaxmp.runtimes.schedule import one_f_one_b
 from jaxmp.setting import Setting, micro_like, shapes
 from jaxmp.stage import End, StageState
 from jaxmp.task import once

@@ -1,7 +1,7 @@
 """How a setting is trained: its state, a step, an epoch.
 
 An epoch is a Python loop over a compiled step on CPU, where convolutions inside a scan are slow
-(see `jaxmp.micro.loop`), and one compiled scan on an accelerator. Data order is a pure function of
+(see `jaxmp.microbatch.loop`), and one compiled scan on an accelerator. Data order is a pure function of
 (seed, epoch) and every key one of (seed, step), so a resumed run repeats to the bit.
 """
 

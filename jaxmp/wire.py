@@ -31,11 +31,13 @@ class Ctx(NamedTuple):
       ids: positions of the examples in the training set, shape ``(B,)`` (AQ-SGD).
       support: ascending flat positions already sent forward here, shape ``(B, K)`` (index reuse);
         a position ``p`` that was sent as a zero stands there as ``~p``.
+      microbatch: number of the micro-batch within its step, from 0 (`jaxmp.feedback`'s slots).
     """
 
     key: Array | None = None
     ids: Int[Array, ' B'] | None = None
     support: Int[Array, 'B K'] | None = None
+    microbatch: Any = 0
 
     def fold(self, n: int | Array) -> Ctx:
         """The same context with the key of sub-stream ``n``."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxmp import schedule
-from jaxmp.schedule import Exchange, Task
+from jaxmp.runtimes import schedule
+from jaxmp.runtimes.schedule import Exchange, Task
 
 BOTH = [schedule.gpipe, schedule.one_f_one_b]
 SIZES = [(s, m) for s in (1, 2, 3, 4, 7) for m in (1, 2, 4, 8, 11)]

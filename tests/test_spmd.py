@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Ctx, Links, parse
 from jaxmp.devices import device_mesh
-from jaxmp.micro import take
+from jaxmp.microbatch import take
 from jaxmp.models import gpt2
 from jaxmp.models.mlp import mlp
-from jaxmp.schedule import check, one_f_one_b, saved_inputs
+from jaxmp.runtimes.schedule import check, one_f_one_b, saved_inputs
 from jaxmp.spmd import Parts, spmd, tasks
 from jaxmp.transport import permuted
 from tests.laws import QUICK

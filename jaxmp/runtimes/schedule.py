@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Task(NamedTuple):
     """One tick of work of one stage: kind 'F' (forward) or 'B' (backward) of a micro-batch."""
@@ -80,6 +82,37 @@ def one_f_one_b(stages: int, micros: int) -> tuple[Task, ...]:
     _positive(stages=stages, micros=micros)
     first = 2 * stages - 1
     return _tasks(stages, micros, lambda s, m: s + 2 * m, lambda s, m: first - s + 2 * m)
+
+
+def in_step(stages: int, micros: int) -> tuple[Task, ...]:
+    """1F1B for devices that go in step: one forward and one backward in each scan tick.
+
+    ``F(s, m)`` in scan tick ``s + m``, ``B(s, m)`` in ``2 (S - 1) - s + m``. `one_f_one_b` has one
+    task per tick, which here would make every device wait for the longer of the two. The price is
+    twice the saved inputs, ``2 (S - 1 - s) + 1``.
+
+    Args:
+      stages: S.
+      micros: M.
+
+    Returns:
+      Tasks, the forward of scan tick t at tick ``2 t``, its backward at ``2 t + 1``.
+
+    >>> saved_inputs(in_step(4, 100))
+    (7, 5, 3, 1)
+    """
+    _positive(stages=stages, micros=micros)
+    end = 2 * (stages - 1)
+    return _tasks(stages, micros, lambda s, m: 2 * (s + m), lambda s, m: 2 * (end - s + m) + 1)
+
+
+def table(tasks: Sequence[Task]) -> np.ndarray:
+    """Micro-batches of `in_step` as ``(scan ticks, F or B, stages)``, -1 for none."""
+    stages, _, ticks = size(tasks)
+    rows = np.full((-(-ticks // 2), 2, stages), -1, np.int32)
+    for t in tasks:
+        rows[t.tick // 2, t.tick % 2, t.stage] = t.micro
+    return rows
 
 
 def _tasks(

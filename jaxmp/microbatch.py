@@ -46,7 +46,8 @@ def context(ctx: Ctx, m: Index, micros: int) -> Ctx:
     >>> context(Ctx(ids=jnp.arange(6)), 1, 3).ids.tolist()
     [2, 3]
     """
-    return ctx.fold(m)._replace(ids=None if ctx.ids is None else cut(ctx.ids, micros)[m])
+    ids = None if ctx.ids is None else cut(ctx.ids, micros)[m]
+    return ctx.fold(m)._replace(ids=ids, microbatch=m)
 
 
 def slots(channel: Channel, state: Any, micros: int) -> Any:
