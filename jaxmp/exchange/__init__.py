@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxmp import spec
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
-from jaxmp.exchange.collectives import AXIS, Collectives, metered, operands, over, sent
+from jaxmp.exchange.collectives import AXIS, Collectives, metered, over, sent
+from jaxmp.hlo import operands
 from jaxmp.exchange.delayed import dgc, local_sgd, momentum
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
