@@ -38,8 +38,8 @@ def main(argv: list[str]) -> None:
     from absl import logging
 
     from jaxmp.checkpoint import WorkdirError
-    from jaxmp.dataparallel import DriftError
-    from jaxmp.run import DivergedError, run, team_of
+    from jaxmp.training.replicas import DriftError
+    from jaxmp.run import DivergedError, devices, run, team_of
     from jaxmp.team import Address, Team
     from jaxmp.watch import TeamError
 
@@ -51,8 +51,8 @@ def main(argv: list[str]) -> None:
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     try:
         team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))
-        if config.get('replicas', 1) > 1:  # a CPU as that many devices
-            jax.config.update('jax_num_cpu_devices', max(1, config.replicas // team.count))
+        if (count := devices(config)) > 1:  # a CPU as that many devices
+            jax.config.update('jax_num_cpu_devices', max(1, count // team.count))
         workdir = WORKDIR.value or Path('runs') / config.name
         summary = run(config, workdir, team, tensorboard=TENSORBOARD.value)
         team.close()

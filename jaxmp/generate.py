@@ -23,9 +23,9 @@ import ml_collections
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.evaluate import evaluation_model
 from jaxmp.pipeline import Pipeline
 from jaxmp.setting import Setting, setting
+from jaxmp.training.engine import cuts_to_score
 from jaxmp.wire import Ctx, like
 
 Scores = Callable[[Array, Array], Array]
@@ -54,7 +54,7 @@ def load(workdir: str | Path) -> tuple[Setting, Any]:
 
 def scorer(s: Setting, variables: Any, compressed: bool) -> Scores:
     """``(window, key) -> logits`` of the token after the window."""
-    model: Pipeline = evaluation_model(s)
+    model = Pipeline(s.task.stages, cuts_to_score(s, compressed=True))
 
     @jax.jit
     def score(window: Array, key: Array) -> Array:

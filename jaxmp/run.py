@@ -16,15 +16,15 @@ import numpy as np
 
 from jaxmp import data, version
 from jaxmp.checkpoint import Checkpoints, claim
-from jaxmp.dataparallel import replicated
-from jaxmp.engine import Engine, one_program
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
 from jaxmp.setting import Setting, check_choices, message_bytes, parameters, setting
-from jaxmp.staged import staged
 from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
-from jaxmp.train import TrainState, Values
+from jaxmp.training.by_stage import by_stage
+from jaxmp.training.engine import Engine, Values
+from jaxmp.training.one_program import one_program
+from jaxmp.training.step import TrainState
 
 Place = dict[str, Any]
 
@@ -56,7 +56,7 @@ def team_of(config: Config, address: Address) -> Team:
     """
     check_choices(config)
     staged, replicas = config.runtime == 'mpmd', config.get('replicas', 1)
-    if not staged and replicas == 1:
+    if config.runtime == 'spmd' or (not staged and replicas == 1):
         if any(a is not None for a in address):
             raise ValueError(
                 f'config.runtime={config.runtime!r} is one process, got {address}; processes need '
@@ -66,8 +66,15 @@ def team_of(config: Config, address: Address) -> Team:
     own = {k: v for k, v in config.to_dict().items() if k not in ('data_dir', 'download')}
     versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
     if staged:
-        return connect(address, stage_count(config), {**versions, **own})
+        parts = replicas * stage_count(config)
+        return connect(address, parts, {**versions, **own})
     return connect(address, replicas, {**versions, **own}, what='replica')
+
+
+def devices(config: Config) -> int:
+    """How many devices a run of ``config`` needs: one per replica, in spmd one per stage of each."""
+    each = stage_count(config) if config.runtime == 'spmd' else 1
+    return config.get('replicas', 1) * each
 
 
 class Prepared(NamedTuple):
@@ -159,9 +166,7 @@ def run(
 
 def engine_of(s: Setting, team: Team) -> Engine:
     """The runtime that the configuration asks for."""
-    if s.config.runtime == 'mpmd':
-        return staged(s, team)
-    return replicated(s, team) if s.replicas > 1 else one_program(s)
+    return (one_program if s.config.runtime == 'local' else by_stage)(s, team)
 
 
 class Run(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp.mpmd import owners
+from jaxmp.devices import owners
 from jaxmp.watch import TeamError, Watch, hub, join, names_of
 
 MOST = 64  # steps between two agreements

@@ -17,8 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp.exchange.collectives import AXIS, over
-
-ByReplica = dict[int, Any]
+from jaxmp.runtimes.types import ByReplica
 
 
 class Columns:
@@ -40,20 +39,22 @@ class Columns:
 
     def put(self, stage: int, tree: Any) -> ByReplica:
         """The same tree at every replica of a stage that is here."""
-        return {r: jax.device_put(tree, self.devices[r, stage]) for r in self.here[stage]}
+        return ByReplica(
+            {r: jax.device_put(tree, self.devices[r, stage]) for r in self.here[stage]}
+        )
 
     def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
         """``f(collectives, *trees)`` of one replica, by all of a column; see `Runtime.at`.
 
-        A tree that is no dict by replica (a number, a key's words) is the same for all.
+        A tree that is not by replica (a number, a key's words) is the same for all.
         """
-        own = [t if isinstance(t, dict) else self.put(stage, t) for t in trees]
+        own = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
         if self.replicas == 1:
-            return {0: _alone(f, self._options)(*(t[0] for t in own))}
+            return ByReplica({0: _alone(f, self._options)(*(t[0] for t in own))})
         mesh = self._mesh(stage)
         whole = _together(f, mesh, self._options)(*(self._join(stage, t) for t in own))
         place = {r: self.devices[r, stage] for r in self.here[stage]}
-        return {r: self._part(whole, d) for r, d in place.items()}
+        return ByReplica({r: self._part(whole, d) for r, d in place.items()})
 
     def _mesh(self, stage: int) -> Mesh:
         return Mesh(self.devices[:, stage], (AXIS,), axis_types=(AxisType.Auto,))

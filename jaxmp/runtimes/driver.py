@@ -22,7 +22,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.runtimes.links import Device, Link, local_link, remote_link
+from jaxmp.devices import Device
+from jaxmp.runtimes.links import Link, local_link, remote_link
 from jaxmp.runtimes.schedule import Action, Transfer, check, size, transfers
 from jaxmp.runtimes.stage import MicroBatch, StageProgram, StageState, Total
 from jaxmp.wire import Ctx, Payload, nbytes
@@ -265,11 +266,6 @@ class Driver:
             pass
         last = workers.get(len(self.devices) - 1)
         return last.outputs if last else None, {s: w.state() for s, w in workers.items()}
-
-    def open(self) -> None:
-        """Lets every link carry a byte, so that neighbours meet before anything is compiled."""
-        for link in sorted(self.links):
-            self.links[link].open()
 
     def _microbatch(self, s: int, m: int, given: tuple[Any, Any, Ctx]) -> MicroBatch:
         x, y, ctx = given

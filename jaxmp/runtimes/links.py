@@ -16,11 +16,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from jaxmp.devices import Device
 from jaxmp.hlo import permuted
 from jaxmp.transport import one_piece
 from jaxmp.wire import Payload
-
-Device = Any  # a jax.Device
 
 
 class Link(NamedTuple):
@@ -31,12 +30,10 @@ class Link(NamedTuple):
         direction that does not carry is None, one that this end only sends comes back as zeros.
       permuted: bytes that the compiled program's collectives move ``(forward, backward)``; zero
         where there is none.
-      open: lets the ends meet, before either compiles anything that takes long.
     """
 
     exchange: Callable[[Sequence[Payload], Sequence[bool]], tuple[Payload, Payload]]
     permuted: Callable[[], tuple[int, int]]
-    open: Callable[[], None] = lambda: None
 
 
 def local_link(left: Device, right: Device) -> Link:

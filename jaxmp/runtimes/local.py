@@ -35,6 +35,7 @@ class Local:
         self.model, self.train, self.via = model, train, via
         self.pipe = Pipeline(model.stages, model.boundaries)
         self.stages, self.replicas = tuple(range(len(model.stages))), 1
+        self.last = len(model.stages) - 1
 
     def init(self, key: Array) -> ModelState:
         """See `Runtime`."""

@@ -6,19 +6,19 @@ its column (`jaxmp.runtimes.columns`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
-from jaxmp.runtimes.columns import ByReplica, Columns
+from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.driver import Driver, drive
 from jaxmp.runtimes.schedule import Action, one_f_one_b
-from jaxmp.runtimes.stage import StageState, programs
-from jaxmp.runtimes.types import Batch, Model, ModelState, StepKeys, one_replica
+from jaxmp.runtimes.stage import Feedback, StageState, programs, shapes
+from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys, one_replica
 
 
 class Mpmd:
@@ -46,17 +46,18 @@ class Mpmd:
         """
         self.columns, self.model = columns, model
         self.stages, self.replicas = tuple(columns.here), columns.replicas
-        made = programs(
+        self.programs = programs(
             model.stages, model.boundaries, model.loss if train else None, model.x,
             {'train': train},
         )  # fmt: skip
-        plan = actions or one_f_one_b(len(made), model.num_microbatches)
+        plan = actions or one_f_one_b(len(self.programs), model.num_microbatches)
         rows = sorted({r for here in columns.here.values() for r in here})
         self.drivers: dict[int, Driver] = {
-            r: drive(made, list(columns.devices[r]), plan, dict(options)) for r in rows
+            r: drive(self.programs, list(columns.devices[r]), plan, dict(options)) for r in rows
         }
         self.prepare = jax.jit(model.prepare)
-        self.last = len(made) - 1
+        self.last = len(self.programs) - 1
+        self._payload = np.zeros((self.last, 2))
 
     def init(self, key: Array) -> ModelState:
         """See `Runtime`."""
@@ -66,13 +67,15 @@ class Mpmd:
         self, state: ModelState, batch: Batch, key: Any
     ) -> tuple[Any, dict[int, Any], ModelState]:
         """See `Runtime`; the means are a list over this process's replicas."""
-        states, grads, means = {}, {s: {} for s in self.stages}, []
+        states, grads, means = {}, {s: ByReplica() for s in self.stages}, []
         for r, driver in self.drivers.items():
             own = one_replica(batch, r, self.replicas)
             keys = StepKeys.of(key, own['id'], r if self.replicas > 1 else None)
             x = self._input(r, own['x'], keys.augment)
             result = driver.step(self._of(state, r), x, own['y'], keys.model)
             states[r] = result.states
+            for link, sizes in result.moved.items():
+                self._payload[link] += sizes if r == 0 and link in self.stages else 0
             for s, g in result.grads.items():
                 grads[s][r] = g
             if result.loss is not None:
@@ -81,7 +84,7 @@ class Mpmd:
 
     def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
         """See `Runtime`."""
-        outputs, feedback = None, {s: {} for s in self.stages}
+        outputs, feedback = None, {s: ByReplica() for s in self.stages}
         for r, driver in self.drivers.items():
             keys = StepKeys.of(key, batch['id'])
             x = self._input(r, batch['x'], None)
@@ -95,16 +98,32 @@ class Mpmd:
         """See `Runtime`."""
         return self.columns.at(stage, f, *trees)
 
-    def open(self) -> None:
-        """Lets all links of this process carry something, before anything is compiled."""
-        for driver in self.drivers.values():
-            driver.open()
-
-    @functools.cached_property
     def collectives(self) -> dict[int, tuple[int, int]]:
-        """Bytes a transfer that the compiled links of this process's first replica move."""
+        """Bytes a message that the compiled links of this process's first replica move."""
         driver = next(iter(self.drivers.values()))
         return {link: wire.permuted() for link, wire in driver.links.items()}
+
+    def payload(self) -> np.ndarray:
+        """Bytes of all messages so far, ``(links, 2)``; those of links that begin here, replica 0's."""
+        return self._payload
+
+    # Feedback, and shapes.
+
+    def init_feedback(self, stage: int) -> Feedback:
+        """A stage's feedback states before the first step."""
+        return self.programs[stage].init_feedback()
+
+    def pack(self, feedback: dict[int, ByReplica]) -> dict[int, ByReplica]:
+        """The feedback of this runtime, given that by stage and replica; inverse of `unpack`."""
+        return feedback
+
+    def unpack(self, feedback: dict[int, ByReplica]) -> dict[int, ByReplica]:
+        """The feedback by stage and replica."""
+        return feedback
+
+    def shapes(self) -> list[StageState]:
+        """Shapes of all stages' states."""
+        return shapes(self.programs)
 
     def _input(self, r: int, x: Any, key: Any) -> Any:
         if 0 not in self.stages:
@@ -115,5 +134,7 @@ class Mpmd:
         return {s: StageState(*(part[s][r] for part in state)) for s in self.stages}
 
     def _gathered(self, states: dict[int, dict[int, StageState]]) -> ModelState:
-        by = lambda name: {s: {r: getattr(states[r][s], name) for r in states} for s in self.stages}
+        by = lambda name: {
+            s: ByReplica({r: getattr(states[r][s], name) for r in states}) for s in self.stages
+        }
         return ModelState(*(by(name) for name in StageState._fields))

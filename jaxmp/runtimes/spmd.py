@@ -12,17 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import AXIS as REPLICA
-from jaxmp.runtimes.columns import ByReplica, Columns
+from jaxmp.hlo import permuted
+from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.packing import Packing, Vectors
 from jaxmp.runtimes.spmd_program import AXIS, Packed, SpmdProgram
-from jaxmp.runtimes.stage import Feedback, programs
-from jaxmp.runtimes.types import Batch, Model, ModelState, StepKeys
+from jaxmp.runtimes.stage import Feedback, StageState, programs, shapes
+from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys
+from jaxmp.wire import nbytes
 
 SLICE = P(REPLICA, AXIS)
 
@@ -59,6 +62,8 @@ class Spmd:
         self.program = SpmdProgram(made, self.mesh, model.num_microbatches)
         self.columns, self.model, self.options = columns, model, dict(options)
         self.stages, self.replicas = tuple(range(len(made))), columns.replicas
+        self.last = len(made) - 1
+        self._steps, self._lowered = 0, None
 
     # State.
 
@@ -68,16 +73,16 @@ class Spmd:
         put = lambda name: {s: self.columns.put(s, getattr(made[s], name)) for s in self.stages}
         return ModelState(put('params'), put('model_state'), self.pack(put('feedback')))
 
-    def pack(self, feedback: dict[int, dict[int, Feedback]]) -> Any:
+    def pack(self, feedback: dict[int, ByReplica]) -> Any:
         """The feedback memory of all stages as the step takes it; inverse of `unpack`."""
         pack = lambda s, tree: self.program.pack_feedback(s, tree)
         return self._stack({s: {r: pack(s, f) for r, f in feedback[s].items()} for s in feedback})
 
-    def unpack(self, memory: Any) -> dict[int, dict[int, Feedback]]:
+    def unpack(self, memory: Any) -> dict[int, ByReplica]:
         """The feedback memory by stage and replica."""
         rows = self._split(memory)
         return {
-            s: {r: self.program.unpack_feedback(s, m) for r, m in own.items()}
+            s: ByReplica({r: self.program.unpack_feedback(s, m) for r, m in own.items()})
             for s, own in rows.items()
         }
 
@@ -104,7 +109,7 @@ class Spmd:
             own = lambda a: next(x.data for x in a.addressable_shards if x.device == device)
             return _unframe(jax.tree.map(own, whole))
 
-        return {s: {r: cell(r, s) for r in range(self.replicas)} for s in self.stages}
+        return {s: ByReplica({r: cell(r, s) for r in range(self.replicas)}) for s in self.stages}
 
     def _packed(self, packing: Packing, trees: dict[int, ByReplica]) -> Vectors:
         pack = lambda s: _packer(packing, s)
@@ -112,7 +117,33 @@ class Spmd:
 
     def _trees(self, packing: Packing, vectors: Vectors) -> dict[int, ByReplica]:
         rows = self._split(vectors)
-        return {s: {r: _unpacker(packing, s)(v) for r, v in own.items()} for s, own in rows.items()}
+        return {
+            s: ByReplica({r: _unpacker(packing, s)(v) for r, v in own.items()})
+            for s, own in rows.items()
+        }
+
+    def init_feedback(self, stage: int) -> Feedback:
+        """A stage's feedback states before the first step."""
+        return self.program.stages[stage].init_feedback()
+
+    def shapes(self) -> list[StageState]:
+        """Shapes of all stages' states."""
+        return shapes(self.program.stages)
+
+    # Bytes.
+
+    def collectives(self) -> dict[int, tuple[int, int]]:
+        """Bytes a message that the step's collective-permutes move on every link of a replica."""
+        if self._lowered is None:
+            raise ValueError('bytes of the compiled step are known after its first call')
+        moved = permuted(self._lowered.compile().as_text())
+        return {l: (moved[l, l + 1], moved[l + 1, l]) for l in range(self.last)}
+
+    def payload(self) -> np.ndarray:
+        """Bytes of all messages so far, ``(links, 2)``, of the first replica."""
+        pairs = [p.right.messages(p.y) for p in self.program.one_slot[:-1] if p.right]
+        sizes = [[nbytes(m) for m in pair] for pair in pairs]
+        return np.array(sizes, float) * self._steps * self.model.num_microbatches
 
     # Programs.
 
@@ -165,7 +196,11 @@ class Spmd:
     ) -> tuple[Any, dict[int, Any], ModelState]:
         """See `Runtime`; the means are a list over the replicas."""
         params, statistics, _ = self.program.packings
-        means, grads, (model_state, feedback) = self.step(self._state(state), dict(batch), key)
+        given = self._state(state), dict(batch), key
+        if self._lowered is None:
+            self._lowered = self.step.lower(*given)
+        self._steps += 1
+        means, grads, (model_state, feedback) = self.step(*given)
         rows = [jax.tree.map(lambda a: a[r], means) for r in range(self.replicas)]  # noqa: B023
         after = ModelState(state.params, self._trees(statistics, model_state), feedback)
         return rows, self._trees(params, grads), after

@@ -256,3 +256,8 @@ def _output(stage: nn.Module, x: Like, kwargs: Mapping[str, Any]) -> Like:
         return stage.init_with_output(keys, x, **kwargs)[0]
 
     return like(jax.eval_shape(run, x))
+
+
+def shapes(made: Sequence[StageProgram]) -> list[StageState]:
+    """Shapes of all stages' states."""
+    return [jax.eval_shape(p.init, jax.random.key(0)) for p in made]

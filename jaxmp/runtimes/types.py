@@ -15,6 +15,24 @@ from jaxmp.wire import Ctx, Like
 Batch = Mapping[str, Any]  # x, y and id of a step's examples, axis 0 the example
 
 
+class ByReplica(dict):
+    """What the replicas of a stage that are in this process hold, by their number; a pytree."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    ByReplica,
+    lambda d: ([(jax.tree_util.DictKey(r), d[r]) for r in sorted(d)], tuple(sorted(d))),
+    lambda keys, values: ByReplica(zip(keys, values, strict=True)),
+)
+
+
+def each(f: Callable[[Any], Any], tree: Any) -> Any:
+    """``f`` of a tree, or of that of every replica; only for what computes nothing."""
+    if isinstance(tree, ByReplica):
+        return ByReplica({r: f(t) for r, t in tree.items()})
+    return f(tree)
+
+
 class Model(NamedTuple):
     """A model cut into stages, as every runtime takes it.
 
@@ -54,10 +72,12 @@ class Runtime(Protocol):
 
     Attributes:
       stages: numbers of the stages of this process.
+      last: number of the last stage, of any process.
       replicas: R; each takes an equal cut of the batch.
     """
 
     stages: tuple[int, ...]
+    last: int
     replicas: int
 
     def init(self, key: Array) -> ModelState:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array
 
 from jaxmp.exchange import Collectives, Exchange
-from jaxmp.runtimes.types import Batch, ModelState, Runtime
+from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -30,6 +31,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: of each stage's optimizer.
       exchange: of each stage's exchange between replicas.
       key: of the whole run.
+      tied: of the sum of a tied parameter's gradients.
     """
 
     step: Any
@@ -37,6 +39,7 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     exchange: Any
     key: Array
+    tied: Any = ()
 
 
 class Rules(NamedTuple):
@@ -46,55 +49,118 @@ class Rules(NamedTuple):
       optimizer: of a stage's parameters; elementwise, or it sees the stage alone.
       exchange: how replicas share a stage's gradients.
       clip_norm: largest global norm over all stages; 0 does not clip.
-      total: sums numbers by stage over all processes.
+      tied: whether the first and the last of several stages hold a copy of one parameter, ``wte``.
     """
 
     optimizer: optax.GradientTransformation
     exchange: Exchange
     clip_norm: float = 0.0
-    total: Callable[[dict[int, Any]], Any] = lambda squares: sum(squares.values())
+    tied: bool = False
 
 
-def create(rules: Rules, runtime: Runtime, key: Array) -> TrainState:
+class Across(NamedTuple):
+    """What a step needs across stages, wherever they are.
+
+    Attributes:
+      total: sums numbers by stage.
+      tie: ``(gradients, state, key) -> (gradients, state)`` with the sum of both tied gradients in
+        both stages.
+      share: ``parameters -> parameters`` with equal copies, where two programs may round apart.
+      init: the state of ``tie``.
+      once: whether one exchange between replicas serves both copies of a tied parameter.
+    """
+
+    total: Callable[[dict[int, Any]], Any]
+    tie: Callable[[dict[int, Any], Any, Array], tuple[dict[int, Any], Any]]
+    share: Callable[[dict[int, Any]], dict[int, Any]] = lambda params: params
+    init: Callable[[], Any] = tuple
+    once: bool = False
+
+
+def create(rules: Rules, runtime: Runtime, across: Across, key: Array) -> TrainState:
     """The state before the first step."""
-    model = runtime.init(jax.random.fold_in(key, 0))
+    return begin(rules, runtime, across, (runtime.init(jax.random.fold_in(key, 0)), key))
+
+
+def begin(
+    rules: Rules, runtime: Runtime, across: Across, given: tuple[ModelState, Array]
+) -> TrainState:
+    """The state before the first step of a model that is there, and the run's key."""
+    model, key = given
     opt_state, held = {}, {}
     for s in runtime.stages:
-        opt_state[s] = runtime.at(s, _initialize(rules.optimizer), model.params[s])
-        held[s] = runtime.at(s, _first(rules.exchange), model.params[s])
-    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, held, key)
+        parts = halves(rules, runtime, s, model.params[s])
+        opt_state[s] = [runtime.at(s, _initialize(rules.optimizer), p) for p in parts]
+        held[s] = [runtime.at(s, _first(rules.exchange), p) for p in parts]
+        if across.once and s and len(parts) > 1:
+            held[s][0] = ()
+    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, held, key, across.init())
+
+
+def halves(rules: Rules, runtime: Runtime, stage: int, tree: Any) -> list[Any]:
+    """What is exchanged and updated apart: a tied table, by one program at both ends; the rest."""
+    if not (rules.tied and stage in (0, runtime.last)):
+        return [tree]
+    rest = lambda t: {k: v for k, v in t.items() if k != 'wte'}
+    return [each(lambda t: {'wte': t['wte']}, tree), each(rest, tree)]
+
+
+def whole(parts: list[Any]) -> Any:
+    """Inverse of `halves`."""
+    if len(parts) == 1:
+        return parts[0]
+    table, rest = parts
+    if isinstance(table, ByReplica):
+        return ByReplica({r: {**t, **rest[r]} for r, t in table.items()})
+    return {**table, **rest}
 
 
 def train_step(
-    rules: Rules, runtime: Runtime, state: TrainState, batch: Batch
+    rules: Rules, runtime: Runtime, across: Across, at: tuple[TrainState, Batch]
 ) -> tuple[TrainState, Any]:
     """The next state, and the means of the batch (None where the last stage is not).
 
     Args:
       rules: what is done with the gradients.
       runtime: how the stages run.
-      state: before.
-      batch: of all replicas of the runtime.
+      across: what is needed over all stages.
+      at: the state before, and the batch of all replicas of the runtime.
     """
+    state, batch = at
     key = jax.random.fold_in(state.key, state.step + 1)
     means, grads, model = runtime.value_and_grad(state.model, batch, key)
+    tied = state.tied
+    if rules.tied:  # streams 0 and 1 of a step are the model's, 2 the replicas'
+        grads, tied = across.tie(grads, tied, jax.random.fold_in(key, 3))
     words = jax.random.key_data(jax.random.fold_in(key, 2))
-    params, opt_state, held, squares = {}, {}, {}, {}
+    shared, held, squares = {}, {}, {}
     for s in runtime.stages:
-        share = _exchanged(rules.exchange, bool(rules.clip_norm))
-        grads[s], held[s], squares[s] = _parts(
-            runtime.at(s, share, grads[s], state.exchange[s], words, s)
-        )
-    scale = clip_scale(rules.clip_norm, rules.total(squares)) if rules.clip_norm else 1.0
+        rows, own = [], halves(rules, runtime, s, grads[s])
+        for h, (half, kept) in enumerate(zip(own, state.exchange[s], strict=True)):
+            stream = runtime.last + 1 if len(own) > 1 and h == 0 else s  # one for both tables
+            if across.once and h < len(own) - 1 and s:
+                rows.append((shared[0][0], (), ()))
+                continue
+            share = _exchanged(rules.exchange, bool(rules.clip_norm))
+            rows.append(parts(runtime.at(s, share, half, kept, words, jnp.uint32(stream))))
+        shared[s], held[s] = [r[0] for r in rows], [r[1] for r in rows]
+        counted = rows[1:] if len(rows) > 1 and s == runtime.last else rows
+        squares[s] = [r[2] for r in counted]
+    scale = np.float32(1)
+    if rules.clip_norm:
+        scale = clip_scale(rules.clip_norm, across.total(squares))
+    params, opt_state = {}, {}
+    update = _updated(rules.optimizer, rules.exchange)
     for s in runtime.stages:
-        params[s], opt_state[s], held[s] = _parts(
-            runtime.at(
-                s, _updated(rules.optimizer, rules.exchange), state.model.params[s],
-                state.opt_state[s], grads[s], held[s], scale,
-            )
-        )  # fmt: skip
-    model = model._replace(params=params)
-    return TrainState(state.step + 1, model, opt_state, held, state.key), means
+        own = halves(rules, runtime, s, state.model.params[s])
+        rows = [
+            parts(runtime.at(s, update, *given, scale))
+            for given in zip(own, state.opt_state[s], shared[s], held[s], strict=True)
+        ]
+        params[s] = whole([r[0] for r in rows])
+        opt_state[s], held[s] = [r[1] for r in rows], [r[2] for r in rows]
+    model = model._replace(params=across.share(params) if rules.tied else params)
+    return TrainState(state.step + 1, model, opt_state, held, state.key, tied), means
 
 
 def clip_scale(limit: float, square: Any) -> Array:
@@ -102,11 +168,11 @@ def clip_scale(limit: float, square: Any) -> Array:
     return jnp.minimum(1, limit / (jnp.sqrt(square) + 1e-12))
 
 
-def _parts(found: Any) -> tuple[Any, Any, Any]:
-    """A triple, or the triple of a dict by replica as three such dicts."""
-    if isinstance(found, tuple):
+def parts(found: Any) -> tuple[Any, Any, Any]:
+    """A triple; of triples by replica, the three by replica."""
+    if not isinstance(found, ByReplica):
         return found
-    return tuple({r: t[i] for r, t in found.items()} for i in range(3))  # pyright: ignore
+    return tuple(each(lambda t, i=i: t[i], found) for i in range(3))  # pyright: ignore
 
 
 # Functions of one replica of a stage; cached, so that each is compiled once.
