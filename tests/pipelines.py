@@ -191,7 +191,6 @@ def main(address, process, processes, case, n, replicas, out):
     signal.alarm(300)  # whatever becomes of the parent
     compiled = Compiled()
     jax.config.update('jax_enable_x64', True)
-    jax.config.update('jax_num_cpu_devices', 1)
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
     found, state, _ = apart('mpmd', case, int(n), int(replicas), int(processes))
