@@ -257,7 +257,9 @@ def finish(
     test = {}
     for mode in ('off', 'on'):
         rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
-        best = max(rows, key=lambda r: quality(s.task.measure, r))
+        # In the warm-up nothing is compressed, and its epochs say nothing of a compression.
+        after = [r for r in rows if r['epoch'] > s.config.warmup_epochs] or rows
+        best = max(after, key=lambda r: quality(s.task.measure, r))
         test[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
     summary = {
         **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
