@@ -87,9 +87,11 @@ def _polar(words: list[str]) -> None:
     parser.add_argument('--out', type=Path, required=True, help='the report without its ending')
     args = parser.parse_args(words)
     try:
-        print(polar.write(args.rows, args.out))
+        text, missed = polar.write(args.rows, args.out)
     except (OSError, ValueError) as error:
         sys.exit(f'jaxmp.report: {error}')
+    print(text)
+    sys.exit(1 if missed else 0)
 
 
 if __name__ == '__main__':
