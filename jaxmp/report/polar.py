@@ -62,7 +62,8 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
     yield from _runs(_of(rows, 'run'))
     if found := _of(rows, 'distortion'):
         yield from _distortion(found)
-        yield from _thesis([r for r in found if 'thesis' in r])
+        if theirs := [r for r in found if 'thesis' in r]:
+            yield from _thesis(theirs)
     if found := _of(rows, 'speed'):
         yield from _speed(found, _of(rows, 'construction'))
     if found := _of(rows, 'codec'):

@@ -69,28 +69,40 @@ def estimate(values: Sequence[float], deviation: float | None = None, freedom: i
 
 
 def agreeing(column: Column) -> list[str]:
-    """The rows whose variances agree; while they do not, the row of the largest variance goes.
+    """The rows whose variances agree.
 
-    They agree if Bartlett's test over all finds nothing, and the largest variance does not stand
-    out from those of the other rows together (F, times the number of rows): over many rows of two
-    or three seeds Bartlett's test overlooks a single one. A row of one seed, or one that does not
-    vary at all, tells nothing and is left out.
+    A row whose variance stands out from those of all others together is left out (F, times the
+    number of rows: among many rows of two or three seeds Bartlett's test overlooks a single one).
+    Then, while Bartlett's test over all finds a difference, the row without which it finds least.
+    A row of one seed, or one that does not vary at all, tells nothing.
     """
+    left = {n: list(v.values()) for n, v in column.items() if len({*v.values()}) > 1}
+    while len(left) > 1 and (name := standing_out(left) or disagreeing(left)):
+        del left[name]
+    return list(left)
+
+
+def standing_out(rows: dict[str, list[float]]) -> str:
+    """The row of the largest variance, if it is larger than chance explains; else nothing."""
     from scipy.special import fdtrc
+
+    variances = {n: float(np.var(v, ddof=1)) for n, v in rows.items()}
+    name = max(variances, key=lambda n: variances[n])
+    freedom = {n: len(v) - 1 for n, v in rows.items()}
+    others = [n for n in rows if n != name]
+    rest = sum(variances[n] * freedom[n] for n in others) / sum(freedom[n] for n in others)
+    p = fdtrc(freedom[name], sum(freedom[n] for n in others), variances[name] / rest)
+    return name if len(rows) * p < LEVEL else ''
+
+
+def disagreeing(rows: dict[str, list[float]]) -> str:
+    """The row without which the variances agree best, if they do not agree; else nothing."""
     from scipy.stats import bartlett
 
-    values = {n: list(v.values()) for n, v in column.items() if len(v) > 1}
-    variances = {n: float(np.var(v, ddof=1)) for n, v in values.items()}
-    left = sorted((n for n, v in variances.items() if v > 0), key=lambda n: variances[n])
-    while len(left) > 1:
-        *others, last = left
-        freedom = [len(values[n]) - 1 for n in others]
-        rest = np.average([variances[n] for n in others], weights=freedom)
-        alone = fdtrc(len(values[last]) - 1, sum(freedom), variances[last] / rest)
-        if len(left) * alone >= LEVEL and bartlett(*(values[n] for n in left)).pvalue >= LEVEL:
-            break
-        left.pop()
-    return left
+    if bartlett(*rows.values()).pvalue >= LEVEL:
+        return ''
+    without = {n: [v for m, v in rows.items() if m != n] for n in rows}
+    return max(rows, key=lambda n: bartlett(*without[n]).pvalue if len(without[n]) > 1 else 0)
 
 
 def residual(column: Column, seeds: bool) -> Residual | None:
