@@ -1,5 +1,6 @@
 """The report on the committed results: its commands, its statistics, what is judged by what."""
 
+import ast
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmp import devices, sweep
+from jaxmp import devices, study, sweep
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, page, residuals, results, tables
 from tests.runs import ROOT
@@ -34,6 +35,21 @@ def test_the_study_of_the_readme_is_finished(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     sweep.main([*command('jaxmp.sweep'), '--tables=1,2,3,4,5', '--plan'])
     assert re.search(r'\n\d+ runs, 0 to do', capsys.readouterr().out)
+
+
+def test_a_default_in_code_is_the_default_of_a_result():
+    """What `config.get(key, default)` says is what a result without the key was made with."""
+    said = {}
+    for path in (ROOT / 'jaxmp').rglob('*.py'):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=of, attr='get'),
+                    args=[ast.Constant(value=key), ast.Constant(value=default)],
+                ) if ast.unparse(of).endswith('config') and key not in study.IDLE:
+                    said[key] = default
+    assert {'exchange', 'replicas'} <= said.keys()
+    assert {k: study.DEFAULTS.get(k) for k in said} == said
 
 
 def test_the_committed_report_is_what_the_readme_makes(monkeypatch, tmp_path):
@@ -119,7 +135,7 @@ def test_the_readings_of_a_row_stand_beside_each_other(studies):
     """Two readings of EF-mixed are two rows of Table 3, and neither is lost if both are renamed."""
     rows = dict(studies['cpu'].rows)
     own = rows.pop('ef_mixed-top10-warm20')
-    for name in ('ef_mixed-top10-warm20-formula', 'ef_mixed-sum-top10-warm20'):
+    for name in ('ef_mixed-top10-warm20-formula', 'ef_mixed_sum-top10-warm20'):
         rows[name] = own._replace(name=name)
     study = results.Study('cpu', rows)
     table = next(t for t in claims.PAPER['tables'] if t['table'] == 3)
@@ -206,6 +222,18 @@ def test_the_margin_holds_what_the_paper_says_of_its_own_tables():
     errors = [100 - claims.paper_row(r)['on'] for r in rows]
     errors += [100 - claims.paper_row(f'aqsgd-top{k}-warm10')['off'] for k in (30, 20)]
     assert said == {round(100 * (e / 7 - 1), 1) for e in errors}
+
+
+def test_the_findings_say_what_the_margin_decides(studies):
+    """Their first point names the two claims that a margin of 2 points would not contradict."""
+    verdicts = {
+        c['id']: v
+        for c, v in zip(claims.PAPER['claims'], claims.judge(studies['cpu']), strict=True)
+    }
+    for name in ('6 bits', 'aqsgd'):
+        assert verdicts[name].verdict == 'contradicted'
+    [harm] = [e for e in verdicts['aqsgd'].evidence if e.verdict == 'contradicted']
+    assert harm.points < -2
 
 
 def test_gaps_are_compared_by_what_is_off(studies):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,28 @@ def lines(table: dict[str, Any], study: Study) -> list[Cells]:
 def readings(name: str, study: Study) -> dict[str, str]:
     """Rows that are another reading of the paper's row ``name``, and the words they add to it.
 
-    >>> rows = {'ef_mixed-top10-warm20': None, 'ef_mixed-formula-top10-warm20': None}
-    >>> readings('ef_mixed-top10-warm20', Study('', rows))
-    {'ef_mixed-formula-top10-warm20': 'formula'}
+    >>> study = Study('', {'ef_mixed-top10-warm20': None, 'ef_mixed_formula-top10-warm20': None})
+    >>> readings('ef_mixed-top10-warm20', study), readings('ef-top10-warm20', study)
+    ({'ef_mixed_formula-top10-warm20': 'formula'}, {})
     """
-    own, found = name.split('-'), {}
-    for row in study.rows:
-        words = row.split('-')
-        if row not in KNOWN and words[0] == own[0] and {*own} < {*words}:
-            found[row] = ' '.join(w for w in words if w not in own)
-    return found
+    own = words_of(name)
+    return {
+        row: ' '.join(w for w in words_of(row) if w not in own)
+        for row in study.rows
+        if row not in KNOWN and read_as(row) == name
+    }
+
+
+def read_as(row: str) -> str | None:
+    """The longest of the paper's rows whose words are all among those of ``row``, or None."""
+    words = words_of(row)
+    fit = [n for n in KNOWN if words_of(n)[0] == words[0] and {*words_of(n)} <= {*words}]
+    return max(fit, key=lambda n: (len(words_of(n)), n), default=None)
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a row's name."""
+    return re.split('[-_]', name)
 
 
 KNOWN = {n for t in PAPER['tables'] for n in table_rows(t)}
