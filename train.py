@@ -5,7 +5,6 @@ processes, which a cluster starts, or python -m jaxmp.launch, or you: the same c
 with --coordinator, --processes and --process behind it; see docs/running.md.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -23,11 +22,6 @@ PROCESSES = flags.DEFINE_integer('processes', None, 'How many processes there ar
 PROCESS = flags.DEFINE_integer('process', None, 'Number of this process, from 0.')
 
 
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count() or 1
-
-
 def main(argv: list[str]) -> None:
     """Trains what the flags say; a mistake in them ends with one line, not a traceback."""
     if len(argv) > 1:
@@ -39,16 +33,14 @@ def main(argv: list[str]) -> None:
 
     from jaxmp.checkpoint import WorkdirError
     from jaxmp.dataparallel import DriftError
+    from jaxmp.devices import keep_compiled
     from jaxmp.run import DivergedError, run, team_of
     from jaxmp.team import Address, Team
     from jaxmp.watch import TeamError
 
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
     config, team = CONFIG.value, Team()
-    # A program for one core rounds in another way than one for two, and JAX keeps them as one.
-    cache = Path('~/.cache/jaxmp').expanduser() / f'{cores()}_cores'
-    jax.config.update('jax_compilation_cache_dir', str(cache))
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+    keep_compiled()
     try:
         team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))
         if config.get('replicas', 1) > 1:  # a CPU as that many devices

@@ -1,7 +1,7 @@
 """Tables 1-5 of the paper (arXiv 2401.07788) as rows of a study, at three scales.
 
 python -m jaxmp.sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data_dir=DIR
-smoke: embedded data, CI. cpu: real CIFAR-10, 40 seconds of one core a run.
+smoke: embedded data, CI. cpu: real CIFAR-10, 600 steps, one to three minutes of one core a run.
 paper: section 3.1 as it is, an accelerator.
 """
 

@@ -253,16 +253,10 @@ def finish(
     workdir: Path,
 ) -> dict[str, Any]:
     """Writes summary.json."""
-    keep = ('epoch', 'loss', 'accuracy')
-    test = {}
-    for mode in ('off', 'on'):
-        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
-        best = max(rows, key=lambda r: quality(s.task.measure, r))
-        test[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
     summary = {
         **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
         'measure': s.task.measure,
-        'test': test,
+        'test': best_and_last(records, s.task.measure, s.config.warmup_epochs),
         'history': history(records),
         'bytes': message_bytes(s),
         **moved,
@@ -275,6 +269,24 @@ def finish(
     }
     (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
     return summary
+
+
+def best_and_last(records: list[dict[str, Any]], measure: str, warmup: int) -> dict[str, Any]:
+    """The best and the last scores off and on; in the warm-up nothing is compressed yet.
+
+    >>> rows = [{'kind': 'test', 'compression': 'on', 'epoch': e, 'loss': l, 'accuracy': a}
+    ...         for e, l, a in ((1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6))]
+    >>> off = [{**r, 'compression': 'off'} for r in rows]
+    >>> best_and_last(rows + off, 'accuracy', warmup=1)['on']['best']
+    {'epoch': 2, 'loss': 0.3, 'accuracy': 0.7}
+    """
+    keep, found = ('epoch', 'loss', 'accuracy'), {}
+    for mode in ('off', 'on'):
+        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
+        after = [r for r in rows if r['epoch'] > warmup] or rows
+        best = max(after, key=lambda r: quality(measure, r))
+        found[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
+    return found
 
 
 def history(records: list[dict[str, Any]]) -> dict[str, Any]:
