@@ -22,7 +22,7 @@ jit = partial(jax.jit, compiler_options=QUICK)
 PAIRS = [  # forward, backward, boundaries
     ('ef(log_scale(3))', 'ef(uniform(3))', 2),
     ('ef21(uniform(3))', 'ef21(log_scale(3))', 1),
-    ('ef_mixed(block(2, size=32))', 'ef_mixed(uniform(3))', 1),
+    ('ef_mixed(top_k(0.4, values=uniform(4)))', 'ef_mixed(top_k(0.3), accumulate=True)', 1),
     ('aqsgd(log_scale(4), examples=9)', 'aqsgd(uniform(3), examples=9)', 2),
     ('block(3, 32, stochastic)', 'uniform(3, stochastic)', 1),
     ('top_k(0.3)', 'ef(same_support())', 1),
@@ -284,7 +284,6 @@ REFUSED = [
         ('raw', 'same_support()'),
         'same_support reuses the positions of the forward message, and the',
     ),
-    (('ef_mixed(top_k(0.1))', 'same_support()'), 'use it as bwd with a forward channel over top_k'),
     (
         ('uniform(4)', 'ef(same_support())'),
         'use it as bwd with a forward channel over top_k or ran',
@@ -312,7 +311,8 @@ def test_refused(args, says):
 
 
 @pytest.mark.parametrize(
-    'fwd', ['top_k(0.3)', 'ef(top_k(0.3))', 'ef21(top_k(0.3))', 'random_k(0.2)']
+    'fwd',
+    ['top_k(0.3)', 'ef(top_k(0.3))', 'ef21(top_k(0.3))', 'ef_mixed(top_k(0.3))', 'random_k(0.2)'],
 )
 def test_same_support_works_with_positions(fwd):
     assert cross(fwd, 'same_support()', ctx=Ctx(jax.random.key(0))).shape == (B, D)
@@ -346,7 +346,7 @@ WIRES = [
     ('aqsgd(block(3, 32, stochastic), examples=9)', 'ef21(uniform(8))'),
     ('ef21(top_k(0.3, values=fp16, indices=bitmap))', 'ef(same_support(values=fp16))'),
     ('log_scale(4)', 'ef(fp16)'),
-    ('ef_mixed(max_scaled(5))', 'ef21(bf16)'),
+    ('ef_mixed(top_k(0.1, values=fp16))', 'ef21(bf16)'),
 ]
 
 

@@ -53,7 +53,7 @@ def shapes(pipe, x):
 PAIRS = [
     ('top_k(0.3)', 'uniform(6, stochastic)'),
     ('ef(uniform(4))', 'ef(top_k(0.3))'),
-    ('ef21(top_k(0.3))', 'ef_mixed(uniform(4))'),
+    ('ef21(top_k(0.3))', 'ef_mixed(top_k(0.3), accumulate=True)'),
     ('ef_mixed(top_k(0.3))', 'ef21(uniform(4))'),
     ('aqsgd(uniform(4, stochastic), examples=20)', 'aqsgd(top_k(0.3), examples=20)'),
     ('ef(top_k(0.3))', 'ef21(same_support())'),
