@@ -105,8 +105,7 @@ def one_step(case):
 
 def first_links(case):
     likes = [jax.ShapeDtypeStruct((SAMPLES, s.width), float) for s in STAGES]
-    made = [b.init(x) for b, x in zip(model(case).boundaries, likes, strict=False)]
-    return Links(tuple(l.fwd for l in made), tuple(l.bwd for l in made))
+    return jaxmp.init_feedback(model(case).boundaries, likes[:-1])
 
 
 @functools.cache

@@ -71,9 +71,7 @@ def one_program(fwd, bwd):
         return squared(out, y), (links, None)
 
     h = jax.ShapeDtypeStruct((B, D), 'float64')
-    links = [b.init(h) for b in pipe.boundaries]
-    start = Links(tuple(l.fwd for l in links), tuple(l.bwd for l in links))
-    return jit(jaxmp.value_and_grad(loss)), start
+    return jit(jaxmp.value_and_grad(loss)), jaxmp.init_feedback(pipe.boundaries, [h] * (S - 1))
 
 
 @functools.cache
