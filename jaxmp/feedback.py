@@ -84,6 +84,11 @@ def _read(codec: Codec, m: Payload, like: Like, ctx: Ctx) -> Array:
     return jax.lax.optimization_barrier(codec.decode(m, like, ctx))
 
 
+def _decoded(codec: Codec) -> Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]:
+    """A receiver that sees the message as it is, and remembers nothing."""
+    return lambda m, rx, like, ctx: (codec.decode(m, like, ctx), rx)
+
+
 @word
 def direct(codec: Codec) -> Channel:
     """No memory: ``y = C(x)``.
@@ -95,13 +100,8 @@ def direct(codec: Codec) -> Channel:
       TypeError: if ``codec`` is not a codec.
     """
     check_codec('direct', codec)
-
-    def recv(m: Payload, rx: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
-        return codec.decode(m, like, ctx), rx
-
-    return Channel(
-        codec, lambda like: ((), ()), lambda x, tx, ctx: (codec.encode(x, ctx), tx), recv
-    )
+    send = lambda x, tx, ctx: (codec.encode(x, ctx), tx)
+    return Channel(codec, lambda like: ((), ()), send, _decoded(codec))
 
 
 @word
@@ -133,10 +133,7 @@ def ef(codec: Codec) -> Channel:
         m = codec.encode(p.astype(x.dtype), ctx)
         return m, p - codec.decode(m, _like(x), ctx)
 
-    def recv(m: Payload, rx: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
-        return codec.decode(m, like, ctx), rx
-
-    return Channel(codec, lambda like: (_buffer(like), ()), send, recv, _cleared)
+    return Channel(codec, lambda like: (_buffer(like), ()), send, _decoded(codec), _cleared)
 
 
 def _cleared(x: Array, state: Any, ctx: Ctx) -> Any:
@@ -182,14 +179,13 @@ def ef21(codec: Codec) -> Channel:
 def ef_mixed(codec: Codec, accumulate: bool = False) -> Channel:
     """EF-mixed: half of the values are the tensor's largest, half the error's, in one message.
 
-    With H the K / 2 largest of each sample: ``y = H(x) + H(e)``, at most K values and their
-    positions, coded by ``codec``. Where the two halves meet, fewer are sent; the message keeps its
-    size. The paper's error is that of the last message, ``e = x - H(x)``; its text also calls it
-    accumulated, which is the second reading: ``e <- e + x - y``, and nothing is ever lost.
+    With H the K / 2 largest of each sample: ``y = H(x) + H(e)``, at most K values, coded by
+    ``codec``; where the halves meet fewer are sent, and the message keeps its size. The paper's
+    error is that of the last message, ``e = x - H(x)``; its text also calls it accumulated, which
+    is the second reading: ``e <- e + x - y``, and nothing is ever lost.
 
     Args:
-      codec: a codec with a number of values to halve: `top_k`. (K is even: twice the K / 2 that
-        half the fraction gives.) Another codec has no halves that become one message.
+      codec: a codec with a number K of values: `top_k`. (K is twice the K of half the fraction.)
       accumulate: whether what was not sent of the error stays in it.
 
     Raises:
@@ -222,10 +218,7 @@ def ef_mixed(codec: Codec, accumulate: bool = False) -> Channel:
         y = whole.decode(m, _like(x), ctx)
         return m, e + x - y if accumulate else x - (y - given)
 
-    def recv(m: Payload, rx: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
-        return whole.decode(m, like, ctx), rx
-
-    return Channel(whole, lambda like: (_buffer(like), ()), send, recv, _cleared)
+    return Channel(whole, lambda like: (_buffer(like), ()), send, _decoded(whole), _cleared)
 
 
 @word

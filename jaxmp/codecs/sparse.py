@@ -41,13 +41,7 @@ def _width(n: int) -> int:
     return max(1, math.ceil(math.log2(n)))
 
 
-int32 = named(
-    'int32',
-    IndexCoding(
-        encode=lambda words, support, n: support.astype(jnp.int32),
-        decode=lambda m, n, k: m,
-    ),
-)
+int32 = named('int32', IndexCoding(lambda _, at, n: at.astype(jnp.int32), lambda m, n, k: m))
 """Positions as 32-bit integers."""
 
 packed = named(
