@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt8
 
+from jaxmp.words import Origin, known
+
 Payload = Any
 Like = jax.ShapeDtypeStruct
 
@@ -46,6 +48,7 @@ def _no_support(payload: Payload, like: Like, ctx: Ctx) -> None:
     del payload, like, ctx
 
 
+@known
 class Codec(NamedTuple):
     """Stateless: what bits are sent for a tensor.
 
@@ -55,12 +58,17 @@ class Codec(NamedTuple):
       support: the positions a receiver of the payload knows, ``(B, K)``, or None if it knows none.
       numbers: where messages can be added (of equal keys, ``C(a) + C(b) = C(a + b)`` but for
         rounding): a payload as arrays that add, and back; None where they cannot.
+      halves: where a message has a number of places: ``x`` with all but the elements that half of
+        them would hold set to zero, and the codec that sends the sum of two such; else None.
+      origin: the call that made it, its text and identity (`jaxmp.words`).
     """
 
     encode: Callable[[Array, Ctx], Payload]
     decode: Callable[[Payload, Like, Ctx], Array]
     support: Callable[[Payload, Like, Ctx], Array | None] = _no_support
     numbers: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
+    halves: tuple[Callable[[Array], Array], Codec] | None = None
+    origin: Origin | None = None
 
 
 def like(x: Array | Like) -> Like:

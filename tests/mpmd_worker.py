@@ -35,11 +35,11 @@ CASES = {
     'ef21': (
         'ef21(top_k(0.3)) | ef21(uniform(4))',
         'ef21(uniform(3)) | ef21(top_k(0.2))',
-        'aqsgd(uniform(4), examples) | ef_mixed(uniform(4))',
+        'aqsgd(uniform(4), examples) | ef_mixed(top_k(0.2))',
     ),
     'ef_mixed': (
-        'ef_mixed(top_k(0.2)) | ef_mixed(uniform(4))',
-        'ef_mixed(uniform(3)) | ef_mixed(top_k(0.3))',
+        'ef_mixed(top_k(0.2)) | ef_mixed(top_k(0.3, uniform(4)))',
+        'ef_mixed(top_k(0.4), True) | ef_mixed(top_k(0.3), True)',
         'random_k(0.5) | ef21(same_support(values=fp16))',
     ),
 }
@@ -105,8 +105,7 @@ def one_step(case):
 
 def first_links(case):
     likes = [jax.ShapeDtypeStruct((SAMPLES, s.width), float) for s in STAGES]
-    made = [b.init(x) for b, x in zip(model(case).boundaries, likes, strict=False)]
-    return Links(tuple(l.fwd for l in made), tuple(l.bwd for l in made))
+    return jaxmp.init_feedback(model(case).boundaries, likes[:-1])
 
 
 @functools.cache

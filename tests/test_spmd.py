@@ -53,7 +53,7 @@ def shapes(pipe, x):
 PAIRS = [
     ('top_k(0.3)', 'uniform(6, stochastic)'),
     ('ef(uniform(4))', 'ef(top_k(0.3))'),
-    ('ef21(top_k(0.3))', 'ef_mixed(uniform(4))'),
+    ('ef21(top_k(0.3))', 'ef_mixed(top_k(0.3), accumulate=True)'),
     ('ef_mixed(top_k(0.3))', 'ef21(uniform(4))'),
     ('aqsgd(uniform(4, stochastic), examples=20)', 'aqsgd(top_k(0.3), examples=20)'),
     ('ef(top_k(0.3))', 'ef21(same_support())'),
@@ -71,9 +71,7 @@ def one_program(fwd, bwd):
         return squared(out, y), (links, None)
 
     h = jax.ShapeDtypeStruct((B, D), 'float64')
-    links = [b.init(h) for b in pipe.boundaries]
-    start = Links(tuple(l.fwd for l in links), tuple(l.bwd for l in links))
-    return jit(jaxmp.value_and_grad(loss)), start
+    return jit(jaxmp.value_and_grad(loss)), jaxmp.init_feedback(pipe.boundaries, [h] * (S - 1))
 
 
 @functools.cache

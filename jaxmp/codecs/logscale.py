@@ -9,8 +9,10 @@ from jaxtyping import Array
 
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
+from jaxmp.words import word
 
 
+@word
 def log_scale(bits: int) -> Codec:
     """Sign and ``bits - 1`` bits of magnitude between a sample's smallest and largest non-zero.
 

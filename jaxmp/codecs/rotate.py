@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
 from jaxmp.wire import Codec, Ctx, Like
+from jaxmp.words import word
 
 BLOCKS = [2**n for n in range(1, 21)]
 FACTOR = 32  # largest matrix multiplied at once
@@ -43,6 +44,7 @@ def hadamard(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
     return jnp.where(jnp.isfinite(x), jnp.clip(scaled, -largest, largest), jnp.nan)
 
 
+@word
 def rotate(codec: Codec, block: int = 1024) -> Codec:
     r"""Applies ``codec`` to the randomly rotated tensor, and rotates back.
 

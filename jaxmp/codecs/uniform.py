@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
 from jaxmp.wire import Codec, Ctx, Like, half_bytes, pack, unpack
+from jaxmp.words import word
 
 Rounding = Callable[[Array, int, Ctx], Array]
 
@@ -93,6 +94,7 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+@word
 def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
     """k-bit min-max quantiser over the whole tensor.
 
@@ -137,6 +139,7 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
     return Codec(encode, decode)
 
 
+@word
 def max_scaled(bits: int) -> Codec:
     """Signed quantiser with one float16 scale a feature, as in the AQ-SGD authors' code.
 
@@ -179,6 +182,7 @@ def max_scaled(bits: int) -> Codec:
     return Codec(encode, decode)
 
 
+@word
 def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
     """k-bit min-max quantiser with its own range for every run of ``size`` elements.
 
