@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.wire import Codec, Ctx, Like, half_bytes
+from jaxmp.wire import Codec, Ctx, Like, half_bytes, wide
 from jaxmp.words import named
 
 
@@ -32,7 +32,7 @@ def saturated(x: Array, dtype: jnp.dtype) -> Array:
 def _sixteen(dtype: jnp.dtype) -> Codec:
     def encode(x: Array, ctx: Ctx) -> Array:
         del ctx
-        return half_bytes(saturated(x, dtype))
+        return half_bytes(saturated(wide(x), dtype))
 
     def decode(m: Array, like: Like, ctx: Ctx) -> Array:
         del ctx

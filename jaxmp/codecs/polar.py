@@ -27,7 +27,7 @@ from jaxmp.codecs import polarcode
 from jaxmp.codecs.dense import bf16, saturated
 from jaxmp.codecs.polarcode import Code, check_size
 from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
-from jaxmp.wire import Codec, Ctx, Like, pack, unpack
+from jaxmp.wire import Codec, Ctx, Like, pack, unpack, wide
 from jaxmp.words import Origin, known, named, word
 
 WORD, NOISE = 0, 1  # streams of the crossing's key
@@ -143,8 +143,8 @@ def _codec(made: Callable[[], Code], ratios: Callable[[Array], Array], search: S
     """Blocks, signs of the key, search, scale."""
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        code, size = made(), x.size
-        x, rms = _blocks(x.astype(jnp.promote_types(x.dtype, jnp.float32)), code.size)
+        x, code, size = wide(x), made(), x.size
+        x, rms = _blocks(x, code.size)
         flip = _flips(ctx, x.shape)
         llr = jnp.nan_to_num(jnp.where(flip, -1, 1) * ratios(x)).astype(jnp.float32)
         s = search.word(code, llr, ctx)

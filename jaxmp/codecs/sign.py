@@ -13,15 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
+from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
 from jaxmp.words import named, word
 
 EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
 SMALL = 2.0**-16  # keeps sums over the largest floats finite
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _into(y: Array, like: Like) -> Array:
@@ -42,7 +38,7 @@ def _mean_size(x: Array) -> Array:
 
 def _encode_one_bit(x: Array, ctx: Ctx) -> dict[str, Array]:
     del ctx
-    x = _wide(samples(x))
+    x = wide(samples(x))
     return {'bits': pack((x < 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
 
 
@@ -66,7 +62,7 @@ References:
 
 def _encode_bool(x: Array, ctx: Ctx) -> dict[str, Array]:
     del ctx
-    x = _wide(samples(x))
+    x = wide(samples(x))
     return {'bits': pack((x != 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
 
 
@@ -158,7 +154,7 @@ def qsgd(levels: int) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
         # The barriers: XLA would reorder the products, and some overflow.
-        x = jax.lax.optimization_barrier(_wide(samples(x)) * SMALL)
+        x = jax.lax.optimization_barrier(wide(samples(x)) * SMALL)
         top = jnp.max(jnp.abs(x), 1, keepdims=True)
         unit = x / jnp.where(top > 0, top, 1)
         norm = jnp.sqrt(jnp.sum(unit**2, 1, keepdims=True))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, UInt32
 
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
+from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
 from jaxmp.words import Origin, known, named, word
 
 
@@ -253,7 +253,9 @@ def unbiased_random_k(fraction: float, values: Codec = raw) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> Any:
         n = _elements(x)
-        return kept.encode(x * jnp.asarray(n / select.count(n, fraction), x.dtype), ctx)
+        y, top = wide(x) * (n / select.count(n, fraction)), float(jnp.finfo(x.dtype).max)
+        beyond = jnp.isfinite(x) & (jnp.abs(y) > top)
+        return kept.encode(jnp.where(beyond, jnp.copysign(top, y), y).astype(x.dtype), ctx)
 
     return kept._replace(encode=encode)
 

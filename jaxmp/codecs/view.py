@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from jaxmp.wire import Codec, Ctx, Like
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype
 from jaxmp.words import word
 
 
@@ -37,6 +37,7 @@ def per_token(codec: Codec) -> Codec:
         return jax.ShapeDtypeStruct((like.size // like.shape[-1], like.shape[-1]), like.dtype)
 
     def encode(x: Array, ctx: Ctx) -> Any:
+        compute_dtype(x)
         return codec.encode(x.reshape(-1, x.shape[-1]), ctx._replace(ids=None))
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
