@@ -194,12 +194,13 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
             if stop:
                 break
         place = {**place, 'seconds': time.time() - start}
-        if place['steps'] == n:
-            record(r, state, place, epoch + 1)
-            place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
-        if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
-            r.engine.check(state)
-            r.checkpoints.save(int(state.step), state, place)
+        with r.display.pause():
+            if place['steps'] == n:
+                record(r, state, place, epoch + 1)
+                place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
+            if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
+                r.engine.check(state)
+                r.checkpoints.save(int(state.step), state, place)
         if stop:
             break
     return state, place, stop

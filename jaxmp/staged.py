@@ -20,7 +20,7 @@ from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.engine import Engine
-from jaxmp.evaluate import evaluation_model, forgets, means, sums
+from jaxmp.evaluate import evaluation_key, evaluation_model, forgets, means, sums
 from jaxmp.feedback import direct
 from jaxmp.mpmd import Mpmd, mpmd, place
 from jaxmp.schedule import one_f_one_b
@@ -202,7 +202,7 @@ class _Staged:
         states = {i: self.scored(i, machine, st) for i, st in states.items()}
         for i, batch in enumerate(data.batches(s.data.test, s.config.batch_size, pad=True)):
             x, ids = batch['x'], batch['id']
-            ctx = Ctx(jax.random.fold_in(state.key, i), jnp.asarray(ids))
+            ctx = Ctx(evaluation_key(state.key, i), jnp.asarray(ids))
             if 0 in states:
                 x = self.prepare(jax.device_put(x, self.devices[0]), None)
             logits, after = machine.predict(states, x, ctx)
