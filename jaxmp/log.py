@@ -211,7 +211,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     size = Table(title='bytes a step')
     for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio '):
         size.add_column(head, justify='right')
-    for row in summary['bytes']:
+    tied = [{'boundary': 'token table', **summary['tied']}] if 'tied' in summary else []
+    for row in (*summary['bytes'], *tied):
         full, f, b = row['uncompressed'], row['forward'], row['backward']
         cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
         size.add_row(str(row['boundary']), *cells)

@@ -20,7 +20,14 @@ from jaxmp.dataparallel import replicated
 from jaxmp.engine import Engine, one_program
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
-from jaxmp.setting import Setting, check_choices, message_bytes, parameters, setting
+from jaxmp.setting import (
+    Setting,
+    check_choices,
+    message_bytes,
+    parameters,
+    setting,
+    table_bytes,
+)
 from jaxmp.staged import staged
 from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
@@ -266,6 +273,7 @@ def finish(
         'test': test,
         'history': history(records),
         'bytes': message_bytes(s),
+        **table_bytes(s),
         **moved,
         'parameters': parameters(s),
         'steps': steps,
