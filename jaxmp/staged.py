@@ -2,7 +2,9 @@
 
 The same setting, randomness and data order as in one program. The first stage's process prepares
 the images, the last one's knows the loss; `jaxmp.team.together` lets all know what happened.
-Clipping by the global norm needs the norm of all stages and makes them agree at every step.
+Clipping by the global norm needs the norm of all stages and makes them agree at every step. A table
+that the first and the last stage hold is updated by the same program in both, of a gradient that
+`jaxmp.exchange.copies` makes the same in both.
 """
 
 from __future__ import annotations
