@@ -25,6 +25,17 @@ from jaxmp.train import TrainState
 from jaxmp.wire import Ctx
 
 Evaluate = Callable[[TrainState, bool], dict[str, float]]
+STREAM = 2**32 - 1  # of a run's key; 0 is the initial parameters', a step has its number's
+
+
+def evaluation_key(key: Array, batch: int) -> Array:
+    """Randomness of a batch of the test split, which no training step shares.
+
+    Args:
+      key: of the run; see `jaxmp.train.step_keys` for what its steps draw from.
+      batch: its number in the split.
+    """
+    return jax.random.fold_in(jax.random.fold_in(key, STREAM), batch)
 
 
 def forgets(s: Setting, cut: Boundary) -> bool:
@@ -70,7 +81,7 @@ def evaluator(s: Setting) -> Evaluate:
         links = evaluation_links(s, state.links) if compressed else None
         total = np.zeros(2)
         for i, batch in enumerate(data.batches(s.data.test, size, pad=True)):
-            new, links = step(state.variables, links, batch, jax.random.fold_in(state.key, i))
+            new, links = step(state.variables, links, batch, evaluation_key(state.key, i))
             total += np.asarray(new)
         return means(s, total)
 

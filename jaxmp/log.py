@@ -9,6 +9,8 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +108,13 @@ class Display:
         if self._console.is_terminal:
             self._bar.start()
 
-    def pause(self) -> None:
-        """What follows, such as an evaluation, does not count in the examples a second."""
-        self._mark = None
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside, such as an evaluation, does not count in the examples a second."""
+        start = time.time()
+        yield
+        if self._mark:
+            self._mark = self._mark[0] + time.time() - start, self._mark[1]
 
     def update(self, epoch: str, step: int, loss: float, accuracy: float) -> None:
         """Shows the state after ``step`` steps."""
@@ -205,7 +211,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     size = Table(title='bytes a step')
     for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio '):
         size.add_column(head, justify='right')
-    for row in summary['bytes']:
+    tied = [{'boundary': 'token table', **summary['tied']}] if 'tied' in summary else []
+    for row in (*summary['bytes'], *tied):
         full, f, b = row['uncompressed'], row['forward'], row['backward']
         cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
         size.add_row(str(row['boundary']), *cells)

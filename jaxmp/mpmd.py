@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
+from jaxmp.feedback import Channel
 from jaxmp.schedule import Exchange, Task, check, links, size
 from jaxmp.stage import End, Feed, Loss, Saved, Stage, StageState, Total, likes, messages
 from jaxmp.transport import Device, Wire, far, near
@@ -194,12 +196,16 @@ class Mpmd:
         return states
 
     def _slots(self, b: Boundary | None, end: End, away: bool) -> End:
-        """A slot a micro-batch; one where the state is per example."""
+        """A slot a micro-batch, with buffers of its own; one where the state is per example."""
         if b is None:
             return end
         sends, receives = (b.fwd, b.bwd) if away else (b.bwd, b.fwd)
-        tx, rx = (1 if c.per_example else self.micros for c in (sends, receives))
-        return End(end.tx * tx, end.rx * rx)
+
+        def fill(channel: Channel, slots: tuple[Any, ...]) -> tuple[Any, ...]:
+            more = 0 if channel.per_example else self.micros - 1
+            return slots + tuple(jax.tree.map(jnp.copy, slots[0]) for _ in range(more))
+
+        return End(fill(sends, end.tx), fill(receives, end.rx))
 
     def step(
         self, states: Mapping[int, StageState], x: Any, y: Any, ctx: Ctx | None = None
@@ -207,7 +213,8 @@ class Mpmd:
         """Runs the schedule once over a batch; the optimiser's step is the caller's.
 
         Args:
-          states: of the stages of this process, from `init` or the last step.
+          states: of the stages of this process, from `init` or the last step, which must not be
+            used again: the feedback states of the result take over their memory.
           x: the whole batch, axis 0 the sample; used where the first stage is.
           y: targets; used where the last stage is.
           ctx: key and ids of the step; see `jaxmp.micro`.

@@ -20,7 +20,14 @@ from jaxmp.dataparallel import replicated
 from jaxmp.engine import Engine, one_program
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
-from jaxmp.setting import Setting, check_choices, message_bytes, parameters, setting
+from jaxmp.setting import (
+    Setting,
+    check_choices,
+    message_bytes,
+    parameters,
+    setting,
+    table_bytes,
+)
 from jaxmp.staged import staged
 from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
@@ -194,12 +201,13 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
             if stop:
                 break
         place = {**place, 'seconds': time.time() - start}
-        if place['steps'] == n:
-            record(r, state, place, epoch + 1)
-            place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
-        if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
-            r.engine.check(state)
-            r.checkpoints.save(int(state.step), state, place)
+        with r.display.pause():
+            if place['steps'] == n:
+                record(r, state, place, epoch + 1)
+                place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
+            if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
+                r.engine.check(state)
+                r.checkpoints.save(int(state.step), state, place)
         if stop:
             break
     return state, place, stop
@@ -259,6 +267,7 @@ def finish(
         'test': best_and_last(records, s.task.measure, s.config.warmup_epochs),
         'history': history(records),
         'bytes': message_bytes(s),
+        **table_bytes(s),
         **moved,
         'parameters': parameters(s),
         'steps': steps,

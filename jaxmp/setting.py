@@ -55,6 +55,7 @@ def setting(config: Config) -> Setting:
             f'{config.epochs}; the warm-up counts inside the total'
         )
     task = task_of(config)
+    tied_exchange(config, task.tied)
     found = task.data
     if config.train_examples:
         found = found._replace(train=data.take(found.train, config.train_examples))
@@ -117,6 +118,35 @@ def replication(config: Config) -> tuple[int, Exchange]:
             f'{config.momentum} would add a second; set config.momentum=0'
         )
     return n, shared
+
+
+def tied_exchange(config: Config, tied: bool) -> Exchange:
+    """How the first and the last stage share the gradients of a parameter that both hold.
+
+    Args:
+      config: ``tied_exchange``, by default ``mean``: both send all of it.
+      tied: whether there is such a parameter.
+
+    Raises:
+      ValueError: if there is nothing that it could compress, or the copies would not be updated
+        alike.
+    """
+    text = str(config.get('tied_exchange', 'mean'))
+    shared = exchange.parse(text)
+    if shared is not exchange.mean and not (tied and config.runtime == 'mpmd'):
+        raise ValueError(
+            f'config.tied_exchange={text!r} compresses the gradient of a token table that two '
+            f'stages hold, and config.runtime={config.runtime!r} of this model sends none; take '
+            "'mean', or several stages of gpt2 with config.runtime=mpmd (one process will do)"
+        )
+    if shared.momentum or shared.settle is not exchange.mean.settle:
+        raise ValueError(
+            f'config.tied_exchange={text!r} brings a momentum, or shares parameters in place of '
+            'gradients, and a table is updated as all other parameters are, by the same gradient '
+            'in both stages; take mean, all_gather, all_reduce, scatter_gather, double_squeeze or '
+            'power_sgd'
+        )
+    return shared
 
 
 def check_choices(config: Config) -> None:
@@ -183,6 +213,20 @@ def message_bytes(s: Setting) -> list[dict[str, int]]:
         row = {'boundary': i, 'uncompressed': full, 'forward': forward, 'backward': backward}
         rows.append(row)
     return rows
+
+
+def table_bytes(s: Setting) -> dict[str, Any]:
+    """Bytes a step for the table that the first and the last stage hold: as in `message_bytes`.
+
+    Empty where no parameter is tied.
+    """
+    if not s.task.tied:
+        return {}
+    table = shapes(s)[0][0]['params']['wte']
+    sent = exchange.bytes_of(tied_exchange(s.config, True), [table], 2)
+    text = str(s.config.get('tied_exchange', 'mean'))
+    ways = dict.fromkeys(('forward', 'backward'), sent['sent'])
+    return {'tied': {'text': text, 'uncompressed': sent['uncompressed'], **ways}}
 
 
 def shapes(s: Setting) -> tuple[Any, Links]:

@@ -341,23 +341,41 @@ def _put(slots: Any, i: Index, new: Any, on: Array) -> Any:
 def _send(
     channel: Channel, x: Array, kept: Any, task: tuple[Index, Array], ctx: Ctx
 ) -> tuple[Payload, Any]:
-    m, on = task
-    old = take(channel, kept, m)
-    message, new = channel.send(x, old, ctx)
-    return message, put(channel, kept, m, _choose(on, new, old))
+    old, at = _slot(channel, kept, task[0], ctx)
+    message, new = channel.send(x, old, at)
+    return message, _keep(channel, kept, (old, new), task, ctx)
 
 
 def _recv(
     channel: Channel, message: Payload, kept: Any, task: tuple[Index, Array], at: tuple[Like, Ctx]
 ) -> tuple[Array, Any]:
-    m, on = task
-    old = take(channel, kept, m)
-    x, new = channel.recv(message, old, *at)
-    return x, put(channel, kept, m, _choose(on, new, old))
+    old, ctx = _slot(channel, kept, task[0], at[1])
+    x, new = channel.recv(message, old, at[0], ctx)
+    return x, _keep(channel, kept, (old, new), task, at[1])
 
 
-def _choose(on: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(on, a, b), new, old)
+def _slot(channel: Channel, kept: Any, m: Index, ctx: Ctx) -> tuple[Any, Ctx]:
+    """What a message of micro-batch m meets: its slot, or of a table its examples' rows."""
+    if not channel.per_example or ctx.ids is None:
+        return take(channel, kept, m), ctx
+    rows = lambda a: a.at[_within(a, ctx)].get(mode='fill', fill_value=jnp.nan)
+    return jax.tree.map(rows, kept), ctx._replace(ids=jnp.arange(len(ctx.ids)))
+
+
+def _within(table: Array, ctx: Ctx) -> Array:
+    """Rows of the examples; of an id that the table does not have, one that is not there."""
+    return jnp.where(ctx.ids < 0, len(table), ctx.ids)
+
+
+def _keep(
+    channel: Channel, kept: Any, states: tuple[Any, Any], task: tuple[Index, Array], ctx: Ctx
+) -> Any:
+    """``kept`` with the new one of two states of `_slot`, or in a tick without work the old one."""
+    (old, new), (m, on) = states, task
+    new = jax.tree.map(lambda a, b: jnp.where(on, b, a), old, new)
+    if not channel.per_example:
+        return put(channel, kept, m, new)
+    return jax.tree.map(lambda a, b: a.at[_within(a, ctx)].set(b), kept, new)
 
 
 def _apply(module: nn.Module, params: Params, x: Array, ctx: Ctx) -> Any:

@@ -108,8 +108,13 @@ class Stage:
 
     @functools.cached_property
     def forward(self) -> Callable:
-        """``(variables, feed, message, rx, tx) -> (saved, rest, message, rx, tx)``."""
-        return jax.jit(lambda *given: self._forward(*given)[1:], compiler_options=self.options)
+        """``(variables, feed, message, rx, tx) -> (saved, rest, message, rx, tx)``.
+
+        It takes ``rx`` and ``tx`` over: their buffers become those of the new states, so that a
+        step copies no table. `predict` leaves them as they are.
+        """
+        run = lambda *given: self._forward(*given)[1:]
+        return jax.jit(run, donate_argnums=(3, 4), compiler_options=self.options)
 
     @functools.cached_property
     def predict(self) -> Callable:
@@ -123,8 +128,11 @@ class Stage:
 
     @functools.cached_property
     def backward(self) -> Callable:
-        """``(total, params, feed, saved, message, rx, tx) -> (total, message, rx, tx)``."""
-        return jax.jit(self._backward, donate_argnums=0, compiler_options=self.options)
+        """``(total, params, feed, saved, message, rx, tx) -> (total, message, rx, tx)``.
+
+        It takes ``total``, ``rx`` and ``tx`` over; see `forward`.
+        """
+        return jax.jit(self._backward, donate_argnums=(0, 5, 6), compiler_options=self.options)
 
     @functools.cached_property
     def zeros(self) -> Callable[[Any, Any], Total]:

@@ -2,7 +2,9 @@
 
 The same setting, randomness and data order as in one program. The first stage's process prepares
 the images, the last one's knows the loss; `jaxmp.team.together` lets all know what happened.
-Clipping by the global norm needs the norm of all stages and makes them agree at every step.
+Clipping by the global norm needs the norm of all stages and makes them agree at every step. A table
+that the first and the last stage hold is updated by the same program in both, of a gradient that
+`jaxmp.exchange.copies` makes the same in both.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.engine import Engine
-from jaxmp.evaluate import evaluation_model, forgets, means, sums
+from jaxmp.evaluate import evaluation_key, evaluation_model, forgets, means, sums
+from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.feedback import direct
 from jaxmp.mpmd import Mpmd, mpmd, place
 from jaxmp.schedule import one_f_one_b
-from jaxmp.setting import Setting, micro_like, shapes
+from jaxmp.setting import Setting, micro_like, shapes, tied_exchange
 from jaxmp.stage import End, StageState
 from jaxmp.task import once
 from jaxmp.team import Team, together
@@ -38,7 +41,7 @@ from jaxmp.train import (
     step_keys,
     update,
 )
-from jaxmp.transport import Wire, far, interface_bytes, near
+from jaxmp.transport import interface_bytes
 from jaxmp.wire import Ctx
 
 
@@ -66,7 +69,6 @@ class _Staged:
         self.prepare = jax.jit(s.task.prepare)
         self.square_norm = jax.jit(square_norm)
         self.loss = functools.partial(mean_score, s)
-        self.add = jax.jit(jnp.add)
         self.payload = np.zeros((len(self.devices) - 1, 2))  # bytes of all steps, each way
         self.steps, self.sent = 0, 0
 
@@ -110,7 +112,8 @@ class _Staged:
         for s, st in states.items():
             made = [init(p) for p in self.halves(s, st.variables['params'])]
             opt[s] = jax.device_put(tuple(made), self.devices[s])
-        return _pack(np.zeros((), np.int32), states, opt, key)
+        held = self.ends.init() if self.ends else ()
+        return _pack(np.zeros((), np.int32), states, opt, key).replace(exchange=held)
 
     def halves(self, stage: int, params: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         """What is updated apart: a tied table, by the same program at both ends, and the rest."""
@@ -151,7 +154,7 @@ class _Staged:
             self.steps += 1
             for link, sizes in result.moved.items():
                 self.payload[link] += sizes if link in states else 0
-        grads = self.tie(result.grads) if self.s.task.tied else result.grads
+        grads, held = self.tie(result.grads, state)
         scale = self.scale(grads)
         for s, after in result.states.items():
             given = self.halves(s, after.variables['params']), opt[s], self.halves(s, grads[s])
@@ -159,30 +162,30 @@ class _Staged:
             params = {k: v for half, _ in done for k, v in half.items()}
             opt[s] = tuple(o for _, o in done)
             states[s] = after._replace(variables={**after.variables, 'params': params})
-        return _pack(np.asarray(state.step + 1, np.int32), states, opt, state.key), result.aux
+        step = np.asarray(state.step + 1, np.int32)
+        return _pack(step, states, opt, state.key).replace(exchange=held), result.aux
 
     @functools.cached_property
-    def ends(self) -> Wire | None:
-        """The link over which the first and the last stage add their tables' gradients."""
-        first, last = self.devices[0], self.devices[-1]
-        inside = {0, len(self.devices) - 1} & set(self.training.stages)
-        if len(inside) == 1:
-            table = shapes(self.s)[0][0]['params']['wte']
-            like = jax.ShapeDtypeStruct((1, *table.shape), table.dtype)
-            return far(first, last, (like, like))
-        return near(first, last) if inside else None
+    def ends(self) -> Copies | None:
+        """The copies of the token table in the first and in the last stage."""
+        if not self.s.task.tied:
+            return None
+        table = shapes(self.s)[0][0]['params']['wte']
+        shared = tied_exchange(self.s.config, True)
+        return Copies(shared, table, (self.devices[0], self.devices[-1]))
 
-    def tie(self, grads: Mapping[int, Any]) -> dict[int, Any]:
-        """The sum of both tables' gradients in both end stages, added in the same order."""
-        if not self.ends:
-            return dict(grads)
-        last, done = len(self.devices) - 1, dict(grads)
-        own = [grads[s]['wte'][None] if s in grads else None for s in (0, last)]
-        to_last, to_first = self.ends.exchange(own, (True, True))
-        for s, pair in ((0, (own[0], to_first)), (last, (to_last, own[1]))):
-            if s in grads:
-                done[s] = {**grads[s], 'wte': self.add(*pair)[0]}
-        return done
+    def tie(self, grads: Mapping[int, Any], state: TrainState) -> tuple[dict[int, Any], Any]:
+        """Gradients with the sum of both tables' in both end stages; what the exchange keeps."""
+        done, held = dict(grads), state.exchange
+        of = {end: s for end, s in zip(ENDS, (0, len(self.devices) - 1), strict=True) if s in done}
+        if self.ends and of:
+            # A step's streams 0 and 1 are those of `step_keys`, 2 is the replicas'.
+            key = jax.random.fold_in(jax.random.fold_in(state.key, state.step + 1), 3)
+            own = {end: done[s]['wte'] for end, s in of.items()}
+            totals, held = self.ends.add(own, held, key)
+            for end, total in totals.items():
+                done[of[end]] = {**done[of[end]], 'wte': total}
+        return done, held
 
     def scale(self, grads: Mapping[int, Any]) -> Any:
         """For clipping by the norm over all stages, wherever they are."""
@@ -202,7 +205,7 @@ class _Staged:
         states = {i: self.scored(i, machine, st) for i, st in states.items()}
         for i, batch in enumerate(data.batches(s.data.test, s.config.batch_size, pad=True)):
             x, ids = batch['x'], batch['id']
-            ctx = Ctx(jax.random.fold_in(state.key, i), jnp.asarray(ids))
+            ctx = Ctx(evaluation_key(state.key, i), jnp.asarray(ids))
             if 0 in states:
                 x = self.prepare(jax.device_put(x, self.devices[0]), None)
             logits, after = machine.predict(states, x, ctx)
@@ -241,6 +244,10 @@ class _Staged:
             }
             for i, (a, b) in enumerate(zip(payload, compiled, strict=True), 1)
         ]
+        if self.ends and self.ends.here:  # also process 0, which shows it
+            table = self.ends.traffic()
+            ways = {'payload': [table['handed']] * 2, 'collectives': [table['compiled']] * 2}
+            rows.append({'boundary': 'token table', **ways})
         return {'processes': self.team.count, 'moved': rows, 'interface': self.sent // steps}
 
 

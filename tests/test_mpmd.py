@@ -11,7 +11,7 @@ import jax.export
 import numpy as np
 import pytest
 
-from jaxmp import Ctx, mpmd, schedule, transport
+from jaxmp import Ctx, boundary, mpmd, parse, schedule, transport
 from jaxmp.stage import Feed, messages
 from tests import mpmd_worker as worker
 from tests.runs import ENV, ROOT
@@ -109,6 +109,31 @@ def test_every_program_of_every_stage_lowers_for_cuda():
             lower(jax.jit(backward), key, saved, total, params, right and right[1], *ends),
         ):
             assert program.platforms == ('cuda',)
+
+
+def where(states):
+    """Addresses of the feedback states of all stages."""
+    return [
+        a.unsafe_buffer_pointer()
+        for s in states.values()
+        for a in jax.tree.leaves((s.left, s.right))
+    ]
+
+
+def test_a_step_writes_its_states_in_place_and_a_prediction_takes_none():
+    """Else every step copies every table (AQ-SGD, 439 MiB an end: 10 times the step)."""
+    rules = parse('aqsgd(uniform(4), 20)'), parse('ef21(uniform(4))')
+    x, y = np.ones((8, 3)), np.ones((8, 2))
+    machine = mpmd.mpmd(
+        (worker.Layer(5), worker.Layer(2)), [boundary(*rules)], worker.loss,
+        schedule.one_f_one_b(2, 2), x[:4], jax.devices()[:2], worker.QUICK, train=True,
+    )  # fmt: skip
+    states, ctx = machine.init(jax.random.key(0)), Ctx(ids=np.arange(8))
+    before = where(states)
+    machine.predict(states, x, ctx)
+    assert where(states) == before
+    assert where(machine.step(states, x, y, ctx).states) == before
+    assert all(a.is_deleted() for s in states.values() for a in jax.tree.leaves((s.left, s.right)))
 
 
 def test_stages_lie_on_their_devices():

@@ -210,6 +210,12 @@ def test_tied_tables_in_four_processes_are_one_parameter(tmp_path):
     for a, b in zip(one, four, strict=True):
         assert b['loss'] == pytest.approx(a['loss'], rel=1e-12)
     assert one[1]['loss'] != one[2]['loss'], 'compression off and on'
+    summary = json.loads((tmp_path / 'four' / 'summary.json').read_text())
+    *links, table = summary['moved']
+    whole = 2 * [256 * 8 * 8]  # the table's gradient, in float64, each way
+    assert len(links) == 3
+    assert table == {'boundary': 'token table', 'payload': whole, 'collectives': whole}
+    assert summary['tied']['forward'] == summary['tied']['uncompressed'] == whole[0]
 
 
 CLUSTERS = {
