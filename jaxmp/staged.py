@@ -69,6 +69,7 @@ class _Staged:
         self.add = jax.jit(jnp.add)
         self.payload = np.zeros((len(self.devices) - 1, 2))  # bytes of all steps, each way
         self.steps, self.sent = 0, 0
+        _ = self.training, self.ends  # opens every link; see `prepare` in jaxmp.run
 
     # Programs.
 
@@ -164,6 +165,8 @@ class _Staged:
     @functools.cached_property
     def ends(self) -> Wire | None:
         """The link over which the first and the last stage add their tables' gradients."""
+        if not self.s.task.tied:
+            return None
         first, last = self.devices[0], self.devices[-1]
         inside = {0, len(self.devices) - 1} & set(self.training.stages)
         if len(inside) == 1:
