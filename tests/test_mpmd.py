@@ -169,7 +169,7 @@ def test_processes_equal_one_process(tmp_path, processes, case, make, micros):
         names = one.pop('compiled').tolist()
         opened = [k for k, name in enumerate(names) if name == 'open_links']
         assert len(opened) == (i > 0) + (i < processes - 1)
-        assert max(opened) < names.index('_init') < names.index('<lambda>') < names.index('swap')
+        assert max(opened) < min(names.index(n) for n in ('_init', '<lambda>', 'swap'))
     losses, states, moved = worker.several_programs(case, micros, getattr(schedule, make))
     found = {name: a for one in saved for name, a in one.items()}
     close(found.pop('loss'), np.asarray(losses))
