@@ -19,6 +19,12 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; default r
 TENSORBOARD = flags.DEFINE_bool('tensorboard', False, 'Also write TensorBoard event files.')
 COORDINATOR = flags.DEFINE_string('coordinator', None, 'host:port of process 0; the next port too.')
 PROCESSES = flags.DEFINE_integer('processes', None, 'How many processes there are.')
+TOKEN_FILE = flags.DEFINE_string(
+    'token_file', None, 'Holds the secret that all processes share; default $JAXMP_TOKEN.'
+)
+HEARTBEAT = flags.DEFINE_float(
+    'heartbeat_timeout', 60.0, 'Seconds of silence after which a process counts as gone.'
+)
 PROCESS = flags.DEFINE_integer('process', None, 'Number of this process, from 0.')
 
 
@@ -41,8 +47,9 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
     config, team = CONFIG.value, Team()
     keep_compiled()
+    place = COORDINATOR.value, PROCESSES.value, PROCESS.value
     try:
-        team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))
+        team = team_of(config, Address(*place, TOKEN_FILE.value, HEARTBEAT.value))
         if config.get('replicas', 1) > 1:  # a CPU as that many devices
             jax.config.update('jax_num_cpu_devices', max(1, config.replicas // team.count))
         workdir = WORKDIR.value or Path('runs') / config.name

@@ -41,6 +41,7 @@ from jaxmp.train import (
     split,
     train_step,
 )
+from jaxmp.transport import open_links
 
 EACH = ('variables', 'opt_state', 'links', 'exchange')  # of a train state, one a replica
 
@@ -60,6 +61,8 @@ def replicated(s: Setting, team: Team) -> Engine:
       ValueError: if there are fewer devices than replicas, or they do not spread evenly.
     """
     mesh, score = device_mesh(**{AXIS: s.replicas}), evaluator(s)
+    if team.count > 1:
+        open_links(mesh)  # see `prepare` in jaxmp.run
 
     @functools.lru_cache(maxsize=1)
     def compiled(model: Pipeline, exchange: Exchange) -> Epoch:

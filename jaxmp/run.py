@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxmp import data, version
+from jaxmp.alike import check_data, check_workdir
 from jaxmp.checkpoint import Checkpoints, claim
 from jaxmp.dataparallel import replicated
 from jaxmp.engine import Engine, one_program
@@ -64,7 +65,7 @@ def team_of(config: Config, address: Address) -> Team:
     check_choices(config)
     staged, replicas = config.runtime == 'mpmd', config.get('replicas', 1)
     if not staged and replicas == 1:
-        if any(a is not None for a in address):
+        if any(a is not None for a in address[:3]):
             raise ValueError(
                 f'config.runtime={config.runtime!r} is one process, got {address}; processes need '
                 '--config.runtime=mpmd or --config.replicas=N'
@@ -85,8 +86,15 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, team: Team) -> Prepared:
-    """What `run` needs for ``config``; raises ValueError where it makes no sense."""
+    """What `run` needs for ``config``; raises ValueError where it makes no sense.
+
+    Raises TeamError where the processes have different data.
+    """
     s = setting(config)
+    check_data(team, s.data)
+    team.gather(
+        np.zeros(1)
+    )  # all are here at once: links are opened now, before compiling parts them
     return Prepared(s, engine_of(s, team))
 
 
@@ -122,6 +130,7 @@ def run(
     Raises:
       ValueError: for a configuration that makes no sense.
       WorkdirError: if the workdir cannot be used.
+      TeamError: if the processes have different data or workdirs.
       DivergedError: if the loss is not finite.
     """
     workdir, team = Path(workdir), team or Team()
@@ -130,6 +139,7 @@ def run(
     if lead:
         count = {'processes': team.count} if config.runtime == 'mpmd' or team.count > 1 else {}
         claim(workdir, {**config.to_dict(), **count})
+    check_workdir(team, workdir)
     checkpoints = Checkpoints(workdir, team)
     state = engine.create(s)
     place = {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}

@@ -41,7 +41,7 @@ from jaxmp.train import (
     step_keys,
     update,
 )
-from jaxmp.transport import interface_bytes
+from jaxmp.transport import interface_bytes, open_links
 from jaxmp.wire import Ctx
 
 
@@ -71,6 +71,7 @@ class _Staged:
         self.loss = functools.partial(mean_score, s)
         self.payload = np.zeros((len(self.devices) - 1, 2))  # bytes of all steps, each way
         self.steps, self.sent = 0, 0
+        _ = self.training, self.ends  # opens every link; see `prepare` in jaxmp.run
 
     # Programs.
 
@@ -172,7 +173,10 @@ class _Staged:
             return None
         table = shapes(self.s)[0][0]['params']['wte']
         shared = tied_exchange(self.s.config, True)
-        return Copies(shared, table, (self.devices[0], self.devices[-1]))
+        copies = Copies(shared, table, (self.devices[0], self.devices[-1]))
+        if len(copies.here) == 1:
+            open_links(copies.mesh)
+        return copies
 
     def tie(self, grads: Mapping[int, Any], state: TrainState) -> tuple[dict[int, Any], Any]:
         """Gradients with the sum of both tables' in both end stages; what the exchange keeps."""

@@ -101,6 +101,7 @@ def far(left: Device, right: Device, like: Sequence[Payload]) -> Wire:
     """A link to another process: a ppermute that only the processes of the two devices run.
 
     Both ends must call it in the same order with the same ``carries``, which `schedule.links` says.
+    The connection is made here, by `open_links`.
 
     Args:
       left: device of the earlier stage.
@@ -117,6 +118,7 @@ def far(left: Device, right: Device, like: Sequence[Payload]) -> Wire:
             'use near inside a process, and nothing where neither end is here'
         )
     mesh = Mesh(np.array([left, right]), ('end',), axis_types=(AxisType.Auto,))
+    open_links(mesh)
     sharding = NamedSharding(mesh, P('end'))
     swap = _swap(mesh)
     empty = [
@@ -142,6 +144,23 @@ def far(left: Device, right: Device, like: Sequence[Payload]) -> Wire:
         return permuted(swap.lower(*both).compile().as_text())
 
     return Wire(exchange, moves)
+
+
+@functools.cache
+def open_links(mesh: Mesh) -> None:
+    """Connects the processes of a mesh, which must all call it at about the same time.
+
+    gloo connects the processes of a set of devices when they first run a program over it, keeps the
+    connections for every later one, and gives up if one comes half a minute after the others. So
+    this is done before anything is compiled whose time can differ that much.
+    """
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    ones = jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.ones(1, np.float32))
+
+    def open_links(a: Array) -> Array:  # so is it called in JAX's log of compilations
+        return jnp.sum(a)
+
+    jax.block_until_ready(jax.jit(open_links, out_shardings=NamedSharding(mesh, P()))(ones))
 
 
 def _swap(mesh: Mesh) -> Any:

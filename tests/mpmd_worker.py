@@ -4,6 +4,8 @@ python -m tests.mpmd_worker address process processes case schedule micros out.n
 """
 
 import functools
+import logging
+import re
 import signal
 import sys
 
@@ -164,13 +166,30 @@ def several_programs(case, micros, make, devices=None):
     return losses, states, result.moved
 
 
+class Compiled(logging.Handler):
+    """The names of the functions that JAX compiles, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        jax.config.update('jax_log_compiles', True)
+        log = logging.getLogger('jax._src.interpreters.pxla')
+        log.addHandler(self)
+        log.propagate = False
+
+    def emit(self, record):
+        self.names += re.findall(r'^Compiling jit\((.*?)\)', record.getMessage())
+
+
 def main(address, process, processes, case, make, micros, out):
     signal.alarm(300)  # whatever becomes of the parent
+    compiled = Compiled()
     jax.config.update('jax_enable_x64', True)
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
     losses, states, moved = several_programs(case, int(micros), getattr(schedule, make))
     arrays = {f'{s}/{i}': a for s, st in states.items() for i, a in enumerate(jax.tree.leaves(st))}
+    arrays['compiled'] = np.array(compiled.names)
     arrays |= {f'moved/{link}': np.array(n) for link, n in moved.items()}
     if losses[0] is not None:
         arrays['loss'] = np.array(losses)

@@ -190,6 +190,11 @@ def run_processes(folder, n, case, make, micros):
 )
 def test_processes_equal_one_process(tmp_path, processes, case, make, micros):
     saved = run_processes(tmp_path, processes, case, make, micros)
+    for i, one in enumerate(saved):  # every link is open before what takes long is compiled
+        names = one.pop('compiled').tolist()
+        opened = [k for k, name in enumerate(names) if name == 'open_links']
+        assert len(opened) == (i > 0) + (i < processes - 1)
+        assert max(opened) < min(names.index(n) for n in ('_init', '<lambda>', 'swap'))
     losses, states, moved = worker.several_programs(case, micros, getattr(schedule, make))
     found = {name: a for one in saved for name, a in one.items()}
     close(found.pop('loss'), np.asarray(losses))
