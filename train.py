@@ -5,7 +5,6 @@ processes, which a cluster starts, or python -m jaxmp.launch, or you: the same c
 with --coordinator, --processes and --process behind it; see docs/running.md.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -20,12 +19,13 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; default r
 TENSORBOARD = flags.DEFINE_bool('tensorboard', False, 'Also write TensorBoard event files.')
 COORDINATOR = flags.DEFINE_string('coordinator', None, 'host:port of process 0; the next port too.')
 PROCESSES = flags.DEFINE_integer('processes', None, 'How many processes there are.')
+TOKEN_FILE = flags.DEFINE_string(
+    'token_file', None, 'Holds the secret that all processes share; default $JAXMP_TOKEN.'
+)
+HEARTBEAT = flags.DEFINE_float(
+    'heartbeat_timeout', 60.0, 'Seconds of silence after which a process counts as gone.'
+)
 PROCESS = flags.DEFINE_integer('process', None, 'Number of this process, from 0.')
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count() or 1
 
 
 def main(argv: list[str]) -> None:
@@ -38,19 +38,18 @@ def main(argv: list[str]) -> None:
     from absl import logging
 
     from jaxmp.checkpoint import WorkdirError
-    from jaxmp.training.replicas import DriftError
+    from jaxmp.devices import keep_compiled
     from jaxmp.run import DivergedError, devices, run, team_of
     from jaxmp.team import Address, Team
+    from jaxmp.training.replicas import DriftError
     from jaxmp.watch import TeamError
 
     logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
     config, team = CONFIG.value, Team()
-    # A program for one core rounds in another way than one for two, and JAX keeps them as one.
-    cache = Path('~/.cache/jaxmp').expanduser() / f'{cores()}_cores'
-    jax.config.update('jax_compilation_cache_dir', str(cache))
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+    keep_compiled()
+    place = COORDINATOR.value, PROCESSES.value, PROCESS.value
     try:
-        team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))
+        team = team_of(config, Address(*place, TOKEN_FILE.value, HEARTBEAT.value))
         if (count := devices(config)) > 1:  # a CPU as that many devices
             jax.config.update('jax_num_cpu_devices', max(1, count // team.count))
         workdir = WORKDIR.value or Path('runs') / config.name

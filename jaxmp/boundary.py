@@ -11,7 +11,7 @@ also under a scan over micro-batches, where the order is the reverse of the forw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,10 +25,27 @@ from jaxmp.wire import Ctx, Like, Payload, like, nbytes
 
 
 class Links(NamedTuple):
-    """Feedback state of a boundary, or of all: a pair ``(tx, rx)`` a channel, each direction."""
+    """Feedback state of a boundary, a pair ``(tx, rx)`` each direction; of several, tuples of it.
+
+    A step over several boundaries takes theirs out, and joins what comes back:
+
+    >>> links = Links.join([Links(('a', 'b'), ('c', 'd')), Links(('e', 'f'), ('g', 'h'))])
+    >>> links.at(1)
+    Links(fwd=('e', 'f'), bwd=('g', 'h'))
+    """
 
     fwd: Any
     bwd: Any
+
+    def at(self, number: int) -> Links:
+        """The state of one of several boundaries, counted from 0."""
+        return Links(self.fwd[number], self.bwd[number])
+
+    @classmethod
+    def join(cls, each: Iterable[Links]) -> Links:
+        """The states of several boundaries as one."""
+        each = list(each)
+        return cls(tuple(l.fwd for l in each), tuple(l.bwd for l in each))
 
 
 @dataclass(frozen=True)
@@ -128,7 +145,6 @@ class Boundary:
 
     def bits(self, x: Array | Like) -> tuple[int, int]:
         """Bits of the forward and of the backward message for a tensor like ``x``."""
-
         forward, backward = self.messages(x)
         return 8 * nbytes(forward), 8 * nbytes(backward)
 
@@ -196,6 +212,29 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
                 "parse('...')"
             )
     return Boundary(fwd, bwd, local() if via is None else via)
+
+
+def init_feedback(boundaries: Sequence[Boundary], shapes: Sequence[Array | Like]) -> Links:
+    """States of several boundaries before their first crossings; see `Links`.
+
+    Args:
+      boundaries: in the order of the forward pass.
+      shapes: of what crosses each of them: arrays, or shapes and dtypes.
+
+    Raises:
+      ValueError: if there are not as many shapes as boundaries.
+
+    >>> import jaxmp
+    >>> cut = jaxmp.boundary(jaxmp.parse('ef(uniform(4))'), jaxmp.parse('raw'))
+    >>> jax.tree.map(jnp.shape, init_feedback([cut, cut], [jnp.ones((2, 3)), jnp.ones((2, 5))]))
+    Links(fwd=(((2, 3), ()), ((2, 5), ())), bwd=(((), ()), ((), ())))
+    """
+    if len(boundaries) != len(shapes):
+        raise ValueError(
+            f'{len(boundaries)} boundaries got {len(shapes)} shapes; give the shape of what '
+            'crosses each'
+        )
+    return Links.join(b.init(like(x)) for b, x in zip(boundaries, shapes, strict=True))
 
 
 def value_and_grad(

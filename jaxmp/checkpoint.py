@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp.team import Team
 
 # Keys that may differ between a run and its continuation: none changes a number already computed.
+DEFAULTS = {'tied_exchange': 'mean'}  # of keys that runs still going on may lack
 FREE = ('name', 'epochs', 'data_dir', 'download', 'checkpoint_every', 'tensorboard')
 
 
@@ -150,11 +151,12 @@ def claim(workdir: Path, config: dict[str, Any]) -> None:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         old = json.loads(path.read_text()) if path.exists() else config
-        clash = [k for k in {**old, **config} if k not in FREE and old.get(k) != config.get(k)]
+        old, now = {**DEFAULTS, **old}, {**DEFAULTS, **config}
+        clash = [k for k in {**old, **now} if k not in FREE and old.get(k) != now.get(k)]
         if clash:
             raise WorkdirError(
                 f'{workdir} holds a run with other settings: '
-                + ', '.join(f'{k}={old.get(k)!r} (now {config.get(k)!r})' for k in clash)
+                + ', '.join(f'{k}={old.get(k)!r} (now {now.get(k)!r})' for k in clash)
                 + '; repeat those settings to go on with it, or give a new --workdir'
             )
         path.write_text(json.dumps(config, indent=1) + '\n')

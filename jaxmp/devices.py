@@ -1,8 +1,11 @@
-"""Which devices stand along which axis of a mesh."""
+"""Which devices stand along which axis of a mesh; where programs compiled for them are kept."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -92,3 +95,18 @@ def place(replicas: int, stages: int, apart: bool = False) -> list[list[Device]]
             )
         found.append(own[k * min(len(own), n) // n])
     return [found[r * stages : (r + 1) * stages] for r in range(replicas)]
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count() or 1
+
+
+def keep_compiled() -> None:
+    """Lets JAX keep what it compiles for later processes, a folder for each number of cores.
+
+    A program for one core rounds in another way than one for two, and JAX takes them as one.
+    """
+    folder = Path('~/.cache/jaxmp').expanduser() / f'{cores()}_cores'
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)

@@ -23,10 +23,11 @@ import ml_collections
 import numpy as np
 from jaxtyping import Array
 
+from jaxmp.boundary import init_feedback
 from jaxmp.pipeline import Pipeline
 from jaxmp.setting import Setting, setting
 from jaxmp.training.engine import cuts_to_score
-from jaxmp.wire import Ctx, like
+from jaxmp.wire import Ctx
 
 Scores = Callable[[Array, Array], Array]
 
@@ -61,8 +62,7 @@ def scorer(s: Setting, variables: Any, compressed: bool) -> Scores:
         links = None
         if compressed:
             likes = model.likes(variables, window, train=False)
-            made = [b.init(like(x)) for b, x in zip(model.boundaries, likes, strict=True)]
-            links = type(made[0])(tuple(l.fwd for l in made), tuple(l.bwd for l in made))
+            links = init_feedback(model.boundaries, likes)
         logits, _, _ = model.apply(variables, links, window, Ctx(key), train=False)
         return logits[0, -1]
 

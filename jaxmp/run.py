@@ -15,10 +15,18 @@ import jax
 import numpy as np
 
 from jaxmp import data, version
+from jaxmp.alike import check_data, check_workdir
 from jaxmp.checkpoint import Checkpoints, claim
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
-from jaxmp.setting import Setting, check_choices, message_bytes, parameters, setting
+from jaxmp.setting import (
+    Setting,
+    check_choices,
+    message_bytes,
+    parameters,
+    setting,
+    table_bytes,
+)
 from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
 from jaxmp.training.by_stage import by_stage
@@ -57,7 +65,7 @@ def team_of(config: Config, address: Address) -> Team:
     check_choices(config)
     staged, replicas = config.runtime == 'mpmd', config.get('replicas', 1)
     if config.runtime == 'spmd' or (not staged and replicas == 1):
-        if any(a is not None for a in address):
+        if any(a is not None for a in address[:3]):
             raise ValueError(
                 f'config.runtime={config.runtime!r} is one process, got {address}; processes need '
                 '--config.runtime=mpmd or --config.replicas=N'
@@ -72,7 +80,7 @@ def team_of(config: Config, address: Address) -> Team:
 
 
 def devices(config: Config) -> int:
-    """How many devices a run of ``config`` needs: one per replica, in spmd one per stage of each."""
+    """How many devices a run needs: one per replica, in spmd one per stage of each."""
     each = stage_count(config) if config.runtime == 'spmd' else 1
     return config.get('replicas', 1) * each
 
@@ -85,8 +93,15 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, team: Team) -> Prepared:
-    """What `run` needs for ``config``; raises ValueError where it makes no sense."""
+    """What `run` needs for ``config``; raises ValueError where it makes no sense.
+
+    Raises TeamError where the processes have different data.
+    """
     s = setting(config)
+    check_data(team, s.data)
+    team.gather(
+        np.zeros(1)
+    )  # all are here at once: links are opened now, before compiling parts them
     return Prepared(s, engine_of(s, team))
 
 
@@ -122,6 +137,7 @@ def run(
     Raises:
       ValueError: for a configuration that makes no sense.
       WorkdirError: if the workdir cannot be used.
+      TeamError: if the processes have different data or workdirs.
       DivergedError: if the loss is not finite.
     """
     workdir, team = Path(workdir), team or Team()
@@ -130,6 +146,7 @@ def run(
     if lead:
         count = {'processes': team.count} if config.runtime == 'mpmd' or team.count > 1 else {}
         claim(workdir, {**config.to_dict(), **count})
+    check_workdir(team, workdir)
     checkpoints = Checkpoints(workdir, team)
     state = engine.create(s)
     place = {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
@@ -199,12 +216,13 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
             if stop:
                 break
         place = {**place, 'seconds': time.time() - start}
-        if place['steps'] == n:
-            record(r, state, place, epoch + 1)
-            place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
-        if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
-            r.engine.check(state)
-            r.checkpoints.save(int(state.step), state, place)
+        with r.display.pause():
+            if place['steps'] == n:
+                record(r, state, place, epoch + 1)
+                place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
+            if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
+                r.engine.check(state)
+                r.checkpoints.save(int(state.step), state, place)
         if stop:
             break
     return state, place, stop
@@ -258,18 +276,13 @@ def finish(
     workdir: Path,
 ) -> dict[str, Any]:
     """Writes summary.json."""
-    keep = ('epoch', 'loss', 'accuracy')
-    test = {}
-    for mode in ('off', 'on'):
-        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
-        best = max(rows, key=lambda r: quality(s.task.measure, r))
-        test[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
     summary = {
         **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
         'measure': s.task.measure,
-        'test': test,
+        'test': best_and_last(records, s.task.measure, s.config.warmup_epochs),
         'history': history(records),
         'bytes': message_bytes(s),
+        **table_bytes(s),
         **moved,
         'parameters': parameters(s),
         'steps': steps,
@@ -280,6 +293,24 @@ def finish(
     }
     (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
     return summary
+
+
+def best_and_last(records: list[dict[str, Any]], measure: str, warmup: int) -> dict[str, Any]:
+    """The best and the last scores off and on; in the warm-up nothing is compressed yet.
+
+    >>> rows = [{'kind': 'test', 'compression': 'on', 'epoch': e, 'loss': l, 'accuracy': a}
+    ...         for e, l, a in ((1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6))]
+    >>> off = [{**r, 'compression': 'off'} for r in rows]
+    >>> best_and_last(rows + off, 'accuracy', warmup=1)['on']['best']
+    {'epoch': 2, 'loss': 0.3, 'accuracy': 0.7}
+    """
+    keep, found = ('epoch', 'loss', 'accuracy'), {}
+    for mode in ('off', 'on'):
+        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
+        after = [r for r in rows if r['epoch'] > warmup] or rows
+        best = max(after, key=lambda r: quality(measure, r))
+        found[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
+    return found
 
 
 def history(records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def tied_exchange(config: Config, tied: bool) -> Exchange:
         raise ValueError(
             f'config.tied_exchange={text!r} compresses the gradient of a token table that two '
             f'stages hold, and config.runtime={config.runtime!r} of this model sends none; take '
-            "'mean', or several stages of gpt2 with config.runtime=mpmd (one process will do) or spmd"
+            "'mean', or several stages of gpt2 with config.runtime=mpmd or spmd"
         )
     if shared.momentum or shared.settle is not exchange.mean.settle:
         raise ValueError(

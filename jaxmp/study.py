@@ -15,7 +15,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Summary = dict[str, Any]
-ELSEWHERE = ('data_dir', 'init_from', 'tokenizer')  # where files lie says nothing of the run
+# Keys that say nothing of a run's numbers: where files lie, what is kept of it.
+IDLE = ('checkpoint_every', 'data_dir', 'download', 'init_from', 'tensorboard', 'tokenizer')
+DEFAULTS: Summary = {  # what code takes a key for that a configuration lacks
+    'clip_norm': 0.0,
+    'dropout': 0.0,
+    'dtype': 'float32',
+    'exchange': 'mean',
+    'micro_batches': 1,
+    'momentum': 0.0,
+    'optimiser': 'sgd',
+    'pool': 1,
+    'remat': False,
+    'replicas': 1,
+    'runtime': 'local',
+    'test_examples': 0,
+    'warmup_epochs': 0,
+    'weight_decay': 0.0,
+}
 
 
 class Job(NamedTuple):
@@ -56,8 +73,7 @@ def finished(job: Job) -> Summary | None:
     if not job.result.exists():
         return None
     found = json.loads(job.result.read_text())
-    want = {k: v for k, v in job.config.to_dict().items() if k not in ELSEWHERE}
-    has = {k: v for k, v in found['config'].items() if k not in ELSEWHERE}
+    want, has = settings(job.config.to_dict()), settings(found['config'])
     if clash := sorted(k for k in {**want, **has} if want.get(k) != has.get(k)):
         raise ValueError(
             f'{job.result} was made with other settings: '
@@ -65,6 +81,15 @@ def finished(job: Job) -> Summary | None:
             + '; move it away or give another --out'
         )
     return found
+
+
+def settings(config: Summary) -> Summary:
+    """What of ``config`` decides a run's numbers; a key that it lacks counts as its default.
+
+    >>> settings({'lr': 0.1, 'data_dir': 'here'})['exchange']
+    'mean'
+    """
+    return {k: v for k, v in {**DEFAULTS, **config}.items() if k not in IDLE}
 
 
 @contextmanager

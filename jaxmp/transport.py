@@ -1,9 +1,9 @@
-"""`Transport`: how a payload moves inside a program: not at all, or to the next device of a mesh."""
+"""`Transport`: how a payload moves in a program: not at all, or to a mesh's next device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -222,7 +222,7 @@ SPECS: dict[str, Law] = {
     'natural': Law(itself, element),
     'ef(bf16)': Law(half_ulp(8, 1e-38, float(jnp.finfo(jnp.bfloat16).max)), element),
     'ef21(uniform(8))': Law(steps(8), tensor),
-    'ef_mixed(log_scale(4))': Law(relative_steps(4), sent_of_sample),
+    'ef_mixed(top_k(0.4, values=log_scale(4)))': Law(None, sent_of_sample),
     'aqsgd(max_scaled(6), examples=9)': Law(scaled(6), feature),
 }
 FLOAT32_SPECS: dict[str, Law] = {

@@ -5,6 +5,7 @@ python -m tests.pipelines address process processes case microbatches replicas o
 
 import functools
 import logging
+import operator
 import re
 import signal
 import sys
@@ -141,7 +142,7 @@ def local(case, n, replicas):
     step = jax.jit(whole(one, in_specs=(rows, P(), P(), rows)), compiler_options=QUICK)
     for i, batch in enumerate(batches(n, replicas)):
         state, means = step(state, jnp.int32(i), key, batch)
-        found.append([flat(jax.tree.map(lambda a: a[r], means)) for r in range(replicas)])
+        found.append([flat(jax.tree.map(operator.itemgetter(r), means)) for r in range(replicas)])
     at = lambda r: jax.device_get(jax.tree.map(lambda a: a[r], state.model))
     return found, [at(r) for r in range(replicas)]
 

@@ -121,7 +121,7 @@ def test_index_codings(case):
         ('top_k(0.1, values=fp16, indices=packed)', 3.2),
         ('top_k(0.1, values=fp16, indices=block_local)', 2.4 + 9 / 256),
         ('top_k(0.4, values=log_scale(4), indices=bitmap)', 2.6),
-        ('ef_mixed(top_k(0.05, values=fp16, indices=bitmap))', 3.6),
+        ('ef_mixed(top_k(0.1))', 4.2),
         ('random_k(0.1)', 3.2),
         ('uniform(4)', 4.0),
         ('block(4, size=32)', 5.0),

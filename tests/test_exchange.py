@@ -4,6 +4,8 @@ The equations are written with numpy, a loop over the replicas, in float64.
 """
 
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -325,6 +327,86 @@ def test_sums_of_halves_do_not_overflow():
     np.testing.assert_array_equal(jit(run)(top_), top_)
 
 
+# In a loop of one's own.
+
+
+def joined(grads, leaf):
+    """`bucketed`: biases and kernel are one vector, which `by_users` gives."""
+    for g in grads:
+        yield np.mean([one_bit(row) for row in g], 0)
+
+
+ALL = {**EQUATIONS, 'bucketed(all_gather(one_bit))': joined, 'local_sgd(2)': None}
+
+
+def by_users(cast, texts=tuple(ALL)):
+    """A step as users write it: replicated parameters, the gradient of each replica's own batch."""
+
+    def device(params, states, batch, key):
+        batch, states = jax.tree.map(lambda a: a[0], (batch, states))
+        params = jax.lax.pcast(params, AXIS, to='varying') if cast else params
+        loss = lambda p: sum(jnp.vdot(p[k], batch[k]) for k in p)
+        grads, out = jax.grad(loss)(params), {}
+        for text, held in states.items():
+            out[text], _ = exchange.parse(text).apply(grads, held, key, over())
+        return jax.tree.map(lambda a: a[None], out)
+
+    grads = gradients(4)[0]
+    params = jax.tree.map(lambda a: np.zeros(a.shape[1:]), grads)
+    states = {t: first(t, grads, 4) for t in texts}
+    specs = (P(), P(AXIS), P(AXIS), P())
+    mesh = device_mesh(replica=4)
+    run = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(AXIS))
+    return run, (params, states, grads, jax.random.key(0))
+
+
+def test_in_a_users_loop_the_gradient_is_the_compressed_mean():
+    """All exchanges in one program, with `jax.lax.pcast`; with check_vma=False: docs, below."""
+    with jax.enable_x64(True):
+        run, given = by_users(cast=True)
+        out = jax.device_get(jit(run)(*given))
+        g = given[2]
+        rows = np.concatenate([g['b'].reshape(4, -1), g['w'].reshape(4, -1)], 1)
+        for text, equation in ALL.items():
+            y = out[text]
+            if text.startswith('local'):  # each its own
+                np.testing.assert_array_equal(y['w'], g['w'])
+                continue
+            found, of = (y['w'], g['w']) if text in EQUATIONS else (bucket(y), rows)
+            want = next(iter(equation([of], 0)))
+            for row in found:
+                np.testing.assert_allclose(row, want, rtol=1e-12, atol=1e-12, err_msg=text)
+
+
+def bucket(y):
+    return np.concatenate([y['b'].reshape(4, -1), y['w'].reshape(4, -1)], 1)
+
+
+@pytest.mark.parametrize('text', ALL)
+def test_a_gradient_that_is_summed_already_is_refused(text):
+    """Replicated parameters under JAX's default: n times the mean, and never compressed."""
+    with jax.enable_x64(True):
+        run, given = by_users(cast=False, texts=(text,))
+        with pytest.raises(ValueError, match=r"pcast\(params, 'replica', to='varying'\), or give"):
+            jax.eval_shape(run, *given)
+
+
+def test_the_loop_in_the_documentation_runs():
+    """One step of 1 bit, from zeros, is minus the rate times the mean of what replicas sent."""
+    page = (pathlib.Path(__file__).parents[1] / 'docs' / 'algebra.md').read_text()
+    (code,) = (c for c in re.findall(r'```python\n(.*?)```', page, re.S) if 'shard_map' in c)
+    names = {}
+    exec(code, names)
+    x, y = (np.asarray(names[k], np.float64).reshape(4, 8, -1) for k in 'xy')
+    grads = [-2 * a.T @ b / b.size for a, b in zip(x, y, strict=True)]
+    want = -0.1 * np.mean([one_bit(g) for g in grads], 0)
+    np.testing.assert_allclose(names['params']['w'], want, rtol=1e-4)
+    np.testing.assert_allclose(names['params']['b'], 0.2 / 10, rtol=1e-5)
+    sent = np.stack([one_bit(g) for g in grads])
+    ((state, _),) = names['held'][0]
+    np.testing.assert_allclose(state.reshape(4, 20, 10), np.stack(grads) - sent, atol=1e-6)
+
+
 # Bytes.
 
 MORE = ('all_reduce(fp16)', 'bucketed(all_gather(natural), 100)', 'scatter_gather(fp16, bf16)')
@@ -385,7 +467,9 @@ REFUSED = {
     'all_reduce(ef21(fp16))': r'would keep that error and gather it; take all_gather\(ef21',
     'all_reduce(ef21(random_k(0.1, values=bf16)))': 'would keep that error and gather it',
     'all_gather(aqsgd(raw, 3))': 'aqsgd remembers activations by example; use ef or ef21',
-    'all_gather(mean)': 'all_gather takes a codec or a feedback rule such as ef',
+    'all_gather(mean)': r'takes a codec or a feedback rule such as ef\(one_bit\), got mean$',
+    'all_gather(same_support())': 'all_gather: same_support reuses the positions of an activation',
+    'scatter_gather(fp16, ef(top_k(0.1, same_support())))': 'scatter_gather down: same_support',
     'double_squeeze(ef(raw))': 'ef takes a codec and got a feedback rule; rules do not nest',
     'power_sgd(0)': 'power_sgd rank 0 is not a positive integer',
     'local_sgd(0.5)': 'local_sgd steps 0.5 is not a positive integer',

@@ -35,6 +35,7 @@ class Collectives(NamedTuple):
       gather: a payload, every array under a leading axis n: row i is replica i's (all-gather).
       swap: a payload under a leading axis n; row j goes to replica j, and row i of the result
         came from replica i (all-to-all).
+      own: raises unless gradients are this replica's own; every exchange asks first.
     """
 
     size: int
@@ -42,10 +43,14 @@ class Collectives(NamedTuple):
     total: Callable[[Any], Any]
     gather: Callable[[Payload], Payload]
     swap: Callable[[Payload], Payload]
+    own: Callable[[Any], None] = lambda grads: None
 
 
 def over(axis: str = AXIS) -> Collectives:
     """The replicas along a mesh axis; call it inside `jax.shard_map`.
+
+    Under ``check_vma``, `jax.grad` by a replicated parameter gives the sum over all replicas, which
+    JAX has made in full precision: too late to compress. An exchange refuses such a gradient.
 
     Args:
       axis: name of the axis.
@@ -75,7 +80,21 @@ def over(axis: str = AXIS) -> Collectives:
         piece, back = one_piece(payload, 1)
         return back(lax.all_to_all(piece, axis, 0, 0))
 
-    return Collectives(lax.axis_size(axis), lax.axis_index(axis), total, gather, swap)
+    def own(grads: Any) -> None:
+        checked = _varies(lax.axis_index(axis), axis)  # nothing is known under check_vma=False
+        if checked and not all(_varies(g, axis) for g in jax.tree.leaves(grads)):
+            raise ValueError(
+                f'these gradients are the same in all replicas along {axis!r}: jax.grad has summed '
+                f'them, uncompressed, because the parameters are replicated; before jax.grad, take '
+                f"params = jax.lax.pcast(params, {axis!r}, to='varying'), or give jax.shard_map "
+                'check_vma=False'
+            )
+
+    return Collectives(lax.axis_size(axis), lax.axis_index(axis), total, gather, swap, own)
+
+
+def _varies(x: Any, axis: str) -> bool:
+    return axis in jax.typeof(x).manual_axis_type.varying
 
 
 def _sum(a: Array, axis: str) -> Array:

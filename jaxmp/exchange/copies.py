@@ -112,19 +112,20 @@ class Copies:
         return run
 
     @functools.cached_property
-    def _mesh(self) -> Mesh:
+    def mesh(self) -> Mesh:
+        """Of both devices."""
         return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
 
     @functools.cached_property
     def _program(self) -> Any:
         run = jax.shard_map(
             lambda own, words: self._share(own, words, over(AXIS)),
-            mesh=self._mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS),
+            mesh=self.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS),
         )  # fmt: skip
         return jax.jit(run, donate_argnums=0)
 
     def _on_two_devices(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
-        sharding = NamedSharding(self._mesh, P(AXIS))
+        sharding = NamedSharding(self.mesh, P(AXIS))
 
         def join(*parts: Array) -> Array:
             shape = 2 * parts[0].shape[0], *parts[0].shape[1:]

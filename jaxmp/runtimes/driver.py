@@ -59,7 +59,7 @@ class CompiledStage:
     def __init__(self, program: StageProgram, options: Mapping[str, Any] | None) -> None:
         """Compiles nothing yet; ``options`` are those of `jax.jit`'s compiler."""
         self.program = program
-        jit = functools.partial(jax.jit, compiler_options=options)
+        jit: Any = functools.partial(jax.jit, compiler_options=options)
         self.init = jit(program.init)
         self.forward = jit(self._forward, donate_argnums=1)
         self.predict = jit(self._predict)
@@ -230,7 +230,7 @@ class Driver:
         """
         given = x, y, Ctx() if ctx is None else ctx
         workers = {s: _Worker(p, states[s], self.devices[s]) for s, p in self.stages.items()}
-        moved = dict.fromkeys(self.links, (0, 0))
+        moved: Traffic = dict.fromkeys(self.links, (0, 0))
         for link, *sizes in self._run(self.order, workers, given):
             moved[link] = moved[link][0] + sizes[0], moved[link][1] + sizes[1]
         n = np.float32(self.num_microbatches)
@@ -337,13 +337,13 @@ def drive(
     built = {s: CompiledStage(programs[s], compiler_options) for s in here}
     links = {}
     for link, program in enumerate(programs[:-1]):
-        ends = devices[link], devices[link + 1]
+        ends, boundary = (devices[link], devices[link + 1]), program.right
         if link in built and link + 1 in built:
             links[link] = local_link(*ends)
-        elif link in built or link + 1 in built:
+        elif boundary and (link in built or link + 1 in built):
             shapes = jax.tree.map(
                 lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype),
-                program.right.messages(program.y),
+                boundary.messages(program.y),
             )
             links[link] = remote_link(*ends, shapes)
     return Driver(built, devices, links, (), size(actions)[1]).follow(actions)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,7 +50,8 @@ def local_link(left: Device, right: Device) -> Link:
 def remote_link(left: Device, right: Device, like: Sequence[Payload]) -> Link:
     """A link to another process: a ppermute that only the processes of the two devices run.
 
-    Both ends must call it in the same order with the same ``carries``, which `jaxmp.runtimes.schedule.transfers` says.
+    Both ends must call it in the same order with the same ``carries``, which
+    `jaxmp.runtimes.schedule.transfers` says. The connection is made here, by `open_links`.
 
     Args:
       left: device of the earlier stage.
@@ -62,10 +64,11 @@ def remote_link(left: Device, right: Device, like: Sequence[Payload]) -> Link:
     mine = [d.process_index == jax.process_index() for d in (left, right)]
     if sum(mine) != 1:
         raise ValueError(
-            f'remote_link links this process ({jax.process_index()}) to another, got {left} and {right}; '
-            'use local_link inside a process, and nothing where neither end is here'
+            f'remote_link links this process ({jax.process_index()}) to another, got {left} and '
+            f'{right}; use local_link inside a process, and nothing where neither end is here'
         )
     mesh = Mesh(np.array([left, right]), ('end',), axis_types=(AxisType.Auto,))
+    open_links(mesh)
     sharding = NamedSharding(mesh, P('end'))
     swap = _swap(mesh)
     empty = [
@@ -92,6 +95,23 @@ def remote_link(left: Device, right: Device, like: Sequence[Payload]) -> Link:
         return found.get((0, 1), 0), found.get((1, 0), 0)
 
     return Link(exchange, moves)
+
+
+@functools.cache
+def open_links(mesh: Mesh) -> None:
+    """Connects the processes of a mesh, which must all call it at about the same time.
+
+    gloo connects the processes of a set of devices when they first run a program over it, keeps the
+    connections for every later one, and gives up if one comes half a minute after the others. So
+    this is done before anything is compiled whose time can differ that much.
+    """
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    ones = jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.ones(1, np.float32))
+
+    def open_links(a: Array) -> Array:  # so is it called in JAX's log of compilations
+        return jnp.sum(a)
+
+    jax.block_until_ready(jax.jit(open_links, out_shardings=NamedSharding(mesh, P()))(ones))
 
 
 def _swap(mesh: Mesh) -> Any:

@@ -104,7 +104,7 @@ class Mpmd:
         return {link: wire.permuted() for link, wire in driver.links.items()}
 
     def payload(self) -> np.ndarray:
-        """Bytes of all messages so far, ``(links, 2)``; those of links that begin here, replica 0's."""
+        """Bytes of replica 0's messages so far, ``(links, 2)``, of the links that begin here."""
         return self._payload
 
     # Feedback, and shapes.

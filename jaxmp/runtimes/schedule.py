@@ -1,8 +1,8 @@
 """Who works when: a pipeline's schedule as plain data, one source for all runtimes.
 
 S stages, M micro-batches. A tick is the time of one action: the forward (F) or the backward (B) of
-one micro-batch in one stage. What a action makes is sent at the end of its tick and can be used from
-the next tick on. GPipe runs all forwards, then all backwards in reverse, and saves M inputs a
+one micro-batch in one stage. What an action makes is sent at the end of its tick and can be used
+from the next tick on. GPipe runs all forwards, then all backwards in reverse, and saves M inputs a
 stage. 1F1B starts the backward of a micro-batch as soon as its forward is through and so saves at
 most S - s inputs in stage s, however many micro-batches there are. Both take 2 (M + S - 1) ticks,
 of which a stage works 2 M. Link l joins stages l and l + 1.
@@ -185,8 +185,9 @@ def check(actions: Sequence[Action]) -> None:
         when[t.kind, t.stage, t.microbatch] = t.tick
     if len(when) < 2 * stages * microbatches:
         raise ValueError(
-            f'{stages} stages and {microbatches} micro-batches have {2 * stages * microbatches} actions, got '
-            f'{len(when)}; every stage runs F and B of every micro-batch'
+            f'{stages} stages and {microbatches} micro-batches have '
+            f'{2 * stages * microbatches} actions, got {len(when)}; every stage runs F and '
+            'B of every micro-batch'
         )
 
 

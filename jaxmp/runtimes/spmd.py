@@ -86,7 +86,7 @@ class Spmd:
             for s, own in rows.items()
         }
 
-    def _stack(self, rows: dict[int, ByReplica]) -> Any:
+    def _stack(self, rows: dict[int, Any]) -> Any:
         """A tree of equal arrays per stage and replica as arrays ``(R, S, ...)``, moving none."""
         place, (replicas, stages) = NamedSharding(self.mesh, SLICE), self.columns.devices.shape
         cells = [  # what has no input, such as padding alone, is made on the first device

@@ -1,4 +1,4 @@
-"""`SpmdProgram`: all stages in one `jax.shard_map` program, a stage per device of the mesh axis ``'stage'``.
+"""`SpmdProgram`: all stages in one program, a stage per device of the mesh axis ``'stage'``.
 
 The step is 1F1B as one scan. In tick t the device of stage s takes micro-batch ``t - s`` forward
 and ``t - 2(S-1) + s`` backward, where there are such, and collective-permutes move the messages
@@ -161,7 +161,7 @@ class SpmdProgram:
 
     def pack(self, states: Sequence[StageState]) -> Packed:
         """States of the stages as vectors, each under a leading axis of the stages."""
-        params, model_state, ends = self.packings
+        params, model_state, _ = self.packings
         stack = lambda rows: jax.tree.map(lambda *a: jnp.stack(a), *rows)
         return Packed(
             stack([params.pack(s, st.params) for s, st in enumerate(states)]),
@@ -185,25 +185,24 @@ class SpmdProgram:
 
     def unpack_feedback(self, s: int, rows: Rows) -> Feedback:
         """Inverse of `pack_feedback`."""
-        memory = jax.eval_shape(self.stages[s].init_feedback)
-        found = {}
+        memory, found = jax.eval_shape(self.stages[s].init_feedback), {}
         for name, packing in self.packings[2].items():
-            likes = getattr(memory, name)
-            leaves = jax.tree.leaves(likes)
-            slot = getattr(self.shapes[s].feedback, name)
-            count = 0
-            if leaves:
-                first = jax.tree.leaves(slot)[0]
-                count = leaves[0].size // (first.size // first.shape[0])
+            count = self.rows_of[name][s]
             tree = packing.unpack(s, jax.tree.map(lambda a: a[:count], rows[name]))  # noqa: B023
-            found[name] = jax.tree.map(lambda a, l: a.reshape(l.shape), tree, likes)
+            shaped = lambda a, like: a.reshape(like.shape)
+            found[name] = jax.tree.map(shaped, tree, getattr(memory, name))
         return Feedback(**found)
 
     @functools.cached_property
     def memory_rows(self) -> dict[str, int]:
         """Rows of each end's memory: the most of any stage."""
-        most = dict.fromkeys(Feedback._fields, 0)
-        for p, slot in zip(self.stages, self.shapes, strict=True):
+        return {name: max(rows) for name, rows in self.rows_of.items()}
+
+    @functools.cached_property
+    def rows_of(self) -> dict[str, list[int]]:
+        """Rows of each end's memory, of every stage."""
+        found = {name: [0] * len(self.stages) for name in Feedback._fields}
+        for s, (p, slot) in enumerate(zip(self.stages, self.shapes, strict=True)):
             memory = jax.eval_shape(p.init_feedback)
             for name in Feedback._fields:
                 whole, one = (jax.tree.leaves(getattr(f, name)) for f in (memory, slot.feedback))
@@ -214,8 +213,8 @@ class SpmdProgram:
                             f'({self.rows_per_microbatch}), which runtime spmd needs; use mpmd or '
                             'local'
                         )
-                    most[name] = max(most[name], a.size // (row.size // len(row)))
-        return most
+                    found[name][s] = a.size // (row.size // len(row))
+        return found
 
     @functools.cached_property
     def by_id(self) -> dict[str, np.ndarray]:
@@ -243,7 +242,7 @@ class SpmdProgram:
         device = _Device(self, state.params, _Batch.of(x, y, ctx, self.num_microbatches))
         plan = in_step(len(self.stages), self.num_microbatches)
         carry = device.start(state, max(saved_inputs(plan)))
-        end, _ = lax.scan(device.tick, carry, table(plan))
+        end, _ = lax.scan(device.tick, carry, jnp.asarray(table(plan)))
         mean = lambda a: (a / self.num_microbatches).astype(a.dtype)
         means, grads = jax.tree.map(mean, (end.means, end.grads))
         after = Packed(state.params, end.model_state, end.feedback)
@@ -355,12 +354,16 @@ class _Device:
             ids = self.batch.at(m).ctx.ids
             if ids is None:
                 raise ValueError("aqsgd needs ctx.ids; the data pipeline must yield 'id'")
+            known = (ids >= 0) & (ids < jnp.asarray(self.spmd.rows_of[name])[self.s])
+            ids = jnp.where(known, ids, self.spmd.memory_rows[name])
             rows = jnp.where(jnp.asarray(self.spmd.by_id[name])[self.s], ids, rows)
         return jnp.where(on, rows, self.spmd.memory_rows[name])
 
     def take(self, c: _Carry, names: tuple[str, str], at: tuple[Array, Array]) -> Rows:
         """The rows of a micro-batch at two ends."""
-        get = lambda n: jax.tree.map(lambda a: a[self.index(n, *at)], c.feedback[n])
+        fill = {'mode': 'fill', 'fill_value': jnp.nan}
+        row = lambda n: lambda a: a.at[self.index(n, *at)].get(**fill)
+        get = lambda n: jax.tree.map(row(n), c.feedback[n])
         return {n: get(n) if self.spmd.memory_rows[n] else c.feedback[n] for n in names}
 
     def put(self, c: _Carry, rows: Rows, at: tuple[Array, Array]) -> Rows:

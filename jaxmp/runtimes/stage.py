@@ -88,7 +88,8 @@ class Total(NamedTuple):
         plus = lambda t, a: t + a.astype(t.dtype)
         before = (self.grads, self.loss, self.aux) if means else (self.grads,)
         grads, *new = jax.tree.map(plus, before, (grads, *means))
-        return Total(*(new or (self.loss, self.aux)), grads)
+        loss, aux = new or (self.loss, self.aux)
+        return Total(loss, aux, grads)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp import data
+from jaxmp.devices import place
 from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.hlo import interface_bytes
-from jaxmp.devices import place
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.spmd import Spmd
@@ -143,7 +143,7 @@ class _ByStage:
     # Across stages.
 
     def total(self, squares: dict[int, list[Any]]) -> Any:
-        """For clipping by the norm over all stages: the first replica's, which equal all others'."""
+        """For clipping by the norm over all stages: replica 0's, which all others equal."""
         mine = np.zeros(self.last + 1)
         for s, rows in squares.items():
             if 0 in self.columns.here[s]:
@@ -169,7 +169,7 @@ class _ByStage:
     def tie(self, grads: dict[int, Any], held: Any, key: Array) -> tuple[dict[int, Any], Any]:
         """Gradients with the sum of both tables' in both end stages; what the exchange keeps."""
         done, kept = dict(grads), {}
-        ends = dict(zip(ENDS, (0, self.last), strict=True))
+        ends: dict[str, int] = dict(zip(ENDS, (0, self.last), strict=True))
         for r, copies in self.tables.items():
             own = {e: grads[s][r]['wte'] for e, s in ends.items() if e in copies.here}
             totals, kept[r] = copies.add(own, held[r] if held else (), key)

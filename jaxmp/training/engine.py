@@ -82,8 +82,8 @@ def cuts_to_score(s: Setting, compressed: bool) -> tuple[Boundary, ...]:
 
     Feedback buffers belong to the training. A test works on a private copy that is thrown away
     (``config.eval_feedback = 'carry'``), reads the training state and never writes (``frozen``), or
-    does without (``direct``: plain ``C(x)``). A channel with a buffer per training example is always
-    ``C(x)``, for test examples have none.
+    does without (``direct``: plain ``C(x)``). A channel with a buffer per training example is
+    always ``C(x)``, for test examples have none.
     """
     if not compressed:
         return (boundary(direct(raw), direct(raw)),) * len(s.model.boundaries)
