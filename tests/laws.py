@@ -14,10 +14,7 @@ import numpy as np
 
 import jaxmp
 from jaxmp import Ctx
-
-# Compiling dominates. The programs are XLA's as ever, with their machine code made in a hurry;
-# tests/test_golden.py runs what users run.
-QUICK = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
+from tests.runs import QUICK
 
 SAMPLES, INNER = 4, (7, 43)  # 301 elements a sample, 1204 in all: more than a block of 256, odd
 BAD = (1, 3, 20)  # where NaN and infinity stand: sample 1

@@ -28,7 +28,7 @@ from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model
 from jaxmp.training.step import Across, Rules, create, train_step
-from tests.laws import QUICK
+from tests.runs import QUICK
 
 SAMPLES, STEPS, EXAMPLES = 4, 3, 70  # samples of a micro-batch
 OPTIONS = tuple(QUICK.items())

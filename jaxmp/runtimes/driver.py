@@ -59,7 +59,7 @@ class CompiledStage:
     def __init__(self, program: StageProgram, options: Mapping[str, Any] | None) -> None:
         """Compiles nothing yet; ``options`` are those of `jax.jit`'s compiler."""
         self.program = program
-        jit: Any = functools.partial(jax.jit, compiler_options=options)
+        jit = functools.partial(jax.jit, compiler_options=dict(options or {}) or None)
         self.init = jit(program.init)
         self.forward = jit(self._forward, donate_argnums=1)
         self.predict = jit(self._predict)
