@@ -358,13 +358,13 @@ def _slot(channel: Channel, kept: Any, m: Index, ctx: Ctx) -> tuple[Any, Ctx]:
     """What a message of micro-batch m meets: its slot, or of a table its examples' rows."""
     if not channel.per_example or ctx.ids is None:
         return take(channel, kept, m), ctx
-    rows = lambda a: a.at[_within(a, ctx)].get(mode='fill', fill_value=jnp.nan)
+    rows = lambda a: a.at[_within(a, ctx.ids)].get(mode='fill', fill_value=jnp.nan)
     return jax.tree.map(rows, kept), ctx._replace(ids=jnp.arange(len(ctx.ids)))
 
 
-def _within(table: Array, ctx: Ctx) -> Array:
+def _within(table: Array, ids: Any) -> Array:
     """Rows of the examples; of an id that the table does not have, one that is not there."""
-    return jnp.where(ctx.ids < 0, len(table), ctx.ids)
+    return jnp.where(ids < 0, len(table), ids)
 
 
 def _keep(
@@ -375,7 +375,7 @@ def _keep(
     new = jax.tree.map(lambda a, b: jnp.where(on, b, a), old, new)
     if not channel.per_example:
         return put(channel, kept, m, new)
-    return jax.tree.map(lambda a, b: a.at[_within(a, ctx)].set(b), kept, new)
+    return jax.tree.map(lambda a, b: a.at[_within(a, ctx.ids)].set(b), kept, new)
 
 
 def _apply(module: nn.Module, params: Params, x: Array, ctx: Ctx) -> Any:
