@@ -32,6 +32,7 @@ DEFAULTS: Summary = {  # what code takes a key for that a configuration lacks
     'test_examples': 0,
     'warmup_epochs': 0,
     'weight_decay': 0.0,
+    'tied_exchange': 'mean',
 }
 
 
