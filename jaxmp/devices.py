@@ -1,8 +1,11 @@
-"""Which devices stand along which axis of a mesh."""
+"""Which devices stand along which axis of a mesh, and how much memory they have."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -42,3 +45,14 @@ def device_mesh(**axes: int) -> Mesh:
         tuple(axes),
         axis_types=(AxisType.Auto,) * len(axes),
     )
+
+
+def memory() -> int:
+    """Bytes that a device of this process can hold; a CPU those of the machine or container."""
+    device = jax.local_devices()[0]
+    if device.platform != 'cpu':
+        return (device.memory_stats() or {}).get('bytes_limit', 2**63)
+    found = [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        found.append(int(Path('/sys/fs/cgroup/memory.max').read_text()))
+    return min(found)

@@ -6,6 +6,9 @@ import json
 import math
 from pathlib import Path
 
+from jaxmp.files import whole
+from jaxmp.log import read
+
 
 def draw(workdir: Path) -> Path:
     """Draws ``workdir/curves.png`` from ``metrics.jsonl`` and ``config.json``.
@@ -18,8 +21,7 @@ def draw(workdir: Path) -> Path:
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
-    lines = (workdir / 'metrics.jsonl').read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read(workdir / 'metrics.jsonl')
     config = json.loads((workdir / 'config.json').read_text())
     text = 'sequence_length' in config
     train = [r for r in records if r['kind'] == 'train']
@@ -43,5 +45,6 @@ def draw(workdir: Path) -> Path:
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(f'{config["name"]}\nfwd {config["fwd"]}   bwd {config["bwd"]}', fontsize=10)
     path = workdir / 'curves.png'
-    figure.savefig(path, dpi=120)
+    with whole(path) as part:
+        figure.savefig(part, dpi=120, format='png')
     return path
