@@ -17,7 +17,7 @@ from absl import logging
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp.files import WorkdirError, write
+from jaxmp.files import WorkdirError, write_json
 from jaxmp.team import Team
 
 SEEN = 4  # checkpoints that processes compare, more than are ever kept
@@ -89,7 +89,7 @@ class Checkpoints:
                 f'{problem}; make room there and give the same command again'
             )
         if self._config is not None:
-            write(self._workdir / 'config.json', json.dumps(self._config, indent=1) + '\n')
+            write_json(self._workdir / 'config.json', self._config)
             self._config = None
 
     def _no_room(self) -> str:

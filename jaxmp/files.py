@@ -170,6 +170,11 @@ def write(path: Path, text: str) -> None:
         part.write_text(text)
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Replaces the file ``path`` by ``value`` as JSON; see `whole`."""
+    write(path, json.dumps(value, indent=1) + '\n')
+
+
 def _sync(path: Path) -> None:
     """Waits until a file is on the disk, which may find only now that it is full."""
     if path.is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from contextlib import ExitStack, closing
@@ -16,7 +15,7 @@ from jaxmp import data, version
 from jaxmp.checkpoint import Checkpoints
 from jaxmp.dataparallel import replicated
 from jaxmp.engine import Engine, one_program
-from jaxmp.files import WorkdirError, claim, owned, whole, write
+from jaxmp.files import WorkdirError, claim, owned, whole, write_json
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
 from jaxmp.resume import Place, begin, finished, stop_signals, tell_resumption
@@ -149,7 +148,9 @@ def conclude(
             s.task.export(str(folder), weights)
     if not quiet:
         show(summary)
-        print(f'{summary["seconds"]} s; summary and curves: {r.workdir}, {curves.draw(r.workdir)}')
+        with whole(r.workdir / 'curves.png') as part:
+            curves.draw(part, r.metrics.records, s.config)
+        print(f'{summary["seconds"]} s; summary and curves: {r.workdir}')
     return summary
 
 
@@ -280,7 +281,7 @@ def finish(
         # Where the data lay says nothing of the run, and much of the machine.
         'config': {k: v for k, v in s.config.to_dict().items() if k != 'data_dir'},
     }
-    write(workdir / 'summary.json', json.dumps(summary, indent=1) + '\n')
+    write_json(workdir / 'summary.json', summary)
     return summary
 
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from jaxmp.files import whole
-from jaxmp.log import read
+from typing import Any
 
 
-def draw(workdir: Path) -> Path:
-    """Draws ``workdir/curves.png`` from ``metrics.jsonl`` and ``config.json``.
+def draw(path: Path, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> None:
+    """Draws the curves of a run as a PNG file.
 
     Args:
-      workdir: the run's folder.
-
-    Returns:
-      The picture's path.
+      path: of the picture.
+      records: of ``metrics.jsonl``.
+      config: of ``config.json``.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
-    records = read(workdir / 'metrics.jsonl')
-    config = json.loads((workdir / 'config.json').read_text())
     text = 'sequence_length' in config
     train = [r for r in records if r['kind'] == 'train']
     test = [r for r in records if r['kind'] == 'test']
@@ -44,7 +39,4 @@ def draw(workdir: Path) -> Path:
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(f'{config["name"]}\nfwd {config["fwd"]}   bwd {config["bwd"]}', fontsize=10)
-    path = workdir / 'curves.png'
-    with whole(path) as part:
-        figure.savefig(part, dpi=120, format='png')
-    return path
+    figure.savefig(path, dpi=120, format='png')
