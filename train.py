@@ -12,10 +12,23 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-import ml_collections
-from absl import app, flags
-from ml_collections import config_flags
+
+def leave(*_: Any) -> None:
+    """Ends at a Ctrl-C with one line, whatever is being imported, compiled or written."""
+    shown = '\x1b[?25h' if os.isatty(2) else ''  # the cursor, which a progress bar hides
+    text = 'stopped by Ctrl-C; the same command begins again or goes on from the last checkpoint'
+    os.write(2, f'{shown}train.py: {text}\n'.encode())
+    os._exit(130)
+
+
+if __name__ == '__main__':  # what is imported below takes a second
+    signal.signal(signal.SIGINT, leave)
+
+import ml_collections  # noqa: E402
+from absl import app, flags  # noqa: E402
+from ml_collections import config_flags  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT = str(ROOT / 'configs' / 'digits_resnet.py')
@@ -112,6 +125,8 @@ def main(argv: list[str]) -> None:
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     try:
         team = team_of(config, Address(COORDINATOR.value, PROCESSES.value, PROCESS.value))
+        if team.count > 1:
+            signal.signal(signal.SIGINT, lambda *_: team.fail('stopped by Ctrl-C'))
         if config.get('replicas', 1) > 1:  # a CPU as that many devices
             jax.config.update('jax_num_cpu_devices', max(1, config.replicas // team.count))
         workdir = WORKDIR.value or Path('runs') / config.name
@@ -146,13 +161,4 @@ def expected(error: BaseException) -> str | None:
 
 
 if __name__ == '__main__':
-    try:
-        app.run(main, flags_parser=parse)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends it without a word
-        print(
-            'train.py: stopped by Ctrl-C; the same command begins again, or goes on from the last '
-            'checkpoint',
-            file=sys.stderr,
-        )
-        sys.exit(130)
+    app.run(main, flags_parser=parse)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,12 +62,13 @@ class Checkpoints:
         )
         folder = (workdir / 'checkpoints').absolute()
         try:
-            self._manager = ocp.CheckpointManager(folder, options=options)
+            folder.mkdir(parents=True, exist_ok=True)  # orbax would find out after an epoch
         except OSError as error:
             raise WorkdirError(
                 f'cannot keep checkpoints in {folder}: {error}; give a --workdir where that is a '
                 'folder, or nothing'
             ) from error
+        self._manager = ocp.CheckpointManager(folder, options=options)
 
     def save(self, step: int, state: Any, place: dict[str, Any]) -> None:
         """Writes ``state`` (a pytree of arrays and keys) and ``place`` (JSON) as of ``step``.
@@ -119,9 +122,12 @@ class Checkpoints:
           WorkdirError: if the checkpoint was made with another model or channel, or all are
             damaged.
         """
-        held = like if self._team.count == 1 else _rows(self._team, like)
+        held, self.damaged = like if self._team.count == 1 else _rows(self._team, like), {}
         for step in self._steps():
-            found, problem = self._read(Path(self._manager.directory, str(step)), held)
+            with _silent():
+                found, problem = self._read(Path(self._manager.directory, str(step)), held)
+                if problem:
+                    gc.collect()  # what orbax has left half read complains when it goes
             problem = self._all_say(problem)
             if not problem:
                 self._set_aside()
@@ -159,8 +165,7 @@ class Checkpoints:
                     'the configuration that made it or a new --workdir'
                 )
             args = self._ocp.args.StandardRestore(abstract)
-            with _silent():
-                state = self._ocp.StandardCheckpointHandler().restore(where / 'state', args=args)
+            state = self._ocp.StandardCheckpointHandler().restore(where / 'state', args=args)
             written, index = about.get('crc32', {}), self._team.index
             wrong = [k for k, n in _crc32(state).items() if written and written[k][index] != n]
         except (WorkdirError, MemoryError):
@@ -205,13 +210,15 @@ class Checkpoints:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without orbax's own tracebacks of what is told in a line."""
-    level = logging.get_verbosity()
+    """Without orbax's own complaints of what is told in a line."""
+    level, hook = logging.get_verbosity(), sys.unraisablehook
     logging.set_verbosity(logging.FATAL)
+    sys.unraisablehook = lambda args: hook(args) if args.exc_type is MemoryError else None
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        sys.unraisablehook = hook
 
 
 def _crc32(state: Any) -> dict[str, int]:
@@ -233,10 +240,11 @@ def _sum(about: dict[str, Any]) -> int:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error, or its kind."""
+    """The first sentence of an error, or its kind."""
     if NO_SPACE in str(error):  # tensorstore tells of every folder on the way
         return NO_SPACE
-    return (str(error).splitlines() or [''])[0][:LONGEST] or type(error).__name__
+    first = (str(error).splitlines() or [''])[0].partition('. See full')[0]
+    return first[:LONGEST] or type(error).__name__
 
 
 def _rows(team: Team, state: Any) -> dict[str, jax.Array]:

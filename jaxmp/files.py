@@ -46,8 +46,7 @@ def owned(workdir: Path) -> Iterator[None]:
         if not mine:
             raise WorkdirError(
                 f'{workdir} is in use by {holder(workdir)}; wait until that run has ended, or give '
-                f'another --workdir (if it has ended and its host has no locks, remove '
-                f'{workdir / "lock"})'
+                'another --workdir'
             )
         yield
 
@@ -80,8 +79,10 @@ def locked(folder: Path) -> Iterator[bool]:
 
 def holder(folder: Path) -> str:
     """The process that the lock of ``folder`` names."""
-    host, _, process = (folder / 'lock').read_text().partition(' ')
-    return f'process {process} on {host}' if process else 'another process'
+    path = folder / 'lock'
+    host, _, process = path.read_text().partition(' ')
+    elsewhere = f' (if that is dead, remove {path})' if host != socket.gethostname() else ''
+    return f'process {process} on {host}{elsewhere}' if process else 'another process'
 
 
 def _take(file: TextIO) -> bool:
@@ -126,7 +127,7 @@ def claim(workdir: Path, config: dict[str, Any]) -> None:
         raise WorkdirError(f'cannot read {path}: {error}; give a new --workdir') from error
     if not isinstance(old, dict):
         raise WorkdirError(
-            f'{path} holds a {type(old).__name__}, not the keys of a run; give a new --workdir'
+            f'{path} holds {json.dumps(old)[:40]}, not the settings of a run; give a new --workdir'
         )
     clash = [k for k in {**old, **config} if k not in FREE and old.get(k) != config.get(k)]
     if clash:

@@ -22,15 +22,15 @@ Place = dict[str, Any]  # in the epoch begun: sums over its steps, and the secon
 def stop_signals() -> Iterator[list[int]]:
     """A list that SIGTERM and SIGINT append to, so that the loop can save before it ends.
 
-    A second Ctrl-C raises KeyboardInterrupt at once.
+    A second Ctrl-C does what it did before.
     """
     seen: list[int] = []
 
     def note(number: int, _: Any) -> None:
-        again = number == signal.SIGINT and number in seen
+        if number == signal.SIGINT and number in seen:
+            signal.signal(signal.SIGINT, old[signal.SIGINT])
+            signal.raise_signal(signal.SIGINT)
         seen.append(number)
-        if again:
-            raise KeyboardInterrupt
 
     old = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
