@@ -21,7 +21,18 @@ from jaxmp.data import Dataset, Split
 from jaxmp.rendezvous import Meeting
 from jaxmp.run import team_of
 from jaxmp.setting import setting
-from tests.runs import ENV, LAUNCH, ROOT, config_of, pids, records, start, text_of, wait_for_steps
+from tests.runs import (
+    ENV,
+    LAUNCH,
+    ROOT,
+    config_of,
+    damage_newest,
+    pids,
+    records,
+    start,
+    text_of,
+    wait_for_steps,
+)
 
 NAMES = rendezvous.names_of([0, 1, 2, 2])
 ABOUT = {'lr': 0.1, 'jaxmp': '1'}
@@ -448,7 +459,7 @@ def listening(pid):
 
 
 def test_two_processes_end_like_one_whatever_happens(tmp_path):
-    """Ctrl-C in mid-epoch, then kill -9 of a process, then to the end: the same numbers.
+    """Ctrl-C in mid-epoch, kill -9, a damaged checkpoint, then to the end: the same numbers.
 
     And on one machine nothing listens but on loopback: JAX's coordinator, the stages' links.
     """
@@ -475,8 +486,10 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
     refused, code = text_of(start(cut, epochs=6, **MPMD))
     assert code == 1
     assert 'processes=2 (now 1)' in refused
+    step = damage_newest(cut, 1)
     out, code = text_of(start(cut, *LAUNCH, epochs=6, **MPMD))
     assert code == 0, out[-2000:]
+    assert f'checkpoint at step {step} is damaged (process 1: ' in out
     assert 'going on from step' in out
     assert records(whole) == records(cut)
     summary = json.loads((cut / 'summary.json').read_text())
