@@ -136,7 +136,7 @@ def check(name: str) -> bool:
             until(lambda: bool(step(workdir)), 300)
             [victim], before = pids(workdir, str(fault.process)), step(workdir)
             fault.make(victim)
-            spared = {} if fault.hosts else {victim}
+            spared = set() if fault.hosts else {victim}
             left = lambda: set(pids(workdir)) - spared
             if fault.goes_on:
                 seconds = until(lambda: step(workdir) > before or not left(), LIMIT)

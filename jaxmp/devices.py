@@ -1,7 +1,8 @@
-"""Which devices stand along which axis of a mesh; where programs compiled for them are kept."""
+"""Which devices stand along which axis of a mesh; their memory; where their programs are kept."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -110,3 +111,14 @@ def keep_compiled() -> None:
     folder = Path('~/.cache/jaxmp').expanduser() / f'{cores()}_cores'
     jax.config.update('jax_compilation_cache_dir', str(folder))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+
+
+def memory() -> int:
+    """Bytes that a device of this process can hold; a CPU those of the machine or container."""
+    device = jax.local_devices()[0]
+    if device.platform != 'cpu':
+        return (device.memory_stats() or {}).get('bytes_limit', 2**63)
+    found = [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        found.append(int(Path('/sys/fs/cgroup/memory.max').read_text()))
+    return min(found)

@@ -37,6 +37,7 @@ def load(workdir: str | Path) -> tuple[Setting, Any]:
 
     Raises:
       FileNotFoundError: if ``workdir`` holds no finished run of a language model.
+      ValueError: if its files are damaged.
     """
     folder = Path(workdir)
     if not (folder / 'model').is_dir() or not (folder / 'config.json').is_file():
@@ -44,7 +45,12 @@ def load(workdir: str | Path) -> tuple[Setting, Any]:
             f'{folder} holds no model of a finished run; give the --workdir of a run of a language '
             'model with runtime=local'
         )
-    config = json.loads((folder / 'config.json').read_text())
+    try:
+        config = json.loads((folder / 'config.json').read_text())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f'{folder / "config.json"} is not the configuration of a run')
     config |= {'init_from': str(folder / 'model'), 'eval_feedback': 'direct', 'runtime': 'local'}
     if (folder / 'model' / 'vocab.json').is_file():
         config['tokenizer'] = str(folder / 'model')
@@ -102,13 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--temperature', type=float, default=0.7)
     parser.add_argument('--seed', type=int, default=0)
     given = parser.parse_args(argv)
-    try:
-        s, variables = load(given.workdir)
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f'generate: {error}')
     from jaxmp.data.text import tokenizer_of
 
-    words = tokenizer_of(s.config.tokenizer)
+    try:
+        s, variables = load(given.workdir)
+        words = tokenizer_of(s.config.tokenizer)
+    except (OSError, ValueError) as error:
+        sys.exit(f'generate: {error}')
     [start] = words.encode([given.prompt])
     if not len(start):
         sys.exit('generate: an empty prompt; give --prompt a text of at least one token')

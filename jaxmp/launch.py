@@ -144,7 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: asked.append(n))
-    running = start(given.command, given.processes, given.port or free_port())
+    try:
+        running = start(given.command, given.processes, given.port or free_port())
+    except OSError as error:
+        print(
+            f'launch: cannot start {given.command[0]}: {error.strerror or error}; give a program '
+            'behind --, such as: -- python train.py --config.runtime=mpmd',
+            file=sys.stderr,
+        )
+        return 127
     try:
         return watch(running, asked)
     finally:

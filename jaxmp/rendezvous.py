@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.watch import GRACE, LONGEST, Line, TeamError, Watch, line_of, object_of
+from jaxmp.watch import GRACE, Line, TeamError, Watch, line_of, object_of
 
 TOKEN = 'JAXMP_TOKEN'  # the environment variable that holds the secret
+HELLO = 2**16  # bytes of a first line
 PENDING = 100  # connections that have not said who they are; of more, the oldest is dropped
 
 
@@ -197,13 +198,13 @@ class _Door:
     def hear(self, sock: socket.socket) -> None:
         """Reads from a connection; a whole first line decides what becomes of it."""
         try:
-            part = sock.recv(LONGEST)
+            part = sock.recv(HELLO)
         except OSError:
             part = b''
         if sock in self.came and part:
             return
         said = self.unknown.get(sock, b'') + part
-        if not part or len(said) > LONGEST:
+        if not part or len(said) > HELLO:
             self.drop(sock, 'sent no hello')
         elif b'\n' in part:
             self.greet(sock, object_of(said.partition(b'\n')[0] + b'\n') or {})

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +13,15 @@ import numpy as np
 
 from jaxmp import data, version
 from jaxmp.alike import check_data, check_workdir
-from jaxmp.checkpoint import Checkpoints, claim
+from jaxmp.checkpoint import Checkpoints
+from jaxmp.files import WorkdirError, claim, owned, whole, write_json
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
+from jaxmp.resume import Place, begin, finished, stop_signals, tell_resumption
 from jaxmp.setting import (
     Setting,
     check_choices,
+    check_memory,
     message_bytes,
     parameters,
     setting,
@@ -34,25 +34,9 @@ from jaxmp.training.engine import Engine, Values
 from jaxmp.training.one_program import one_program
 from jaxmp.training.step import TrainState
 
-Place = dict[str, Any]
-
 
 class DivergedError(RuntimeError):
     """The loss is not finite; the last checkpoint is from before."""
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and SIGINT append to, so that the loop can save before it ends."""
-    seen: list[int] = []
-    old = {
-        n: signal.signal(n, lambda n, _: seen.append(n)) for n in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield seen
-    finally:
-        for n, handler in old.items():
-            signal.signal(n, handler)
 
 
 def team_of(config: Config, address: Address) -> Team:
@@ -98,10 +82,10 @@ def prepare(config: Config, team: Team) -> Prepared:
     Raises TeamError where the processes have different data.
     """
     s = setting(config)
+    if team.count == 1:
+        check_memory(s)
     check_data(team, s.data)
-    team.gather(
-        np.zeros(1)
-    )  # all are here at once: links are opened now, before compiling parts them
+    team.gather(np.zeros(1))  # all are here: links open now, before compiling parts them
     return Prepared(s, engine_of(s, team))
 
 
@@ -142,42 +126,47 @@ def run(
     """
     workdir, team = Path(workdir), team or Team()
     s, engine = made or prepare(config, team)
-    lead = team.index == 0
-    if lead:
-        count = {'processes': team.count} if config.runtime == 'mpmd' or team.count > 1 else {}
-        claim(workdir, {**config.to_dict(), **count})
-    check_workdir(team, workdir)
-    checkpoints = Checkpoints(workdir, team)
-    state = engine.create(s)
-    place = {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
-    if (found := checkpoints.restore(state)) is not None:
-        state, place = found
-    done = int(state.step)
-    metrics = Metrics(workdir if lead else None, done, tensorboard)
-    display = Display(config.epochs * s.epoch_steps, done, config.batch_size, quiet or not lead)
-    if done:
-        display.say(f'going on from step {done} of {workdir}')
-    try:
-        with stop_signals() as seen:
-            r = Run(s, engine, checkpoints, metrics, display, seen)
+    lead, kept = team.index == 0, None
+    with ExitStack() as stack:
+        if lead:
+            count = {'processes': team.count} if config.runtime == 'mpmd' or team.count > 1 else {}
+            kept = {**config.to_dict(), **count}
+            stack.enter_context(owned(workdir))
+            claim(workdir, kept)
+        check_workdir(team, workdir)
+        checkpoints = stack.enter_context(closing(Checkpoints(workdir, team, kept)))
+        state, place = begin(s, engine, checkpoints, workdir)
+        done, total = int(state.step), config.epochs * s.epoch_steps
+        metrics = Metrics(workdir if lead else None, done, tensorboard)
+        stack.enter_context(closing(metrics))
+        display = Display(total, done, config.batch_size, quiet or not lead)
+        with closing(display), stop_signals() as seen:
+            tell_resumption(display, checkpoints, workdir, done)
+            r = Run(s, engine, checkpoints, metrics, display, seen, workdir, done)
             state, place, stopped = train(r, state, place)
-    finally:
-        display.close()
-        metrics.close()
-        checkpoints.close()
-    if stopped:
-        if lead and not quiet:
-            print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
-        return None
-    moved, weights = engine.moved(), engine.weights(state)
-    if not lead:
-        return {}
-    summary = finish(s, int(state.step), place, metrics.records, moved, workdir)
+        if stopped:
+            if lead and not quiet:
+                print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
+            return None
+        moved, weights = engine.moved(), engine.weights(state)
+        return conclude(r, place, moved, weights, quiet) if lead else {}
+
+
+def conclude(
+    r: Run, place: Place, moved: dict[str, Any], weights: Any, quiet: bool
+) -> dict[str, Any]:
+    """Leaves summary, model and curves; a run that had ended before keeps its summary."""
+    s, steps = r.s, r.s.config.epochs * r.s.epoch_steps
+    summary = finished(r.workdir, steps) if r.start == steps else None
+    summary = summary or finish(s, steps, place, r.metrics.records, moved, r.workdir)
     if s.task.export and weights is not None:
-        s.task.export(str(workdir / 'model'), weights)
+        with whole(r.workdir / 'model') as folder:
+            s.task.export(str(folder), weights)
     if not quiet:
         show(summary)
-        print(f'{summary["seconds"]} s; summary and curves: {workdir}, {curves.draw(workdir)}')
+        with whole(r.workdir / 'curves.png') as part:
+            curves.draw(part, r.metrics.records, s.config)
+        print(f'{summary["seconds"]} s; summary and curves: {r.workdir}')
     return summary
 
 
@@ -187,7 +176,7 @@ def engine_of(s: Setting, team: Team) -> Engine:
 
 
 class Run(NamedTuple):
-    """A setting and what its run talks to."""
+    """A setting, what its run talks to, its folder and the step that this start began at."""
 
     s: Setting
     engine: Engine
@@ -195,6 +184,8 @@ class Run(NamedTuple):
     metrics: Metrics
     display: Display
     signals: list[int]
+    workdir: Path
+    start: int
 
 
 def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, bool]:
@@ -275,7 +266,17 @@ def finish(
     moved: dict[str, Any],
     workdir: Path,
 ) -> dict[str, Any]:
-    """Writes summary.json."""
+    """Writes summary.json.
+
+    Raises:
+      WorkdirError: if the records are gone, or the file cannot be written.
+    """
+    for mode in ('off', 'on'):
+        if not any(r['kind'] == 'test' and r['compression'] == mode for r in records):
+            raise WorkdirError(
+                f'{workdir / "metrics.jsonl"} has no test records of this run; put it back, or '
+                'give a new --workdir'
+            )
     summary = {
         **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
         'measure': s.task.measure,
@@ -291,7 +292,7 @@ def finish(
         # Where the data lay says nothing of the run, and much of the machine.
         'config': {k: v for k, v in s.config.to_dict().items() if k != 'data_dir'},
     }
-    (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
+    write_json(workdir / 'summary.json', summary)
     return summary
 
 

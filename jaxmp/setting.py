@@ -7,6 +7,8 @@ else happens.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +17,27 @@ import optax
 
 from jaxmp import data, exchange
 from jaxmp.boundary import Links
+from jaxmp.devices import memory
 from jaxmp.exchange import Exchange
 from jaxmp.feedback import Channel, warm
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import parse
-from jaxmp.task import AUGMENT, MODELS, TASKS, Config, Task, task_of
+from jaxmp.task import AUGMENT, IMAGE_KEYS, MODELS, TASKS, TEXT_KEYS, Config, Task, task_of
 from jaxmp.wire import Like, nbytes
 
 EVALUATIONS = ('carry', 'direct', 'frozen')
 RUNTIMES = ('local', 'spmd', 'mpmd')
 OPTIMISERS = ('sgd', 'adamw')
 DTYPES = ('float32', 'bfloat16')
+LEAST = {  # of every key that is a whole number
+    'seed': 0, 'epochs': 1, 'checkpoint_every': 1, 'batch_size': 1, 'stages': 1, 'width': 1,
+    'blocks': 1, 'heads': 1, 'pool': 1, 'sequence_length': 2, 'train_examples': 0,
+    'test_examples': 0, 'warmup_epochs': 0, 'cosine_epochs': 0, 'micro_batches': 0, 'replicas': 0,
+}  # fmt: skip
+MOST = 2**32 - 1  # a seed, of which JAX keeps 32 bits
+RATES = ('lr', 'momentum', 'weight_decay', 'clip_norm', 'dropout')
+SWITCHES = ('download', 'remat')
+IMAGES = 'digits_resnet'  # the configuration that has all keys of images
 
 
 class Setting(NamedTuple):
@@ -71,8 +83,6 @@ def setting(config: Config) -> Setting:
             f'{config.batch_size}' + (f' / {replicas} replicas' if replicas > 1 else '') + '; a '
             'step takes that many equal cuts of its batch'
         )
-    if config.clip_norm < 0:
-        raise ValueError(f'config.clip_norm={config.clip_norm} is negative; 0 does not clip')
     fwd, bwd = (parse(str(config[k]), {'examples': examples}) for k in ('fwd', 'bwd'))
     if fwd.per_example and replicas > 1:
         raise ValueError(
@@ -148,13 +158,44 @@ def tied_exchange(config: Config, tied: bool) -> Exchange:
 
 
 def check_choices(config: Config) -> None:
-    """Raises ValueError if a key has a value that is not one of its few."""
+    """Raises ValueError if a key is missing, or has a value that is not allowed."""
     for key, allowed in (
         ('runtime', RUNTIMES), ('model', (*MODELS, *TASKS)), ('augment', AUGMENT),
         ('eval_feedback', EVALUATIONS), ('optimiser', OPTIMISERS), ('dtype', DTYPES),
     ):  # fmt: skip
         if key in config and config[key] not in allowed:
             raise ValueError(f'config.{key}={config[key]!r} is not one of {", ".join(allowed)}')
+    check_numbers(config)
+    text = config.model in TASKS
+    check_keys(config, 'model', *((TEXT_KEYS, 'text_gpt2') if text else (IMAGE_KEYS, IMAGES)))
+    if config.optimiser == 'sgd':
+        check_keys(config, 'optimiser', ('momentum', 'weight_decay', 'cosine_epochs'), IMAGES)
+
+
+def check_numbers(config: Config) -> None:
+    """Raises ValueError if a key that is a number or a switch has another value."""
+    for key in (k for k in config if k in (*LEAST, *RATES, *SWITCHES)):
+        value = config[key]
+        if key in LEAST:
+            least, most = LEAST[key], MOST if key == 'seed' else 2**31 - 1
+            fits = type(value) is int and least <= value <= most
+            wanted = f'a whole number from {least} to {most}'
+        elif key in RATES:
+            fits = type(value) in (int, float) and 0 <= value < math.inf
+            wanted = 'a finite number from 0'
+        else:
+            fits, wanted = type(value) is bool, 'True or False'
+        if not fits:
+            raise ValueError(f'config.{key}={value!r} is not {wanted}')
+
+
+def check_keys(config: Config, key: str, needed: Sequence[str], example: str) -> None:
+    """Raises ValueError if what ``key`` chooses needs a key that is not there."""
+    if missing := [f'config.{k}' for k in needed if k not in config]:
+        raise ValueError(
+            f'config.{key}={config[key]!r} needs {", ".join(missing)}, which this configuration '
+            f'does not have; give a --config that has, such as configs/{example}.py'
+        )
 
 
 def check_ids(fwd: Channel, text: str, examples: int) -> None:
@@ -164,6 +205,19 @@ def check_ids(fwd: Channel, text: str, examples: int) -> None:
         raise ValueError(
             f'config.fwd={text!r} has buffers for {len(tx)} examples and the training set has '
             f'{examples}; write examples=examples'
+        )
+
+
+def check_memory(s: Setting) -> None:
+    """Raises ValueError if the tables of ``config.fwd`` are larger than this machine's memory."""
+    if not s.model.boundaries or not s.model.boundaries[0].fwd.per_example:
+        return
+    tables, have = nbytes(shapes(s)[1]), memory()
+    if tables > have:
+        raise ValueError(
+            f'config.fwd={s.config.fwd!r} keeps tables of {tables / 2**30:,.1f} GiB, and there is '
+            f'a memory of {have / 2**30:,.1f} GiB; take fewer config.train_examples (and '
+            'examples=examples), a smaller config.width, or ef21, which keeps no examples'
         )
 
 

@@ -131,7 +131,7 @@ def _call(
     name: str, args: list[ast.expr], keywords: list[ast.keyword], names: Mapping[str, Any]
 ) -> Any:
     function = _look_up(name, names)
-    if not callable(function) or isinstance(function, tuple):
+    if not callable(function) or isinstance(function, tuple) or function in ROUNDINGS:
         raise SpecError(f'{name} takes no arguments; write {name}')
     if function in ROUNDINGS:
         raise SpecError(f'{name} takes no arguments here; write rounding={name}')

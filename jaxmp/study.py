@@ -5,12 +5,9 @@ A study is a Python file with ``get_study(scale, tables)``, such as configs/pape
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +29,7 @@ DEFAULTS: Summary = {  # what code takes a key for that a configuration lacks
     'test_examples': 0,
     'warmup_epochs': 0,
     'weight_decay': 0.0,
+    'tied_exchange': 'mean',
 }
 
 
@@ -90,19 +88,6 @@ def settings(config: Summary) -> Summary:
     'mean'
     """
     return {k: v for k, v in {**DEFAULTS, **config}.items() if k not in IDLE}
-
-
-@contextmanager
-def locked(workdir: Path) -> Iterator[bool]:
-    """Whether this process alone works in ``workdir``; the lock ends with the process."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / 'lock').open('w') as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
 
 
 def study_of(path: Path) -> Any:

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmp.study import Job, Summary, finished, jobs, locked, put, study_of
+from jaxmp.files import locked
+from jaxmp.study import Job, Summary, finished, jobs, put, study_of
 
 
 def left(todo: list[Job], done: list[Summary]) -> str:

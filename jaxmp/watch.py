@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 GRACE = 5.0  # seconds that a message is given to arrive
-LONGEST = 2**16  # bytes of a message
+LONGEST = 2**24  # bytes of a message
 BEATS = 10  # heartbeats in a deadline
 
 

@@ -131,6 +131,12 @@ def claimed(claim):
     return [int(n) for n in re.findall(r'\d+', said)]
 
 
+def verdict(claim):
+    """On the study of the paper's tables at the small scale."""
+    found = claims.judge(studies()['cpu'])
+    return next(v for c, v in zip(claims.PAPER['claims'], found, strict=True) if c['id'] == claim)
+
+
 def bits(row):
     """Of the gradient."""
     return int(re.findall(r'\d+', runs('cpu', row)[0]['bwd'])[0])

@@ -56,6 +56,18 @@ def wait_for_steps(process, workdir, step):
     pytest.fail(f'no checkpoint {step}: {process.stdout.read().decode()[-2000:]}')
 
 
+def damage_newest(workdir, process=0):
+    """Flips eight bytes of what ``process`` wrote to the last checkpoint; returns its step."""
+    step = max(int(p.name) for p in (workdir / 'checkpoints').glob('*') if p.name.isdigit())
+    state = workdir / 'checkpoints' / str(step) / 'state'
+    for path in (state / f'ocdbt.process_{process}' / 'd').iterdir():
+        content = bytearray(path.read_bytes())
+        for i in range(0, len(content), 1 + len(content) // 8):
+            content[i] ^= 0x55
+        path.write_bytes(content)
+    return step
+
+
 def text_of(process, limit=100):
     """Output to the end, and the status."""
     out = process.communicate(timeout=limit)[0].decode()

@@ -85,10 +85,10 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
         config=config, epoch_steps=4, task=SimpleNamespace(measure='accuracy'),
         data=SimpleNamespace(train=SimpleNamespace(y=np.zeros(400))),
     )  # fmt: skip
-    r = run.Run(
-        s, engine.Engine(None, lambda n: steps, evaluate, dict),
-        SimpleNamespace(save=lambda *given: None), log.Metrics(None, 0),
-        log.Display(12, 0, 100), [],
+    r = SimpleNamespace(
+        s=s, engine=engine.Engine(None, lambda n: steps, evaluate, dict), signals=[],
+        checkpoints=SimpleNamespace(save=lambda *given: None), metrics=log.Metrics(None, 0),
+        display=log.Display(12, 0, 100),
     )  # fmt: skip
     run.train(
         r, SimpleNamespace(step=0), {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}

@@ -17,7 +17,7 @@ import pytest
 
 from jaxmp import checkpoint, engine, evaluate, generate, run, setting, staged, task, team, train
 from jaxmp.models import resnet18
-from tests.runs import ROOT, SMALL, config_of, records, start, wait_for_steps
+from tests.runs import ROOT, SMALL, config_of, damage_newest, records, start, wait_for_steps
 
 
 class TinyStage(nn.Module):
@@ -115,6 +115,14 @@ def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
     assert written['test']['on']['best']['accuracy'] == best
     assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
     assert json.loads((tmp_path / 'config.json').read_text())['width'] == 2
+    # Given again it is not made again, and fewer epochs do not undo it.
+    kept = {n: (tmp_path / n).read_text() for n in ('config.json', 'metrics.jsonl')}
+    (tmp_path / 'summary.json').write_text(json.dumps({**written, 'commit': 'of then'}))
+    assert run.run(small(), tmp_path) == {**written, 'commit': 'of then'}
+    with pytest.raises(checkpoint.WorkdirError, match=r'holds 2 epochs, .*epochs=1 are fewer'):
+        run.run(small(epochs=1), tmp_path)
+    assert json.loads((tmp_path / 'summary.json').read_text())['commit'] == 'of then'
+    assert {n: (tmp_path / n).read_text() for n in kept} == kept
 
 
 def test_evaluation_sees_every_example_and_leaves_the_state_alone():
@@ -307,7 +315,7 @@ def last_arrays(workdir, config):
 
 
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
-    """SIGTERM in mid-epoch, then kill -9 after a checkpoint, then to the end: equal to the bit."""
+    """SIGTERM in mid-epoch, kill -9, a damaged checkpoint, then to the end: equal to the bit."""
     changes = {'fwd': 'aqsgd(top_k(0.3), examples=examples)', 'bwd': 'ef21(top_k(0.1))'}
     changes |= {'epochs': 7, 'warmup_epochs': 1}
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
@@ -320,22 +328,23 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
         process.send_signal(number)
         assert process.wait(60) == code, process.stdout.read().decode()[-2000:]
         process.stdout.close()
+    step = damage_newest(cut)
     process = start(cut, **changes)
     assert process.wait(300) == 0
-    assert 'going on from step' in process.stdout.read().decode()
+    out = process.stdout.read().decode()
+    assert f'checkpoint at step {step} is damaged' in out
+    assert 'going on from step' in out
     process.stdout.close()
     config = small(model='resnet18', **changes)
     assert leaves_equal(last_arrays(whole, config), last_arrays(cut, config))
     assert records(whole) == records(cut)
 
 
-@pytest.mark.parametrize(
-    ('flag', 'message'),
-    [('--config.widht=3', 'widht'), ('--config.fwd=__import__("os")', '__import__'), ('x', 'x')],
-)
-def test_a_bad_command_line_is_refused(tmp_path, flag, message):
-    args = [sys.executable, str(ROOT / 'train.py'), f'--workdir={tmp_path / "w"}', flag]
+def test_a_bad_command_line_is_refused(tmp_path):
+    """See tests/test_errors.py for all kinds; this one has read its flags."""
+    flags = [f'--workdir={tmp_path / "w"}', '--config.fwd=__import__("os")']
+    args = [sys.executable, str(ROOT / 'train.py'), *flags]
     done = subprocess.run(args, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert message in done.stderr
+    assert done.returncode == 1
+    assert re.fullmatch(r"train\.py: SpecError: in '__import__.*\n", done.stderr)
     assert not (tmp_path / 'w').exists()

@@ -2,16 +2,20 @@
 
 `jnp.max` of floats does not do: XLA:CPU reduces a long row, from some 2,000 elements on, in pieces,
 and then skips NaN. Magnitudes are compared as integers here, for bit patterns order as they do, NaN
-above infinity; and two extremes are found in one pass, where `jnp.min` and `jnp.max` make two.
+above infinity; and two extremes are found in one pass, where `jnp.min` and `jnp.max` make two. They
+are jitted, because a reduction by a Python function is else compiled anew at every eager call.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 
+@partial(jax.jit, static_argnums=1, inline=True)
 def span(x: Array, axis: int) -> tuple[Array, Array]:
     """Smallest and largest along ``axis``, NaN where either is not finite."""
     lo, hi = _ends(x, x, axis, (-jnp.inf, jnp.inf))
@@ -28,15 +32,16 @@ def largest(x: Array, axis: int) -> Array:
     return _floats(jnp.max(_words(x), axis), x)
 
 
+@partial(jax.jit, static_argnums=1, inline=True)
 def magnitudes(x: Array, axis: int) -> tuple[Array, Array]:
     """Smallest and largest magnitude of normal numbers along an axis.
 
     Without a normal number the smallest is infinite, and the largest is below all of them.
     """
-    words, info = _words(x), jnp.finfo(x.dtype)
-    normal, inf = (_words(jnp.array(v, x.dtype)) for v in (info.tiny, jnp.inf))
-    bound = jnp.iinfo(words.dtype)
-    lo, hi = _ends(jnp.where(words < normal, inf, words), words, axis, (bound.min, bound.max))
+    words = _words(x)
+    normal, inf = (_words(jnp.array(v, x.dtype)) for v in (jnp.finfo(x.dtype).tiny, jnp.inf))
+    bounds = jnp.iinfo(words.dtype)
+    lo, hi = _ends(jnp.where(words < normal, inf, words), words, axis, (bounds.min, bounds.max))
     return _floats(lo, x), _floats(hi, x)
 
 
