@@ -71,6 +71,7 @@ def test_two_runs_in_one_workdir_are_refused(tmp_path):
         ('elsewhere 1', False),
         ('no number', True),
     ],
+    ids=['empty', 'gone', 'this', 'elsewhere', 'no number'],
 )
 def test_without_locks_the_process_in_the_file_counts(tmp_path, monkeypatch, text, free):
     def refuse(*_):
