@@ -70,10 +70,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, team: Team) -> Prepared:
-    """What `run` needs for ``config``; raises ValueError where it makes no sense.
-
-    Raises TeamError where the processes have different data.
-    """
+    """What `run` needs for ``config``; raises ValueError or TeamError where it makes no sense."""
     s = setting(config)
     if team.count == 1:
         check_memory(s)
