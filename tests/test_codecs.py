@@ -24,6 +24,21 @@ def test_laws_float32(text):
     laws.check(text, laws.FLOAT32_SPECS[text], laws.FLOAT32)
 
 
+LONG = (  # those that scale by the extremes, a sum or a norm of many numbers, and a few others
+    *('uniform(4)', 'uniform(4, rounding=stochastic)', 'max_scaled(4)', 'block(4)', 'block(8)'),
+    *('log_scale(4)', 'log_scale(2)', 'top_k(0.4, values=log_scale(4), indices=bitmap)'),
+    *('top_k(0.3, values=uniform(4), indices=block_local)', 'one_bit', 'natural', 'qsgd(3)'),
+    *('polar(0.5, block=32)', 'rotate(fp16, 64)', 'fp16', 'same_support(values=fp16)'),
+)
+
+
+@pytest.mark.parametrize('inner', [(32, 64), (256, 256)])
+def test_laws_of_long_samples(inner):
+    """XLA reduces rows of some 2,000 elements in pieces; the tables' samples have 301."""
+    table = laws.SPECS | laws.FLOAT32_SPECS
+    laws.check_together({text: table[text] for text in LONG}, laws.special(inner))
+
+
 def round_trip(text, x, ctx=None):
     """``C(x)`` through two programs."""
     pair = laws.ends(jaxmp.parse(text), jaxmp.like(x))
