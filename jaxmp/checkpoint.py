@@ -23,7 +23,7 @@ from jaxmp.files import WorkdirError, write_json
 from jaxmp.team import Team
 
 SEEN = 4  # checkpoints that processes compare, more than are ever kept
-LONGEST = 400  # of a reason
+LONGEST = 240  # of a reason
 LEAST_ROOM = 2**20  # bytes on the disk, for any checkpoint
 NO_SPACE = 'No space left on device'
 
