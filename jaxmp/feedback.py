@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.codecs.dense import raw
-from jaxmp.wire import Codec, Ctx, Like, Payload
+from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype
 from jaxmp.words import Origin, known, word
 
 Tx = Any
@@ -73,12 +73,8 @@ class Slots(NamedTuple):
     per_example: bool
 
 
-def _wide(like: Like) -> jnp.dtype:
-    return jnp.promote_types(like.dtype, jnp.float32)
-
-
 def _buffer(like: Like) -> Array:
-    return jnp.zeros(like.shape, _wide(like))
+    return jnp.zeros(like.shape, compute_dtype(like))
 
 
 def _like(x: Array) -> Like:
@@ -94,10 +90,10 @@ def check_codec(rule: str, codec: object) -> None:
 
 
 def _read(codec: Codec, m: Payload, like: Like, ctx: Ctx) -> Array:
-    """Decodes to the same bits at both ends.
+    """Decodes to the same bits at both ends, or their states would drift apart.
 
-    They are two programs, and fused into one of them a decoder may round otherwise (FMA); the
-    states of the ends would drift apart.
+    They are two programs. The package's decoders round alike in any (`jaxmp.codecs.exact`); for one
+    that does not, the barriers keep at least XLA from rewriting it with what stands around it.
     """
     m = jax.lax.optimization_barrier(m)
     return jax.lax.optimization_barrier(codec.decode(m, like, ctx))

@@ -21,7 +21,16 @@ from typing import Any, TextIO
 
 # Keys that may differ between a run and its continuation: none changes a number already computed.
 DEFAULTS = {'tied_exchange': 'mean'}  # of keys that runs still going on may lack
-FREE = ('name', 'epochs', 'data_dir', 'download', 'checkpoint_every', 'tensorboard')
+FREE = (
+    'runtime',
+    'processes',
+    'name',
+    'epochs',
+    'data_dir',
+    'download',
+    'checkpoint_every',
+    'tensorboard',
+)
 _MINE: ContextVar[frozenset[Path]] = ContextVar('mine', default=frozenset())
 
 
@@ -33,12 +42,14 @@ class WorkdirError(RuntimeError):
 def owned(workdir: Path) -> Iterator[None]:
     """Makes ``workdir`` and keeps every other run out of it.
 
+    A thread that holds the lock already may have it, as a sweep that locks before it runs.
+
     Raises:
       WorkdirError: if the folder cannot be written, or another run works in it.
     """
     with ExitStack() as stack:
         try:
-            mine = stack.enter_context(locked(workdir))
+            mine = workdir.resolve() in _MINE.get() or stack.enter_context(locked(workdir))
         except OSError as error:
             raise WorkdirError(
                 f'cannot use the workdir {workdir}: {error}; give a --workdir that is a writable '
@@ -54,15 +65,8 @@ def owned(workdir: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Whether this thread alone works in ``folder``, which is made.
-
-    A thread may take a lock again that it holds: a sweep locks a run that locks itself.
-    """
+    """Whether nobody else works in ``folder``, which is made; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    folder = folder.resolve()
-    if folder in _MINE.get():
-        yield True
-        return
     with (folder / 'lock').open('a+') as file:
         if not _take(file):
             yield False
@@ -70,7 +74,7 @@ def locked(folder: Path) -> Iterator[bool]:
         file.truncate(0)
         file.write(f'{socket.gethostname()} {os.getpid()}')
         file.flush()
-        token = _MINE.set(_MINE.get() | {folder})
+        token = _MINE.set(_MINE.get() | {folder.resolve()})
         try:
             yield True
         finally:

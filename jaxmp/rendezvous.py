@@ -95,7 +95,7 @@ def own_address(host: str) -> str:
     """
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the second of what cannot be a name
         return ''
     for family, *_, address in found:
         if ipaddress.ip_address(address[0]).is_loopback and not is_loopback(host):
@@ -205,7 +205,7 @@ class _Door:
             return
         said = self.unknown.get(sock, b'') + part
         if not part or len(said) > HELLO:
-            self.drop(sock, 'sent no hello')
+            self.drop(sock, 'has gone again' if sock in self.came else 'sent no hello')
         elif b'\n' in part:
             self.greet(sock, object_of(said.partition(b'\n')[0] + b'\n') or {})
         else:

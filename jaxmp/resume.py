@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.checkpoint import Checkpoints
-from jaxmp.engine import Engine
 from jaxmp.files import WorkdirError
 from jaxmp.log import Display
 from jaxmp.setting import Setting
+from jaxmp.training.engine import Engine
 
 Place = dict[str, Any]  # in the epoch begun: sums over its steps, and the seconds of the run
 
@@ -48,8 +48,8 @@ def begin(s: Setting, engine: Engine, checkpoints: Checkpoints, workdir: Path) -
     """
     state = engine.create(s)
     place = {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
-    if (found := checkpoints.restore(state)) is not None:
-        state, place = found
+    if (found := checkpoints.restore(engine.export(state))) is not None:
+        state, place = engine.load(state, found[0]), found[1]
     done = int(state.step)
     if done > s.config.epochs * s.epoch_steps:
         raise WorkdirError(

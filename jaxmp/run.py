@@ -77,10 +77,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, team: Team) -> Prepared:
-    """What `run` needs for ``config``; raises ValueError where it makes no sense.
-
-    Raises TeamError where the processes have different data.
-    """
+    """What `run` needs for ``config``; raises ValueError or TeamError where it makes no sense."""
     s = setting(config)
     if team.count == 1:
         check_memory(s)
@@ -213,7 +210,7 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
                 place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
             if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
                 r.engine.check(state)
-                r.checkpoints.save(int(state.step), state, place)
+                r.checkpoints.save(int(state.step), r.engine.export(state), place)
         if stop:
             break
     return state, place, stop

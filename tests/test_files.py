@@ -58,8 +58,10 @@ def test_two_runs_in_one_workdir_are_refused(tmp_path):
     assert os.listdir(tmp_path) == ['lock']
     with files.locked(tmp_path) as mine:
         assert mine
-        with files.locked(tmp_path) as again:  # as a sweep and its run
-            assert again
+        with files.owned(tmp_path):  # as a sweep and its run
+            pass
+        with files.locked(tmp_path) as again:  # as two sweeps
+            assert not again
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,7 @@ def test_two_runs_in_one_workdir_are_refused(tmp_path):
         ('elsewhere 1', False),
         ('no number', True),
     ],
+    ids=['empty', 'gone', 'this', 'elsewhere', 'no number'],
 )
 def test_without_locks_the_process_in_the_file_counts(tmp_path, monkeypatch, text, free):
     def refuse(*_):

@@ -123,8 +123,8 @@ REFUSED = {
     'ef(3)': r'ef takes a codec such as top_k\(0.1\), got 3',
     'bitmap': 'bitmap is not a codec or feedback rule by itself',
     '3': '3 is not a codec or feedback rule by itself',
-    'nearest(3, 4, 5)': 'nearest takes no arguments here; write rounding=nearest',
-    'uniform(4, rounding=stochastic(1, 2, 3))': 'stochastic takes no arguments here; write round',
+    'nearest(3, 4, 5)': 'nearest takes no arguments; write nearest',
+    'uniform(4, rounding=stochastic(1, 2, 3))': 'stochastic takes no arguments; write stochastic',
     # numbers
     'top_k(10)': r'top_k fraction 10 is not in \(0, 1\]; for 10 % write top_k\(0.1\)$',
     'random_k(2.5)': r'2.5 is not in \(0, 1\]; for 2.5 % write random_k\(0.025\)$',

@@ -27,7 +27,7 @@ from jaxmp.runtimes.stage import Feedback
 from jaxmp.runtimes.types import ByReplica, ModelState, each
 from jaxmp.setting import Setting, tied_exchange
 from jaxmp.team import Team, together
-from jaxmp.training import replicas
+from jaxmp.training import portable, replicas
 from jaxmp.training.engine import (
     Engine,
     Epoch,
@@ -40,6 +40,7 @@ from jaxmp.training.engine import (
     rules_of,
     sums,
 )
+from jaxmp.training.portable import Portable
 from jaxmp.training.step import Across, TrainState, begin, train_step
 
 RUNTIMES = {'mpmd': Mpmd, 'spmd': Spmd}
@@ -57,8 +58,8 @@ def by_stage(s: Setting, team: Team) -> Engine:
     """
     own = _ByStage(s, team)
     return Engine(
-        own.create, own.epoch, own.evaluate, own.bytes, own.check, own.weights
-    )  # fmt: skip
+        own.create, own.epoch, own.evaluate, own.export, own.load, own.bytes, own.check, own.weights
+    )
 
 
 class _ByStage:
@@ -231,6 +232,72 @@ class _ByStage:
             return None
         rows = zip(*(p.values() for p in state.model[:2]), strict=True)
         return tuple({'params': p[0], **st[0]} for p, st in rows)
+
+    # Checkpoints.
+
+    def parts(self, state: TrainState) -> dict[tuple[int, int], dict[str, Any]]:
+        """What each stage and replica of this process holds."""
+        feedback, ends = (
+            self.training.unpack(state.model.feedback),
+            dict(zip((0, self.last), ENDS, strict=True)),
+        )
+
+        def tied(s: int, r: int) -> Any:
+            return state.tied[r][ends[s]] if state.tied and s in ends else ()
+
+        return {
+            (s, r): {
+                'params': state.model.params[s][r],
+                'model_state': state.model.model_state[s][r],
+                'opt_state': [o[r] for o in state.opt_state[s]],
+                'exchange': [x[r] for x in state.exchange[s]],
+                'feedback': feedback[s][r],
+                'tied': tied(s, r),
+            }
+            for s, here in self.columns.here.items()
+            for r in here
+        }
+
+    def export(self, state: TrainState) -> Portable:
+        """See `Engine`."""
+        cuts = self.s.model.boundaries
+        parts = {
+            portable.name(*at): portable.part(at[0], self.last, tree, cuts)
+            for at, tree in self.parts(state).items()
+        }
+        return Portable(np.asarray(state.step), jax.random.key_data(state.key), parts)
+
+    def load(self, state: TrainState, found: Portable) -> TrainState:
+        """See `Engine`."""
+        cuts, device = self.s.model.boundaries, self.columns.devices
+        loaded = {
+            (s, r): jax.device_put(portable.whole((s, r), tree, found, cuts), device[r, s])
+            for (s, r), tree in self.parts(state).items()
+        }
+
+        def by(name: str) -> dict[int, ByReplica]:
+            own = lambda s, rows: ByReplica({r: loaded[s, r][name] for r in rows})
+            return {s: own(s, rows) for s, rows in self.columns.here.items()}
+
+        def listed(name: str) -> dict[int, list[ByReplica]]:
+            rows = by(name)
+            return {
+                s: [each(lambda t, i=i: t[i], row) for i in range(len(next(iter(row.values()))))]
+                for s, row in rows.items()
+            }
+
+        feedback = self.training.pack(by('feedback'))
+        model = ModelState(by('params'), by('model_state'), feedback)
+        tied: dict[int, dict[str, Any]] = {}
+        for (s, r), tree in loaded.items():
+            for stage, end in zip((0, self.last), ENDS, strict=True):
+                if state.tied and s == stage:
+                    tied.setdefault(r, {})[end] = tree['tied']
+        key = jax.random.wrap_key_data(jnp.asarray(found.key))
+        return TrainState(
+            np.asarray(found.step, np.int32), model, listed('opt_state'), listed('exchange'), key,
+            ByReplica(tied) if tied else (),
+        )  # fmt: skip
 
     # Bytes.
 

@@ -14,6 +14,7 @@ from jaxmp.codecs import raw
 from jaxmp.feedback import direct, per_microbatch
 from jaxmp.runtimes.types import Model
 from jaxmp.setting import Setting, micro_like
+from jaxmp.training.portable import Portable
 from jaxmp.training.step import Rules
 
 Values = dict[str, Any]  # loss and accuracy of one step, or of each of several
@@ -29,20 +30,22 @@ class Engine(NamedTuple):
       create: the state before the first step of a setting that differs in nothing but its seed; a
         pytree that a checkpoint can hold.
       epoch: given the number of an epoch from 0, a function that runs (the rest of) it.
+      export: a state as a checkpoint holds it, this process's part.
+      load: ``(a state, what all processes exported) -> state``; it may be of another runtime.
       evaluate: ``(state, compressed) -> {'loss', 'accuracy'}`` on the whole test split.
       moved: what this runtime knows of bytes on links, for the summary.
       check: raises if the state is not what it must be (replicas that differ).
       weights: the variables of all stages, where this process has them; else None.
-      open: lets this process meet those it will exchange messages with.
     """
 
     create: Callable[[Setting], Any]
     epoch: Callable[[int], Epoch]
     evaluate: Callable[[Any, bool], dict[str, float]]
+    export: Callable[[Any], Portable]
+    load: Callable[[Any, Portable], Any]
     moved: Callable[[], dict[str, Any]]
     check: Callable[[Any], None] = lambda state: None
     weights: Callable[[Any], Any] = lambda state: None
-    open: Callable[[], None] = lambda: None
 
 
 def model_of(s: Setting, cuts: tuple[Boundary, ...]) -> Model:

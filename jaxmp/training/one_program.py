@@ -32,7 +32,7 @@ from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.types import ModelState
 from jaxmp.setting import Setting
 from jaxmp.team import Team, together
-from jaxmp.training import replicas
+from jaxmp.training import portable, replicas
 from jaxmp.training.engine import (
     Engine,
     Epoch,
@@ -46,6 +46,7 @@ from jaxmp.training.engine import (
     rules_of,
     sums,
 )
+from jaxmp.training.portable import Portable
 from jaxmp.training.step import Across, Rules, TrainState, begin, train_step
 
 Step = Callable[[TrainState, dict[str, Array]], tuple[TrainState, Values]]
@@ -78,6 +79,8 @@ def one_program(s: Setting, team: Team) -> Engine:
         create=lambda seeded: spread(create(seeded, s.replicas), mesh),
         epoch=lambda n: compiled(n < s.config.warmup_epochs, rules_of(s, n)),
         evaluate=lambda state, compressed: score(one_of(state, mesh), compressed),
+        export=lambda state: export(s, state, mesh),
+        load=lambda state, found: load(s, state, found, mesh),
         moved=lambda: {'processes': team.count, 'exchange': traffic(s, mesh)},
         check=lambda state: check(s, state, mesh),
         weights=lambda state: variables_of(one_of(state, mesh)),
@@ -93,6 +96,8 @@ def _alone(s: Setting) -> Engine:
         create=create,
         epoch=lambda n: compiled(n < s.config.warmup_epochs),
         evaluate=evaluator(s),
+        export=lambda state: export(s, state),
+        load=lambda state, found: load(s, state, found),
         moved=dict,
         weights=variables_of,
     )
@@ -302,6 +307,78 @@ def _agreed(
 
     made = ((after, values) for after, values, _ in steps(state, order))
     yield from together(team, made, len(order) // s.config.batch_size, stopped, share)
+
+
+# Checkpoints.
+
+
+def parts(state: TrainState) -> dict[int, dict[str, Any]]:
+    """What each stage of a replica holds."""
+    model = state.model
+    return {
+        i: {
+            'params': model.params[i],
+            'model_state': model.model_state[i],
+            'opt_state': state.opt_state[i],
+            'exchange': state.exchange[i],
+            'feedback': portable.feedback_of(model.feedback, i),
+            'tied': (),
+        }
+        for i in model.params
+    }
+
+
+def rows_of(state: TrainState, mesh: Mesh) -> dict[int, TrainState]:
+    """The replicas of this process, each on its device."""
+    here = {r: d for r, d in enumerate(mesh.devices) if d.process_index == jax.process_index()}
+    own = lambda a, d: next(x.data for x in a.addressable_shards if x.device == d)[0]
+    take = lambda d: {n: jax.tree.map(lambda a: own(a, d), getattr(state, n)) for n in EACH}
+    return {r: state.replace(**take(d)) for r, d in here.items()}
+
+
+def export(s: Setting, state: TrainState, mesh: Mesh | None = None) -> Portable:
+    """See `Engine`."""
+    rows = {0: state} if mesh is None else rows_of(state, mesh)
+    cuts, last = s.model.boundaries, len(s.task.stages) - 1
+    found = {
+        portable.name(i, r): portable.part(i, last, tree, cuts)
+        for r, row in rows.items()
+        for i, tree in parts(row).items()
+    }
+    words = jax.random.key_data(state.key)
+    return Portable(np.asarray(state.step), np.asarray(words.addressable_data(0)), found)
+
+
+def load(s: Setting, state: TrainState, found: Portable, mesh: Mesh | None = None) -> TrainState:
+    """See `Engine`."""
+    rows = {0: state} if mesh is None else rows_of(state, mesh)
+    loaded = {r: _taken(s, row, r, found) for r, row in rows.items()}
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, loaded[0])
+    place = NamedSharding(mesh, P(AXIS))
+
+    def whole(*own: Any) -> Array:
+        rows = np.stack([np.asarray(a) for a in own])
+        return jax.make_array_from_process_local_data(place, rows, (mesh.size, *rows.shape[1:]))
+
+    each = {n: jax.tree.map(whole, *(getattr(t, n) for t in loaded.values())) for n in EACH}
+    first, shared = next(iter(loaded.values())), NamedSharding(mesh, P())
+    step, words = np.asarray(first.step), np.asarray(found.key)
+    step, key = jax.jit(lambda n, w: (n, jax.random.wrap_key_data(w)), out_shardings=shared)(
+        step, words
+    )
+    return TrainState(step=step, key=key, **each)
+
+
+def _taken(s: Setting, state: TrainState, r: int, found: Portable) -> TrainState:
+    """A replica's state with what was found of its stages."""
+    cuts = s.model.boundaries
+    own = {i: portable.whole((i, r), tree, found, cuts) for i, tree in parts(state).items()}
+    by = lambda name: {i: tree[name] for i, tree in own.items()}
+    links = portable.links_of(list(by('feedback').values()))
+    model = ModelState(by('params'), by('model_state'), links)
+    key = jax.random.wrap_key_data(jnp.asarray(found.key))
+    return TrainState(np.asarray(found.step, np.int32), model, by('opt_state'), by('exchange'), key)
 
 
 def check(s: Setting, state: TrainState, mesh: Mesh) -> None:

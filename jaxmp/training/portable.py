@@ -68,7 +68,7 @@ def whole(
 
     Args:
       at: stage and replica.
-      like: of its structure, whole.
+      like: of its structure, as this runtime holds it.
       found: as read, of all stages.
       cuts: all boundaries.
     """
@@ -76,11 +76,11 @@ def whole(
     own = found.parts[name(s, r)]
     data, held = {**own}, dict(own['exchange'])
     data['feedback'] = dict(own['feedback'])
-    if s and cuts[s - 1].fwd.mirrored:
+    if jax.tree.leaves(like['feedback'].left_rx) and cuts[s - 1].fwd.mirrored:
         data['feedback']['left_rx'] = found.parts[name(s - 1, r)]['feedback']['right_tx']
-    if s < len(cuts) and cuts[s].bwd.mirrored:
+    if jax.tree.leaves(like['feedback'].right_rx) and cuts[s].bwd.mirrored:
         data['feedback']['right_rx'] = found.parts[name(s + 1, r)]['feedback']['left_tx']
-    if s and len(held) > 1:
+    if s and len(held) > 1 and like['exchange'][0] != ():
         held['0'] = found.parts[name(0, r)]['exchange']['0']
     return flax.serialization.from_state_dict(like, {**data, 'exchange': held})
 
