@@ -7,6 +7,7 @@ with other stages.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,12 +88,13 @@ def whole(
 
 def to_bytes(state: Portable) -> bytes:
     """The parts of this process."""
-    return flax.serialization.to_bytes(jax.tree.map(np.asarray, state))
+    found: Any = jax.tree.map(np.asarray, state._asdict())
+    return flax.serialization.to_bytes(found)
 
 
 def from_bytes(rows: Sequence[bytes]) -> Portable:
     """The parts of all processes, as nested dicts."""
-    found = [flax.serialization.msgpack_restore(row) for row in rows]
+    found: list[Any] = [flax.serialization.msgpack_restore(row) for row in rows]
     parts = {k: tree for one in found for k, tree in one['parts'].items()}
     return Portable(found[0]['step'], found[0]['key'], parts)
 
@@ -119,6 +121,6 @@ def feedback_of(links: Links, s: int) -> Feedback:
 
 def links_of(rows: Sequence[Feedback]) -> Links:
     """Inverse of `feedback_of`, given all stages."""
-    pairs = list(zip(rows, rows[1:], strict=False))
+    pairs = list(itertools.pairwise(rows))
     fwd = tuple((a.right_tx, b.left_rx) for a, b in pairs)
     return Links(fwd, tuple((b.left_tx, a.right_rx) for a, b in pairs))
