@@ -18,10 +18,12 @@ FILES = sorted(p for p in ROOT.rglob('*.py'))
 # ../shared/design.md section 4: what a room may import besides itself.
 BELOW = {
     'version': '',
-    'wire': '',
-    'codecs': 'wire',
-    'feedback': 'wire codecs',
-    'spec': 'wire codecs feedback',
+    'words': '',
+    'defaults': '',
+    'wire': 'words',
+    'codecs': 'wire words',
+    'feedback': 'wire codecs words',
+    'spec': 'wire codecs feedback words',
     'transport': 'wire',
     'boundary': 'wire codecs feedback transport',
     'pipeline': 'wire codecs feedback transport boundary',
@@ -31,15 +33,16 @@ BELOW = {
     'spmd': 'wire codecs feedback transport boundary schedule micro',
     'mpmd': 'wire codecs feedback transport boundary schedule stage',
     'watch': '',
-    'team': 'mpmd watch',
-    'launch': '',
-    'exchange': 'wire codecs feedback transport spec',
+    'rendezvous': 'watch',
+    'team': 'mpmd watch rendezvous',
+    'launch': 'rendezvous',
+    'exchange': 'wire codecs feedback transport spec words',
     'devices': '',
-    'files': '',
+    'files': 'defaults',
     'grid': 'wire feedback spmd exchange',
     'models': '',
     'data': '',
-    'report': '',
+    'report': 'defaults',
     'hub': '',
 }
 ABOVE = {  # may import everything below
@@ -57,7 +60,17 @@ ABOVE = {  # may import everything below
     'generate',
     '__init__',
 }
-INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'sign', 'view']
+INSIDE_CODECS = [
+    'exact',
+    'extremes',
+    'select',
+    'dense',
+    'uniform',
+    'logscale',
+    'sparse',
+    'sign',
+    'view',
+]
 INSIDE_CODECS += ['rotate', 'polarcode', 'polarsearch', 'polar']
 HEAVY = (
     'orbax',
