@@ -19,8 +19,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxmp.defaults import DEFAULTS
+
 # Keys that may differ between a run and its continuation: none changes a number already computed.
-DEFAULTS = {'tied_exchange': 'mean'}  # of keys that runs still going on may lack
 FREE = (
     'runtime',
     'processes',
@@ -134,7 +135,7 @@ def claim(workdir: Path, config: dict[str, Any]) -> None:
         raise WorkdirError(
             f'{path} holds {json.dumps(old)[:40]}, not the settings of a run; give a new --workdir'
         )
-    old, now = {**DEFAULTS, **old}, {**DEFAULTS, **config}
+    old, now = {**DEFAULTS, **old}, {**DEFAULTS, **config}  # of keys that an older run lacks
     clash = [k for k in {**old, **now} if k not in FREE and old.get(k) != now.get(k)]
     if clash:
         raise WorkdirError(

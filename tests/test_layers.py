@@ -18,32 +18,35 @@ FILES = sorted(p for p in ROOT.rglob('*.py'))
 # ../shared/design.md section 4: what a room may import besides itself.
 BELOW = {
     'version': '',
-    'wire': '',
-    'codecs': 'wire',
-    'feedback': 'wire codecs',
-    'spec': 'wire codecs feedback',
+    'words': '',
+    'defaults': '',
+    'wire': 'words',
+    'codecs': 'wire words',
+    'feedback': 'wire codecs words',
+    'spec': 'wire codecs feedback words',
     'transport': 'wire',
     'boundary': 'wire codecs feedback transport',
     'pipeline': 'wire codecs feedback transport boundary',
     'microbatch': 'wire',
     'hlo': '',
     'devices': '',
-    'exchange': 'wire codecs feedback transport spec hlo',
+    'exchange': 'wire codecs feedback transport spec hlo words',
     'runtimes': 'wire feedback transport boundary pipeline microbatch hlo devices exchange',
     'watch': '',
     'rendezvous': 'watch',
     'team': 'devices watch rendezvous',
-    'launch': '',
-    'files': '',
+    'launch': 'rendezvous',
+    'files': 'defaults',
     'models': '',
     'data': '',
-    'report': '',
+    'report': 'defaults',
     'hub': '',
 }
 ABOVE = {  # may import everything below
     'task',
     'setting',
     'training',
+    'checkpoint',
     'resume',
     'run',
     'sweep',
@@ -51,7 +54,17 @@ ABOVE = {  # may import everything below
     'generate',
     '__init__',
 }
-INSIDE_CODECS = ['select', 'dense', 'uniform', 'logscale', 'sparse', 'sign', 'view']
+INSIDE_CODECS = [
+    'exact',
+    'extremes',
+    'select',
+    'dense',
+    'uniform',
+    'logscale',
+    'sparse',
+    'sign',
+    'view',
+]
 INSIDE_CODECS += ['rotate', 'polarcode', 'polarsearch', 'polar']
 HEAVY = (
     'orbax',

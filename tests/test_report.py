@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmp import devices, study, sweep
+from jaxmp import defaults, devices, sweep
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, page, residuals, results, tables
 from tests.runs import ROOT
@@ -46,10 +46,10 @@ def test_a_default_in_code_is_the_default_of_a_result():
                 case ast.Call(
                     func=ast.Attribute(value=of, attr='get'),
                     args=[ast.Constant(value=key), ast.Constant(value=default)],
-                ) if ast.unparse(of).endswith('config') and key not in study.IDLE:
+                ) if ast.unparse(of).endswith('config') and key not in defaults.IDLE:
                     said[key] = default
     assert {'exchange', 'replicas'} <= said.keys()
-    assert {k: study.DEFAULTS.get(k) for k in said} == said
+    assert {k: defaults.DEFAULTS.get(k) for k in said} == said
 
 
 def test_the_committed_report_is_what_the_readme_makes(monkeypatch, tmp_path):

@@ -9,12 +9,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from jaxmp.defaults import settings
 from jaxmp.report import figures
 from jaxmp.report.claims import PAPER, Evidence, Verdict, judge
 from jaxmp.report.residuals import CONFIDENCE, POWER
 from jaxmp.report.results import Study
 from jaxmp.report.tables import HEADS, NONE, lines, markdown, others, plain
-from jaxmp.study import settings
 
 HERE = Path(__file__).parent
 TITLE = "The paper's tables and figures, run again"

@@ -15,8 +15,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxmp.defaults import Summary, settings
 from jaxmp.report.residuals import Estimate, estimate
-from jaxmp.study import Summary, settings
 
 VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs')  # between the rows of a study
 TUNED = ('lr', 'momentum')  # between exchanges, too: some have a momentum of their own
