@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxmp import checkpoint, exchange, log, mpmd, setting, staged, team
+from jaxmp import checkpoint, exchange, files, log, setting, team
 from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.models import gpt2
+from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.training import by_stage
 from tests.laws import QUICK
 from tests.runs import config_of
 
@@ -63,27 +65,29 @@ def small(**changes):
 
 def tables(state):
     """The copies that the stages hold."""
-    return [np.asarray(state.variables[i]['params']['wte']) for i in '01']
+    return [np.asarray(state.model.params[i][0]['wte']) for i in (0, 1)]
 
 
 def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch):
     """Copies stay equal; a run that goes on from a checkpoint ends like one that was not cut."""
     ends = lambda sizes, n: (gpt2.equal(sizes, 1)[0], gpt2.equal(sizes, 1)[2])  # without blocks
     monkeypatch.setattr(gpt2, 'gpt2', ends)
-    monkeypatch.setattr(staged, 'mpmd', functools.partial(mpmd.mpmd, compiler_options=QUICK))
+    quick = functools.partial(Mpmd, options=tuple(QUICK.items()))
+    monkeypatch.setitem(by_stage.RUNTIMES, 'mpmd', quick)
     s = setting.setting(small(tied_exchange=SQUEEZED))
-    made, order = staged.staged(s, team.Team()), np.arange(48)
+    made, order = by_stage.by_stage(s, team.Team()), np.arange(48)
     *_, (whole, _, _) = made.epoch(0)(made.create(s), order, lambda: False)
     first, last = tables(whole)
     np.testing.assert_array_equal(first, last)
     assert not np.array_equal(first, tables(made.create(s))[0])
     *_, (cut, _, _) = made.epoch(0)(made.create(s), order[:16], lambda: False)
     kept = checkpoint.Checkpoints(tmp_path)
-    kept.save(1, cut, {})
-    cut, _ = kept.restore(made.create(s))
+    kept.save(1, made.export(cut), {})
+    found, _ = kept.restore(made.export(made.create(s)))
     kept.close()
+    cut = made.load(made.create(s), found)
     *_, (cut, _, _) = made.epoch(0)(cut, order[16:], lambda: False)
-    assert np.any(jax.tree.leaves(cut.exchange)[0])
+    assert np.any(jax.tree.leaves(cut.tied)[0])
     unkeyed = (state.replace(key=jax.random.key_data(state.key)) for state in (cut, whole))
     jax.tree.map(np.testing.assert_array_equal, *unkeyed)
 
@@ -126,7 +130,7 @@ def test_an_exchange_that_does_not_fit_is_refused(change, message):
 def test_a_run_from_before_the_key_goes_on(tmp_path):
     """What lacks the key has the default; another value is another run."""
     (tmp_path / 'config.json').write_text('{"lr": 0.1}')
-    checkpoint.claim(tmp_path, {'lr': 0.1, 'tied_exchange': 'mean'})
+    files.claim(tmp_path, {'lr': 0.1, 'tied_exchange': 'mean'})
     (tmp_path / 'config.json').write_text('{"lr": 0.1}')
-    with pytest.raises(checkpoint.WorkdirError, match=r"tied_exchange='mean' \(now 'power_sgd"):
-        checkpoint.claim(tmp_path, {'lr': 0.1, 'tied_exchange': 'power_sgd(2)'})
+    with pytest.raises(files.WorkdirError, match=r"tied_exchange='mean' \(now 'power_sgd"):
+        files.claim(tmp_path, {'lr': 0.1, 'tied_exchange': 'power_sgd(2)'})

@@ -10,12 +10,14 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jaxmp import data, generate, resume, run, setting, spec
-from jaxmp.checkpoint import WorkdirError
 from jaxmp.data import cifar10, text, wikitext
+from jaxmp.files import WorkdirError
 from jaxmp.models import weights
+from jaxmp.training.portable import Portable
 from tests.runs import ROOT, SMALL, config_of
 
 
@@ -101,7 +103,9 @@ WORKDIRS = {
 def made():
     """A setting whose first state takes no time."""
     made = run.prepare(small(), run.Team())
-    return made._replace(engine=made.engine._replace(create=lambda s: SimpleNamespace(step=0)))
+    empty = Portable(np.int32(0), np.zeros(2, np.uint32), {})
+    first = {'create': lambda s: SimpleNamespace(step=0), 'export': lambda state: empty}
+    return made._replace(engine=made.engine._replace(**first))
 
 
 @pytest.mark.parametrize('case', WORKDIRS)

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Ctx, exchange
 from jaxmp.devices import device_mesh
-from jaxmp.exchange import AXIS, bytes_of, operands, over
+from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.collectives import sent
+from jaxmp.hlo import operands
 from tests.laws import QUICK
 
 STEPS = 3

@@ -21,6 +21,7 @@ from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.hlo import interface_bytes
 from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.links import open_links
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.stage import Feedback
@@ -160,7 +161,11 @@ class _ByStage:
         ends = lambda r: (self.columns.devices[r, 0], self.columns.devices[r, self.last])
         rows = {r for s in (0, self.last) for r in self.columns.here.get(s, ())}
         shared = tied_exchange(self.s.config, True)
-        return {r: Copies(shared, table, ends(r)) for r in sorted(rows)}
+        made = {r: Copies(shared, table, ends(r)) for r in sorted(rows)}
+        for copies in made.values():
+            if len(copies.here) == 1:
+                open_links(copies.mesh)
+        return made
 
     def init_tied(self) -> Any:
         """What the exchange of the tied table's gradients remembers."""

@@ -28,6 +28,7 @@ from jaxmp.boundary import Links
 from jaxmp.devices import device_mesh
 from jaxmp.exchange import AXIS, Collectives, bytes_of, operands, over
 from jaxmp.models.tied import share, tie
+from jaxmp.runtimes.links import open_links
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.types import ModelState
 from jaxmp.setting import Setting
@@ -66,6 +67,8 @@ def one_program(s: Setting, team: Team) -> Engine:
     if s.replicas == 1:
         return _alone(s)
     mesh = device_mesh(**{AXIS: s.replicas})
+    if team.count > 1:
+        open_links(mesh)
     score = evaluator(s)
 
     @functools.lru_cache(maxsize=1)
