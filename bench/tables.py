@@ -2,8 +2,8 @@
 
 A step reads and writes the rows of its batch, so the size of a table must not matter. LeNet of
 width 64, batch 32, runs in one program and as two stage programs in this process; where there are
-two devices, an MLP of two stages runs over them by `jaxmp.spmd`, in 4 micro-batches. The status is
-1 if a step over the largest table takes more than twice the time of one over the smallest.
+two devices, LeNet also runs over them as one program (`jaxmp.runtimes.spmd`). The status is 1 if a
+step over the largest table takes more than twice the time of one over the smallest.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=2 python bench/tables.py [repeats]
 (20: two minutes on 2 cores)
@@ -17,17 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxmp.spmd import Parts, spmd
 from timing import header, keep_freed_pages
 
 import jaxmp
-from jaxmp import Ctx, mpmd, schedule
-from jaxmp.devices import device_mesh
+from jaxmp import Ctx
+from jaxmp.feedback import per_microbatch
 from jaxmp.models import lenet
-from jaxmp.models.mlp import mlp
+from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.spmd import Spmd
+from jaxmp.runtimes.types import Model
 
 EXAMPLES, BATCH, BAR = (400, 14_080, 56_192), 32, 2.0  # 8 KiB an example and end, in float32
-ROW, MICROS = 2048, 4  # channels of the MLP, whose rows are as long as LeNet's
+ROW = 2048  # floats of an example at LeNet's boundary
 FWD, BWD = 'aqsgd(uniform(4), examples)', 'uniform(8)'
 
 
@@ -64,35 +66,31 @@ def one_program(examples):
     return step, (variables, links)
 
 
+def apart(kind, devices, examples):
+    """A step of LeNet by a runtime whose stages are apart."""
+    cut = jaxmp.boundary(*(per_microbatch(c, 1) for c in channels(examples)))
+    x = jax.ShapeDtypeStruct((BATCH, 28, 28, 1), jnp.float32)
+    model = Model(tuple(lenet(10, 64)), (cut,), lambda x, key: x, loss, x)
+    runtime = kind(model, Columns([devices]))
+    update = lambda via, params, grads: descend(params, grads)
+
+    def step(state, x, y, ctx):
+        batch = {'x': x, 'y': y, 'id': ctx.ids}
+        _, grads, state = runtime.value_and_grad(state, batch, ctx.key)
+        params = {s: runtime.at(s, update, p, grads[s]) for s, p in state.params.items()}
+        return (state._replace(params=params),)
+
+    return step, (runtime.init(jax.random.key(0)),)
+
+
 def stage_programs(examples):
     """A step of LeNet as two stage programs in this process."""
-    cut, x = jaxmp.boundary(*channels(examples)), jnp.zeros((BATCH, 28, 28, 1))
-    tasks, devices = schedule.one_f_one_b(2, 1), jax.devices()[:1] * 2
-    machine = mpmd.mpmd(lenet(10, 64), [cut], loss, tasks, x, devices, train=True)
-    update = jax.jit(descend)
-
-    def step(states, x, y, ctx):
-        result = machine.step(states, x, y, ctx)
-        after = {}
-        for s, state in result.states.items():
-            params = update(state.variables['params'], result.grads[s])
-            after[s] = state._replace(variables={**state.variables, 'params': params})
-        return (after,)
-
-    return step, (machine.init(jax.random.key(0)),)
+    return apart(Mpmd, jax.devices()[:1] * 2, examples)
 
 
 def over_devices(examples):
-    """A step of an MLP as one program over two devices."""
-    parts = Parts(*mlp(2, ROW, 10), lambda logits, y: loss(logits, y)[0])
-    pipe = spmd(parts, *channels(examples), device_mesh(stage=2), MICROS)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, links, x, y, ctx):
-        _, grads, links = pipe.value_and_grad(params, links, x, y, ctx)
-        return descend(params, grads), links
-
-    return step, pipe.init(jax.random.key(0), jnp.zeros((BATCH, 28, 28, 1)))
+    """A step of LeNet as one program over two devices."""
+    return apart(Spmd, jax.devices()[:2], examples)
 
 
 def milliseconds(make, examples, repeats):

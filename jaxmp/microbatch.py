@@ -26,6 +26,7 @@ def cut(a: Array, micros: int) -> Array:
     Raises:
       ValueError: if M does not divide B.
 
+    >>> import jax.numpy as jnp
     >>> cut(jnp.arange(6), 3).tolist()
     [[0, 1], [2, 3], [4, 5]]
     """
@@ -40,6 +41,7 @@ def cut(a: Array, micros: int) -> Array:
 def context(ctx: Ctx, m: Index, micros: int) -> Ctx:
     """The context of micro-batch ``m``: sub-stream m of the step's key, and its cut of the ids.
 
+    >>> import jax.numpy as jnp
     >>> context(Ctx(ids=jnp.arange(6)), 1, 3).ids.tolist()
     [2, 3]
     """
@@ -53,6 +55,7 @@ def loop(body: Callable[[Any, Any], Any], carry: Any, parts: Any) -> Any:
     A scan, except on CPU: there XLA brings only convolutions outside loops, even outside unrolled
     ones, into the form that is fast (ResNet-18 of width 8 steps 14 times faster so).
 
+    >>> import jax.numpy as jnp
     >>> loop(lambda total, x: total + x, jnp.zeros(()), jnp.arange(4.0)).item()
     6.0
     """

@@ -167,7 +167,7 @@ class Spmd:
             out_specs=(P(REPLICA), SLICE, SLICE),
             check_vma=False,
         )
-        return jax.jit(run, compiler_options=self.options or None)
+        return jax.jit(run, donate_argnums=0, compiler_options=self.options or None)
 
     @functools.cached_property
     def forwards(self) -> Any:
