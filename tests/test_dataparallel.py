@@ -189,13 +189,15 @@ def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     halves[0]['Dense_0']['bias'][1] += 1
     with pytest.raises(DriftError, match='the 2 replicas differ, and none has a maj'):
         pair.check(begun.replace(model=begun.model._replace(params=halves)))
-    rule = exchange.parse('all_gather(ef(one_bit))')
+    parse = exchange.parse
+    rule = parse(words['exchange'])
 
     def corrupt(grads, held, key, via):  # a device that adds wrongly
         grads, held = rule.apply(grads, held, key, via)
         return jax.tree.map(lambda g: g + 1e-6 * (via.index == 2), grads), held
 
-    monkeypatch.setattr(exchange, 'parse', lambda text: rule._replace(apply=corrupt))
+    wrong = {words['exchange']: rule._replace(apply=corrupt)}
+    monkeypatch.setattr(exchange, 'parse', lambda text: wrong.get(text) or parse(text))
     with pytest.raises(DriftError, match='replica 2 differ'):
         run.run(config, tmp_path)
     assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['5']
