@@ -13,6 +13,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Codec, Ctx
+from jaxmp.codecs import exact
 from tests import laws
 
 STEPS, EXAMPLES = 3, 20
@@ -108,3 +109,16 @@ def test_both_ends_hold_the_same_bits(text, shape, dtype, options):
 def test_a_careless_decoder_is_found():
     assert drift('ef21(careless)', (4, 301)) > 0
     assert drift('ef(careless)', (4, 301)) > 0
+
+
+def test_products_that_need_no_rounding():
+    r = np.random.default_rng(0)
+    a, x = r.standard_normal((2, 1000)).astype('f4')
+    a = np.float32(np.float16(a))
+    np.testing.assert_array_equal(exact.product(a, x), np.float32(np.float64(a) * x))
+    for divisor in (1, 3, 15, 255):
+        coarse, fine = map(np.float64, exact.quotient(x, divisor))
+        np.testing.assert_allclose(coarse + fine, np.float64(x) / divisor, rtol=2**-30)
+        for n in (127, 255):
+            for part in (n * coarse, n * fine):
+                np.testing.assert_array_equal(np.float32(part), part)
