@@ -94,7 +94,7 @@ def drift(text, shape, dtype='float32', options=HURRIED):
         ('ef(top_k(0.4, values=all))', (8, 4096), 'float32', HURRIED),
         ('ef21(top_k(0.4, values=all))', (4, 301), 'bfloat16', HURRIED),
         ('ef21(top_k(0.4, values=all))', (8, 4096), 'float32', None),  # as users compile
-        ('ef_mixed(top_k(0.4, values=all))', (4, 301), 'float32', HURRIED),
+        ('ef_mixed(top_k(0.4, values=all), True)', (4, 301), 'float32', HURRIED),
         (f'aqsgd(random_k(0.4, values=all), {EXAMPLES})', (8, 4096), 'float32', HURRIED),
     ],
 )
