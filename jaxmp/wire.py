@@ -58,7 +58,9 @@ class Codec(NamedTuple):
 
     Attributes:
       encode: tensor to payload.
-      decode: payload to a tensor of ``like``'s shape and dtype.
+      decode: payload to a tensor of ``like``'s shape and dtype. The two ends of ``ef21`` and
+        ``aqsgd`` hold equal states only if it gives equal bits in both their programs: see
+        `jaxmp.codecs.exact`.
       support: the positions a receiver of the payload knows, ``(B, K)``, or None if it knows none.
       numbers: where messages can be added (of equal keys, ``C(a) + C(b) = C(a + b)`` but for
         rounding): a payload as arrays that add, and back; None where they cannot.

@@ -282,10 +282,10 @@ class Ends(NamedTuple):
         return m, np.asarray(y), tx, rx
 
 
-def ends(channel: jaxmp.Channel, like: jax.ShapeDtypeStruct, options: dict | None = QUICK) -> Ends:
+def ends(channel: jaxmp.Channel, like: jax.ShapeDtypeStruct) -> Ends:
     """Compiles sender and receiver for tensors like ``like``."""
-    recv = jax.jit(lambda m, rx, ctx: channel.recv(m, rx, like, ctx), compiler_options=options)
-    send = jax.jit(channel.send, compiler_options=options)
+    recv = jax.jit(lambda m, rx, ctx: channel.recv(m, rx, like, ctx), compiler_options=QUICK)
+    send = jax.jit(channel.send, compiler_options=QUICK)
     return Ends(send, recv, lambda: channel.init(like))
 
 

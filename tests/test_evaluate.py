@@ -9,10 +9,11 @@ import ml_collections
 import numpy as np
 import pytest
 
-from jaxmp import boundary, engine, log, run, setting, staged, task, team
+from jaxmp import boundary, log, run, setting, task, team
 from jaxmp.codecs import raw
 from jaxmp.feedback import direct
 from jaxmp.pipeline import Pipeline
+from jaxmp.training import engine
 from tests.runs import SMALL, config_of
 
 
@@ -44,7 +45,7 @@ def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch)
     s, seen = setting.setting(config_of(model='dense', runtime=runtime, **SMALL)), []
     model = Pipeline(s.model.stages, (boundary(spying(seen), direct(raw)),))
     s = s._replace(model=model)
-    made = engine.one_program(s) if runtime == 'local' else staged.staged(s, team.Team())
+    made = run.engine_of(s, team.Team())
     state = made.create(s)
     made.evaluate(state, True)
     jax.effects_barrier()
@@ -53,8 +54,8 @@ def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch)
     words = lambda key: tuple(np.asarray(jax.random.key_data(key)).tolist())
     batches = -(-len(s.data.test.y) // s.config.batch_size)
     assert len(seen) == len(set(seen)) == batches > 5
-    # Micro-batch 0, the boundary after stage 0, forward; a step adds its number of a stream.
-    shared = {words(at(step(i), 0, 2, 0)) for i in range(batches + 1)}
+    # The model's stream of a step, micro-batch 0, the boundary after stage 0, forward.
+    shared = {words(at(step(i), 1, 0, 2, 0)) for i in range(batches + 1)}
     assert not shared & set(seen)
 
 

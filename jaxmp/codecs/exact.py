@@ -5,7 +5,9 @@ rule that both follow must not let them drift apart. IEEE operations round alike
 differs is which operations a compiler chooses. It may fuse a product with the sum after it (FMA),
 which rounds once instead of twice; exp and log are polynomials of the compiler's; the order of a
 long sum is its own. A decoder is exact if it has none of that: a product that feeds a sum has few
-enough bits to need no rounding, a product that rounds feeds no sum, and sums are of two.
+enough bits to need no rounding, a product that rounds feeds no sum, and sums are of two. (Numbers
+below the smallest normal one, 1.2e-38, are excepted: a product is flushed to zero, and inside an
+FMA it is not.)
 """
 
 from __future__ import annotations

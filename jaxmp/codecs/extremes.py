@@ -4,6 +4,7 @@
 and then skips NaN. Magnitudes are compared as integers here, for bit patterns order as they do, NaN
 above infinity; and two extremes are found in one pass, where `jnp.min` and `jnp.max` make two. They
 are jitted, because a reduction by a Python function is else compiled anew at every eager call.
+(`qsgd` and `polar` take `jnp.max` and find NaN by a sum of the same numbers.)
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from jaxmp.codecs import polarcode
 from jaxmp.codecs.dense import bf16, saturated
 from jaxmp.codecs.polarcode import Code, check_size
 from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
-from jaxmp.wire import Codec, Ctx, Like, pack, unpack, wide
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, pack, unpack, wide
 from jaxmp.words import Origin, known, named, word
 
 WORD, NOISE = 0, 1  # streams of the crossing's key
@@ -159,8 +159,8 @@ def _codec(made: Callable[[], Code], ratios: Callable[[Array], Array], search: S
         inputs = jnp.zeros((code.size, word.shape[1]), jnp.uint8)
         bits = polarcode.transform(inputs.at[np.array(code.sent)].set(word))
         flip = _flips(ctx, bits.shape)
-        wide = jax.ShapeDtypeStruct(m['scale'].shape, jnp.promote_types(like.dtype, jnp.float32))
-        c = bf16.decode(m['scale'], wide, ctx)
+        scales = jax.ShapeDtypeStruct(m['scale'].shape, compute_dtype(like))
+        c = bf16.decode(m['scale'], scales, ctx)
         x = jnp.where((bits > 0) ^ flip, -c, c).T.reshape(-1)
         return saturated(x[: math.prod(like.shape)].reshape(like.shape), like.dtype)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.wire import Codec, Ctx, Like, wide
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, wide
 from jaxmp.words import word
 
 BLOCKS = [2**n for n in range(1, 21)]
@@ -85,7 +85,7 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
         n = math.prod(like.shape)
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        dtype = compute_dtype(like)
         rows = jax.ShapeDtypeStruct((-(-n // block), block), dtype)
         x = hadamard(codec.decode(m, rows, part(ctx))) * signs(rows.shape[0], ctx).astype(dtype)
         return saturated(x.reshape(-1)[:n].reshape(like.shape), like.dtype)

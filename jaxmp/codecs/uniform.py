@@ -18,7 +18,7 @@ from jaxtyping import Array, UInt8
 
 from jaxmp.codecs.exact import product, quotient
 from jaxmp.codecs.extremes import largest, span
-from jaxmp.wire import Codec, Ctx, Like, half_bytes, pack, unpack, wide
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, unpack, wide
 from jaxmp.words import word
 
 Rounding = Callable[[Array, int, Ctx], Array]
@@ -66,8 +66,8 @@ def _to_unit(x: Array, lo: Array, hi: Array) -> Array:
     """``(x - lo) / (hi - lo)``, also where that range exceeds the largest float."""
     # XLA divides by one number through its reciprocal, which flushes to zero beyond 2**126.
     c = 1 / 16
-    span = hi * c - lo * c
-    return (x * c - lo * c) / jnp.where(span > 0, span, 1)
+    width = hi * c - lo * c
+    return (x * c - lo * c) / jnp.where(width > 0, width, 1)
 
 
 def _code(
@@ -181,9 +181,9 @@ def max_scaled(bits: int) -> Codec:
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx
-        wide = jnp.promote_types(like.dtype, jnp.float32)
-        s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(wide)
-        q = unpack(m['codes'], bits, math.prod(like.shape[1:])).astype(wide) - top
+        dtype = compute_dtype(like)
+        s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(dtype)
+        q = unpack(m['codes'], bits, math.prod(like.shape[1:])).astype(dtype) - top
         return (q / top * s).reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)
@@ -233,9 +233,9 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         del ctx
         n = math.prod(like.shape)
         q = unpack(m['codes'], bits, size)
-        lo, hi = ends_of(m, jnp.promote_types(like.dtype, jnp.float32))
-        step, _ = _steps(lo, hi, levels)  # ends of 11 bits need none finer
-        x = _level(q, levels, *_written(lo, hi, step)[:, :, None])
+        lo, hi = ends_of(m, compute_dtype(like))
+        ends = _written(lo, hi, *_steps(lo, hi, levels))
+        x = _level(q, levels, *ends[:, :, None])
         return x.reshape(-1)[:n].reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)

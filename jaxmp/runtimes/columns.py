@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp.exchange.collectives import AXIS, over
+from jaxmp.runtimes.links import open_links
 from jaxmp.runtimes.types import ByReplica
 
 
@@ -55,6 +56,12 @@ class Columns:
         whole = _together(f, mesh, self._options)(*(self._join(stage, t) for t in own))
         place = {r: self.devices[r, stage] for r in self.here[stage]}
         return ByReplica({r: self._part(whole, d) for r, d in place.items()})
+
+    def open(self) -> None:
+        """Lets the replicas of each stage meet where they are in several processes."""
+        for stage in self.here:
+            if len({d.process_index for d in self.devices[:, stage]}) > 1:
+                open_links(self._mesh(stage))
 
     def _mesh(self, stage: int) -> Mesh:
         return Mesh(self.devices[:, stage], (AXIS,), axis_types=(AxisType.Auto,))

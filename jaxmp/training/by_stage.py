@@ -73,6 +73,7 @@ class _ByStage:
         self.last = len(s.task.stages) - 1
         self.steps, self.sent = 0, 0
         _ = self.training, self.tables  # opens every link; see `prepare` in jaxmp.run
+        self.columns.open()
         self.across = Across(self.total, self.tie, init=self.init_tied)
 
     # Runtimes.
