@@ -34,19 +34,25 @@ def gradients(n, dtype=np.float64):
     return [{k: make(s) for k, s in SHAPES.items()} for _ in range(STEPS)]
 
 
-def program(text, n):
-    """``(gradients, state, key) -> (gradients, state)`` of all replicas, not compiled."""
+def program(text, n, cast=True):
+    """``(gradients, state, key) -> (gradients, state)`` of all replicas, not compiled.
+
+    As in a user's loop: the parameters are replicated, and of a loss of each replica's own batch
+    jax.grad makes the given gradient. Without ``cast`` it makes the sum over the replicas.
+    """
     e = exchange.parse(text)
 
-    def device(grads, state, key):
-        grads, state = jax.tree.map(lambda a: a[0], (grads, state))
+    def device(params, batch, state, key):
+        batch, state = jax.tree.map(lambda a: a[0], (batch, state))
+        own = jax.lax.pcast(params, AXIS, to='varying') if cast else params
+        grads = jax.grad(lambda p: sum(jnp.vdot(p[k], batch[k]) for k in p))(own)
         grads, state = e.apply(grads, state, key, over())
         return jax.tree.map(lambda a: a[None], e.settle(grads, state, over()))
 
-    specs = (P(AXIS), P(AXIS), P())
-    return jit(
-        jax.shard_map(device, mesh=device_mesh(replica=n), in_specs=specs, out_specs=P(AXIS))
-    )
+    specs = (P(), P(AXIS), P(AXIS), P())
+    run = jax.shard_map(device, mesh=device_mesh(replica=n), in_specs=specs, out_specs=P(AXIS))
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), tree)
+    return jit(lambda grads, state, key: run(zeros(grads), grads, state, key))
 
 
 def first(text, grads, n):
@@ -331,65 +337,12 @@ def test_sums_of_halves_do_not_overflow():
 # In a loop of one's own.
 
 
-def joined(grads, leaf):
-    """`bucketed`: biases and kernel are one vector, which `by_users` gives."""
-    for g in grads:
-        yield np.mean([one_bit(row) for row in g], 0)
-
-
-ALL = {**EQUATIONS, 'bucketed(all_gather(one_bit))': joined, 'local_sgd(2)': None}
-
-
-def by_users(cast, texts=tuple(ALL)):
-    """A step as users write it: replicated parameters, the gradient of each replica's own batch."""
-
-    def device(params, states, batch, key):
-        batch, states = jax.tree.map(lambda a: a[0], (batch, states))
-        params = jax.lax.pcast(params, AXIS, to='varying') if cast else params
-        loss = lambda p: sum(jnp.vdot(p[k], batch[k]) for k in p)
-        grads, out = jax.grad(loss)(params), {}
-        for text, held in states.items():
-            out[text], _ = exchange.parse(text).apply(grads, held, key, over())
-        return jax.tree.map(lambda a: a[None], out)
-
-    grads = gradients(4)[0]
-    params = jax.tree.map(lambda a: np.zeros(a.shape[1:]), grads)
-    states = {t: first(t, grads, 4) for t in texts}
-    specs = (P(), P(AXIS), P(AXIS), P())
-    mesh = device_mesh(replica=4)
-    run = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(AXIS))
-    return run, (params, states, grads, jax.random.key(0))
-
-
-def test_in_a_users_loop_the_gradient_is_the_compressed_mean():
-    """All exchanges in one program, with `jax.lax.pcast`; with check_vma=False: docs, below."""
-    with jax.enable_x64(True):
-        run, given = by_users(cast=True)
-        out = jax.device_get(jit(run)(*given))
-        g = given[2]
-        rows = np.concatenate([g['b'].reshape(4, -1), g['w'].reshape(4, -1)], 1)
-        for text, equation in ALL.items():
-            y = out[text]
-            if text.startswith('local'):  # each its own
-                np.testing.assert_array_equal(y['w'], g['w'])
-                continue
-            found, of = (y['w'], g['w']) if text in EQUATIONS else (bucket(y), rows)
-            want = next(iter(equation([of], 0)))
-            for row in found:
-                np.testing.assert_allclose(row, want, rtol=1e-12, atol=1e-12, err_msg=text)
-
-
-def bucket(y):
-    return np.concatenate([y['b'].reshape(4, -1), y['w'].reshape(4, -1)], 1)
-
-
-@pytest.mark.parametrize('text', ALL)
+@pytest.mark.parametrize('text', [*EQUATIONS, 'bucketed(all_gather(one_bit))', 'local_sgd(2)'])
 def test_a_gradient_that_is_summed_already_is_refused(text):
     """Replicated parameters under JAX's default: n times the mean, and never compressed."""
-    with jax.enable_x64(True):
-        run, given = by_users(cast=False, texts=(text,))
-        with pytest.raises(ValueError, match=r"pcast\(params, 'replica', to='varying'\), or give"):
-            jax.eval_shape(run, *given)
+    grads = gradients(4, np.float32)[0]
+    with pytest.raises(ValueError, match=r"pcast\(params, 'replica', to='varying'\), or give"):
+        jax.eval_shape(program(text, 4, cast=False), grads, first(text, grads, 4), None)
 
 
 def test_the_loop_in_the_documentation_runs():
