@@ -87,7 +87,8 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
         data=SimpleNamespace(train=SimpleNamespace(y=np.zeros(400))),
     )  # fmt: skip
     r = SimpleNamespace(
-        s=s, engine=engine.Engine(None, lambda n: steps, evaluate, dict), signals=[],
+        s=s, signals=[],
+        engine=engine.Engine(None, lambda n: steps, evaluate, lambda state: None, None, dict),
         checkpoints=SimpleNamespace(save=lambda *given: None), metrics=log.Metrics(None, 0),
         display=log.Display(12, 0, 100),
     )  # fmt: skip
