@@ -43,7 +43,7 @@ def load(workdir: str | Path) -> tuple[Setting, Any]:
     if not (folder / 'model').is_dir() or not (folder / 'config.json').is_file():
         raise FileNotFoundError(
             f'{folder} holds no model of a finished run; give the --workdir of a run of a language '
-            'model with runtime=local'
+            'model that ended in one process'
         )
     try:
         config = json.loads((folder / 'config.json').read_text())

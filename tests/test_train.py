@@ -272,7 +272,7 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
         assert out.count('\nAlice') == 2
         assert 'compression off (fwd raw)' in out
         with pytest.raises(SystemExit, match='no model of a finished run'):
-            generate.main([str(tmp_path / 'mpmd')])
+            generate.main([str(tmp_path)])
     for a, *others in zip(*found, strict=True):
         for b in others:
             np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-4)
