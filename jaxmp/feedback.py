@@ -268,8 +268,12 @@ def aqsgd(codec: Codec, examples: int) -> Channel:
         return jnp.where((ctx.ids >= 0) & (ctx.ids < examples), ctx.ids, examples)
 
     rule = ef21(codec)
-    row = lambda like: jax.ShapeDtypeStruct((examples, *like.shape[1:]), like.dtype)
-    return _slotted(Slots(rule, ids, per_example=True), lambda like: rule.init(row(like)))
+
+    def init(like: Like) -> tuple[Tx, Rx]:
+        compute_dtype(like)  # raises for what no codec takes
+        return rule.init(jax.ShapeDtypeStruct((examples, *like.shape[1:]), like.dtype))
+
+    return _slotted(Slots(rule, ids, per_example=True), init)
 
 
 def per_microbatch(channel: Channel, n: int) -> Channel:

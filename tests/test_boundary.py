@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Ctx, Links, parse
-from jaxmp.transport import permuted
+from jaxmp.hlo import permuted
 from tests.laws import QUICK
 
 B, D = 4, 24
@@ -390,7 +390,8 @@ def test_four_devices_are_one(pair, check_vma):
             tree_equal((loss[i + 1], y[i + 1], gx[i]), (l, y_i, gx_i))
             check_ends(links.fwd, edges[i].fwd, i, i + 1)
             check_ends(links.bwd, edges[i].bwd, i + 1, i)
-    forward, backward = permuted(run.as_text())
+    moved = permuted(run.as_text())
+    forward, backward = moved[0, 1], moved[1, 0]
     assert (8 * forward, 8 * backward) == here.bits(x[0, 0])
     assert 8 * forward == jaxmp.bits(fwd, x[0, 0])
 
