@@ -45,12 +45,13 @@ class Rows:
             file.write(json.dumps(row) + '\n')
 
     def start(self, **settings: Any) -> None:
-        """Notes what is run; refuses to add to rows that other settings made."""
+        """Notes what is run, and beside how much; refuses to add to rows of other settings."""
         first = next((r for r in self.rows if r['kind'] == 'run'), None)
         if first and any(first[k] != v for k, v in settings.items()):
             was = {k: first[k] for k in settings}
             raise SystemExit(f'{self.path} was made with {was}, not {settings}; use --fresh')
-        self.add(kind='run', **settings, **provenance(), command=' '.join(sys.argv))
+        load = round(os.getloadavg()[0], 1)  # processes that wanted a core in the last minute
+        self.add(kind='run', **settings, **provenance(), load=load, command=' '.join(sys.argv))
 
 
 class Crew:

@@ -1,12 +1,16 @@
-"""Faults that no test makes: process 0 killed, a stage without memory; what the others say.
+"""Faults that no test makes, in four processes, and what the processes say.
 
-python bench/faults.py [process-0] [memory]
+python bench/faults.py [process-0] [memory] [stopped] [paused] [cut]
 
-Linux. Each starts the README's four processes, waits for the first epoch, makes the fault, and
-prints seconds until the last process has ended and what was said. Exit status 1 if one is left
-after a minute. docs/faults.md is its output.
+Linux; `cut` needs root, for network namespaces. Each fault starts the README's four processes,
+waits for the first epoch, makes the fault, and prints after how many seconds the processes that
+were not hit had ended, and what was said. Exit status 1 if one is left two minutes later, or, after
+the pause, if the run does not go on. docs/faults.md is its output.
 """
 
+from __future__ import annotations
+
+import contextlib
 import os
 import re
 import resource
@@ -15,11 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, NamedTuple
+
+import netlab
 
 from jaxmp.log import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
+COUNT, LIMIT, PAUSE = 4, 120.0, 40.0
 
 
 def kill(pid: int) -> None:
@@ -34,42 +43,119 @@ def starve(pid: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
-FAULTS = {'process-0': (0, kill), 'memory': (2, starve)}
+def stop(pid: int) -> None:
+    """Stops the process, which stays there."""
+    os.kill(pid, signal.SIGSTOP)
+
+
+def pause(pid: int) -> None:
+    """Stops the process for less than the deadline."""
+    stop(pid)
+    time.sleep(PAUSE)
+    os.kill(pid, signal.SIGCONT)
+
+
+def cut(pid: int) -> None:
+    """Loses every packet between the last namespace and the one before, without a word."""
+    del pid
+    last = COUNT - 1
+    for s, device, other in ((last - 1, 'right', last), (last, 'left', last - 1)):
+        nobody = f'neigh replace {netlab.address(other)} lladdr 02:00:00:00:00:01 dev {device}'
+        words = ['ip', '-n', f'{netlab.PREFIX}{s}', *nobody.split(), 'nud', 'permanent']
+        subprocess.run(words, check=True)
+
+
+class Fault(NamedTuple):
+    """A fault: the process it hits, what it does, whether the run goes on, and where it runs."""
+
+    process: int
+    make: Callable[[int], None]
+    goes_on: bool = False
+    hosts: bool = False
+
+
+FAULTS = {
+    'process-0': Fault(0, kill),
+    'memory': Fault(2, starve),
+    'stopped': Fault(2, stop),
+    'paused': Fault(2, pause, goes_on=True),
+    'cut': Fault(COUNT - 1, cut, hosts=True),
+}
+
+
+@contextlib.contextmanager
+def started(workdir: str, hosts: bool, log: IO[str]) -> Iterator[list[subprocess.Popen]]:
+    """The run: a launcher's processes on this machine, or a process in each namespace of a lab."""
+    run = [sys.executable, str(ROOT / 'train.py'), f'--workdir={workdir}']
+    run += ['--config.runtime=mpmd', '--config.epochs=100']
+    with contextlib.ExitStack() as stack:
+        if hosts:
+            made = stack.enter_context(netlab.lab(COUNT))
+            place = [f'--coordinator={netlab.address(0)}:9876', f'--processes={COUNT}']
+            commands = [made.inside(i, *run, *place, f'--process={i}') for i in range(COUNT)]
+        else:
+            launch = [sys.executable, '-m', 'jaxmp.launch', '--processes', str(COUNT), '--']
+            commands = [[*launch, *run]]
+        env = {**os.environ, 'JAXMP_TOKEN': os.urandom(16).hex()}
+        running = [subprocess.Popen(c, stdout=log, stderr=log, cwd=ROOT, env=env) for c in commands]
+        try:
+            yield running
+        finally:
+            for pid in pids(workdir):
+                kill(pid)
+            for process in running:
+                process.wait()
 
 
 def pids(workdir: str, process: str = '[0-9]') -> list[int]:
-    """The processes of the run, or one of them."""
-    pattern = f'train.py .*{workdir}.*--process={process}$'
+    """The processes of the run, or one of them; not what starts them."""
+    pattern = rf'^\S*python\S* \S*train.py .*{workdir}.*--process={process}$'
     found = subprocess.run(['pgrep', '-f', pattern], capture_output=True, text=True, check=False)
     return [int(p) for p in found.stdout.split()]
 
 
+def step(workdir: str) -> int:
+    """The last checkpoint's."""
+    names = [p.name for p in Path(workdir).glob('checkpoints/*')]
+    return max((int(n) for n in names if n.isdigit()), default=0)
+
+
+def until(condition: Callable[[], bool], limit: float) -> float:
+    """Waits for ``condition``; seconds that it took, at most ``limit``."""
+    began = time.monotonic()
+    while not condition() and time.monotonic() - began < limit:
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
 def check(name: str) -> bool:
-    """Makes the fault and prints what came of it; whether all ended within a minute."""
-    process, fault = FAULTS[name]
+    """Makes the fault and prints what came of it; whether that is what should."""
+    fault = FAULTS[name]
     with tempfile.TemporaryDirectory() as workdir, tempfile.TemporaryFile('w+') as log:
-        run = [sys.executable, str(ROOT / 'train.py'), f'--workdir={workdir}']
-        more = ['--config.runtime=mpmd', '--config.epochs=100']
-        launch = [sys.executable, '-m', 'jaxmp.launch', '--processes', '4', '--']
-        launcher = subprocess.Popen([*launch, *run, *more], stdout=log, stderr=log, cwd=ROOT)
-        while not list(Path(workdir).glob('checkpoints/[0-9]*')) and launcher.poll() is None:
-            time.sleep(0.2)
-        [victim] = pids(workdir, str(process))
-        began = time.monotonic()
-        fault(victim)
-        while pids(workdir) and time.monotonic() - began < 60:
-            time.sleep(0.1)
-        left, seconds = pids(workdir), time.monotonic() - began
-        for pid in left:
-            kill(pid)
-        status = launcher.wait()
+        with started(workdir, fault.hosts, log) as running:
+            until(lambda: bool(step(workdir)), 300)
+            [victim], before = pids(workdir, str(fault.process)), step(workdir)
+            fault.make(victim)
+            spared = set() if fault.hosts else {victim}
+            left = lambda: set(pids(workdir)) - spared
+            if fault.goes_on:
+                seconds = until(lambda: step(workdir) > before or not left(), LIMIT)
+                fine = step(workdir) > before
+                running[0].terminate()
+                until(lambda: not left(), LIMIT)
+            else:
+                seconds = until(lambda: not left(), LIMIT)
+                fine = not left()
+                until(lambda: all(p.poll() is not None for p in running), LIMIT)
+        status = ', '.join(sorted({str(p.returncode) for p in running}))
         log.seek(0)
         said = [line for line in log.read().splitlines() if re.match(r'(train\.py|launch): ', line)]
-        print(
-            f'## {name}: process {process}\n\nAll ended after {seconds:.1f} s, status {status}.\n'
-        )
-        print('\n'.join(f'    {line}' for line in said), '\n')
-        return not left
+        came = f'The next checkpoint {seconds:.1f} s after it' if fault.goes_on else (
+            f'{"All" if fault.hosts else "The others"} ended after {seconds:.1f} s'
+        )  # fmt: skip
+        print(f'## {name}: process {fault.process}\n\n{came}, status {status}.\n')
+        print('\n'.join(f'    {line}' for line in said), '\n', flush=True)
+        return fine
 
 
 if __name__ == '__main__':

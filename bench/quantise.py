@@ -33,10 +33,14 @@ def main(repeats):
     seconds = best(functions, repeats)
     unit = seconds.pop('memcpy')
     print(header(), f'memcpy {1e3 * unit:.2f} ms', sep='\n')
+    missed = 0
     for name, s in seconds.items():
-        kind = name.split()[-1]
-        bar = f'<= {BARS[kind]}  {"pass" if s / unit <= BARS[kind] else "FAIL"}'
-        print(f'{name:24}{1e3 * s:8.2f} ms {s / unit:6.2f} x  {bar * name.startswith("uniform")}')
+        kind, barred = name.split()[-1], name.startswith('uniform')
+        passed = s / unit <= BARS[kind]
+        missed += barred and not passed
+        bar = f'<= {BARS[kind]}  {"pass" if passed else "FAIL"}'
+        print(f'{name:24}{1e3 * s:8.2f} ms {s / unit:6.2f} x  {bar * barred}')
+    sys.exit(1 if missed else 0)
 
 
 if __name__ == '__main__':

@@ -86,9 +86,12 @@ def main(repeats=15):
     print(f'{header()}, one thread, best of {repeats}')
     tables = [measure(n, repeats) for n in WIDTHS]
     print()
+    missed = 0
     for name, value, sense, bar in bars(tables):
         passed = value <= bar if sense == '<=' else value >= bar
+        missed += not passed
         print(f'{"pass" if passed else "FAIL"}  {name:40}{value:8.2f} {sense} {bar}')
+    sys.exit(1 if missed else 0)
 
 
 if __name__ == '__main__':

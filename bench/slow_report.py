@@ -32,6 +32,7 @@ class Results:
         steps = [r for r in rows if r['kind'] == 'step']
         self.steps = {(r['model'], r['codec'], r['link']): r for r in steps}
         self.models = list(dict.fromkeys(m for m, _ in self.codec))
+        self.notes = [r['text'] for r in rows if r['kind'] == 'note']
 
     def codecs(self, model: str) -> list[str]:
         """Codecs measured with this model."""
@@ -54,6 +55,10 @@ class Results:
         pair = [self.steps.get((model, c, link)) for c in ('raw', codec)]
         return pair[0]['step_s'] / pair[1]['step_s'] if pair[0] and pair[1] else None
 
+    def steady(self, model: str, codec: str, link: str) -> bool:
+        """Whether this and raw were measured by windows that agree."""
+        return all(self.steps[model, c, link]['steady'] for c in ('raw', codec))
+
     def worse(self, model: str, codec: str) -> float | None:
         """By how much its loss at the last step exceeds raw's, as a share."""
         ends = [self.codec[model, c]['losses'][-1] for c in ('raw', codec)]
@@ -69,7 +74,9 @@ def markdown(found: Results) -> Iterator[str]:
     yield f'{run["stages"]} stages in as many processes and network namespaces, one micro-batch,'
     yield f'packets of {run["mtu"]} bytes, windows of {run["steps"]} steps. Definitions are in'
     yield '`bench/slow_network.py`, networks and tasks in `bench/slow_models.py`, links in'
-    yield '`bench/netlab.py`.'
+    yield '`bench/netlab.py`. Step times are wall times: whatever else the machine did is in them'
+    yield f'(load average at the start: {load(found.runs)}).'
+    yield from ('', *found.notes)
     yield from ('', *(f'`{r["command"]}`' for r in found.runs[:1]), '')
     yield from ('## Links', '', '| link | nominal Mbit/s | plain TCP Mbit/s | round trip ms |')
     yield '|---|--:|--:|--:|'
@@ -79,6 +86,12 @@ def markdown(found: Results) -> Iterator[str]:
     for model in found.models:
         yield from section(found, model)
     yield from ('', '## Bars', '', *bars(found))
+
+
+def load(runs: Sequence[Row]) -> str:
+    """How busy the machine was when each run began."""
+    known = [f'{r["load"]:.1f}' for r in runs if 'load' in r]
+    return ', '.join(known) if known else 'not recorded'
 
 
 def section(found: Results, model: str) -> Iterator[str]:
@@ -101,7 +114,7 @@ def section(found: Results, model: str) -> Iterator[str]:
             yield _line(found, model, codec, link, r)
     yield ''
     yield '*model*: what the simple model says the speed-up is. *interface*: its bytes / payload.'
-    yield '\\* no three windows within 5 %.'
+    yield '\\* no three windows within 5 %, here or of raw.'
 
 
 def _order(found: Results, key: tuple[str, str, str]) -> tuple[int, int]:
@@ -112,9 +125,11 @@ def _line(found: Results, model: str, codec: str, link: str, r: Row) -> str:
     wire = r['step_s'] - found.compute[model] - found.codec[model, codec]['codec_s']
     star, nominal = '' if r['steady'] else r'\*', found.links[link]['nominal']
     said = [found.model_seconds(model, c, *nominal) for c in ('raw', codec)]
+    gain = _or(found.gain(model, codec, link), '.2f')
+    unsure = '' if gain == 'n/a' or found.steady(model, codec, link) else r'\*'
     return (
         f'| {link} | {codec} | {1e3 * r["step_s"]:.1f}{star} '
-        f'| {_or(found.gain(model, codec, link), ".2f")} | {said[0] / said[1]:.2f} '
+        f'| {gain}{unsure} | {said[0] / said[1]:.2f} '
         f'| {1e3 * wire:.1f} | {r["interface"] / r["payload"]:.3f} |'
     )
 
@@ -134,6 +149,7 @@ def bars(found: Results) -> Iterator[str]:
                 best = max(gains, key=lambda c: gains[c])
                 yield _verdict(
                     gains[best] >= bar,
+                    found.steady(model, best, link),
                     f'{model}, {link}: {best} is {gains[best]:.2f} times as fast as raw with a '
                     f'loss {found.worse(model, best):+.2%}; bar {bar} within {LOSS:.0%}',
                 )
@@ -141,6 +157,7 @@ def bars(found: Results) -> Iterator[str]:
             if codec != 'raw' and (g := found.gain(model, codec, 'none')):
                 yield _verdict(
                     1 / g <= 1 + COST,
+                    found.steady(model, codec, 'none'),
                     f'{model}, none: {codec} changes a step by {1 / g - 1:+.1%}; bar +{COST:.0%}',
                 )
     large = [
@@ -151,11 +168,12 @@ def bars(found: Results) -> Iterator[str]:
     if large:
         worst, key = max(large)
         text = f'interface bytes of messages over 1 MB within {BYTES:.0%} of payload: at most'
-        yield _verdict(worst <= BYTES, f'{text} {worst:.2%} off ({", ".join(key)})')
+        yield _verdict(worst <= BYTES, True, f'{text} {worst:.2%} off ({", ".join(key)})')
 
 
-def _verdict(passed: bool, text: str) -> str:
-    return f'* {"pass" if passed else "FAIL"}: {text}'
+def _verdict(passed: bool, steady: bool, text: str) -> str:
+    """A line on a bar; one that is met by windows that do not agree is not known to be met."""
+    return f'* {"FAIL" if not passed else "pass" if steady else "not known"}: {text}'
 
 
 def draw(found: Results, path: Path) -> None:
@@ -205,15 +223,17 @@ def _draw_gains(found: Results, model: str, axes: Any) -> None:
     axes.minorticks_off()
 
 
-def write(rows: Sequence[Row], out: Path) -> None:
-    """Table and picture beside the rows."""
+def write(rows: Sequence[Row], out: Path) -> int:
+    """Table and picture beside the rows; returns how many bars were missed."""
     found = Results(rows)
     lines = list(markdown(found))
     out.with_suffix('.md').write_text('\n'.join(lines) + '\n')
     draw(found, out.with_suffix('.png'))
     print('\n'.join(lines))
+    return sum(line.startswith('* FAIL') for line in lines)
 
 
 if __name__ == '__main__':
     source = Path(sys.argv[1])
-    write([json.loads(line) for line in source.read_text().splitlines()], source.with_suffix(''))
+    kept = [json.loads(line) for line in source.read_text().splitlines()]
+    sys.exit(1 if write(kept, source.with_suffix('')) else 0)

@@ -22,7 +22,12 @@ from crew import interfaces, serve
 from slow_models import TASKS, Task, loss, positions
 
 import jaxmp
-from jaxmp import Ctx, mpmd, schedule
+from jaxmp import Ctx
+from jaxmp.devices import place
+from jaxmp.feedback import per_microbatch
+from jaxmp.runtimes.driver import Driver, drive
+from jaxmp.runtimes.schedule import one_f_one_b
+from jaxmp.runtimes.stage import programs
 
 SEED = 0
 
@@ -34,7 +39,7 @@ class Trainer:
         self.task, self.count = task, 0
         self.machine = machine(task, fwd, bwd, devices)
         self.states = self.machine.init(jax.random.key(SEED))
-        params = {s: state.variables['params'] for s, state in self.states.items()}
+        params = {s: state.params for s, state in self.states.items()}
         self.memory = {s: task.optimiser.init(p) for s, p in params.items()}
 
         def descend(params: Any, memory: Any, grads: Any) -> Any:
@@ -51,22 +56,22 @@ class Trainer:
         ctx = Ctx(jax.random.fold_in(jax.random.key(SEED + 1), self.count), jnp.asarray(ids))
         result = self.machine.step(self.states, x, y, ctx)
         for s, state in result.states.items():
-            params, memory = state.variables['params'], self.memory[s]
-            params, self.memory[s] = self.descend(params, memory, result.grads[s])
-            variables = {**state.variables, 'params': params}
-            self.states[s] = state._replace(variables=variables)
+            memory, grads = self.memory[s], result.grads[s]
+            params, self.memory[s] = self.descend(state.params, memory, grads)
+            self.states[s] = state._replace(params=params)
         jax.block_until_ready((self.states, self.memory))
         self.count += 1
         return None if result.loss is None else float(result.loss), result.moved
 
 
-def machine(task: Task, fwd: str, bwd: str, devices: Any = None) -> mpmd.Mpmd:
-    """The pipeline with such channels; the only place that knows how `jaxmp.mpmd` is called."""
+def machine(task: Task, fwd: str, bwd: str, devices: Any = None) -> Driver:
+    """The pipeline with such channels."""
     names = {'examples': len(task.x)}
-    cut = jaxmp.boundary(jaxmp.parse(fwd, names), jaxmp.parse(bwd, names))
+    cut = jaxmp.boundary(*(per_microbatch(jaxmp.parse(t, names), 1) for t in (fwd, bwd)))
     n = len(task.stages)
     x = jax.ShapeDtypeStruct((task.batch, *task.x.shape[1:]), task.x.dtype)
-    return mpmd.mpmd(task.stages, [cut] * (n - 1), loss, schedule.one_f_one_b(n, 1), x, devices)
+    made = programs(task.stages, [cut] * (n - 1), loss, x, {})
+    return drive(made, devices or place(1, n)[0], one_f_one_b(n, 1))
 
 
 def median_seconds(f: Callable[[], Any], repeats: int) -> float:

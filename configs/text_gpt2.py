@@ -32,6 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
     # What the stages send each other: one text a direction.
     c.fwd = 'block(4)'
     c.bwd = 'block(4)'
+    c.tied_exchange = 'mean'  # of the token table's gradient, which runtime=mpmd sends: an exchange
     c.warmup_epochs = 0  # sent raw, priming the feedback states
     c.eval_feedback = 'carry'  # carry, direct, frozen
     # How it runs.

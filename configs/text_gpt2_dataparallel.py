@@ -15,6 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = text_gpt2.get_config()
     c.name = 'text_gpt2_dataparallel'
     del c.download  # the text is embedded
+    del c.tied_exchange  # a replica's stages are one program, in which the table travels nowhere
     c.replicas = 2
     c.exchange = 'double_squeeze(block(4))'
     return c

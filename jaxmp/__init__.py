@@ -1,7 +1,7 @@
 """jaxmp: compress what the stages of a model-parallel network send each other."""
 
 from jaxmp import codecs
-from jaxmp.boundary import Boundary, Links, boundary, value_and_grad
+from jaxmp.boundary import Boundary, Links, boundary, init_feedback, value_and_grad
 from jaxmp.codecs import *  # noqa: F403
 from jaxmp.feedback import Channel, aqsgd, direct, ef, ef21, ef_mixed, warm
 from jaxmp.pipeline import Pipeline, pipeline
@@ -28,6 +28,7 @@ __all__ = [
     'ef',
     'ef21',
     'ef_mixed',
+    'init_feedback',
     'like',
     'local',
     'nbytes',

@@ -11,7 +11,7 @@ also under a scan over micro-batches, where the order is the reverse of the forw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +21,31 @@ from jaxtyping import Array
 
 from jaxmp.feedback import Channel
 from jaxmp.transport import Transport, local
-from jaxmp.wire import Ctx, Like, like, nbytes
+from jaxmp.wire import Ctx, Like, Payload, like, nbytes
 
 
 class Links(NamedTuple):
-    """Feedback state of a boundary, or of all: a pair ``(tx, rx)`` a channel, each direction."""
+    """Feedback state of a boundary, a pair ``(tx, rx)`` each direction; of several, tuples of it.
+
+    A step over several boundaries takes theirs out, and joins what comes back:
+
+    >>> links = Links.join([Links(('a', 'b'), ('c', 'd')), Links(('e', 'f'), ('g', 'h'))])
+    >>> links.at(1)
+    Links(fwd=('e', 'f'), bwd=('g', 'h'))
+    """
 
     fwd: Any
     bwd: Any
+
+    def at(self, number: int) -> Links:
+        """The state of one of several boundaries, counted from 0."""
+        return Links(self.fwd[number], self.bwd[number])
+
+    @classmethod
+    def join(cls, each: Iterable[Links]) -> Links:
+        """The states of several boundaries as one."""
+        each = list(each)
+        return cls(tuple(l.fwd for l in each), tuple(l.bwd for l in each))
 
 
 @dataclass(frozen=True)
@@ -69,34 +86,78 @@ class Boundary:
             return forward(x, fwd, bwd, ctx)[0]
 
         def forward(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
-            y, state, supports = self._move(
-                self.fwd, self.via.forward, x, fwd, (ctx.fold(0), ctx.fold(0))
-            )
+            y, state, supports = self._move('fwd', x, fwd, (ctx, ctx))
             return (y, state, bwd), (ctx, supports)
 
         def backward(res: Any, cotangents: Any) -> Any:
             ctx, (sent, received) = res
             g, _, bwd = cotangents
             # The gradient's sender is the activation's receiver, and knows what that one knows.
-            at = tuple(ctx.fold(1)._replace(support=s) for s in (received, sent))
-            gx, state, _ = self._move(self.bwd, self.via.backward, g, bwd, at)
+            at = tuple(ctx._replace(support=s) for s in (received, sent))
+            gx, state, _ = self._move('bwd', g, bwd, at)
             return gx, None, state, None
 
         cross.defvjp(forward, backward)
         y, fwd, bwd = cross(x, links.fwd, links.bwd, ctx)
         return y, Links(fwd, bwd)
 
+    def send(self, way: str, x: Array, tx: Any, ctx: Ctx) -> tuple[Payload, Any, Array | None]:
+        """A direction's sending half: what a stage does that is a program of its own.
+
+        Args:
+          way: ``'fwd'`` or ``'bwd'``.
+          x: the activation, or its gradient.
+          tx: the sender's state.
+          ctx: of the crossing, as for `cross`; backward with the ``support`` that `recv` of the
+            forward message returned here.
+
+        Returns:
+          The message, the next state, and the positions that were sent (None if there are none).
+        """
+        channel, at = self._half(way, ctx)
+        message, tx = channel.send(x, tx, at)
+        return message, tx, channel.codec.support(message, like(x), at)
+
+    def recv(
+        self, way: str, message: Payload, rx: Any, at: tuple[Like, Ctx]
+    ) -> tuple[Array, Any, Array | None]:
+        """A direction's receiving half.
+
+        Args:
+          way: ``'fwd'`` or ``'bwd'``.
+          message: as it arrived.
+          rx: the receiver's state.
+          at: shape and dtype of what was sent, and the context of the crossing; backward with the
+            ``support`` that `send` of the forward message returned here.
+
+        Returns:
+          What the stage sees, the next state, and the positions that were sent (or None).
+        """
+        x, ctx = at
+        channel, ctx = self._half(way, ctx)
+        y, rx = channel.recv(message, rx, x, ctx)
+        return y, rx, channel.codec.support(message, x, ctx)
+
+    def _half(self, way: str, ctx: Ctx) -> tuple[Channel, Ctx]:
+        if way == 'fwd':
+            return self.fwd, ctx.fold(0)._replace(support=None)
+        return self.bwd, ctx.fold(1)
+
     def bits(self, x: Array | Like) -> tuple[int, int]:
         """Bits of the forward and of the backward message for a tensor like ``x``."""
-
-        def messages(x: Array) -> tuple[Any, Any]:
-            ctx = Ctx(jax.random.key(0), jnp.zeros(x.shape[:1], jnp.int32))
-            m, _ = self.fwd.send(x, self.fwd.init(like(x))[0], ctx)
-            ctx = ctx._replace(support=self.fwd.codec.support(m, like(x), ctx))
-            return m, self.bwd.send(x, self.bwd.init(like(x))[0], ctx)[0]
-
-        forward, backward = jax.eval_shape(messages, like(x))
+        forward, backward = self.messages(x)
         return 8 * nbytes(forward), 8 * nbytes(backward)
+
+    def messages(self, x: Array | Like) -> tuple[Payload, Payload]:
+        """Shapes of the forward and of the backward message for a tensor like ``x``."""
+
+        def make(x: Array) -> tuple[Payload, Payload]:
+            ctx = Ctx(jax.random.key(0), jnp.zeros(x.shape[:1], jnp.int32))
+            forward, _, known = self.send('fwd', x, self.fwd.init(like(x))[0], ctx)
+            ctx = ctx._replace(support=known)
+            return forward, self.send('bwd', x, self.bwd.init(like(x))[0], ctx)[0]
+
+        return jax.eval_shape(make, like(x))
 
     def _ends(self, channel: Channel, state: tuple[Any, Any]) -> tuple[Any, Any]:
         return (state[0], ()) if self._shares(channel) else state
@@ -105,15 +166,15 @@ class Boundary:
         return channel.mirrored and self.via.one_place
 
     def _move(
-        self, channel: Channel, move: Callable, x: Array, state: Any, at: tuple[Ctx, Ctx]
+        self, way: str, x: Array, state: Any, at: tuple[Ctx, Ctx]
     ) -> tuple[Array, Any, tuple[Any, Any]]:
         tx, rx = state
-        sent, next_tx = channel.send(x, tx, at[0])
-        received = move(sent)
-        y, next_rx = channel.recv(received, tx if self._shares(channel) else rx, like(x), at[1])
-        known = channel.codec.support
-        supports = known(sent, like(x), at[0]), known(received, like(x), at[1])
-        return y, self._ends(channel, (next_tx, next_rx)), supports
+        channel = self.fwd if way == 'fwd' else self.bwd
+        message, next_tx, sent = self.send(way, x, tx, at[0])
+        arrived = (self.via.forward if way == 'fwd' else self.via.backward)(message)
+        rx = tx if self._shares(channel) else rx
+        y, next_rx, received = self.recv(way, arrived, rx, (like(x), at[1]))
+        return y, self._ends(channel, (next_tx, next_rx)), (sent, received)
 
     def _check(self, x: Array, links: Links) -> None:
         want = jax.eval_shape(lambda: self.init(x))
@@ -151,6 +212,29 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
                 "parse('...')"
             )
     return Boundary(fwd, bwd, local() if via is None else via)
+
+
+def init_feedback(boundaries: Sequence[Boundary], shapes: Sequence[Array | Like]) -> Links:
+    """States of several boundaries before their first crossings; see `Links`.
+
+    Args:
+      boundaries: in the order of the forward pass.
+      shapes: of what crosses each of them: arrays, or shapes and dtypes.
+
+    Raises:
+      ValueError: if there are not as many shapes as boundaries.
+
+    >>> import jaxmp
+    >>> cut = jaxmp.boundary(jaxmp.parse('ef(uniform(4))'), jaxmp.parse('raw'))
+    >>> jax.tree.map(jnp.shape, init_feedback([cut, cut], [jnp.ones((2, 3)), jnp.ones((2, 5))]))
+    Links(fwd=(((2, 3), ()), ((2, 5), ())), bwd=(((), ()), ((), ())))
+    """
+    if len(boundaries) != len(shapes):
+        raise ValueError(
+            f'{len(boundaries)} boundaries got {len(shapes)} shapes; give the shape of what '
+            'crosses each'
+        )
+    return Links.join(b.init(like(x)) for b, x in zip(boundaries, shapes, strict=True))
 
 
 def value_and_grad(

@@ -23,10 +23,11 @@ import ml_collections
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.evaluate import evaluation_model
+from jaxmp.boundary import init_feedback
 from jaxmp.pipeline import Pipeline
 from jaxmp.setting import Setting, setting
-from jaxmp.wire import Ctx, like
+from jaxmp.training.engine import cuts_to_score
+from jaxmp.wire import Ctx
 
 Scores = Callable[[Array, Array], Array]
 
@@ -36,14 +37,20 @@ def load(workdir: str | Path) -> tuple[Setting, Any]:
 
     Raises:
       FileNotFoundError: if ``workdir`` holds no finished run of a language model.
+      ValueError: if its files are damaged.
     """
     folder = Path(workdir)
     if not (folder / 'model').is_dir() or not (folder / 'config.json').is_file():
         raise FileNotFoundError(
             f'{folder} holds no model of a finished run; give the --workdir of a run of a language '
-            'model with runtime=local'
+            'model that ended in one process'
         )
-    config = json.loads((folder / 'config.json').read_text())
+    try:
+        config = json.loads((folder / 'config.json').read_text())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f'{folder / "config.json"} is not the configuration of a run')
     config |= {'init_from': str(folder / 'model'), 'eval_feedback': 'direct', 'runtime': 'local'}
     if (folder / 'model' / 'vocab.json').is_file():
         config['tokenizer'] = str(folder / 'model')
@@ -54,15 +61,14 @@ def load(workdir: str | Path) -> tuple[Setting, Any]:
 
 def scorer(s: Setting, variables: Any, compressed: bool) -> Scores:
     """``(window, key) -> logits`` of the token after the window."""
-    model: Pipeline = evaluation_model(s)
+    model = Pipeline(s.task.stages, cuts_to_score(s, compressed=True))
 
     @jax.jit
     def score(window: Array, key: Array) -> Array:
         links = None
         if compressed:
             likes = model.likes(variables, window, train=False)
-            made = [b.init(like(x)) for b, x in zip(model.boundaries, likes, strict=True)]
-            links = type(made[0])(tuple(l.fwd for l in made), tuple(l.bwd for l in made))
+            links = init_feedback(model.boundaries, likes)
         logits, _, _ = model.apply(variables, links, window, Ctx(key), train=False)
         return logits[0, -1]
 
@@ -102,13 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--temperature', type=float, default=0.7)
     parser.add_argument('--seed', type=int, default=0)
     given = parser.parse_args(argv)
-    try:
-        s, variables = load(given.workdir)
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f'generate: {error}')
     from jaxmp.data.text import tokenizer_of
 
-    words = tokenizer_of(s.config.tokenizer)
+    try:
+        s, variables = load(given.workdir)
+        words = tokenizer_of(s.config.tokenizer)
+    except (OSError, ValueError) as error:
+        sys.exit(f'generate: {error}')
     [start] = words.encode([given.prompt])
     if not len(start):
         sys.exit('generate: an empty prompt; give --prompt a text of at least one token')

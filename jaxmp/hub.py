@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 
 GPT2 = ('config.json', 'model.safetensors*', 'vocab.json', 'merges.txt')
 _SECONDS = 5
@@ -42,7 +43,7 @@ def fetch(repository: str, files: Sequence[str] = GPT2) -> str:
         urllib.request.urlopen(request, timeout=_SECONDS).close()
     except urllib.error.HTTPError:
         pass  # it answers
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise ConnectionError(
             f'{constants.ENDPOINT} does not answer ({error}); {instead}'
         ) from error

@@ -2,8 +2,9 @@
 
     python -m jaxmp.launch --processes 4 -- python train.py --config.runtime=mpmd
 
-Each process gets ``--coordinator``, ``--processes`` and ``--process`` behind its command. Process 0
-has the terminal; Ctrl-C and SIGTERM ask all of them to save and stop.
+Each process gets ``--coordinator``, ``--processes`` and ``--process`` behind its command, and all
+get one random secret in the environment, by which they know each other. Process 0 has the terminal;
+Ctrl-C and SIGTERM ask all of them to save and stop.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +22,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxmp.rendezvous import TOKEN
+
 PATIENCE = 60.0  # seconds for the others to end after the first has failed
 
 
@@ -27,10 +31,10 @@ def free_port() -> int:
     """A port that is free and whose next one is free too."""
     for _ in range(100):
         with socket.socket() as a, socket.socket() as b:
-            a.bind(('', 0))
+            a.bind(('127.0.0.1', 0))
             port = a.getsockname()[1]
             with contextlib.suppress(OSError, OverflowError):
-                b.bind(('', port + 1))
+                b.bind(('127.0.0.1', port + 1))
                 return port
     raise OSError('no two free ports in a row on this machine')
 
@@ -62,12 +66,12 @@ def own_gpus(found: Sequence[str], processes: int, process: int) -> dict[str, st
 
 def start(command: Sequence[str], processes: int, port: int) -> list[subprocess.Popen]:
     """Starts ``processes`` copies of ``command``, each with its place behind it."""
-    found = gpus()
+    found, token = gpus(), {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(16)}
     team = [*command, f'--coordinator=127.0.0.1:{port}', f'--processes={processes}']
     return [
         subprocess.Popen(
             [*team, f'--process={i}'],
-            env={**os.environ, **own_gpus(found, processes, i)},
+            env={**os.environ, **token, **own_gpus(found, processes, i)},
             start_new_session=True,
             preexec_fn=_die_with_parent,
             stdin=None if i == 0 else subprocess.DEVNULL,
@@ -140,7 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: asked.append(n))
-    running = start(given.command, given.processes, given.port or free_port())
+    try:
+        running = start(given.command, given.processes, given.port or free_port())
+    except OSError as error:
+        print(
+            f'launch: cannot start {given.command[0]}: {error.strerror or error}; give a program '
+            'behind --, such as: -- python train.py --config.runtime=mpmd',
+            file=sys.stderr,
+        )
+        return 127
     try:
         return watch(running, asked)
     finally:

@@ -9,6 +9,9 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,38 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from jaxmp.files import WorkdirError, write
+
+KEYS = ('kind', 'step', 'epoch', 'loss', 'accuracy')  # of every record
+
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line cut off by a kill is dropped."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith('}')]
+    """The records of a metrics file; a last line cut off by a kill is dropped.
+
+    Raises:
+      WorkdirError: if it cannot be read, or another line is no record.
+    """
+    try:
+        lines = path.read_text().splitlines() if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise WorkdirError(f'cannot read {path}: {error}; give a new --workdir') from error
+    if lines and not lines[-1].endswith('}'):
+        lines.pop()
+    return [_record(line, f'{path}, line {i}') for i, line in enumerate(lines, 1)]
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    missing = set(KEYS) - set(found) if isinstance(found, dict) else set(KEYS)
+    if missing or not isinstance(found, dict):
+        raise WorkdirError(
+            f'{where} is no record of a run, it lacks {", ".join(sorted(missing))}: {line[:60]!r}; '
+            'remove the line, or give a new --workdir'
+        )
+    return found
 
 
 class Metrics:
@@ -39,27 +67,39 @@ class Metrics:
 
         Raises:
           ImportError: if TensorBoard is asked for and its extra is not installed.
+          WorkdirError: if the file cannot be read or written.
         """
         self.records: list[dict[str, Any]] = []
         self._file = self._board = None
         if workdir is None:
             return
-        path = workdir / 'metrics.jsonl'
+        path = self._path = workdir / 'metrics.jsonl'
         self.records = [r for r in read(path) if r['step'] <= step]
-        text = ''.join(json.dumps(r) + '\n' for r in self.records)
-        path.write_text(text)
-        self._file = path.open('a', buffering=1)
         self._board = _board(workdir) if tensorboard else None
+        text = ''.join(json.dumps(r) + '\n' for r in self.records)
+        if not path.exists() or path.read_text() != text:
+            write(path, text)
+        self._file = path.open('ab', buffering=0)  # a failed write leaves nothing for the close
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one record; it must hold ``step``."""
+        """Appends one record; it must hold `KEYS`."""
         self.records.append(record)
         if self._file:
-            self._file.write(json.dumps(record) + '\n')
+            self._append(self._file, (json.dumps(record) + '\n').encode())
         if self._board:
             for name, value in record.items():
                 if isinstance(value, float):
                     self._board.add_scalar(f'{record["kind"]}/{name}', value, record['step'])
+
+    def _append(self, file: RawIOBase, line: bytes) -> None:
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError as error:
+            raise WorkdirError(
+                f'cannot write {self._path}: {error}; make room there and give the same command '
+                'again'
+            ) from error
 
     def close(self) -> None:
         """Closes the files."""
@@ -106,9 +146,13 @@ class Display:
         if self._console.is_terminal:
             self._bar.start()
 
-    def pause(self) -> None:
-        """What follows, such as an evaluation, does not count in the examples a second."""
-        self._mark = None
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside, such as an evaluation, does not count in the examples a second."""
+        start = time.time()
+        yield
+        if self._mark:
+            self._mark = self._mark[0] + time.time() - start, self._mark[1]
 
     def update(self, epoch: str, step: int, loss: float, accuracy: float) -> None:
         """Shows the state after ``step`` steps."""
@@ -205,7 +249,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     size = Table(title='bytes a step')
     for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio '):
         size.add_column(head, justify='right')
-    for row in summary['bytes']:
+    tied = [{'boundary': 'token table', **summary['tied']}] if 'tied' in summary else []
+    for row in (*summary['bytes'], *tied):
         full, f, b = row['uncompressed'], row['forward'], row['backward']
         cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
         size.add_row(str(row['boundary']), *cells)

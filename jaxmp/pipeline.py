@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array
 
-from jaxmp.boundary import Boundary, Links, boundary
+from jaxmp.boundary import Boundary, Links, boundary, init_feedback
 from jaxmp.feedback import Channel
 from jaxmp.transport import Transport
 from jaxmp.wire import Ctx, Like, like
@@ -46,7 +46,7 @@ class Pipeline:
         @jax.jit
         def links() -> Links:
             likes = self.likes(variables, x, **kwargs)
-            return _join([b.init(l) for b, l in zip(self.boundaries, likes, strict=True)])
+            return init_feedback(self.boundaries, likes)
 
         return variables, links()
 
@@ -75,12 +75,11 @@ class Pipeline:
         updated, crossed = [], []
         for i, (stage, own) in enumerate(zip(self.stages, variables, strict=True)):
             if i and links is not None:
-                at = Links(links.fwd[i - 1], links.bwd[i - 1])
-                x, at = self.boundaries[i - 1].cross(x, at, ctx.fold(2 * i))
+                x, at = self.boundaries[i - 1].cross(x, links.at(i - 1), ctx.fold(2 * i))
                 crossed.append(at)
             x, own = _run(stage, own, x, ctx.fold(2 * i + 1), kwargs)
             updated.append(own)
-        return x, tuple(updated), None if links is None else _join(crossed)
+        return x, tuple(updated), None if links is None else Links.join(crossed)
 
     def likes(self, variables: Variables, x: Array | Like, **kwargs: Any) -> list[Like]:
         """Shape and dtype of what crosses each boundary, for an input like ``x``."""
@@ -112,11 +111,9 @@ def _run(stage: nn.Module, variables: dict, x: Array, ctx: Ctx, kwargs: dict) ->
     mutable = [name for name in variables if name != 'params']
     rngs = {} if ctx.key is None else {'dropout': ctx.key}
     x, changed = stage.apply(variables, x, mutable=mutable, rngs=rngs, **kwargs)
-    return x, {**variables, **changed}
-
-
-def _join(links: Sequence[Links]) -> Links:
-    return Links(tuple(l.fwd for l in links), tuple(l.bwd for l in links))
+    keep = lambda old, new: new.astype(old.dtype)  # a scan, and a checkpoint, keep dtypes
+    old = {name: variables[name] for name in mutable}
+    return x, {**variables, **jax.tree.map(keep, old, {**old, **changed})}
 
 
 def pipeline(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,36 +12,31 @@ import jax
 import numpy as np
 
 from jaxmp import data, version
-from jaxmp.checkpoint import Checkpoints, claim
-from jaxmp.dataparallel import replicated
-from jaxmp.engine import Engine, one_program
+from jaxmp.alike import check_data, check_workdir
+from jaxmp.checkpoint import Checkpoints
+from jaxmp.files import WorkdirError, claim, owned, whole, write_json
 from jaxmp.log import Display, Metrics, duration, headline, provenance, quality, show
 from jaxmp.report import curves
-from jaxmp.setting import Setting, check_choices, message_bytes, parameters, setting
-from jaxmp.staged import staged
+from jaxmp.resume import Place, begin, finished, stop_signals, tell_resumption
+from jaxmp.setting import (
+    Setting,
+    check_choices,
+    check_memory,
+    message_bytes,
+    parameters,
+    setting,
+    table_bytes,
+)
 from jaxmp.task import Config, stage_count
 from jaxmp.team import Address, Team, connect
-from jaxmp.train import TrainState, Values
-
-Place = dict[str, Any]
+from jaxmp.training.by_stage import by_stage
+from jaxmp.training.engine import Engine, Values
+from jaxmp.training.one_program import one_program
+from jaxmp.training.step import TrainState
 
 
 class DivergedError(RuntimeError):
     """The loss is not finite; the last checkpoint is from before."""
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and SIGINT append to, so that the loop can save before it ends."""
-    seen: list[int] = []
-    old = {
-        n: signal.signal(n, lambda n, _: seen.append(n)) for n in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield seen
-    finally:
-        for n, handler in old.items():
-            signal.signal(n, handler)
 
 
 def team_of(config: Config, address: Address) -> Team:
@@ -56,8 +48,8 @@ def team_of(config: Config, address: Address) -> Team:
     """
     check_choices(config)
     staged, replicas = config.runtime == 'mpmd', config.get('replicas', 1)
-    if not staged and replicas == 1:
-        if any(a is not None for a in address):
+    if config.runtime == 'spmd' or (not staged and replicas == 1):
+        if any(a is not None for a in address[:3]):
             raise ValueError(
                 f'config.runtime={config.runtime!r} is one process, got {address}; processes need '
                 '--config.runtime=mpmd or --config.replicas=N'
@@ -66,8 +58,15 @@ def team_of(config: Config, address: Address) -> Team:
     own = {k: v for k, v in config.to_dict().items() if k not in ('data_dir', 'download')}
     versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
     if staged:
-        return connect(address, stage_count(config), {**versions, **own})
+        parts = replicas * stage_count(config)
+        return connect(address, parts, {**versions, **own})
     return connect(address, replicas, {**versions, **own}, what='replica')
+
+
+def devices(config: Config) -> int:
+    """How many devices a run needs: one per replica, in spmd one per stage of each."""
+    each = stage_count(config) if config.runtime == 'spmd' else 1
+    return config.get('replicas', 1) * each
 
 
 class Prepared(NamedTuple):
@@ -78,8 +77,12 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, team: Team) -> Prepared:
-    """What `run` needs for ``config``; raises ValueError where it makes no sense."""
+    """What `run` needs for ``config``; raises ValueError or TeamError where it makes no sense."""
     s = setting(config)
+    if team.count == 1:
+        check_memory(s)
+    check_data(team, s.data)
+    team.gather(np.zeros(1))  # all are here: links open now, before compiling parts them
     return Prepared(s, engine_of(s, team))
 
 
@@ -115,57 +118,62 @@ def run(
     Raises:
       ValueError: for a configuration that makes no sense.
       WorkdirError: if the workdir cannot be used.
+      TeamError: if the processes have different data or workdirs.
       DivergedError: if the loss is not finite.
     """
     workdir, team = Path(workdir), team or Team()
     s, engine = made or prepare(config, team)
-    lead = team.index == 0
-    if lead:
-        count = {'processes': team.count} if config.runtime == 'mpmd' or team.count > 1 else {}
-        claim(workdir, {**config.to_dict(), **count})
-    checkpoints = Checkpoints(workdir, team)
-    state = engine.create(s)
-    place = {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
-    if (found := checkpoints.restore(state)) is not None:
-        state, place = found
-    done = int(state.step)
-    metrics = Metrics(workdir if lead else None, done, tensorboard)
-    display = Display(config.epochs * s.epoch_steps, done, config.batch_size, quiet or not lead)
-    if done:
-        display.say(f'going on from step {done} of {workdir}')
-    try:
-        with stop_signals() as seen:
-            r = Run(s, engine, checkpoints, metrics, display, seen)
+    lead, kept = team.index == 0, None
+    with ExitStack() as stack:
+        if lead:
+            count = {'processes': team.count} if config.runtime == 'mpmd' or team.count > 1 else {}
+            kept = {**config.to_dict(), **count}
+            stack.enter_context(owned(workdir))
+            claim(workdir, kept)
+        check_workdir(team, workdir)
+        checkpoints = stack.enter_context(closing(Checkpoints(workdir, team, kept)))
+        state, place = begin(s, engine, checkpoints, workdir)
+        done, total = int(state.step), config.epochs * s.epoch_steps
+        metrics = Metrics(workdir if lead else None, done, tensorboard)
+        stack.enter_context(closing(metrics))
+        display = Display(total, done, config.batch_size, quiet or not lead)
+        with closing(display), stop_signals() as seen:
+            tell_resumption(display, checkpoints, workdir, done)
+            r = Run(s, engine, checkpoints, metrics, display, seen, workdir, done)
             state, place, stopped = train(r, state, place)
-    finally:
-        display.close()
-        metrics.close()
-        checkpoints.close()
-    if stopped:
-        if lead and not quiet:
-            print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
-        return None
-    moved, weights = engine.moved(), engine.weights(state)
-    if not lead:
-        return {}
-    summary = finish(s, int(state.step), place, metrics.records, moved, workdir)
+        if stopped:
+            if lead and not quiet:
+                print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
+            return None
+        moved, weights = engine.moved(), engine.weights(state)
+        return conclude(r, place, moved, weights, quiet) if lead else {}
+
+
+def conclude(
+    r: Run, place: Place, moved: dict[str, Any], weights: Any, quiet: bool
+) -> dict[str, Any]:
+    """Leaves summary, model and curves; a run that had ended before keeps its summary."""
+    s, steps = r.s, r.s.config.epochs * r.s.epoch_steps
+    summary = finished(r.workdir, steps) if r.start == steps else None
+    summary = summary or finish(s, steps, place, r.metrics.records, moved, r.workdir)
     if s.task.export and weights is not None:
-        s.task.export(str(workdir / 'model'), weights)
+        with whole(r.workdir / 'model') as folder:
+            s.task.export(str(folder), weights)
     if not quiet:
         show(summary)
-        print(f'{summary["seconds"]} s; summary and curves: {workdir}, {curves.draw(workdir)}')
+        with whole(r.workdir / 'curves.png') as part:
+            curves.draw(part, r.metrics.records, s.config)
+        print(f'{summary["seconds"]} s; summary and curves: {r.workdir}')
     return summary
 
 
 def engine_of(s: Setting, team: Team) -> Engine:
     """The runtime that the configuration asks for."""
-    if s.config.runtime == 'mpmd':
-        return staged(s, team)
-    return replicated(s, team) if s.replicas > 1 else one_program(s)
+    return (one_program if s.config.runtime == 'local' else by_stage)(s, team)
 
 
 class Run(NamedTuple):
-    """A setting and what its run talks to."""
+    """A setting, what its run talks to, its folder and the step that this start began at."""
 
     s: Setting
     engine: Engine
@@ -173,6 +181,8 @@ class Run(NamedTuple):
     metrics: Metrics
     display: Display
     signals: list[int]
+    workdir: Path
+    start: int
 
 
 def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, bool]:
@@ -194,12 +204,13 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
             if stop:
                 break
         place = {**place, 'seconds': time.time() - start}
-        if place['steps'] == n:
-            record(r, state, place, epoch + 1)
-            place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
-        if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
-            r.engine.check(state)
-            r.checkpoints.save(int(state.step), state, place)
+        with r.display.pause():
+            if place['steps'] == n:
+                record(r, state, place, epoch + 1)
+                place = {**place, 'loss': 0.0, 'accuracy': 0.0, 'steps': 0}
+            if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
+                r.engine.check(state)
+                r.checkpoints.save(int(state.step), r.engine.export(state), place)
         if stop:
             break
     return state, place, stop
@@ -252,19 +263,24 @@ def finish(
     moved: dict[str, Any],
     workdir: Path,
 ) -> dict[str, Any]:
-    """Writes summary.json."""
-    keep = ('epoch', 'loss', 'accuracy')
-    test = {}
+    """Writes summary.json.
+
+    Raises:
+      WorkdirError: if the records are gone, or the file cannot be written.
+    """
     for mode in ('off', 'on'):
-        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
-        best = max(rows, key=lambda r: quality(s.task.measure, r))
-        test[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
+        if not any(r['kind'] == 'test' and r['compression'] == mode for r in records):
+            raise WorkdirError(
+                f'{workdir / "metrics.jsonl"} has no test records of this run; put it back, or '
+                'give a new --workdir'
+            )
     summary = {
         **{k: s.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
         'measure': s.task.measure,
-        'test': test,
+        'test': best_and_last(records, s.task.measure, s.config.warmup_epochs),
         'history': history(records),
         'bytes': message_bytes(s),
+        **table_bytes(s),
         **moved,
         'parameters': parameters(s),
         'steps': steps,
@@ -273,8 +289,26 @@ def finish(
         # Where the data lay says nothing of the run, and much of the machine.
         'config': {k: v for k, v in s.config.to_dict().items() if k != 'data_dir'},
     }
-    (workdir / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
+    write_json(workdir / 'summary.json', summary)
     return summary
+
+
+def best_and_last(records: list[dict[str, Any]], measure: str, warmup: int) -> dict[str, Any]:
+    """The best and the last scores off and on; in the warm-up nothing is compressed yet.
+
+    >>> rows = [{'kind': 'test', 'compression': 'on', 'epoch': e, 'loss': l, 'accuracy': a}
+    ...         for e, l, a in ((1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6))]
+    >>> off = [{**r, 'compression': 'off'} for r in rows]
+    >>> best_and_last(rows + off, 'accuracy', warmup=1)['on']['best']
+    {'epoch': 2, 'loss': 0.3, 'accuracy': 0.7}
+    """
+    keep, found = ('epoch', 'loss', 'accuracy'), {}
+    for mode in ('off', 'on'):
+        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
+        after = [r for r in rows if r['epoch'] > warmup] or rows
+        best = max(after, key=lambda r: quality(measure, r))
+        found[mode] = {n: {k: r[k] for k in keep} for n, r in (('best', best), ('last', rows[-1]))}
+    return found
 
 
 def history(records: list[dict[str, Any]]) -> dict[str, Any]:

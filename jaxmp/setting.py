@@ -7,6 +7,8 @@ else happens.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +17,27 @@ import optax
 
 from jaxmp import data, exchange
 from jaxmp.boundary import Links
+from jaxmp.devices import memory
 from jaxmp.exchange import Exchange
 from jaxmp.feedback import Channel, warm
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import parse
-from jaxmp.task import AUGMENT, MODELS, TASKS, Config, Task, task_of
+from jaxmp.task import AUGMENT, IMAGE_KEYS, MODELS, TASKS, TEXT_KEYS, Config, Task, task_of
 from jaxmp.wire import Like, nbytes
 
 EVALUATIONS = ('carry', 'direct', 'frozen')
-RUNTIMES = ('local', 'mpmd')
+RUNTIMES = ('local', 'spmd', 'mpmd')
 OPTIMISERS = ('sgd', 'adamw')
 DTYPES = ('float32', 'bfloat16')
+LEAST = {  # of every key that is a whole number
+    'seed': 0, 'epochs': 1, 'checkpoint_every': 1, 'batch_size': 1, 'stages': 1, 'width': 1,
+    'blocks': 1, 'heads': 1, 'pool': 1, 'sequence_length': 2, 'train_examples': 0,
+    'test_examples': 0, 'warmup_epochs': 0, 'cosine_epochs': 0, 'micro_batches': 0, 'replicas': 0,
+}  # fmt: skip
+MOST = 2**32 - 1  # a seed, of which JAX keeps 32 bits
+RATES = ('lr', 'momentum', 'weight_decay', 'clip_norm', 'dropout')
+SWITCHES = ('download', 'remat')
+IMAGES = 'digits_resnet'  # the configuration that has all keys of images
 
 
 class Setting(NamedTuple):
@@ -55,6 +67,7 @@ def setting(config: Config) -> Setting:
             f'{config.epochs}; the warm-up counts inside the total'
         )
     task = task_of(config)
+    tied_exchange(config, task.tied)
     found = task.data
     if config.train_examples:
         found = found._replace(train=data.take(found.train, config.train_examples))
@@ -70,8 +83,6 @@ def setting(config: Config) -> Setting:
             f'{config.batch_size}' + (f' / {replicas} replicas' if replicas > 1 else '') + '; a '
             'step takes that many equal cuts of its batch'
         )
-    if config.clip_norm < 0:
-        raise ValueError(f'config.clip_norm={config.clip_norm} is negative; 0 does not clip')
     fwd, bwd = (parse(str(config[k]), {'examples': examples}) for k in ('fwd', 'bwd'))
     if fwd.per_example and replicas > 1:
         raise ValueError(
@@ -103,8 +114,6 @@ def replication(config: Config) -> tuple[int, Exchange]:
             f'config.replicas={n!r} does not divide config.batch_size={config.batch_size}; every '
             "replica takes an equal cut of a step's batch"
         )
-    if n > 1 and config.runtime != 'local':
-        raise ValueError(f'config.replicas={n} needs config.runtime=local, got {config.runtime!r}')
     shared = exchange.parse(text)
     if n > 1 and shared.momentum and config.optimiser != 'sgd':
         raise ValueError(
@@ -119,14 +128,74 @@ def replication(config: Config) -> tuple[int, Exchange]:
     return n, shared
 
 
+def tied_exchange(config: Config, tied: bool) -> Exchange:
+    """How the first and the last stage share the gradients of a parameter that both hold.
+
+    Args:
+      config: ``tied_exchange``, by default ``mean``: both send all of it.
+      tied: whether there is such a parameter.
+
+    Raises:
+      ValueError: if there is nothing that it could compress, or the copies would not be updated
+        alike.
+    """
+    text = str(config.get('tied_exchange', 'mean'))
+    shared = exchange.parse(text)
+    if text.strip() != 'mean' and not (tied and config.runtime != 'local'):
+        raise ValueError(
+            f'config.tied_exchange={text!r} compresses the gradient of a token table that two '
+            f'stages hold, and config.runtime={config.runtime!r} of this model sends none; take '
+            "'mean', or several stages of gpt2 with config.runtime=mpmd or spmd"
+        )
+    if shared.momentum or shared.every > 1 or text.startswith('local_sgd'):
+        raise ValueError(
+            f'config.tied_exchange={text!r} brings a momentum, or shares parameters in place of '
+            'gradients, and a table is updated as all other parameters are, by the same gradient '
+            'in both stages; take mean, all_gather, all_reduce, scatter_gather, double_squeeze or '
+            'power_sgd'
+        )
+    return shared
+
+
 def check_choices(config: Config) -> None:
-    """Raises ValueError if a key has a value that is not one of its few."""
+    """Raises ValueError if a key is missing, or has a value that is not allowed."""
     for key, allowed in (
         ('runtime', RUNTIMES), ('model', (*MODELS, *TASKS)), ('augment', AUGMENT),
         ('eval_feedback', EVALUATIONS), ('optimiser', OPTIMISERS), ('dtype', DTYPES),
     ):  # fmt: skip
         if key in config and config[key] not in allowed:
             raise ValueError(f'config.{key}={config[key]!r} is not one of {", ".join(allowed)}')
+    check_numbers(config)
+    text = config.model in TASKS
+    check_keys(config, 'model', *((TEXT_KEYS, 'text_gpt2') if text else (IMAGE_KEYS, IMAGES)))
+    if config.optimiser == 'sgd':
+        check_keys(config, 'optimiser', ('momentum', 'weight_decay', 'cosine_epochs'), IMAGES)
+
+
+def check_numbers(config: Config) -> None:
+    """Raises ValueError if a key that is a number or a switch has another value."""
+    for key in (k for k in config if k in (*LEAST, *RATES, *SWITCHES)):
+        value = config[key]
+        if key in LEAST:
+            least, most = LEAST[key], MOST if key == 'seed' else 2**31 - 1
+            fits = type(value) is int and least <= value <= most
+            wanted = f'a whole number from {least} to {most}'
+        elif key in RATES:
+            fits = type(value) in (int, float) and 0 <= value < math.inf
+            wanted = 'a finite number from 0'
+        else:
+            fits, wanted = type(value) is bool, 'True or False'
+        if not fits:
+            raise ValueError(f'config.{key}={value!r} is not {wanted}')
+
+
+def check_keys(config: Config, key: str, needed: Sequence[str], example: str) -> None:
+    """Raises ValueError if what ``key`` chooses needs a key that is not there."""
+    if missing := [f'config.{k}' for k in needed if k not in config]:
+        raise ValueError(
+            f'config.{key}={config[key]!r} needs {", ".join(missing)}, which this configuration '
+            f'does not have; give a --config that has, such as configs/{example}.py'
+        )
 
 
 def check_ids(fwd: Channel, text: str, examples: int) -> None:
@@ -136,6 +205,19 @@ def check_ids(fwd: Channel, text: str, examples: int) -> None:
         raise ValueError(
             f'config.fwd={text!r} has buffers for {len(tx)} examples and the training set has '
             f'{examples}; write examples=examples'
+        )
+
+
+def check_memory(s: Setting) -> None:
+    """Raises ValueError if the tables of ``config.fwd`` are larger than this machine's memory."""
+    if not s.model.boundaries or not s.model.boundaries[0].fwd.per_example:
+        return
+    tables, have = nbytes(shapes(s)[1]), memory()
+    if tables > have:
+        raise ValueError(
+            f'config.fwd={s.config.fwd!r} keeps tables of {tables / 2**30:,.1f} GiB, and there is '
+            f'a memory of {have / 2**30:,.1f} GiB; take fewer config.train_examples (and '
+            'examples=examples), a smaller config.width, or ef21, which keeps no examples'
         )
 
 
@@ -183,6 +265,20 @@ def message_bytes(s: Setting) -> list[dict[str, int]]:
         row = {'boundary': i, 'uncompressed': full, 'forward': forward, 'backward': backward}
         rows.append(row)
     return rows
+
+
+def table_bytes(s: Setting) -> dict[str, Any]:
+    """Bytes a step for the table that the first and the last stage hold: as in `message_bytes`.
+
+    Empty where no parameter is tied.
+    """
+    if not s.task.tied:
+        return {}
+    table = shapes(s)[0][0]['params']['wte']
+    sent = exchange.bytes_of(tied_exchange(s.config, True), [table], 2)
+    text = str(s.config.get('tied_exchange', 'mean'))
+    ways = dict.fromkeys(('forward', 'backward'), sent['sent'])
+    return {'tied': {'text': text, 'uncompressed': sent['uncompressed'], **ways}}
 
 
 def shapes(s: Setting) -> tuple[Any, Links]:

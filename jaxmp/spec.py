@@ -16,6 +16,7 @@ from typing import Any
 from jaxmp import codecs, feedback
 from jaxmp.feedback import Channel, direct
 from jaxmp.wire import Codec
+from jaxmp.words import called, named
 
 LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)
@@ -32,6 +33,8 @@ class SpecError(ValueError):
 
 def parse(text: str, names: Mapping[str, Any] | None = None) -> Channel:
     """The channel that ``text`` names; a bare codec means ``direct``.
+
+    Texts that make the same calls give equal channels, and ``parse(str(c), names) == c``.
 
     Args:
       text: for example ``'ef21(top_k(0.1, values=fp16, indices=bitmap))'``.
@@ -90,7 +93,7 @@ def _channel(thing: Any, text: str) -> Channel:
         return thing
     if not isinstance(complete(thing, text), Codec):
         raise TypeError(f'{text} is not a codec or feedback rule by itself')
-    return direct(thing)
+    return named(repr(thing), direct(thing))
 
 
 def complete(thing: Any, text: str) -> Any:
@@ -107,7 +110,7 @@ def _build(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.Name(id=name):
-            return _look_up(name, names)
+            return named(name, _look_up(name, names))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             return _call(name, args, keywords, names)
     raise SpecError(
@@ -128,8 +131,10 @@ def _call(
     name: str, args: list[ast.expr], keywords: list[ast.keyword], names: Mapping[str, Any]
 ) -> Any:
     function = _look_up(name, names)
-    if not callable(function) or isinstance(function, tuple):
+    if not callable(function) or isinstance(function, tuple) or function in ROUNDINGS:
         raise SpecError(f'{name} takes no arguments; write {name}')
+    if function in ROUNDINGS:
+        raise SpecError(f'{name} takes no arguments here; write rounding={name}')
     built = [_argument(a, names) for a in args]
     named = {k.arg or '**': _argument(k.value, names) for k in keywords}
     if len(named) < len(keywords):
@@ -138,7 +143,7 @@ def _call(
         bound = inspect.signature(function).bind(*built, **named)
     except TypeError as error:
         raise SpecError(f'{name}: {error}; its form is {name}{_form(function)}') from None
-    return function(*bound.args, **bound.kwargs)
+    return called(name, function, bound, function(*bound.args, **bound.kwargs))
 
 
 def _argument(node: ast.expr, names: Mapping[str, Any]) -> Any:

@@ -5,17 +5,13 @@ A study is a Python file with ``get_study(scale, tables)``, such as configs/pape
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Summary = dict[str, Any]
-ELSEWHERE = ('data_dir', 'init_from', 'tokenizer')  # where files lie says nothing of the run
+from jaxmp.defaults import Summary, settings
 
 
 class Job(NamedTuple):
@@ -56,8 +52,7 @@ def finished(job: Job) -> Summary | None:
     if not job.result.exists():
         return None
     found = json.loads(job.result.read_text())
-    want = {k: v for k, v in job.config.to_dict().items() if k not in ELSEWHERE}
-    has = {k: v for k, v in found['config'].items() if k not in ELSEWHERE}
+    want, has = settings(job.config.to_dict()), settings(found['config'])
     if clash := sorted(k for k in {**want, **has} if want.get(k) != has.get(k)):
         raise ValueError(
             f'{job.result} was made with other settings: '
@@ -65,19 +60,6 @@ def finished(job: Job) -> Summary | None:
             + '; move it away or give another --out'
         )
     return found
-
-
-@contextmanager
-def locked(workdir: Path) -> Iterator[bool]:
-    """Whether this process alone works in ``workdir``; the lock ends with the process."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / 'lock').open('w') as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
 
 
 def study_of(path: Path) -> Any:

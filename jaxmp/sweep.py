@@ -1,4 +1,4 @@
-"""python -m jaxmp.sweep FILE --scale=SCALE [--tables=1,2] [--rows=a,b] [--set data_dir=DIR].
+"""`python -m jaxmp.sweep FILE --scale=SCALE [--tables=1,2] [--rows=a,b] [--set data_dir=DIR]`.
 
 Runs every row of a study for every seed; FILE is a Python file with ``get_study(scale, tables)``,
 such as configs/paper_tables.py. A run is ``OUT/SCALE/ROW-sSEED.json`` when it is finished, and is
@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmp.study import Job, Summary, finished, jobs, locked, put, study_of
+from jaxmp.files import locked
+from jaxmp.study import Job, Summary, finished, jobs, put, study_of
 
 
 def left(todo: list[Job], done: list[Summary]) -> str:
@@ -182,13 +183,12 @@ def main(argv: list[str] | None = None) -> None:
         plan = plan_of(args)
         if args.plan:
             return show_plan(plan)
-        import jax
         from absl import logging
 
+        from jaxmp.devices import keep_compiled
+
         logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
-        cache = str(Path('~/.cache/jaxmp').expanduser())
-        jax.config.update('jax_compilation_cache_dir', cache)
-        jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+        keep_compiled()
         failed = sweep(plan, quiet=not args.verbose)
     except (ValueError, OSError) as error:
         sys.exit(f'jaxmp.sweep: {error}')

@@ -21,6 +21,11 @@ from jaxmp import data, models
 from jaxmp.wire import Like
 
 AUGMENT = ('none', 'crop_flip')
+IMAGE_KEYS = ('width', 'pool', 'augment', 'download')
+TEXT_KEYS = (
+    'sequence_length', 'tokenizer', 'stages', 'width', 'blocks', 'heads', 'dropout', 'dtype',
+    'remat', 'init_from',
+)  # fmt: skip
 Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
 
 

@@ -2,13 +2,13 @@
 
 `jax.distributed` carries the stages' messages (gloo on CPU, NCCL on GPU) and finds its processes
 under Slurm, Open MPI and Kubernetes; elsewhere the three numbers are given. What it lacks, naming
-who did not come or has gone and why, `jaxmp.watch` adds, on the port after the coordinator's.
+who did not come or has gone and why, `jaxmp.rendezvous` and `jaxmp.watch` add, on the port after
+the coordinator's.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,8 +17,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp.mpmd import owners
-from jaxmp.watch import TeamError, Watch, hub, join, names_of
+from jaxmp.devices import owners
+from jaxmp.rendezvous import (
+    TOKEN,
+    Meeting,
+    hub,
+    is_loopback,
+    join,
+    listen,
+    names_of,
+    own_address,
+    secret,
+)
+from jaxmp.watch import TeamError, Watch
 
 MOST = 64  # steps between two agreements
 
@@ -30,11 +41,15 @@ class Address(NamedTuple):
       coordinator: ``host:port`` of process 0; the port after it is used too.
       processes: how many there are.
       process: the number of this one.
+      token_file: holds the secret that all share; default the environment's `TOKEN`.
+      heartbeat_timeout: seconds of silence after which a process counts as gone.
     """
 
     coordinator: str | None
     processes: int | None
     process: int | None
+    token_file: str | None = None
+    heartbeat_timeout: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,13 @@ class Team:
     def total(self, values: np.ndarray) -> np.ndarray:
         """Sum of every process's ``values``; all must call it."""
         return np.sum(self.gather(values), 0)
+
+    def share(self, value: Any) -> list[Any]:
+        """Every process's ``value`` (JSON), by its number; all must call it, and it waits for all.
+
+        It needs no device and no compilation.
+        """
+        return self.watch.share(value) if self.watch else [value]
 
     def fail(self, cause: str) -> None:
         """Ends this process, and all others with ``cause``; alone, does nothing."""
@@ -135,7 +157,7 @@ def _agree(
     return values, bool(total[0, MOST]), int(total[1, MOST])
 
 
-def found() -> Address | None:
+def found() -> tuple[str, int, int] | None:
     """Where a cluster that JAX knows (Slurm, Open MPI, Kubernetes, ...) puts this process."""
     from jax._src.clusters import ClusterEnv  # the detection of jax.distributed; not public
 
@@ -143,7 +165,7 @@ def found() -> Address | None:
     coordinator, processes, process, _ = detect(None, None, None, None, None, 60)
     if coordinator is None or processes is None or process is None:
         return None
-    return Address(coordinator, processes, process)
+    return coordinator, processes, process
 
 
 def connect(
@@ -152,37 +174,86 @@ def connect(
     """Finds the other processes; must come before JAX is used otherwise.
 
     Args:
-      address: of this process; of Nones asks the cluster, and without one the run is a single
-        process.
+      address: of this process; without coordinator, count and number asks the cluster, and
+        without one the run is a single process.
       parts: what the processes share out, at least one each.
       about: what must be the same in all processes.
       timeout: seconds to wait for all.
       what: the parts are, ``'stage'`` or ``'replica'``.
 
     Raises:
-      TeamError: if a process does not come or is about something else, or the port is in use.
+      TeamError: if a process does not come or is about something else, the port is in use, or
+        processes on several hosts share no secret.
       ValueError: if there are more processes than parts, or the address makes no sense.
     """
-    given = found() if address == Address(None, None, None) else address
-    if given is None or given.processes == 1:
+    if all(a is None for a in address[:3]):
+        address = Address(*(found() or (None, 1, None)), *address[3:])
+    if address.processes == 1:
         return Team()
-    coordinator, processes, process = given
+    host, port = _check(address)
+    names = names_of(owners(parts, int(address.processes or 0), what), what)
+    token = secret(address.token_file)
+    if not token and not is_loopback(host):
+        raise TeamError(
+            f'whoever reaches {host} could join this run: give all processes the same secret text, '
+            f'by the environment variable {TOKEN} or by --token_file'
+        )
+    about = json.loads(json.dumps({**about, 'heartbeat_timeout': address.heartbeat_timeout}))
+    meeting = Meeting(host, _beside(port), names, about, token, timeout, address.heartbeat_timeout)
+    if address.process == 0:
+        listen(own_address(host), port).close()  # JAX's
+        watch = hub(meeting)
+    else:
+        watch = join(meeting, int(address.process or 0))
+    watch.end_without_memory()
+    _start_jax(address, watch.address, timeout)
+    return Team(watch.index, len(names), watch)
+
+
+def _check(address: Address) -> tuple[str, int]:
+    """Host and port of process 0; raises ValueError if the address makes no sense."""
+    coordinator, processes, process = address[:3]
     if coordinator is None or processes is None or process is None:
-        raise ValueError(f'{given} is incomplete: give --coordinator, --processes and --process')
+        raise ValueError(f'{address} is incomplete: give --coordinator, --processes and --process')
     if not 0 <= process < processes:
         raise ValueError(f'process {process} is not one of {processes}; they count from 0')
-    names = names_of(owners(parts, processes, what), what)
-    host, port = _split(coordinator)
-    about = json.loads(json.dumps(about))  # as the others' arrive
-    if process == 0:
-        _check_free(port)
-        watch = hub(_beside(port), names, about, timeout)
-    else:
-        watch = join(host, _beside(port), process, names, about, timeout)
-    watch.end_without_memory()
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(*address, initialization_timeout=round(timeout))
-    return Team(process, processes, watch)
+    if not address.heartbeat_timeout >= 1:
+        raise ValueError(
+            f'--heartbeat_timeout={address.heartbeat_timeout} is too short; give 1 second or more'
+        )
+    return _split(coordinator)
+
+
+def _start_jax(address: Address, own: str, timeout: float) -> None:
+    """Starts `jax.distributed`, so that it listens where others reach this process, only."""
+    host, port = _check(address)
+    bound = own_address(host) if address.process == 0 else ''
+    _use_gloo(own)
+    jax.distributed.initialize(
+        *address[:3],
+        initialization_timeout=round(timeout),
+        # Longer than the watch's, which names who is silent.
+        heartbeat_timeout_seconds=round(2 * address.heartbeat_timeout) + 60,
+        coordinator_bind_address=_join(bound, port) if bound else None,
+    )
+
+
+def _use_gloo(own: str) -> None:
+    """Collectives of CPUs by gloo, at this machine's address ``own``.
+
+    By itself JAX has gloo listen where the host's name leads, and has no public way to say more.
+    """
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax
+    from jax.extend.backend import register_backend_factory
+
+    def client() -> Any:
+        gloo = _jax.make_gloo_tcp_collectives(
+            distributed_client=distributed.global_state.client, hostname=own
+        )
+        return xla_bridge.make_cpu_client(gloo)
+
+    register_backend_factory('cpu', client, priority=0, fail_quietly=False)
 
 
 def _split(coordinator: str) -> tuple[str, int]:
@@ -196,10 +267,5 @@ def _beside(port: int) -> int:
     return port + 1 if port < 65535 else port - 1
 
 
-def _check_free(port: int) -> None:
-    try:
-        socket.create_server(('', port)).close()
-    except OSError as error:
-        raise TeamError(
-            f'port {port} cannot be used: {error}; give another coordinator port'
-        ) from error
+def _join(host: str, port: int) -> str:
+    return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'

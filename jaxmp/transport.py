@@ -1,24 +1,13 @@
-"""How a payload moves: not at all (one program), to the next device of a mesh, over a link.
-
-A transport is traced into a program with both ends. A wire joins two programs and is driven from
-Python: between two devices of a process it copies, between two processes it is a ppermute on a mesh
-of their two devices, which only these two processes run.
-"""
+"""`Transport`: how a payload moves in a program: not at all, or to a mesh's next device."""
 
 from __future__ import annotations
 
-import functools
-import math
-import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.wire import Like, Payload
@@ -70,99 +59,6 @@ def ppermute(axis: str, n: int) -> Transport:
     return Transport(send(right), send(left))
 
 
-Device = Any  # a jax.Device
-
-
-class Wire(NamedTuple):
-    """A link between two stages, as one of its ends drives it.
-
-    Attributes:
-      exchange: ``((forward, backward), carries) -> (forward, backward)`` as they arrive; a
-        direction that does not carry is None, one that this end only sends comes back as zeros.
-      permuted: bytes that the compiled program's collectives move ``(forward, backward)``; zero
-        where there is none.
-    """
-
-    exchange: Callable[[Sequence[Payload], Sequence[bool]], tuple[Payload, Payload]]
-    permuted: Callable[[], tuple[int, int]]
-
-
-def near(left: Device, right: Device) -> Wire:
-    """A link inside this process: each payload is put on the other end's device."""
-
-    def exchange(payloads: Sequence[Payload], carries: Sequence[bool]) -> tuple[Payload, Payload]:
-        del carries
-        return jax.device_put(payloads[0], right), jax.device_put(payloads[1], left)
-
-    return Wire(exchange, lambda: (0, 0))
-
-
-def far(left: Device, right: Device, like: Sequence[Payload]) -> Wire:
-    """A link to another process: a ppermute that only the processes of the two devices run.
-
-    Both ends must call it in the same order with the same ``carries``, which `schedule.links` says.
-
-    Args:
-      left: device of the earlier stage.
-      right: device of the later one; exactly one of the two is of this process.
-      like: shapes of the forward and of the backward payload, leading axis 1.
-
-    Raises:
-      ValueError: if both devices, or none, are of this process.
-    """
-    mine = [d.process_index == jax.process_index() for d in (left, right)]
-    if sum(mine) != 1:
-        raise ValueError(
-            f'far links this process ({jax.process_index()}) to another, got {left} and {right}; '
-            'use near inside a process, and nothing where neither end is here'
-        )
-    mesh = Mesh(np.array([left, right]), ('end',), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, P('end'))
-    swap = _swap(mesh)
-    empty = [
-        jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), mesh.local_devices[0]), p)
-        for p in like
-    ]
-
-    def spread(a: Array) -> Array:
-        return jax.make_array_from_single_device_arrays((2, *a.shape[1:]), sharding, [a])
-
-    def exchange(payloads: Sequence[Payload], carries: Sequence[bool]) -> tuple[Payload, Payload]:
-        given = [
-            None if not c else p if own else zeros
-            for c, own, p, zeros in zip(carries, mine, payloads, empty, strict=True)
-        ]
-        moved = swap(*jax.tree.map(spread, given))
-        return jax.tree.map(lambda a: a.addressable_data(0), moved)
-
-    def moves() -> tuple[int, int]:
-        both = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype, sharding=sharding), like
-        )
-        return permuted(swap.lower(*both).compile().as_text())
-
-    return Wire(exchange, moves)
-
-
-def _swap(mesh: Mesh) -> Any:
-    """Compiled: the forward payload moves from the first device to the second, the other back."""
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P('end'), out_specs=P('end'))
-    def swap(forward: Payload, backward: Payload) -> tuple[Payload, Payload]:
-        return _shift(forward, (0, 1)), _shift(backward, (1, 0))
-
-    return swap
-
-
-def _shift(payload: Payload, way: tuple[int, int]) -> Payload:
-    """Moves a payload in one piece: gloo starts a second one a round trip after the first."""
-    if not jax.tree.leaves(payload):  # this exchange carries nothing this way
-        return payload
-    piece, back = one_piece(payload)
-    return back(jax.lax.ppermute(piece, 'end', [way]))
-
-
 def one_piece(payload: Payload, axes: int = 0) -> tuple[Array, Callable[[Array], Payload]]:
     """A payload as one array of bytes (a single array as it is), and the way back.
 
@@ -191,32 +87,3 @@ def _bytes(a: Array) -> Array:
 def _array(part: Array, like: Like) -> Array:
     part = part.reshape(*part.shape[:-1], *jax.eval_shape(_bytes, like).shape)
     return part if like.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(part, like.dtype)
-
-
-def permuted(text: str) -> tuple[int, int]:
-    """Operand bytes of a compiled program's collective-permutes: to the next device, and back.
-
-    The check on `jaxmp.bits` that no formula can pass: what the compiler moves. A permute over a
-    chain of devices counts once, as what one device sends.
-
-    Args:
-      text: ``compiled.as_text()``.
-    """
-    moved = {'0,1': 0, '1,0': 0}
-    pattern = r'= (.*) collective-permute(-start)?\(.*source_target_pairs={{(.,.)}'
-    for shapes, started, way in re.findall(pattern, text):
-        sizes = [
-            math.prod(int(n) for n in shape.split(',') if n) * int(re.sub(r'\D', '', dtype)) // 8
-            for dtype, shape in re.findall(r'([a-z]+\d+)\[([\d,]*)\]', shapes)
-        ]
-        moved[way] += sizes[0] if started else sum(sizes)  # a start's shape: operand, result, ...
-    return moved['0,1'], moved['1,0']
-
-
-def interface_bytes() -> int:
-    """Bytes sent so far on this machine's network interfaces, or 0 where Linux does not tell."""
-    try:
-        lines = Path('/proc/net/dev').read_text().splitlines()[2:]
-    except OSError:
-        return 0
-    return sum(int(line.split(':', 1)[1].split()[8]) for line in lines)

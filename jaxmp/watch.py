@@ -1,11 +1,11 @@
 """Who is still there: a line between every process and the first, beside the stages' own links.
 
-Before JAX's own start every process reports to process 0 with what it is about to do: who does not
-come, comes twice or has another configuration is named, and nobody begins. Afterwards a process
-that fails says why, and one whose connection ends without a word has been killed; process 0 tells
-all others, and each ends with that cause instead of waiting for a message that will not come.
+A process that fails says why; one whose connection ends without a word was killed; one whose
+heartbeat fails for the deadline is stopped, hung, or cut off from the network. Process 0 tells all
+others, and each ends with that cause instead of waiting for a message that will not come. The line
+also carries what processes compare before they compute; see `jaxmp.alike`.
 
-Messages are JSON objects, one a line. A machine that vanishes is noticed by TCP's keep-alive.
+Messages are JSON objects, one a line. How the lines are made: `jaxmp.rendezvous`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 GRACE = 5.0  # seconds that a message is given to arrive
+LONGEST = 2**24  # bytes of a message
+BEATS = 10  # heartbeats in a deadline
 
 
 class TeamError(RuntimeError):
@@ -31,54 +34,96 @@ class Line:
     """A connection that carries JSON objects."""
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (('TCP_KEEPIDLE', 10), ('TCP_KEEPINTVL', 5), ('TCP_KEEPCNT', 4)):
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._sock, self._file = sock, sock.makefile('r')
+        sock.setblocking(True)
+        self._sock, self._file, self._lock = sock, sock.makefile('rb'), threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """This machine's address on the way to the other end."""
+        return self._sock.getsockname()[0].removeprefix('::ffff:')  # IPv4's, at an IPv6 socket
 
     def send(self, **message: Any) -> None:
         """Sends an object; to a line that has ended, nothing."""
-        with contextlib.suppress(OSError):
-            self._sock.sendall((json.dumps(message) + '\n').encode())
+        with self._lock, contextlib.suppress(OSError):
+            self._sock.sendall(line_of(message))
 
     def read(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """The next object; None when the line has ended.
-
-        Raises:
-          TimeoutError: if none comes in ``timeout`` seconds.
-        """
-        self._sock.settimeout(timeout)
+        """The next object; None when the line has ended, or none comes in ``timeout`` seconds."""
         try:
-            text = self._file.readline()
-            return json.loads(text) if text.endswith('\n') else None
-        except TimeoutError:
-            raise
-        except (OSError, ValueError):
+            self._sock.settimeout(timeout)
+            return object_of(self._file.readline(LONGEST))
+        except OSError:  # ETIMEDOUT, which is a TimeoutError too, among them
             return None
 
     def close(self) -> None:
-        """Ends the line."""
+        """Ends the line, for a thread that reads from it, too."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._file.close()
         self._sock.close()
 
 
-class Watch:
-    """This process's line to all others; see `hub` and `join`."""
+def line_of(message: dict[str, Any]) -> bytes:
+    r"""An object as the line that carries it.
 
-    def __init__(self, names: Sequence[str], index: int, lines: dict[int, Line]) -> None:
-        self._names, self._index, self._lines = names, index, lines
-        self._open, self._lock = set(lines), threading.Lock()
+    >>> line_of({'go': True})
+    b'{"go": true}\n'
+    """
+    return (json.dumps(message) + '\n').encode()
+
+
+def object_of(line: bytes) -> dict[str, Any] | None:
+    r"""The JSON object of a whole line, None of anything else.
+
+    >>> object_of(b'{"beat": true}\n'), object_of(b'[1]\n'), object_of(b'{"cut')
+    ({'beat': True}, None, None)
+    """
+    try:
+        found = json.loads(line) if line.endswith(b'\n') else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class Watch:
+    """This process's line to all others; see `jaxmp.rendezvous`.
+
+    Attributes:
+      names: what each process is called.
+      index: this process's number.
+    """
+
+    def __init__(
+        self, names: Sequence[str], index: int, lines: Mapping[int, Line], deadline: float
+    ) -> None:
+        """Starts listening and sending heartbeats.
+
+        Args:
+          names: what each process is called.
+          index: this process's number.
+          lines: to process 0, or from it to all others.
+          deadline: seconds without a heartbeat after which another process counts as gone.
+        """
+        self.names, self.index = names, index
+        self._lines, self._deadline = dict(lines), deadline
+        self._open, self._heard = set(lines), dict.fromkeys(lines, time.monotonic())
+        self._shared = {other: queue.SimpleQueue() for other in lines}
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self._fault, self._gone = threading.Event(), threading.Event()
         self._listeners = [
             threading.Thread(target=self._listen, args=item, daemon=True) for item in lines.items()
         ]
-        for thread in self._listeners:
+        for thread in (*self._listeners, threading.Thread(target=self._beat, daemon=True)):
             thread.start()
+
+    @property
+    def address(self) -> str:
+        """The address at which the other processes reach this one."""
+        return self._lines[min(self._lines)].address
 
     def end_without_memory(self) -> None:
         """From now on a thread that finds no memory ends the process, instead of being missed."""
-        text = f'train.py: {self._names[self._index]}: MemoryError, out of memory\n'.encode()
+        text = f'train.py: {self.names[self.index]}: MemoryError, out of memory\n'.encode()
 
         def ending(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def hook(args: Any) -> None:
@@ -92,20 +137,59 @@ class Watch:
         sys.unraisablehook = ending(sys.unraisablehook)
         threading.excepthook = ending(threading.excepthook)
 
+    def share(self, value: Any) -> list[Any]:
+        """Every process's ``value``, by its number; all must call it, and it waits for all.
+
+        Args:
+          value: JSON.
+        """
+        value = json.loads(json.dumps(value))  # as the others' arrive
+        if self.index:
+            self._lines[0].send(share=value)
+            return self._shared[0].get()
+        values = [value, *(self._shared[other].get() for other in sorted(self._lines))]
+        for line in self._lines.values():
+            line.send(share=values)
+        return values
+
     def _listen(self, other: int, line: Line) -> None:
-        message = line.read()
+        """Reads what ``other`` sends until it has done its work, has failed or is gone."""
+        while (message := line.read()) is not None and not message.keys() & {'bye', 'fault'}:
+            self._heard[other] = time.monotonic()
+            if 'share' in message:
+                self._shared[other].put(message['share'])
         with self._lock:
             self._open.discard(other)
             if not self._open:
                 self._gone.set()
         if message is None:
-            message = {
-                'fault': f'{self._names[other]} has gone without a word: killed, out of memory, or '
-                'cut off from the network'
-            }
-        if 'fault' in message:
-            mine = f'{self._names[self._index]}: stopped, because {message["fault"]}'
-            self._end(message['fault'], mine)
+            self._lost(other, 'has gone without a word: killed, out of memory, or cut off')
+        elif 'fault' in message:
+            self._stop(message['fault'])
+
+    def _beat(self) -> None:
+        """Sends heartbeats, and ends the run when another process has sent none for too long."""
+        every, before = self._deadline / BEATS, time.monotonic()
+        while not self._closing.wait(every):
+            for line in self._lines.values():
+                line.send(beat=True)
+            now = time.monotonic()
+            if now - before > 3 * every:  # who stood still itself cannot judge the others
+                self._heard.update(dict.fromkeys(self._heard, now))
+            before = now
+            for other in [o for o in self._lines if o in self._open]:
+                if now - self._heard[other] > self._deadline:
+                    self._lost(
+                        other,
+                        f'has been silent for {self._deadline:g} s: stopped, hung, swapping, or '
+                        'cut off',
+                    )
+
+    def _lost(self, other: int, how: str) -> None:
+        self._stop(f'{self.names[other]} {how} from the network')
+
+    def _stop(self, cause: str) -> None:
+        self._end(cause, f'{self.names[self.index]}: stopped, because {cause}')
 
     def _end(self, cause: str, text: str) -> None:
         """Tells the others ``cause``, prints ``text`` and ends; the first fault counts."""
@@ -117,7 +201,7 @@ class Watch:
             line.send(fault=cause)
         sys.stdout.flush()
         os.write(2, f'train.py: {text}\n'.encode())
-        if self._index == 0:  # JAX aborts who loses process 0: let the others read it first
+        if self.index == 0:  # JAX aborts who loses process 0: let the others read it first
             self._gone.wait(GRACE)
         os._exit(1)
 
@@ -127,131 +211,16 @@ class Watch:
         An error that another process's end brought about is not told as a cause of its own.
         """
         self._fault.wait(1.0)
-        cause = f'{self._names[self._index]}: {cause}'
+        cause = f'{self.names[self.index]}: {cause}'
         self._end(cause, cause)
         time.sleep(2 * GRACE)  # another thread is ending this process
 
     def close(self) -> None:
         """Says that this process has done its work, and hears it of the others."""
+        self._closing.set()
         for line in self._lines.values():
             line.send(bye=True)
         for thread in self._listeners:
             thread.join(GRACE)
         for line in self._lines.values():
             line.close()
-
-
-def names_of(owners: Sequence[int], what: str = 'stage') -> list[str]:
-    """What a process is called in messages, given the process of each stage or replica.
-
-    >>> names_of([0, 0, 1])
-    ['process 0 (stages 0, 1)', 'process 1 (stage 2)']
-    """
-    rows = [[str(s) for s, o in enumerate(owners) if o == p] for p in range(max(owners) + 1)]
-    return [f'process {p} ({what}{"s" * (len(r) > 1)} {", ".join(r)})' for p, r in enumerate(rows)]
-
-
-def hub(port: int, names: Sequence[str], about: dict[str, Any], timeout: float) -> Watch:
-    """Process 0's end: waits for the others.
-
-    Args:
-      port: where to listen.
-      names: a name a process.
-      about: what must be the same everywhere.
-      timeout: seconds to wait for all.
-
-    Raises:
-      TeamError: if the port is in use, a process does not come, comes twice, or is about something
-        else; those who came are told.
-    """
-    lines: dict[int, Line] = {}
-    try:
-        server = socket.create_server(('', port), backlog=len(names))
-    except OSError as error:
-        raise TeamError(
-            f'port {port} cannot be used: {error}; give another coordinator port'
-        ) from error
-    end = time.monotonic() + timeout
-    try:
-        with server:
-            while len(lines) < len(names) - 1:
-                server.settimeout(max(0.01, end - time.monotonic()))
-                line = Line(server.accept()[0])
-                hello = line.read(GRACE) or {}
-                index = hello.get('process')
-                if not isinstance(index, int):
-                    line.close()  # a stranger
-                    continue
-                problem = _problem(index, hello, lines, names, about)
-                if problem:
-                    _refuse([line], problem)
-                    raise TeamError(problem)
-                lines[index] = line
-    except TimeoutError:
-        missing = [n for i, n in enumerate(names) if i and i not in lines]
-        problem = f'{" and ".join(missing)} did not come within {timeout:.0f} s'
-        _refuse(lines.values(), problem)
-        raise TeamError(problem) from None
-    except TeamError as error:
-        _refuse(lines.values(), str(error))
-        raise
-    for line in lines.values():
-        line.send(go=True)
-    return Watch(names, 0, lines)
-
-
-def _refuse(lines: Iterable[Line], problem: str) -> None:
-    for line in lines:
-        line.send(refused=problem)
-        line.close()
-
-
-def _problem(
-    index: int,
-    hello: dict[str, Any],
-    lines: dict[int, Line],
-    names: Sequence[str],
-    about: dict[str, Any],
-) -> str | None:
-    if not 0 < index < len(names):
-        return f'a process came as number {index}; {len(names)} processes are 0..{len(names) - 1}'
-    if index in lines:
-        return f'two processes came as {names[index]}; give each its own number'
-    other = hello['about']
-    if other == about:
-        return None
-    keys = sorted(k for k in {**about, **other} if about.get(k) != other.get(k))
-    differ = ', '.join(f'{k}={other.get(k)!r} (process 0: {about.get(k)!r})' for k in keys)
-    return f'{names[index]} was started with {differ}; start all processes alike'
-
-
-def join(
-    host: str, port: int, index: int, names: Sequence[str], about: dict[str, Any], timeout: float
-) -> Watch:
-    """Another process's end: reports to process 0 and waits until all are there.
-
-    Raises:
-      TeamError: if process 0 does not answer in time, or refuses.
-    """
-    end = time.monotonic() + timeout
-    while True:
-        try:
-            line = Line(socket.create_connection((host, port), GRACE))
-            break
-        except OSError as error:
-            if time.monotonic() > end:
-                raise TeamError(
-                    f'{names[0]} did not come within {timeout:.0f} s: no answer at {host}:{port} '
-                    f'({error}); its port and the next one must be open'
-                ) from error
-            time.sleep(0.2)
-    line.send(process=index, about=about)
-    try:
-        answer = line.read(timeout + GRACE)
-    except TimeoutError:
-        answer = None
-    if answer and 'go' in answer:
-        return Watch(names, index, {0: line})
-    line.close()
-    gone = f'{names[0]} ended before all processes were there'
-    raise TeamError(answer['refused'] if answer else gone)

@@ -19,8 +19,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt8
 
+from jaxmp.words import Origin, known
+
 Payload = Any
 Like = jax.ShapeDtypeStruct
+
+FLOATS = ('float16', 'bfloat16', 'float32', 'float64')  # what codecs take
 
 
 class Ctx(NamedTuple):
@@ -31,11 +35,13 @@ class Ctx(NamedTuple):
       ids: positions of the examples in the training set, shape ``(B,)`` (AQ-SGD).
       support: ascending flat positions already sent forward here, shape ``(B, K)`` (index reuse);
         a position ``p`` that was sent as a zero stands there as ``~p``.
+      microbatch: number of the micro-batch within its step, from 0 (`jaxmp.feedback`'s slots).
     """
 
     key: Array | None = None
     ids: Int[Array, ' B'] | None = None
     support: Int[Array, 'B K'] | None = None
+    microbatch: Any = 0
 
     def fold(self, n: int | Array) -> Ctx:
         """The same context with the key of sub-stream ``n``."""
@@ -46,25 +52,42 @@ def _no_support(payload: Payload, like: Like, ctx: Ctx) -> None:
     del payload, like, ctx
 
 
+@known
 class Codec(NamedTuple):
     """Stateless: what bits are sent for a tensor.
 
     Attributes:
       encode: tensor to payload.
-      decode: payload to a tensor of ``like``'s shape and dtype.
+      decode: payload to a tensor of ``like``'s shape and dtype. The two ends of ``ef21`` and
+        ``aqsgd`` hold equal states only if it gives equal bits in both their programs: see
+        `jaxmp.codecs.exact`.
       support: the positions a receiver of the payload knows, ``(B, K)``, or None if it knows none.
       numbers: where messages can be added (of equal keys, ``C(a) + C(b) = C(a + b)`` but for
         rounding): a payload as arrays that add, and back; None where they cannot.
+      halves: where a message has a number of places: ``x`` with all but the elements that half of
+        them would hold set to zero, and the codec that sends the sum of two such; else None.
+      origin: the call that made it, its text and identity (`jaxmp.words`).
     """
 
     encode: Callable[[Array, Ctx], Payload]
     decode: Callable[[Payload, Like, Ctx], Array]
     support: Callable[[Payload, Like, Ctx], Array | None] = _no_support
     numbers: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
+    halves: tuple[Callable[[Array], Array], Codec] | None = None
+    origin: Origin | None = None
 
 
 def like(x: Array | Like) -> Like:
-    """Shape and dtype of ``x``."""
+    """Shape and dtype of ``x``.
+
+    Raises:
+      TypeError: if ``x`` is not one array.
+    """
+    if not (hasattr(x, 'shape') and hasattr(x, 'dtype')):
+        raise TypeError(
+            f'a message is made of one array, got {type(x).__name__}; send the arrays of a pytree '
+            'one by one, and a number as jnp.array([number])'
+        )
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
@@ -92,12 +115,39 @@ def bits(channel: Any, x: Array | Like, ctx: Ctx | None = None) -> int:
     return 8 * nbytes(payload)
 
 
+def compute_dtype(x: Array | Like) -> jnp.dtype:
+    """The dtype in which a codec computes on ``x``: its own, but at least float32.
+
+    Raises:
+      TypeError: if ``x`` is not one array of real floats of 16 to 64 bits.
+      ValueError: if it has no axis or no element.
+    """
+    shape, dtype = like(x).shape, x.dtype
+    if dtype.name not in FLOATS:
+        halves = jnp.issubdtype(dtype, jnp.complexfloating)
+        cure = 'jnp.stack([x.real, x.imag], 1)' if halves else 'x.astype(jnp.float32)'
+        raise TypeError(f'a codec takes {", ".join(FLOATS)}, got {dtype.name}; send {cure}')
+    if not shape or 0 in shape:
+        raise ValueError(
+            f'a codec takes a tensor of one axis and one element at least, got shape {shape}; send '
+            f'{"x[None]" if not shape else "no empty tensor"}'
+        )
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def wide(x: Array) -> Array:
+    """``x`` in its `compute_dtype`, so that codes do not depend on a 16-bit range."""
+    return x.astype(compute_dtype(x))
+
+
 def samples(x: Array) -> Array:
     """``x`` as ``(samples, elements)``: axis 0 is the sample.
 
     Raises:
-      ValueError: if ``x`` has no axis besides the samples.
+      TypeError: as `compute_dtype`.
+      ValueError: if ``x`` has no axis besides the samples, or no element.
     """
+    compute_dtype(x)
     if x.ndim < 2:
         raise ValueError(
             f'a codec that works per sample got shape {x.shape}; axis 0 is the sample, '

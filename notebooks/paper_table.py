@@ -132,6 +132,5 @@ axes.set_axis_off()
 
 # %%
 [found] = results.load(home / 'results')
-for claim in page.PAPER['claims']:
-    verdict = page.judge(claim, found)
+for verdict in page.judge(found):
     print(f'{verdict.verdict:12} {verdict.claim} ({verdict.where})')

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from tests.laws import QUICK
-
+# Compiling dominates. The programs are XLA's as ever, with their machine code made in a hurry;
+# tests/test_golden.py runs what users run.
+QUICK = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -53,6 +54,18 @@ def wait_for_steps(process, workdir, step):
             return
         time.sleep(0.02)
     pytest.fail(f'no checkpoint {step}: {process.stdout.read().decode()[-2000:]}')
+
+
+def damage_newest(workdir, process=0):
+    """Flips eight bytes of what ``process`` wrote to the last checkpoint; returns its step."""
+    step = max(int(p.name) for p in (workdir / 'checkpoints').glob('*') if p.name.isdigit())
+    state = workdir / 'checkpoints' / str(step) / 'state'
+    for path in (state / f'ocdbt.process_{process}' / 'd').iterdir():
+        content = bytearray(path.read_bytes())
+        for i in range(0, len(content), 1 + len(content) // 8):
+            content[i] ^= 0x55
+        path.write_bytes(content)
+    return step
 
 
 def text_of(process, limit=100):

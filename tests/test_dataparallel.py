@@ -12,10 +12,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import checkpoint, dataparallel, devices, exchange, run, setting, task, team
+from jaxmp import checkpoint, devices, exchange, run, setting, task, team
 from jaxmp.exchange import AXIS, over
 from jaxmp.models import lenet
 from jaxmp.report import exchanges
+from jaxmp.training.replicas import DriftError
 from tests.laws import QUICK
 from tests.runs import LAUNCH, config_of, pids, records, start, text_of, wait_for_steps
 
@@ -121,7 +122,8 @@ def test_both_compressions_in_one_table(tmp_path, capsys):
 def state_of(workdir, config):
     s = setting.setting(config)
     engine = run.engine_of(s, team.Team())
-    state, _ = checkpoint.Checkpoints(workdir).restore(engine.create(s))
+    found, _ = checkpoint.Checkpoints(workdir).restore(engine.export(engine.create(s)))
+    state = engine.load(engine.create(s), found)
     return engine, state.replace(key=jax.random.key_data(state.key))
 
 
@@ -172,27 +174,31 @@ def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     config = small(**words, epochs=3)
     engine, state = state_of(tmp_path, config)
     engine.check(state)
-    kernel = np.array(state.variables[1]['params']['Dense_0']['kernel'])
+    params = state.model.params
+    kernel = np.array(params[1]['Dense_0']['kernel'])
     kernel.view(np.uint32)[2, 3, 4] ^= 1
-    params = {**state.variables[1]['params'], 'Dense_0': {'kernel': kernel}}
-    broken = state.replace(variables=(state.variables[0], {'params': params}))
+    last = {**params[1], 'Dense_0': {**params[1]['Dense_0'], 'kernel': kernel}}
+    broken = state.replace(model=state.model._replace(params={**params, 1: last}))
     says = r'parameters of replica 2 differ from the others of 4, first at .*kernel'
-    with pytest.raises(dataparallel.DriftError, match=says):
+    with pytest.raises(DriftError, match=says):
         engine.check(broken)
     two = small(replicas=2, exchange='mean')
     pair, fresh = run.prepare(two, team.Team()).engine, setting.setting(two)
-    halves = jax.tree.map(np.array, pair.create(fresh).variables)
-    halves[0]['params']['Dense_0']['bias'][1] += 1
-    with pytest.raises(dataparallel.DriftError, match='the 2 replicas differ, and none has a maj'):
-        pair.check(pair.create(fresh).replace(variables=halves))
-    rule = exchange.parse('all_gather(ef(one_bit))')
+    begun = pair.create(fresh)
+    halves = jax.tree.map(np.array, begun.model.params)
+    halves[0]['Dense_0']['bias'][1] += 1
+    with pytest.raises(DriftError, match='the 2 replicas differ, and none has a maj'):
+        pair.check(begun.replace(model=begun.model._replace(params=halves)))
+    parse = exchange.parse
+    rule = parse(words['exchange'])
 
     def corrupt(grads, held, key, via):  # a device that adds wrongly
         grads, held = rule.apply(grads, held, key, via)
         return jax.tree.map(lambda g: g + 1e-6 * (via.index == 2), grads), held
 
-    monkeypatch.setattr(exchange, 'parse', lambda text: rule._replace(apply=corrupt))
-    with pytest.raises(dataparallel.DriftError, match='replica 2 differ'):
+    wrong = {words['exchange']: rule._replace(apply=corrupt)}
+    monkeypatch.setattr(exchange, 'parse', lambda text: wrong.get(text) or parse(text))
+    with pytest.raises(DriftError, match='replica 2 differ'):
         run.run(config, tmp_path)
     assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['5']
 
@@ -203,7 +209,6 @@ def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
         ({'replicas': 3}, r'config.replicas=3 does not divide config.batch_size=32'),
         ({'replicas': 0}, 'config.replicas=0 does not divide'),
         ({'micro_batches': 3}, r'config.batch_size=32 / 2 replicas; a step takes that many'),
-        ({'runtime': 'mpmd'}, 'config.replicas=2 needs config.runtime=local'),
         ({'exchange': 'top_k(0.1)'}, 'does not say how replicas exchange'),
         ({'exchange': 'dgc(0.1)'}, r'would add a second; set config.momentum=0'),
         ({'exchange': 'dgc(0.1)', 'optimiser': 'adamw'}, 'has moments of its own; take sgd'),

@@ -4,6 +4,8 @@ The equations are written with numpy, a loop over the replicas, in float64.
 """
 
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Ctx, exchange
 from jaxmp.devices import device_mesh
-from jaxmp.exchange import AXIS, bytes_of, operands, over
+from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.collectives import sent
+from jaxmp.hlo import operands
 from tests.laws import QUICK
 
 STEPS = 3
@@ -31,19 +34,25 @@ def gradients(n, dtype=np.float64):
     return [{k: make(s) for k, s in SHAPES.items()} for _ in range(STEPS)]
 
 
-def program(text, n):
-    """``(gradients, state, key) -> (gradients, state)`` of all replicas, not compiled."""
+def program(text, n, cast=True):
+    """``(gradients, state, key) -> (gradients, state)`` of all replicas, not compiled.
+
+    As in a user's loop: the parameters are replicated, and of a loss of each replica's own batch
+    jax.grad makes the given gradient. Without ``cast`` it makes the sum over the replicas.
+    """
     e = exchange.parse(text)
 
-    def device(grads, state, key):
-        grads, state = jax.tree.map(lambda a: a[0], (grads, state))
+    def device(params, batch, state, key):
+        batch, state = jax.tree.map(lambda a: a[0], (batch, state))
+        own = jax.lax.pcast(params, AXIS, to='varying') if cast else params
+        grads = jax.grad(lambda p: sum(jnp.vdot(p[k], batch[k]) for k in p))(own)
         grads, state = e.apply(grads, state, key, over())
         return jax.tree.map(lambda a: a[None], e.settle(grads, state, over()))
 
-    specs = (P(AXIS), P(AXIS), P())
-    return jit(
-        jax.shard_map(device, mesh=device_mesh(replica=n), in_specs=specs, out_specs=P(AXIS))
-    )
+    specs = (P(), P(AXIS), P(AXIS), P())
+    run = jax.shard_map(device, mesh=device_mesh(replica=n), in_specs=specs, out_specs=P(AXIS))
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), tree)
+    return jit(lambda grads, state, key: run(zeros(grads), grads, state, key))
 
 
 def first(text, grads, n):
@@ -325,6 +334,33 @@ def test_sums_of_halves_do_not_overflow():
     np.testing.assert_array_equal(jit(run)(top_), top_)
 
 
+# In a loop of one's own.
+
+
+@pytest.mark.parametrize('text', [*EQUATIONS, 'bucketed(all_gather(one_bit))', 'local_sgd(2)'])
+def test_a_gradient_that_is_summed_already_is_refused(text):
+    """Replicated parameters under JAX's default: n times the mean, and never compressed."""
+    grads = gradients(4, np.float32)[0]
+    with pytest.raises(ValueError, match=r"pcast\(params, 'replica', to='varying'\), or give"):
+        jax.eval_shape(program(text, 4, cast=False), grads, first(text, grads, 4), None)
+
+
+def test_the_loop_in_the_documentation_runs():
+    """One step of 1 bit, from zeros, is minus the rate times the mean of what replicas sent."""
+    page = (pathlib.Path(__file__).parents[1] / 'docs' / 'algebra.md').read_text()
+    (code,) = (c for c in re.findall(r'```python\n(.*?)```', page, re.S) if 'shard_map' in c)
+    names = {}
+    exec(code, names)
+    x, y = (np.asarray(names[k], np.float64).reshape(4, 8, -1) for k in 'xy')
+    grads = [-2 * a.T @ b / b.size for a, b in zip(x, y, strict=True)]
+    want = -0.1 * np.mean([one_bit(g) for g in grads], 0)
+    np.testing.assert_allclose(names['params']['w'], want, rtol=1e-4)
+    np.testing.assert_allclose(names['params']['b'], 0.2 / 10, rtol=1e-5)
+    sent = np.stack([one_bit(g) for g in grads])
+    ((state, _),) = names['held'][0]
+    np.testing.assert_allclose(state.reshape(4, 20, 10), np.stack(grads) - sent, atol=1e-6)
+
+
 # Bytes.
 
 MORE = ('all_reduce(fp16)', 'bucketed(all_gather(natural), 100)', 'scatter_gather(fp16, bf16)')
@@ -385,7 +421,9 @@ REFUSED = {
     'all_reduce(ef21(fp16))': r'would keep that error and gather it; take all_gather\(ef21',
     'all_reduce(ef21(random_k(0.1, values=bf16)))': 'would keep that error and gather it',
     'all_gather(aqsgd(raw, 3))': 'aqsgd remembers activations by example; use ef or ef21',
-    'all_gather(mean)': 'all_gather takes a codec or a feedback rule such as ef',
+    'all_gather(mean)': r'takes a codec or a feedback rule such as ef\(one_bit\), got mean$',
+    'all_gather(same_support())': 'all_gather: same_support reuses the positions of an activation',
+    'scatter_gather(fp16, ef(top_k(0.1, same_support())))': 'scatter_gather down: same_support',
     'double_squeeze(ef(raw))': 'ef takes a codec and got a feedback rule; rules do not nest',
     'power_sgd(0)': 'power_sgd rank 0 is not a positive integer',
     'local_sgd(0.5)': 'local_sgd steps 0.5 is not a positive integer',

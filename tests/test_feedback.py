@@ -16,7 +16,7 @@ RULES = {  # text with a place for the codec
     'direct': '{}',
     'ef': 'ef({})',
     'ef21': 'ef21({})',
-    'ef_mixed': 'ef_mixed({})',
+    'ef_mixed': 'ef_mixed(top_k(0.2, values={}))',
     'aqsgd': 'aqsgd({}, examples=7)',
 }
 STEPS, SHAPE = 4, (3, 40)
@@ -32,9 +32,9 @@ def at(step):
     return Ctx(jax.random.key(step), jnp.asarray(IDS[step]))
 
 
-def run(text, xs, options=laws.QUICK):
+def run(text, xs):
     """The messages' effect: what arrives, and both ends' states after every step."""
-    pair = laws.ends(jaxmp.parse(text), jaxmp.like(xs[0]), options)
+    pair = laws.ends(jaxmp.parse(text), jaxmp.like(xs[0]))
     ys, txs, rxs = [], [], []
     tx, rx = pair.init()
     for step, x in enumerate(xs):
@@ -58,9 +58,6 @@ def equations(rule, C, xs):
                 state = x + state - y
             case 'ef21':
                 y = state = state + C(x - state, ctx)
-            case 'ef_mixed':
-                y = C(x, ctx.fold(0)) + C(state, ctx.fold(1))
-                state = state + x - y
             case 'aqsgd':
                 y = state[ids] + C(x - state[ids], ctx)
                 state = state.copy()
@@ -73,8 +70,8 @@ def test_rules_are_their_equations(codec):
     with jax.enable_x64(True):
         xs = tensors('float64')
         pair = laws.ends(jaxmp.parse(codec), jaxmp.like(xs[0]))
-        for rule, form in RULES.items():
-            ys, txs, rxs = run(form.format(codec), xs)
+        for rule in ('direct', 'ef', 'ef21', 'aqsgd'):
+            ys, txs, rxs = run(RULES[rule].format(codec), xs)
             want = equations(rule, lambda x, ctx: pair.cross(x, (), (), ctx)[1], xs)
             for y, tx, rx, (y_want, state) in zip(ys, txs, rxs, want, strict=True):
                 np.testing.assert_allclose(y, y_want, atol=1e-12, err_msg=rule)
@@ -86,7 +83,7 @@ def test_rules_are_their_equations(codec):
 
 def check_law(rule, xs, ys, states):
     """What follows from the equations, from the results alone."""
-    if rule in ('ef', 'ef_mixed'):
+    if rule == 'ef':
         np.testing.assert_allclose(np.sum(ys, 0) + states[-1], np.sum(xs, 0), atol=1e-12)
         assert np.abs(states[-1]).max() > 0.01, 'something was left to remember'
     if rule == 'aqsgd':
@@ -96,28 +93,6 @@ def check_law(rule, xs, ys, states):
             np.testing.assert_array_equal(np.asarray(after)[others], before[others])
             np.testing.assert_array_equal(np.asarray(after)[ids], y)
             before = np.asarray(after)
-
-
-@pytest.mark.parametrize(
-    ('rule', 'codec', 'dtype'),
-    [
-        ('ef21', 'uniform(4)', 'float32'),
-        ('ef21', 'log_scale(4)', 'bfloat16'),
-        ('aqsgd', 'uniform(4)', 'float32'),
-        ('aqsgd', 'block(3, 32, stochastic)', 'bfloat16'),
-    ],
-)
-def test_both_ends_stay_bit_equal(rule, codec, dtype):
-    """In two programs, fully optimised: fused differently, they would round differently."""
-    channel = jaxmp.parse(RULES[rule].format(codec))
-    assert channel.mirrored
-    xs = np.concatenate([tensors(dtype)] * 8, axis=2)
-    ys, txs, rxs = run(RULES[rule].format(codec), xs, options=None)
-    for y, tx, rx in zip(ys, txs, rxs, strict=True):
-        assert tx.dtype == rx.dtype == 'float32'
-        assert y.dtype == dtype
-        np.testing.assert_array_equal(tx, rx)
-    assert np.abs(txs[-1]).max() > 0
 
 
 def test_ef_remembers_what_bfloat16_rounds_off():
@@ -138,12 +113,84 @@ def test_ef21_contracts_to_a_constant_input():
     np.testing.assert_allclose(ys[-1], x, atol=1e-6)
 
 
-def test_ef_mixed_sends_two_messages_and_no_support():
-    like = Like(SHAPE, 'float32')
-    one, two = (jaxmp.bits(jaxmp.parse(t), like) for t in ('top_k(0.1)', 'ef_mixed(top_k(0.1))'))
-    assert two == 2 * one
-    codec = jaxmp.parse('ef_mixed(top_k(0.1))').codec
-    assert codec.support(None, like, Ctx()) is None
+def largest(x, k):
+    """Every row's k largest magnitudes, the others zero."""
+    kept = np.zeros_like(x)
+    at = np.argsort(-np.abs(x), axis=1, kind='stable')[:, :k]
+    np.put_along_axis(kept, at, np.take_along_axis(x, at, 1), 1)
+    return kept
+
+
+@pytest.mark.parametrize('accumulate', [False, True])
+def test_ef_mixed_is_its_equation(accumulate):
+    """8 of 40 values, 4 of the tensor and 4 of the error, added before they are sent."""
+    with jax.enable_x64(True):
+        xs = tensors('float64')
+        ys, es, _ = run(f'ef_mixed(top_k(0.2), accumulate={accumulate})', xs)
+    e, met = np.zeros(SHAPE), 0
+    for x, y, e_sent in zip(xs, ys, es, strict=True):
+        want = largest(x, 4) + largest(e, 4)
+        np.testing.assert_allclose(y, want, rtol=1e-15, atol=0)
+        e = e + x - want if accumulate else x - largest(x, 4)
+        np.testing.assert_allclose(e_sent, e, rtol=0, atol=1e-14)
+        met += 8 * len(x) - (y != 0).sum()
+    assert met > 12, 'the two halves have met, besides in the first message, which has no error'
+    if accumulate:
+        np.testing.assert_allclose(np.sum(ys, 0) + np.asarray(es[-1]), np.sum(xs, 0), atol=1e-12)
+
+
+def test_ef_mixed_is_one_message_of_k_values_whose_positions_are_known():
+    like = Like((2, 65536), 'float32')
+    mixed, plain = (jaxmp.parse(t) for t in ('ef_mixed(top_k(0.1))', 'top_k(0.1)'))
+    assert jaxmp.bits(mixed, like) == jaxmp.bits(plain, like) == 2 * (6554 * 32 + 65536)
+    x = tensors('float32')[0]
+
+    @jax.jit
+    def known(x):
+        m, _ = mixed.send(x, jnp.zeros(SHAPE), Ctx())
+        return mixed.codec.support(m, jaxmp.like(x), Ctx())
+
+    at = known(x)
+    assert at.shape == (3, 4)
+    assert [sorted(a[a >= 0]) for a in np.asarray(at)] == [
+        sorted(np.flatnonzero(row)) for row in largest(x, 2)
+    ], 'of a first message half the places are empty'
+    odd = jaxmp.parse('ef_mixed(top_k(1.0))')
+    assert jaxmp.bits(odd, Like((1, 7), 'float32')) == 7 * 32 + 32, 'no more than there are'
+
+
+def test_ef_mixed_of_every_token():
+    x = tensors('float32')[0].reshape(3, 4, 10)
+    mixed = jaxmp.parse('ef_mixed(per_token(top_k(0.2)))')
+    y, e = (a.reshape(12, 10) for a in sent(mixed, x, np.flip(x, 2)))
+    want = largest(x.reshape(12, 10), 1) + largest(np.flip(x, 2).reshape(12, 10), 1)
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(e, x.reshape(12, 10) - largest(x.reshape(12, 10), 1))
+
+
+def sent(channel, x, state):
+    m, after = jax.jit(channel.send)(x, state, Ctx())
+    return jax.jit(lambda m: channel.recv(m, (), jaxmp.like(x), Ctx())[0])(m), after
+
+
+@pytest.mark.parametrize('codec', ['uniform(4)', 'random_k(0.1)', 'rotate(top_k(0.1))'])
+def test_ef_mixed_takes_what_has_a_number_of_values(codec):
+    with pytest.raises(TypeError, match='no number K of values; take ef_mixed') as caught:
+        jaxmp.ef_mixed(jaxmp.parse(codec).codec)
+    assert str(caught.value).endswith(f'or ef({codec})')
+
+
+def test_ids_out_of_range_are_not_dropped_silently():
+    """NaN arrives for them, as a NaN of the data would, and no buffer changes."""
+    x = tensors('float32')[0]
+    channel = jaxmp.parse('aqsgd(top_k(0.1), examples=3)')
+    pair = laws.ends(channel, jaxmp.like(x))
+    ids = jnp.array([3, 1, -1])
+    _, y, tx, rx = pair.cross(x, *pair.init(), Ctx(ids=ids))
+    assert np.isnan(y[[0, 2]]).all()
+    np.testing.assert_array_equal(y[1], largest(x, 4)[1])
+    for end in (tx, rx):
+        np.testing.assert_array_equal(end, np.stack([0 * y[1], y[1], 0 * y[1]]))
 
 
 PRIMED = {  # either end's state after x itself was sent with ids 6, 4, 1

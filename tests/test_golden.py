@@ -36,7 +36,7 @@ def channels(case):
         'ef': (f'ef(top_k({fw}))', f'ef(top_k({bw}))'),
         'ef_published': (f'top_k({fw})', f'ef(top_k({bw}))'),
         'ef21': (f'ef21(top_k({fw}))', f'ef21(top_k({bw}))'),
-        'efmixed': (f'ef_mixed(top_k({(fw or 0.1) / 2}))', f'ef_mixed(top_k({(bw or 0.1) / 2}))'),
+        'efmixed': tuple(f'ef_mixed(top_k({k}), accumulate=True)' for k in (fw, bw)),
     }[op]
 
 
@@ -98,7 +98,7 @@ CHAIN = {
     'chain_topk_shared': ('top_k(0.3)', 'same_support()'),
     'chain_ef': ('ef(top_k(0.1))', 'ef(top_k(0.1))'),
     'chain_ef21': ('ef21(top_k(0.1))', 'ef21(top_k(0.1))'),
-    'chain_efmixed': ('ef_mixed(top_k(0.05))', 'ef_mixed(top_k(0.05))'),
+    'chain_efmixed': ('ef_mixed(top_k(0.1), accumulate=True)',) * 2,
 }
 
 

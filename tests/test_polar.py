@@ -343,7 +343,8 @@ def report_rows():
 def test_report(tmp_path, capsys):
     source = tmp_path / 'rows.jsonl'
     source.write_text('\n'.join(map(json.dumps, report_rows())))
-    report.main(['polar', str(source), '--out', str(tmp_path / 'out')])
+    with pytest.raises(SystemExit, match='1'):  # bars are missed
+        report.main(['polar', str(source), '--out', str(tmp_path / 'out')])
     text = (tmp_path / 'out.md').read_text()
     assert text in capsys.readouterr().out
     assert '**0.1264 ± 0.00100** | 0.1194 ± 0.00100 FAIL | 0.1090 ± 0.00100 FAIL | 0.1400' in text

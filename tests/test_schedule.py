@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxmp import schedule
-from jaxmp.schedule import Exchange, Task
+from jaxmp.runtimes import schedule
+from jaxmp.runtimes.schedule import Action, Transfer
 
 BOTH = [schedule.gpipe, schedule.one_f_one_b]
 SIZES = [(s, m) for s in (1, 2, 3, 4, 7) for m in (1, 2, 4, 8, 11)]
@@ -12,11 +12,11 @@ SIZES = [(s, m) for s in (1, 2, 3, 4, 7) for m in (1, 2, 4, 8, 11)]
 @pytest.mark.parametrize('make', BOTH)
 @pytest.mark.parametrize(('stages', 'micros'), SIZES)
 def test_schedules_keep_the_rules(make, stages, micros):
-    tasks = make(stages, micros)
-    schedule.check(tasks)
-    assert schedule.size(tasks) == (stages, micros, 2 * (stages + micros - 1))
-    assert len(tasks) == 2 * stages * micros
-    assert schedule.bubble(tasks) == pytest.approx((stages - 1) / (micros + stages - 1))
+    actions = make(stages, micros)
+    schedule.check(actions)
+    assert schedule.size(actions) == (stages, micros, 2 * (stages + micros - 1))
+    assert len(actions) == 2 * stages * micros
+    assert schedule.bubble(actions) == pytest.approx((stages - 1) / (micros + stages - 1))
 
 
 @pytest.mark.parametrize(('stages', 'micros'), SIZES)
@@ -30,11 +30,11 @@ def test_saved_inputs(stages, micros):
 @pytest.mark.parametrize('make', BOTH)
 @pytest.mark.parametrize(('stages', 'micros'), SIZES)
 def test_links_carry_everything_once_and_in_time(make, stages, micros):
-    tasks = make(stages, micros)
-    found = schedule.links(tasks)
+    actions = make(stages, micros)
+    found = schedule.transfers(actions)
     assert list(found) == sorted(found, key=lambda e: (e.tick, e.link))
     assert len({(e.tick, e.link) for e in found}) == len(found)
-    at = {(t.kind, t.stage, t.micro): t.tick for t in tasks}
+    at = {(t.kind, t.stage, t.microbatch): t.tick for t in actions}
     for link in range(stages - 1):
         for way, kind, sender, reader in (
             ('forward', 'F', link, link + 1),
@@ -49,43 +49,43 @@ def test_links_carry_everything_once_and_in_time(make, stages, micros):
 
 @pytest.mark.parametrize('make', BOTH)
 def test_both_ends_of_a_link_agree_on_its_order(make):
-    """What an end derives from the tasks of its own stage and its neighbour's alone."""
-    tasks = make(4, 5)
+    """What an end derives from the actions of its own stage and its neighbour's alone."""
+    actions = make(4, 5)
     for link in range(3):
-        pair = [t._replace(stage=t.stage - link) for t in tasks if t.stage in (link, link + 1)]
-        alone = [e._replace(link=link) for e in schedule.links(pair) if e.link == 0]
-        assert alone == [e for e in schedule.links(tasks) if e.link == link]
+        pair = [t._replace(stage=t.stage - link) for t in actions if t.stage in (link, link + 1)]
+        alone = [e._replace(link=link) for e in schedule.transfers(pair) if e.link == 0]
+        assert alone == [e for e in schedule.transfers(actions) if e.link == link]
 
 
 def test_1f1b_uses_a_message_at_once_and_links_both_ways():
-    tasks = schedule.one_f_one_b(4, 8)
-    at = {(t.kind, t.stage, t.micro): t.tick for t in tasks}
+    actions = schedule.one_f_one_b(4, 8)
+    at = {(t.kind, t.stage, t.microbatch): t.tick for t in actions}
     for (kind, s, m), tick in at.items():
         after = (kind, s + (1 if kind == 'F' else -1), m)
         assert at.get(after, tick + 1) == tick + 1
-    assert Exchange(6, 0, 3, 0) in schedule.links(tasks)
+    assert Transfer(6, 0, 3, 0) in schedule.transfers(actions)
 
 
 BROKEN = [
-    ([], 'at least one task'),
-    ([Task(1, 0, 0, 'F'), Task(0, 0, 0, 'B')], 'not in order'),
-    ([Task(0, 0, 0, 'F'), Task(1, 0, 0, 'W')], 'kind is F or B'),
-    ([Task(0, 0, 0, 'F'), Task(0, 0, 0, 'B')], 'two tasks at tick 0'),
-    ([Task(0, 0, 0, 'F'), Task(1, 0, 0, 'F')], 'is there twice'),
-    ([Task(0, 0, 0, 'B'), Task(1, 0, 0, 'F')], 'needs F of micro-batch 0 in stage 0'),
-    ([Task(0, 0, 0, 'F'), Task(0, 1, 0, 'F')], 'needs F of micro-batch 0 in stage 0'),
-    ([Task(0, 0, 0, 'F')], 'have 2 tasks, got 1'),
+    ([], 'at least one action'),
+    ([Action(1, 0, 0, 'F'), Action(0, 0, 0, 'B')], 'not in order'),
+    ([Action(0, 0, 0, 'F'), Action(1, 0, 0, 'W')], 'kind is F or B'),
+    ([Action(0, 0, 0, 'F'), Action(0, 0, 0, 'B')], 'two actions at tick 0'),
+    ([Action(0, 0, 0, 'F'), Action(1, 0, 0, 'F')], 'is there twice'),
+    ([Action(0, 0, 0, 'B'), Action(1, 0, 0, 'F')], 'needs F of micro-batch 0 in stage 0'),
+    ([Action(0, 0, 0, 'F'), Action(0, 1, 0, 'F')], 'needs F of micro-batch 0 in stage 0'),
+    ([Action(0, 0, 0, 'F')], 'have 2 actions, got 1'),
 ]
 
 
-@pytest.mark.parametrize(('tasks', 'message'), BROKEN)
-def test_check_names_what_is_broken(tasks, message):
+@pytest.mark.parametrize(('actions', 'message'), BROKEN)
+def test_check_names_what_is_broken(actions, message):
     with pytest.raises(ValueError, match=message):
-        schedule.check(tasks)
+        schedule.check(actions)
 
 
 def test_backward_waits_for_the_next_stage():
-    good = [t for t in schedule.gpipe(2, 1) if t != Task(2, 1, 0, 'B')]
+    good = [t for t in schedule.gpipe(2, 1) if t != Action(2, 1, 0, 'B')]
     with pytest.raises(ValueError, match='needs B of micro-batch 0 in stage 1'):
         schedule.check(good)
 

@@ -92,6 +92,25 @@ def test_unbiased_with_bounded_variance(text, bound):
     assert squares.mean() >= 0.02 * bound(x)  # and it is random at all
 
 
+def test_unbiased_random_k_in_bfloat16():
+    """4000 / 300 is no bfloat16: each value is rounded once, and not by a rounded factor, too."""
+    x = np.abs(normal(4000)).astype(jnp.bfloat16)
+    y = code('unbiased_random_k(0.075)', x)
+    kept = y != 0
+    off = y[kept].astype(np.float64) / x[kept].astype(np.float64) * 300 / 4000 - 1
+    assert kept.sum() == 300
+    assert np.abs(off).max() <= 2.0**-8
+    assert abs(off.mean()) <= 5 * off.std() / 300**0.5
+
+
+@pytest.mark.parametrize('size', [0.5, 2.0])
+def test_unbiased_random_k_in_float16(size):
+    """D / K is beyond its largest number; what the product makes too large, saturates."""
+    x = np.full((1, 70_000), size, np.float16)
+    y = code('unbiased_random_k(1e-5)', x)
+    assert y[y != 0].tolist() == [np.float16(min(70_000 * size, 65504))]
+
+
 def test_natural_is_exact_on_zero_and_powers_of_two():
     x = np.array([[0, 1, -2, 2.0**-126, -(2.0**100), 0.375]], np.float32)
     for key in range(3):

@@ -1,11 +1,13 @@
 """The text language: what it names, how it is spelt, and what it refuses with which reason."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from jaxmp import Channel, SpecError, canonical, codecs, parse
+from jaxmp import Channel, Ctx, SpecError, canonical, codecs, exchange, parse
 from jaxmp.spec import LONGEST, NAMES
 from tests import laws
 
@@ -29,6 +31,45 @@ def test_round_trip(text):
     assert jaxmp.bits(once, x, at) == jaxmp.bits(again, x, at)
     shapes = [jax.eval_shape(lambda c=c: c.init(x)) for c in (once, again)]
     assert shapes[0] == shapes[1]
+    assert parse(str(once)) == once == again
+    assert hash(parse(str(once))) == hash(once)
+    assert (once != again) is False  # a tuple has its own
+
+
+def test_what_equal_calls_made_is_equal_and_its_text_says_the_call():
+    c = jaxmp.ef21(jaxmp.top_k(0.1, jaxmp.fp16, indices=jaxmp.bitmap))
+    assert repr(c) == str(c) == 'ef21(top_k(0.1, values=fp16))', 'without what is the default'
+    assert c == parse('ef21(top_k(0.1, values=fp16))') == parse(' ef21(top_k( 0.1,fp16,bitmap ))')
+    assert parse('direct(raw)') == parse('raw') == jaxmp.direct(jaxmp.raw) != parse('fp16')
+    assert str(parse('raw')) == 'raw' != str(jaxmp.warm(c)) == f'warm({c})'
+    assert jaxmp.polar(0.5, search=jaxmp.scl(8)) == jaxmp.polar(0.5, 1024, jaxmp.scl(8))
+    assert [str(x) for x in (jaxmp.bitmap, jaxmp.argmax, jaxmp.raw)] == ['bitmap', 'argmax', 'raw']
+    unlike = ('top_k(0.1)', 'top_k(0.2)', 'ef(top_k(0.1))', 'uniform(4)', 'uniform(4, stochastic)')
+    assert len({parse(t) for t in (*unlike, *unlike)}) == len(unlike)
+    other = jaxmp.raw._replace(encode=lambda x, ctx: 2 * x)
+    assert other != jaxmp.raw
+    assert str(other) == 'Codec(<lambda>, ...)', 'another function: no longer what the word says'
+
+
+def test_equal_channels_share_a_compiled_program():
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def send(channel, x):
+        traced.append(channel)
+        return channel.send(x, (), Ctx())[0]
+
+    for text in ('top_k(0.5)', 'top_k(0.5, values=raw)', 'top_k(0.4)'):
+        send(parse(text), jnp.ones((1, 8)))
+    assert [str(c) for c in traced] == ['top_k(0.5)', 'top_k(0.4)']
+
+
+def test_exchanges_are_known_by_their_text_too():
+    for text in ('mean', 'momentum(all_gather(ef21(top_k(0.1))), m=0.5)', 'local_sgd(2)'):
+        e = exchange.parse(text)
+        assert str(e) == text
+        assert exchange.parse(str(e)) == e
+    assert exchange.parse('power_sgd(2)') != exchange.parse('power_sgd(3)')
 
 
 def test_every_public_codec_and_rule_is_a_word():
@@ -82,7 +123,8 @@ REFUSED = {
     'ef(3)': r'ef takes a codec such as top_k\(0.1\), got 3',
     'bitmap': 'bitmap is not a codec or feedback rule by itself',
     '3': '3 is not a codec or feedback rule by itself',
-    'nearest(3, 4, 5)': 'is not a codec or feedback rule by itself',
+    'nearest(3, 4, 5)': 'nearest takes no arguments; write nearest',
+    'uniform(4, rounding=stochastic(1, 2, 3))': 'stochastic takes no arguments; write stochastic',
     # numbers
     'top_k(10)': r'top_k fraction 10 is not in \(0, 1\]; for 10 % write top_k\(0.1\)$',
     'random_k(2.5)': r'2.5 is not in \(0, 1\]; for 2.5 % write random_k\(0.025\)$',
@@ -175,6 +217,15 @@ def test_own_words():
     names = {'sign': sign, 'half': jaxmp.bf16, 'N': 9, 'k': 0.1}
     text = 'aqsgd(sign( k ),N)'
     assert canonical(text, names) == 'aqsgd(sign(k), N)'
+    assert str(parse(text, names)) == 'aqsgd(sign(0.1), 9)'
+    names['own'] = sign(0.5)
+    for own in (text, 'ef(own)', 'own', 'top_k(0.1, values=own)', 'half'):
+        channel = parse(own, names)
+        again = parse(str(channel), names)
+        assert channel == again, own
+        assert hash(channel) == hash(again)
+    assert parse('own', names) != parse('own', {'own': sign(0.5)}), 'of other functions'
+    assert parse('sign(1)', names) != parse('sign(2)', names)
     like = jax.ShapeDtypeStruct((4, 5), 'float32')
     assert jax.eval_shape(lambda: parse(text, names).init(like)[0]).shape == (9, 5)
     assert parse('half', names).codec == jaxmp.bf16

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxmp import study, sweep
+from jaxmp import files, study, sweep
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
 from tests.runs import ENV, ROOT
@@ -104,7 +104,7 @@ def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
 
 def test_two_sweeps_share_the_work(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--seeds=1')
-    with study.locked(jobs[0].workdir) as mine:
+    with files.locked(jobs[0].workdir) as mine:
         assert mine
         assert sweep.sweep(jobs) == {}
     assert '0 finished, 1 at work elsewhere' in capsys.readouterr().out

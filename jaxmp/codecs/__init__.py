@@ -1,4 +1,8 @@
-"""What bits are sent: the codecs and the parts they are made of."""
+"""What bits are sent: the codecs and the parts they are made of.
+
+All take one array of float16, bfloat16, float32 or float64 (`raw` takes any), and all decode a
+message to the same bits in every program and on every CPU, as `jaxmp.codecs.exact` explains.
+"""
 
 from jaxmp.codecs.dense import bf16, fp16, raw
 from jaxmp.codecs.logscale import log_scale

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.wire import Codec, Ctx, Like, half_bytes
+from jaxmp.wire import Codec, Ctx, Like, half_bytes, wide
+from jaxmp.words import named
 
 
 def _encode_raw(x: Array, ctx: Ctx) -> Array:
@@ -31,7 +32,7 @@ def saturated(x: Array, dtype: jnp.dtype) -> Array:
 def _sixteen(dtype: jnp.dtype) -> Codec:
     def encode(x: Array, ctx: Ctx) -> Array:
         del ctx
-        return half_bytes(saturated(x, dtype))
+        return half_bytes(saturated(wide(x), dtype))
 
     def decode(m: Array, like: Like, ctx: Ctx) -> Array:
         del ctx
@@ -43,13 +44,13 @@ def _sixteen(dtype: jnp.dtype) -> Codec:
     return Codec(encode, decode, numbers=(view(dtype), view(jnp.uint16)))
 
 
-raw = Codec(_encode_raw, _decode_raw, numbers=(lambda m: m, lambda m: m))
+raw = named('raw', Codec(_encode_raw, _decode_raw, numbers=(lambda m: m, lambda m: m)))
 """The tensor itself, in its own dtype: ``C(x) = x``."""
 
-fp16 = _sixteen(jnp.float16)
+fp16 = named('fp16', _sixteen(jnp.float16))
 """IEEE half precision, rounded to nearest even; finite values beyond 65504 saturate."""
 
-bf16 = _sixteen(jnp.bfloat16)
+bf16 = named('bf16', _sixteen(jnp.bfloat16))
 """bfloat16, rounded to nearest even: float32's range with 8 bits of precision.
 
 Finite values beyond its largest, 3.39e38, saturate."""

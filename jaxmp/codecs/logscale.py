@@ -7,10 +7,25 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxmp.codecs.extremes import magnitudes
 from jaxmp.codecs.uniform import check_bits
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
+from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
+from jaxmp.words import word
 
 
+def _geometric(a: Array, ratio: Array, n: Array, digits: int) -> Array:
+    """``a ratio**n`` for integers n of so many binary digits: products, which round alike anywhere.
+
+    The highest power would leave the range of floats first, so it is taken as two factors.
+    """
+    for i in range(digits):
+        factor = jnp.where(n >> i & 1, ratio, 1)
+        a = a * factor * (factor if i == digits - 1 else 1)
+        ratio = ratio * ratio if i < digits - 2 else ratio
+    return a
+
+
+@word
 def log_scale(bits: int) -> Codec:
     """Sign and ``bits - 1`` bits of magnitude between a sample's smallest and largest non-zero.
 
@@ -18,7 +33,8 @@ def log_scale(bits: int) -> Codec:
     ``q = 0`` if ``a = 0``, else ``1 + round((L - 1) log(a / lo) / log(hi / lo))``;
     ``C(x) = sign(x) lo (hi / lo)**((q - 1) / (L - 1))``; with ``L = 1`` the level is
     ``sqrt(lo hi)``. Zeros stay exact; numbers below the smallest normal count as zeros; a
-    sample that holds NaN or an infinity has NaN for its non-zeros.
+    sample that holds NaN or an infinity has NaN for its non-zeros. The lowest level and the ratio
+    of two neighbours travel as float32, and the receiver multiplies.
 
     Args:
       bits: 2 to 8.
@@ -38,28 +54,28 @@ def log_scale(bits: int) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
         del ctx
-        x = samples(x).astype(jnp.promote_types(x.dtype, jnp.float32))
-        a = jnp.abs(x)
-        some = ~(a < jnp.finfo(x.dtype).tiny)
-        hi = jnp.max(a, axis=1, keepdims=True)
-        lo = jnp.min(jnp.where(some, a, jnp.inf), axis=1, keepdims=True)
-        ends = jnp.log(jnp.concatenate([lo, hi], 1))
-        ends = jnp.where(jnp.isfinite(hi), ends, jnp.nan)
-        ends = jnp.where(jnp.any(some, axis=1)[:, None], ends, 0)
+        x = wide(samples(x))
+        a, tiny = jnp.abs(x), jnp.finfo(x.dtype).tiny
+        some = ~(a < tiny)
+        ends = jnp.stack(magnitudes(x, 1), 1)
+        hi = ends[:, 1:]
+        ends = jnp.where(jnp.isfinite(hi), jnp.log(ends), jnp.nan)
+        ends = jnp.where(hi < tiny, 0, ends)
         lo, width = ends[:, :1], ends[:, 1:] - ends[:, :1]
         scale = steps / jnp.where(width > 0, width, 1)
         q = 1 + jnp.round((jnp.log(jnp.where(some, a, 1)) - lo) * scale)
         codes = jnp.where(some, jnp.clip(jnp.nan_to_num(q), 1, steps + 1), 0)
         codes = codes + jnp.where(x < 0, sign_bit, 0)
-        return {'codes': pack(codes.astype(jnp.uint8), bits), 'ends': ends}
+        levels = lo if steps else lo + width / 2, width / max(steps, 1)
+        scale = jnp.exp(jnp.concatenate(levels, 1))
+        return {'codes': pack(codes.astype(jnp.uint8), bits), 'scale': scale}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx
         codes = unpack(m['codes'], bits, math.prod(like.shape[1:]))
-        lo, hi = m['ends'][:, :1], m['ends'][:, 1:]
-        q = (codes & (sign_bit - 1)).astype(lo.dtype)
-        t = (q - 1) / steps if steps else jnp.full_like(q, 0.5)
-        a = jnp.minimum(jnp.exp(lo * (1 - t) + hi * t), jnp.finfo(lo.dtype).max)
+        a, ratio = m['scale'][:, :1], m['scale'][:, 1:]
+        q = codes & (sign_bit - 1)
+        a = jnp.minimum(_geometric(a, ratio, q - 1, bits - 1), jnp.finfo(a.dtype).max)
         a = jnp.where(q == 0, 0, a)
         return jnp.where(codes >= sign_bit, -a, a).reshape(like.shape).astype(like.dtype)
 

@@ -27,32 +27,37 @@ from jaxmp.codecs import polarcode
 from jaxmp.codecs.dense import bf16, saturated
 from jaxmp.codecs.polarcode import Code, check_size
 from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
-from jaxmp.wire import Codec, Ctx, Like, pack, unpack
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, pack, unpack, wide
+from jaxmp.words import Origin, known, named, word
 
 WORD, NOISE = 0, 1  # streams of the crossing's key
 
 
+@known
 class Search(NamedTuple):
     """How an encoder chooses the codeword.
 
     Attributes:
       word: ``(code, ratios, ctx) -> signs`` of a codeword, both of shape ``(N, blocks)``.
+      origin: the call that made it (`jaxmp.words`).
     """
 
     word: Callable[[Code, Ratios, Ctx], Ratios]
+    origin: Origin | None = None
 
 
 def _randomised(code: Code, llr: Ratios, ctx: Ctx) -> Ratios:
     return successive(code, llr, jax.random.logistic(_key(ctx, NOISE), llr.shape, llr.dtype))
 
 
-argmax = Search(lambda code, llr, ctx: successive(code, llr))
+argmax = named('argmax', Search(lambda code, llr, ctx: successive(code, llr)))
 """Every bit takes its likelier value: 3 to 10 % less distortion than `randomised`."""
 
-randomised = Search(_randomised)
+randomised = named('randomised', Search(_randomised))
 """Every bit is drawn from its posterior, ``P(u = 1) = 1 / (1 + e^L)``: what the proofs assume."""
 
 
+@word
 def scl(paths: int) -> Search:
     """A list of ``paths`` candidates and the likeliest of them in the end: 2 to 8 % below `argmax`.
 
@@ -67,6 +72,7 @@ def scl(paths: int) -> Search:
     return Search(lambda code, llr, ctx: successive_list(code, llr, paths))
 
 
+@word
 def polar(rate: float, block: int = 1024, search: Search = argmax) -> Codec:
     """Signs as a polar codeword chosen by signs and magnitudes, and one scale a block.
 
@@ -99,6 +105,7 @@ def polar(rate: float, block: int = 1024, search: Search = argmax) -> Codec:
     return _codec(lambda: polarcode.code(block, rate, polarcode.soft_source), ratios, search)
 
 
+@word
 def polar_sign(rate: float, block: int = 1024, search: Search = argmax) -> Codec:
     """Signs as a polar codeword chosen by the signs alone, and one scale a block.
 
@@ -136,8 +143,8 @@ def _codec(made: Callable[[], Code], ratios: Callable[[Array], Array], search: S
     """Blocks, signs of the key, search, scale."""
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        code, size = made(), x.size
-        x, rms = _blocks(x.astype(jnp.promote_types(x.dtype, jnp.float32)), code.size)
+        x, code, size = wide(x), made(), x.size
+        x, rms = _blocks(x, code.size)
         flip = _flips(ctx, x.shape)
         llr = jnp.nan_to_num(jnp.where(flip, -1, 1) * ratios(x)).astype(jnp.float32)
         s = search.word(code, llr, ctx)
@@ -152,8 +159,8 @@ def _codec(made: Callable[[], Code], ratios: Callable[[Array], Array], search: S
         inputs = jnp.zeros((code.size, word.shape[1]), jnp.uint8)
         bits = polarcode.transform(inputs.at[np.array(code.sent)].set(word))
         flip = _flips(ctx, bits.shape)
-        wide = jax.ShapeDtypeStruct(m['scale'].shape, jnp.promote_types(like.dtype, jnp.float32))
-        c = bf16.decode(m['scale'], wide, ctx)
+        scales = jax.ShapeDtypeStruct(m['scale'].shape, compute_dtype(like))
+        c = bf16.decode(m['scale'], scales, ctx)
         x = jnp.where((bits > 0) ^ flip, -c, c).T.reshape(-1)
         return saturated(x[: math.prod(like.shape)].reshape(like.shape), like.dtype)
 

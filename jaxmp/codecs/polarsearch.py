@@ -10,14 +10,17 @@ Three kinds of node need no children, exactly: all inputs frozen, none frozen, a
 one sent (a repetition). Nothing is unrolled: the two children of a level are two turns of one loop,
 so the program for N inputs is log2 N nested loops, and which kind a node is is read from a table.
 Arrays are ``(n, blocks)``, the blocks contiguous. The index of a node is never batched, so that a
-switch on its kind runs one branch.
+switch on its kind runs one branch. Both searches are jitted, because a loop is else compiled anew
+at every eager call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -58,6 +61,7 @@ def _noise_of(noise: Array | None, start: Array, size: int) -> Array | float:
     return 0.0 if noise is None else lax.dynamic_slice_in_dim(noise, start, size)
 
 
+@partial(jax.jit, static_argnums=0, inline=True)
 def successive(code: Code, llr: Ratios, noise: Ratios | None = None) -> Ratios:
     """The codeword of successive cancellation, as signs.
 
@@ -127,6 +131,7 @@ class _Paths(NamedTuple):
     penalty: Float[Array, 'paths blocks']
 
 
+@partial(jax.jit, static_argnums=(0, 2), inline=True)
 def successive_list(code: Code, llr: Ratios, paths: int) -> Ratios:
     """The best codeword of a successive cancellation that keeps several candidates.
 

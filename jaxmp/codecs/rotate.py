@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.wire import Codec, Ctx, Like
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, wide
+from jaxmp.words import word
 
 BLOCKS = [2**n for n in range(1, 21)]
-FACTOR = 32  # largest matrix multiplied at once
 
 
 def hadamard(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
@@ -29,20 +29,16 @@ def hadamard(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
     [[1.0, 1.0, 1.0, 1.0]]
     """
     rows, n = x.shape
-    done = 1
-    while done < n:
-        size = min(FACTOR, n // done)
-        signs = [[(-1) ** (i & j).bit_count() for i in range(size)] for j in range(size)]
-        h = np.array(signs, x.dtype) / size  # a mean: what is finite stays so
-        cut = x.reshape(rows, done, size, -1)
-        x = jnp.einsum('rasb,st->ratb', cut, h.astype(x.dtype), precision='highest')
-        done *= size
-    x = x.reshape(rows, n)
+    for level in range(n.bit_length() - 1):  # sums of two: the same bits on every CPU
+        halves = (x / 2).reshape(rows, -1, 2, 2**level)  # means: what is finite stays so
+        a, b = halves[:, :, 0], halves[:, :, 1]
+        x = jnp.stack([a + b, a - b], 2).reshape(rows, n)
     scaled = x * np.sqrt(n).astype(x.dtype)
     largest = jnp.finfo(x.dtype).max
     return jnp.where(jnp.isfinite(x), jnp.clip(scaled, -largest, largest), jnp.nan)
 
 
+@word
 def rotate(codec: Codec, block: int = 1024) -> Codec:
     r"""Applies ``codec`` to the randomly rotated tensor, and rotates back.
 
@@ -83,13 +79,13 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
         return ctx.fold(1)._replace(ids=None, support=None)
 
     def encode(x: Array, ctx: Ctx) -> Any:
-        flat = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1)
+        flat = wide(x).reshape(-1)
         x = jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
         return codec.encode(hadamard(x * signs(len(x), ctx).astype(x.dtype)), part(ctx))
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
         n = math.prod(like.shape)
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        dtype = compute_dtype(like)
         rows = jax.ShapeDtypeStruct((-(-n // block), block), dtype)
         x = hadamard(codec.decode(m, rows, part(ctx))) * signs(rows.shape[0], ctx).astype(dtype)
         return saturated(x.reshape(-1)[:n].reshape(like.shape), like.dtype)

@@ -9,7 +9,8 @@ whatever the dtype, and 7 + 8 + 8 + 8 passes fix a float32 threshold.
 
 The chosen entries leave as a bitmap, one bit an entry. Where entries tie at the threshold, the
 lowest indices win, which is the rule of `jax.lax.top_k`. The functions are integer work on bit
-patterns and are never differentiated: they belong inside a `custom_vjp`.
+patterns and are never differentiated: they belong inside a `custom_vjp`. Those with loops are
+jitted, because a loop is else compiled anew at every eager call.
 """
 
 import functools
@@ -40,6 +41,7 @@ def count(n: int, fraction: float) -> int:
     return max(1, n - int(n * (1 - fraction)))
 
 
+@partial(jax.jit, static_argnames='k', inline=True)
 def k_largest(x: Float[Array, 'B n'], k: int) -> UInt32[Array, 'B w']:
     r"""Mark the k entries of largest magnitude in each row.
 
@@ -64,6 +66,7 @@ def k_largest(x: Float[Array, 'B n'], k: int) -> UInt32[Array, 'B w']:
     )
 
 
+@partial(jax.jit, static_argnames='k', inline=True)
 def positions(words: UInt32[Array, 'B w'], k: int) -> Int32[Array, 'B k']:
     """List the k set bits of each row of a bitmap, in ascending order.
 

@@ -13,14 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
+from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
+from jaxmp.words import named, word
 
 EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
 SMALL = 2.0**-16  # keeps sums over the largest floats finite
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _into(y: Array, like: Like) -> Array:
@@ -41,7 +38,7 @@ def _mean_size(x: Array) -> Array:
 
 def _encode_one_bit(x: Array, ctx: Ctx) -> dict[str, Array]:
     del ctx
-    x = _wide(samples(x))
+    x = wide(samples(x))
     return {'bits': pack((x < 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
 
 
@@ -51,7 +48,7 @@ def _decode_one_bit(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
     return _into(jnp.where(negative, -m['scale'], m['scale']), like)
 
 
-one_bit = Codec(_encode_one_bit, _decode_one_bit)
+one_bit = named('one_bit', Codec(_encode_one_bit, _decode_one_bit))
 """The sign of every element times their mean magnitude: ``C(x) = mean |x| sign(x)``, sign(0) = +1.
 
 D / 8 + 4 bytes a sample. ``|x - C(x)|^2 = (1 - |x|_1^2 / (D |x|_2^2)) |x|^2``: a contraction, whose
@@ -65,7 +62,7 @@ References:
 
 def _encode_bool(x: Array, ctx: Ctx) -> dict[str, Array]:
     del ctx
-    x = _wide(samples(x))
+    x = wide(samples(x))
     return {'bits': pack((x != 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
 
 
@@ -74,7 +71,7 @@ def _decode_bool(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
     return _into(jnp.where(unpack(m['bits'], 1, _elements(like)) > 0, m['scale'], 0), like)
 
 
-as_bool = Codec(_encode_bool, _decode_bool)
+as_bool = named('as_bool', Codec(_encode_bool, _decode_bool))
 """Whether an element is not zero, times the mean magnitude: the '1-bit' code of a thesis.
 
 Kept to show why it fails: casting to a truth value loses the sign, and all gradients point up.
@@ -116,7 +113,7 @@ def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
     return y.reshape(like.shape) if like.dtype == jnp.float32 else _into(y, like)
 
 
-natural = Codec(_encode_natural, _decode_natural)
+natural = named('natural', Codec(_encode_natural, _decode_natural))
 """Natural compression: the magnitude goes to one of the two powers of two around it, at random.
 
 ``sign(x) 2^floor(log2 |x|)``, doubled with probability ``|x| / 2^floor(log2 |x|) - 1``: unbiased,
@@ -128,6 +125,7 @@ References:
 """
 
 
+@word
 def qsgd(levels: int) -> Codec:
     """QSGD: the share of the norm, rounded at random to one of ``s`` levels.
 
@@ -156,7 +154,7 @@ def qsgd(levels: int) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
         # The barriers: XLA would reorder the products, and some overflow.
-        x = jax.lax.optimization_barrier(_wide(samples(x)) * SMALL)
+        x = jax.lax.optimization_barrier(wide(samples(x)) * SMALL)
         top = jnp.max(jnp.abs(x), 1, keepdims=True)
         unit = x / jnp.where(top > 0, top, 1)
         norm = jnp.sqrt(jnp.sum(unit**2, 1, keepdims=True))

@@ -18,40 +18,47 @@ from jaxtyping import Array, Int, UInt32
 
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack
+from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
+from jaxmp.words import Origin, known, named, word
 
 
+@known
 class IndexCoding(NamedTuple):
     """How ascending positions below ``n`` are written.
 
     Attributes:
       encode: ``(words, support, n) -> payload`` from the bitmap and the positions; use either.
       decode: ``(payload, n, k) -> support`` of shape ``(B, k)``.
+      origin: its name in texts (`jaxmp.words`).
     """
 
     encode: Callable[[UInt32[Array, 'B w'], Int[Array, 'B K'], int], Any]
     decode: Callable[[Any, int, int], Int[Array, 'B K']]
+    origin: Origin | None = None
 
 
 def _width(n: int) -> int:
     return max(1, math.ceil(math.log2(n)))
 
 
-int32 = IndexCoding(
-    encode=lambda words, support, n: support.astype(jnp.int32),
-    decode=lambda m, n, k: m,
-)
+int32 = named('int32', IndexCoding(lambda _, at, n: at.astype(jnp.int32), lambda m, n, k: m))
 """Positions as 32-bit integers."""
 
-packed = IndexCoding(
-    encode=lambda words, support, n: pack(support.astype(jnp.uint32), _width(n)),
-    decode=lambda m, n, k: unpack(m, _width(n), k).astype(jnp.int32),
+packed = named(
+    'packed',
+    IndexCoding(
+        encode=lambda words, support, n: pack(support.astype(jnp.uint32), _width(n)),
+        decode=lambda m, n, k: unpack(m, _width(n), k).astype(jnp.int32),
+    ),
 )
 """Positions in ``ceil(log2 D)`` bits each."""
 
-bitmap = IndexCoding(
-    encode=lambda words, support, n: words,
-    decode=lambda m, n, k: select.positions(m, k),
+bitmap = named(
+    'bitmap',
+    IndexCoding(
+        encode=lambda words, support, n: words,
+        decode=lambda m, n, k: select.positions(m, k),
+    ),
 )
 """One bit an element, rounded up to 32 a sample."""
 
@@ -73,7 +80,7 @@ def _decode_local(m: dict[str, Array], n: int, k: int) -> Array:
     return (jax.lax.cummax(high, axis=1) << 8) | m['low'].astype(jnp.int32)
 
 
-block_local = IndexCoding(_encode_local, _decode_local)
+block_local = named('block_local', IndexCoding(_encode_local, _decode_local))
 """One byte an index, local to its block of 256 elements, and a 9-bit count a block."""
 
 
@@ -111,6 +118,7 @@ def _scatter(values: Array, support: Array, like: Like) -> Array:
     return select.scatter(values, support, _elements(like)).reshape(like.shape)
 
 
+@word
 def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -> Codec:
     """Keeps the K largest magnitudes of each sample.
 
@@ -136,18 +144,37 @@ def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -
       Activations and Gradients Compression for Model-Parallel Training, arXiv 2401.07788, 2.3.
     """
     check_parts('top_k', fraction, values, indices)
+    half = lambda n: select.count(n, fraction / 2)
+
+    def largest(x: Array) -> Array:
+        kept, at, _ = _largest(samples(x), half)
+        return _scatter(kept, at, jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    whole = _top(lambda n: min(n, 2 * half(n)), values, indices)
+    codec = _top(lambda n: select.count(n, fraction), values, indices)
+    return codec._replace(halves=(largest, whole))
+
+
+def _largest(x: Array, count: Callable[[int], int]) -> tuple[Array, Array, Array]:
+    """Of every row the largest, their positions, and the bitmap of these."""
+    k = count(x.shape[1])
+    words = select.k_largest(x, k)
+    at = select.positions(words, k)
+    return select.gather(x, at), at, words
+
+
+def _top(count: Callable[[int], int], values: Codec, indices: IndexCoding) -> Codec:
+    """TopK with ``count(D)`` of D elements."""
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
         x = samples(x)
-        n, k = x.shape[1], select.count(x.shape[1], fraction)
-        words = select.k_largest(x, k)
-        at = select.positions(words, k)
-        kept = values.encode(select.gather(x, at), ctx._replace(support=None))
-        return {'indices': indices.encode(words, at, n), 'values': kept}
+        kept, at, words = _largest(x, count)
+        kept = values.encode(kept, ctx._replace(support=None))
+        return {'indices': indices.encode(words, at, x.shape[1]), 'values': kept}
 
     def read(m: dict[str, Any], like: Like, ctx: Ctx) -> tuple[Array, Array]:
         n = _elements(like)
-        at = indices.decode(m['indices'], n, select.count(n, fraction))
+        at = indices.decode(m['indices'], n, count(n))
         kept = values.decode(m['values'], _inner(like, at.shape[1]), ctx._replace(support=None))
         return kept, at
 
@@ -161,6 +188,7 @@ def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -
     return Codec(encode, decode, support)
 
 
+@word
 def random_k(fraction: float, values: Codec = raw) -> Codec:
     """Keeps K positions drawn from the crossing's key; only values are sent.
 
@@ -204,6 +232,7 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
     return Codec(encode, decode, support, values.numbers)
 
 
+@word
 def unbiased_random_k(fraction: float, values: Codec = raw) -> Codec:
     """`random_k` times D / K: unbiased, ``E |x - C(x)|^2 = (D / K - 1) |x|^2``.
 
@@ -224,11 +253,14 @@ def unbiased_random_k(fraction: float, values: Codec = raw) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> Any:
         n = _elements(x)
-        return kept.encode(x * jnp.asarray(n / select.count(n, fraction), x.dtype), ctx)
+        y, top = wide(x) * (n / select.count(n, fraction)), float(jnp.finfo(x.dtype).max)
+        beyond = jnp.isfinite(x) & (jnp.abs(y) > top)
+        return kept.encode(jnp.where(beyond, jnp.copysign(top, y), y).astype(x.dtype), ctx)
 
     return kept._replace(encode=encode)
 
 
+@word
 def same_support(values: Codec = raw) -> Codec:
     """Keeps the positions that the forward message of this crossing kept; only values are sent.
 

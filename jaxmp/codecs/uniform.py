@@ -16,7 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
-from jaxmp.wire import Codec, Ctx, Like, half_bytes, pack, unpack
+from jaxmp.codecs.exact import product, quotient
+from jaxmp.codecs.extremes import largest, span
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, unpack, wide
+from jaxmp.words import word
 
 Rounding = Callable[[Array, int, Ctx], Array]
 
@@ -63,8 +66,8 @@ def _to_unit(x: Array, lo: Array, hi: Array) -> Array:
     """``(x - lo) / (hi - lo)``, also where that range exceeds the largest float."""
     # XLA divides by one number through its reciprocal, which flushes to zero beyond 2**126.
     c = 1 / 16
-    span = hi * c - lo * c
-    return (x * c - lo * c) / jnp.where(span > 0, span, 1)
+    width = hi * c - lo * c
+    return (x * c - lo * c) / jnp.where(width > 0, width, 1)
 
 
 def _code(
@@ -73,26 +76,31 @@ def _code(
     return rounding(_to_unit(x, lo, hi) * levels, levels, ctx).astype(jnp.uint8)
 
 
-def _level(q: Array, levels: int, lo: Array, hi: Array) -> Array:
-    """Level ``q`` of ``0 .. levels``; `where`, because XLA may take ``q * (hi / levels)`` first."""
-    t = q / levels
-    return jnp.where(q == levels, hi, lo * (1 - t) + hi * t)
+def _steps(lo: Array, hi: Array, levels: int) -> tuple[Array, Array]:
+    """A quarter of a step, for the range may exceed the largest float, and what rounding left."""
+    return quotient(hi / 4 - lo / 4, levels)
 
 
-def _range(x: Array, axis: int) -> tuple[Array, Array]:
-    """Smallest and largest along ``axis``, NaN where either is not finite."""
-    start = jnp.array(jnp.inf, x.dtype), jnp.array(-jnp.inf, x.dtype)
-    ends = lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
-    lo, hi = jax.lax.reduce((x, x), start, ends, (axis,))  # one pass, where min and max make two
-    finite = jnp.isfinite(lo) & jnp.isfinite(hi)
-    return jnp.where(finite, lo, jnp.nan), jnp.where(finite, hi, jnp.nan)
+def _level(q: Array, levels: int, lo: Array, hi: Array, *steps: Array) -> Array:
+    """Level ``q`` of ``0 .. levels``, counted from the nearer end; both ends are exact."""
+    q = q.astype(jnp.int32)
+    upper = q > levels // 2
+    y = jnp.where(upper, hi, lo)
+    quarters = (4 * jnp.where(upper, q - levels, q)).astype(lo.dtype)
+    for step in steps:
+        y = y + quarters * step
+    return y
 
 
-def _wide(x: Array) -> Array:
-    """``x`` in at least float32, so that the codes do not depend on a 16-bit range."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def _written(*rows: Array) -> Array:
+    """The rows in one array: XLA:CPU would compute them again for every element that needs them."""
+    out = jnp.zeros((len(rows), *rows[0].shape), rows[0].dtype)
+    for i, row in enumerate(rows):
+        out = out.at[i].set(row)
+    return out
 
 
+@word
 def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
     """k-bit min-max quantiser over the whole tensor.
 
@@ -120,8 +128,8 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
     levels = 2**bits - 1
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        x = _wide(x).reshape(-1)
-        ends = jnp.stack(_range(x, 0))
+        x = wide(x).reshape(-1)
+        ends = jnp.stack(span(x, 0))
 
         def code(run: Array, i: int) -> Array:
             return _code(run, ends[0], ends[1], levels, rounding, ctx.fold(i))
@@ -131,12 +139,14 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx
         lo, hi = m['ends']
-        q = unpack(m['codes'], bits, math.prod(like.shape)).astype(lo.dtype)
-        return _level(q, levels, lo, hi).reshape(like.shape).astype(like.dtype)
+        q = unpack(m['codes'], bits, math.prod(like.shape))
+        y = _level(q, levels, lo, hi, *_steps(lo, hi, levels))
+        return y.reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)
 
 
+@word
 def max_scaled(bits: int) -> Codec:
     """Signed quantiser with one float16 scale a feature, as in the AQ-SGD authors' code.
 
@@ -159,8 +169,8 @@ def max_scaled(bits: int) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
         del ctx
-        x = _wide(x).reshape(len(x), -1)
-        s = jnp.max(jnp.abs(x), axis=0)
+        x = wide(x).reshape(len(x), -1)
+        s = largest(x, 0)
         s = jnp.where(jnp.isfinite(s), jnp.minimum(s, 65504.0), jnp.nan).astype(jnp.float16)
         divisor = (s.astype(x.dtype) + 1e-6).astype(jnp.float16).astype(x.dtype)
         q = jnp.clip(jnp.round(x / divisor * top), -top, top - 1)
@@ -171,14 +181,15 @@ def max_scaled(bits: int) -> Codec:
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx
-        wide = jnp.promote_types(like.dtype, jnp.float32)
-        s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(wide)
-        q = unpack(m['codes'], bits, math.prod(like.shape[1:])).astype(wide) - top
+        dtype = compute_dtype(like)
+        s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(dtype)
+        q = unpack(m['codes'], bits, math.prod(like.shape[1:])).astype(dtype) - top
         return (q / top * s).reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)
 
 
+@word
 def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
     """k-bit min-max quantiser with its own range for every run of ``size`` elements.
 
@@ -201,30 +212,30 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         raise ValueError(f'block size {size} is not 32, 64 or 128; write block(4, size=64)')
     levels = 2**bits - 1
 
-    def ends_of(m: dict[str, Array], dtype: jnp.dtype) -> tuple[Array, Array]:
+    def ends_of(m: dict[str, Array], dtype: jnp.dtype) -> tuple[Array, ...]:
         ends = jax.lax.bitcast_convert_type(m['ends'], jnp.float16).astype(dtype)
-        ends = ends * m['scale'].astype(dtype)
-        return ends[0, :, None], ends[1, :, None]
+        return tuple(product(ends, m['scale'].astype(dtype)))
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        flat = _wide(x).reshape(-1)
+        flat = wide(x).reshape(-1)
         if short := -flat.size % size:
             flat = jnp.pad(flat, (0, short), mode='edge')
         x = flat.reshape(-1, size)
-        lo, hi = _range(x, 1)
+        lo, hi = span(x, 1)
         scale = jnp.max(jnp.nan_to_num(jnp.maximum(-lo, hi))) * 2**-15
         ends = jnp.stack([lo, hi]) / jnp.where(scale > 0, scale, 1)
         m = {'ends': half_bytes(ends.astype(jnp.float16)), 'scale': scale.astype(jnp.float32)}
-        lo, hi = ends_of(m, x.dtype)
+        lo, hi = (end[:, None] for end in ends_of(m, x.dtype))
         q = _code(jnp.clip(x, lo, hi), lo, hi, levels, rounding, ctx)
         return m | {'codes': pack(q, bits)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx
         n = math.prod(like.shape)
-        wide = jnp.promote_types(like.dtype, jnp.float32)
-        q = unpack(m['codes'], bits, size).astype(wide)
-        x = _level(q, levels, *ends_of(m, wide))
+        q = unpack(m['codes'], bits, size)
+        lo, hi = ends_of(m, compute_dtype(like))
+        ends = _written(lo, hi, *_steps(lo, hi, levels))
+        x = _level(q, levels, *ends[:, :, None])
         return x.reshape(-1)[:n].reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)

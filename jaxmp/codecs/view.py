@@ -7,9 +7,11 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from jaxmp.wire import Codec, Ctx, Like
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype
+from jaxmp.words import word
 
 
+@word
 def per_token(codec: Codec) -> Codec:
     """Applies ``codec`` to every vector along the last axis by itself.
 
@@ -35,6 +37,7 @@ def per_token(codec: Codec) -> Codec:
         return jax.ShapeDtypeStruct((like.size // like.shape[-1], like.shape[-1]), like.dtype)
 
     def encode(x: Array, ctx: Ctx) -> Any:
+        compute_dtype(x)
         return codec.encode(x.reshape(-1, x.shape[-1]), ctx._replace(ids=None))
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
@@ -43,4 +46,10 @@ def per_token(codec: Codec) -> Codec:
     def support(m: Any, like: Like, ctx: Ctx) -> Array | None:
         return codec.support(m, rows(like), ctx._replace(ids=None))
 
-    return Codec(encode, decode, support)
+    def halves() -> Any:
+        half, whole = codec.halves or (None, None)
+        if half is None or whole is None:
+            return None
+        return lambda x: half(x.reshape(-1, x.shape[-1])).reshape(x.shape), per_token(whole)
+
+    return Codec(encode, decode, support, halves=halves())

@@ -11,6 +11,7 @@ A new data set is a file with ``load(data_dir, download) -> Dataset`` and a line
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -66,13 +67,41 @@ def load(name: str, data_dir: str | None = None, download: bool = False) -> Data
     Returns:
       The data set, images as uint8 of shape ``(N, H, W, C)``.
 
+    Raises:
+      ValueError: if the name is unknown, or the files are not those of the data set.
+      FileNotFoundError: if they are not there.
+      OSError: if they cannot be read, or not be fetched.
+
     >>> load('digits').train.x.shape
     (1437, 8, 8, 1)
     """
     loaders = _loaders()
     if name not in loaders:
         raise ValueError(f'no data set {name!r}; known are {", ".join(sorted(loaders))}')
-    return loaders[name](data_dir, download)
+    with readable(name, data_dir):
+        return loaders[name](data_dir, download)
+
+
+@contextmanager
+def readable(name: str, data_dir: str | None) -> Iterator[None]:
+    """Says what was to be read where the operating system refuses.
+
+    Args:
+      name: of the data set.
+      data_dir: folder of it.
+
+    Raises:
+      OSError: instead of one that names neither.
+    """
+    try:
+        yield
+    except (FileNotFoundError, ConnectionError):
+        raise  # ours, which say it
+    except OSError as error:
+        raise OSError(
+            f'cannot read {name} in data_dir {data_dir}: {error}; mend what it names, or give '
+            'another data_dir'
+        ) from error
 
 
 def order(seed: int, epoch: int, examples: int) -> np.ndarray:

@@ -25,6 +25,7 @@ import tarfile
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     splits = _published(root)
     if splits is None:
         folder = root.joinpath(*_TFDS)
-        if not folder.is_dir() and not download:
+        if not folder.is_dir() and (root.is_file() or not download):
             raise FileNotFoundError(_nothing_in(root))
         if not folder.is_dir():
             _fetch(root)
@@ -265,11 +266,17 @@ def _fetch(root: Path) -> None:
     try:
         request = urllib.request.Request(_HOME, method='HEAD')
         urllib.request.urlopen(request, timeout=3).close()
-    except OSError as error:  # ask once here: tensorflow-datasets would retry for minutes
+    except (OSError, HTTPException) as error:  # once: tensorflow-datasets would try for minutes
         raise ConnectionError(
             f'download=True, but {_HOME} does not answer ({error}); check the network, {instead}'
         ) from error
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder(':'.join(_TFDS), data_dir=str(root), file_format='array_record')
-    builder.download_and_prepare()
+    try:
+        builder = tfds.builder(':'.join(_TFDS), data_dir=str(root), file_format='array_record')
+        builder.download_and_prepare()
+    except Exception as error:  # tensorflow-datasets raises nearly anything
+        raise ConnectionError(
+            f'download=True, but cifar10 could not be prepared in {root} ({error}); check the '
+            f'network and the room there, {instead}'
+        ) from error

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split
+from jaxmp.data import Dataset, Split, readable
 
 _LAST_CHAPTERS = 'CHAPTER XI\n'
 _END = '<|endoftext|>'
@@ -93,8 +93,9 @@ def load(
     corpora = _corpora()
     if name not in corpora:
         raise ValueError(f'no text {name!r}; known are {", ".join(sorted(corpora))}')
-    corpus = corpora[name](data_dir, download)
-    chosen = tokenizer_of(tokenizer, corpus.train)
+    with readable(name, data_dir):
+        corpus = corpora[name](data_dir, download)
+        chosen = tokenizer_of(tokenizer, corpus.train)
     splits = []
     for part, rows in (('train', corpus.train), ('test', corpus.test)):
         x = blocks(chosen.encode(rows), length, corpus.rows, f'{name}, {part}')
@@ -268,6 +269,7 @@ def _vocabulary(file: Path) -> dict[str, int]:
         found = json.loads(file.read_text(encoding='utf-8'))
     except ValueError as error:
         raise ValueError(f'{file} is no JSON ({error}); fetch it again') from error
-    if not isinstance(found, dict) or sorted(found.values()) != list(range(len(found))):
+    ids = [i for i in found.values() if type(i) is int] if isinstance(found, dict) else []
+    if len(ids) != len(found) or sorted(ids) != list(range(len(ids))):
         raise ValueError(f'{file} does not number its tokens from 0 without gaps; fetch it again')
     return found

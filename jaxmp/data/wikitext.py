@@ -23,6 +23,7 @@ import shutil
 import urllib.request
 import zipfile
 import zlib
+from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 
 from jaxmp.data.text import Corpus
@@ -60,7 +61,7 @@ def _load(name: str, archive: str, suffix: str, where: tuple[str | None, bool]) 
             f'{archive} (from {_HOME}), or one to download into with download=True'
         )
     root, names = Path(data_dir).expanduser(), [f'wiki.{s}{suffix}' for s in ('train', 'valid')]
-    if not root.is_dir() and not download:
+    if not root.is_dir() and (root.exists() or not download):
         raise FileNotFoundError(f'data_dir {root} is not a folder; pass the folder of {name}')
     found = _folder(root, name, names) or _zipped(root / archive, names)
     if not found and download:
@@ -116,13 +117,20 @@ def _rows(name: str, place: str, content: bytes) -> list[str]:
 def _fetch(address: str, archive: Path) -> None:
     part = archive.with_suffix('.part')
     try:
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(address, timeout=_SECONDS) as reply, part.open('wb') as file:
-            shutil.copyfileobj(reply, file)
-    except OSError as error:
-        part.unlink(missing_ok=True)
+        reply = urllib.request.urlopen(address, timeout=_SECONDS)
+    except (OSError, HTTPException) as error:
         raise ConnectionError(
             f'download=True, but {address} does not answer ({error}); check the network, or put '
             f'{archive.name} into {archive.parent}'
+        ) from error
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with reply, part.open('wb') as file:
+            shutil.copyfileobj(reply, file)
+    except (OSError, HTTPException) as error:
+        part.unlink(missing_ok=True)
+        raise ConnectionError(
+            f'download=True, but {address} did not come into {archive.parent} ({error}); check the '
+            f'network and the room there, or put {archive.name} there'
         ) from error
     part.rename(archive)

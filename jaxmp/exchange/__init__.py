@@ -6,11 +6,13 @@ from typing import Any
 
 from jaxmp import spec
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
-from jaxmp.exchange.collectives import AXIS, Collectives, metered, operands, over, sent
+from jaxmp.exchange.collectives import AXIS, Collectives, metered, over, sent
 from jaxmp.exchange.delayed import dgc, local_sgd, momentum
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
 from jaxmp.exchange.traffic import bytes_of
+from jaxmp.hlo import operands
+from jaxmp.words import named
 
 RULES = {
     'all_gather': all_gather,
@@ -72,7 +74,7 @@ def _exchange(thing: Any, text: str) -> Exchange:
     if isinstance(thing, Exchange):
         return thing
     if isinstance(spec.complete(thing, text), Rule):
-        return per_layer(thing)
+        return named(repr(thing), per_layer(thing))
     raise TypeError(
         f'{text} does not say how replicas exchange; write mean, all_gather({text}), '
         f'all_reduce({text}) or double_squeeze({text})'

@@ -20,32 +20,39 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jaxmp.codecs.sparse import same_support
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State
 from jaxmp.feedback import Channel, direct, ef
 from jaxmp.wire import Codec, Ctx, Like, Payload
+from jaxmp.words import functions, named, word
 
 UNROLLED = 4  # replicas whose messages are read without a loop
 
 
 def _apply_mean(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
     del key
+    via.own(grads)
     return jax.tree.map(lambda a: a / via.size, via.total(grads)), state
 
 
-mean = Exchange(lambda grads, n: (), _apply_mean)
+mean = named('mean', Exchange(lambda grads, n: (), _apply_mean))
 """The mean of all gradients by one all-reduce: n replicas are one replica on the joined batch."""
 
 
 def channel_of(name: str, thing: Channel | Codec) -> Channel:
-    """A channel, or a codec as ``direct``; raises if it is neither or has a state per example."""
-    if isinstance(thing, Codec):
-        return direct(thing)
-    if not isinstance(thing, Channel):
+    """A channel, or a codec as ``direct``; raises unless it can code gradients of replicas."""
+    given = direct(thing) if isinstance(thing, Codec) else thing
+    if not isinstance(given, Channel):
         raise TypeError(f'{name} takes a codec or a feedback rule such as ef(one_bit), got {thing}')
-    if thing.per_example:
+    if given.per_example:
         raise ValueError(f'{name}: aqsgd remembers activations by example; use ef or ef21')
-    return thing
+    if same_support in functions(given):
+        raise ValueError(
+            f'{name}: same_support reuses the positions of an activation, and a gradient between '
+            'replicas has none; use top_k or random_k'
+        )
+    return given
 
 
 def _row(x: Any) -> Like:
@@ -91,6 +98,7 @@ def _mean(
     return y.astype(like.dtype), y
 
 
+@word
 def all_reduce(channel: Channel | Codec) -> Rule:
     """Messages that add, added on their way: ``mean C(x_i)`` by one all-reduce.
 
@@ -138,6 +146,7 @@ def _narrow(codec: Codec) -> bool:
     return any(a.dtype.itemsize < 4 for a in jax.tree.leaves(jax.eval_shape(added)))
 
 
+@word
 def all_gather(channel: Channel | Codec) -> Rule:
     """Every replica reads the messages of all: ``mean C(x_i)`` by one all-gather.
 
@@ -149,7 +158,7 @@ def all_gather(channel: Channel | Codec) -> Rule:
 
     Raises:
       TypeError: if it is no codec or feedback rule.
-      ValueError: if it has a state per example.
+      ValueError: if it has a state per example, or sends the positions of another message.
 
     References:
       Error Feedback Fixes SignSGD, arXiv 1901.09847; EF21, arXiv 2106.05203.
@@ -193,6 +202,7 @@ def _one_way(
     return Rule(init, apply)
 
 
+@word
 def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
     """Compressed on the way to the reducing ends and on the way back.
 
@@ -245,6 +255,7 @@ def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
     return Rule(init, apply)
 
 
+@word
 def double_squeeze(codec: Codec) -> Rule:
     """DoubleSqueeze: error feedback at the workers and at the reducing ends.
 

@@ -2,8 +2,8 @@
 
 A rule is written against `Collectives`, four functions. `over` makes them real, inside
 `jax.shard_map`; `metered` makes a twin that moves nothing and counts what it is handed, so that a
-report comes from the same lines that run. What the compiler makes of it, `operands` reads from the
-compiled program.
+report comes from the same lines that run. What the compiler makes of it, `jaxmp.hlo.operands`
+reads from the compiled program.
 
 Messages travel in one piece, as bytes: a collective starts a round trip after the last one, and
 XLA:CPU widens bf16. Numbers that are added travel in one piece a dtype.
@@ -11,8 +11,6 @@ XLA:CPU widens bf16. Numbers that are added travel in one piece a dtype.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +23,6 @@ from jaxmp.transport import one_piece
 from jaxmp.wire import Payload, nbytes
 
 AXIS = 'replica'
-KINDS = ('all-reduce', 'all-gather', 'all-to-all', 'reduce-scatter', 'collective-permute')
 
 
 class Collectives(NamedTuple):
@@ -38,6 +35,7 @@ class Collectives(NamedTuple):
       gather: a payload, every array under a leading axis n: row i is replica i's (all-gather).
       swap: a payload under a leading axis n; row j goes to replica j, and row i of the result
         came from replica i (all-to-all).
+      own: raises unless gradients are this replica's own; every exchange asks first.
     """
 
     size: int
@@ -45,10 +43,14 @@ class Collectives(NamedTuple):
     total: Callable[[Any], Any]
     gather: Callable[[Payload], Payload]
     swap: Callable[[Payload], Payload]
+    own: Callable[[Any], None] = lambda grads: None
 
 
 def over(axis: str = AXIS) -> Collectives:
     """The replicas along a mesh axis; call it inside `jax.shard_map`.
+
+    Under ``check_vma``, `jax.grad` by a replicated parameter gives the sum over all replicas, which
+    JAX has made in full precision: too late to compress. An exchange refuses such a gradient.
 
     Args:
       axis: name of the axis.
@@ -78,7 +80,21 @@ def over(axis: str = AXIS) -> Collectives:
         piece, back = one_piece(payload, 1)
         return back(lax.all_to_all(piece, axis, 0, 0))
 
-    return Collectives(lax.axis_size(axis), lax.axis_index(axis), total, gather, swap)
+    def own(grads: Any) -> None:
+        checked = _varies(lax.axis_index(axis), axis)  # nothing is known under check_vma=False
+        if checked and not all(_varies(g, axis) for g in jax.tree.leaves(grads)):
+            raise ValueError(
+                f'these gradients are the same in all replicas along {axis!r}: jax.grad has summed '
+                f'them, uncompressed, because the parameters are replicated; before jax.grad, take '
+                f"params = jax.lax.pcast(params, {axis!r}, to='varying'), or give jax.shard_map "
+                'check_vma=False'
+            )
+
+    return Collectives(lax.axis_size(axis), lax.axis_index(axis), total, gather, swap, own)
+
+
+def _varies(x: Any, axis: str) -> bool:
+    return axis in jax.typeof(x).manual_axis_type.varying
 
 
 def _sum(a: Array, axis: str) -> Array:
@@ -110,43 +126,6 @@ def metered(n: int, counts: dict[str, int]) -> Collectives:
         return payload
 
     return Collectives(n, 0, total, gather, swap)
-
-
-def operands(text: str) -> dict[str, int]:
-    """Operand bytes of one device's collectives in a compiled program, by kind.
-
-    Args:
-      text: ``compiled.as_text()``.
-
-    >>> operands('%a = f32[8]{0} all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}')
-    {'all-gather': 16}
-    """
-    found: dict[str, int] = {}
-    for shapes, kind, started, rest in re.findall(
-        rf'= (.*?) ({"|".join(KINDS)})(-start)?\((.*)', text
-    ):
-        sizes = [_bytes_of(*shape) for shape in re.findall(r'([a-z]+\d+)\[([\d,]*)\]', shapes)]
-        n, both = _group(rest), started and kind in ('all-gather', 'collective-permute')
-        size = sizes[0] if both else sum(sizes)  # these starts list operand, then result
-        if kind == 'all-gather' and not both:
-            size //= n
-        if kind == 'reduce-scatter':
-            size *= n
-        found[kind] = found.get(kind, 0) + size
-    return found
-
-
-def _bytes_of(dtype: str, shape: str) -> int:
-    return math.prod(int(n) for n in shape.split(',') if n) * int(re.sub(r'\D', '', dtype)) // 8
-
-
-def _group(rest: str) -> int:
-    """How many devices take part, from ``replica_groups={{0,1}}`` or ``[2,2]<=[4]``."""
-    if listed := re.search(r'replica_groups={{([\d,]*)}', rest):
-        return listed[1].count(',') + 1
-    if counted := re.search(r'replica_groups=\[\d+,(\d+)\]<=', rest):
-        return int(counted[1])
-    return 1
 
 
 def sent(counts: dict[str, int], n: int) -> int:

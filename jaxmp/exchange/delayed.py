@@ -14,10 +14,12 @@ from jaxmp.exchange.averages import all_gather
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, check_rule
 from jaxmp.wire import Codec, Ctx, like
+from jaxmp.words import word
 
 LEAST_SPARSE = 0.25  # share that is sent in the first epoch of a sparsity warm-up; then its powers
 
 
+@word
 def dgc(
     fraction: float, momentum: float = 0.9, clip: float = 0.0, warmup: int = 0, masking: bool = True
 ) -> Rule:
@@ -73,6 +75,7 @@ def dgc(
     return Rule(init, apply, tuple(phases), momentum)
 
 
+@word
 def momentum(rule: Rule, m: float = 0.9) -> Rule:
     """Momentum before compression: replicas share ``u <- m u + g`` in place of ``g``.
 
@@ -121,6 +124,7 @@ def _clipped(xs: list[Array], norm: float) -> list[Array]:
     return [(x * scale).astype(x.dtype) for x in xs]
 
 
+@word
 def local_sgd(steps: int) -> Exchange:
     """Local SGD: every replica takes ``steps`` steps alone, then parameters are averaged.
 
@@ -140,7 +144,8 @@ def local_sgd(steps: int) -> Exchange:
         raise ValueError(f'local_sgd steps {steps!r} is not a positive integer')
 
     def apply(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-        del key, via
+        del key
+        via.own(grads)
         return grads, state
 
     def settle(params: Any, state: State, via: Collectives) -> tuple[Any, State]:

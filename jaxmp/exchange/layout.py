@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Collectives
+from jaxmp.words import Origin, known, word
 
 State = Any
 SMALLEST = 200
@@ -30,6 +31,7 @@ def _stay(params: Any, state: State, via: Collectives) -> tuple[Any, State]:
     return params, state
 
 
+@known
 class Exchange(NamedTuple):
     """How replicas share their gradients.
 
@@ -42,6 +44,7 @@ class Exchange(NamedTuple):
         are alike.
       momentum: what the optimiser must leave out because the exchange does it; 0 for nothing.
       every: settles in every so many steps.
+      origin: the call that made it, its text and identity (`jaxmp.words`).
     """
 
     init: Callable[[Any, int], State]
@@ -50,12 +53,14 @@ class Exchange(NamedTuple):
     phases: tuple[Exchange, ...] = ()
     momentum: float = 0.0
     every: int = 1
+    origin: Origin | None = None
 
     def phase(self, epoch: int) -> Exchange:
         """What is exchanged in an epoch, counted from 0."""
         return self.phases[min(epoch, len(self.phases) - 1)] if self.phases else self
 
 
+@known
 class Rule(NamedTuple):
     """An exchange for a list of arrays; see `Exchange` for the attributes."""
 
@@ -63,8 +68,10 @@ class Rule(NamedTuple):
     apply: Callable[[list[Array], State, Any, Collectives], tuple[list[Array], State]]
     phases: tuple[Rule, ...] = ()
     momentum: float = 0.0
+    origin: Origin | None = None
 
 
+@word
 def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
     """Every array by itself; vectors (biases, norms) and small arrays are averaged as they are.
 
@@ -89,6 +96,7 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
         return rule.init([a for a in leaves if large(a)], n), heavy
 
     def apply(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+        via.own(grads)
         leaves, form = jax.tree.flatten(grads)
         state, heavy = state
         big, state = rule.apply([a for a in leaves if large(a)], state, key, via)
@@ -103,6 +111,7 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
     return Exchange(init, apply, phases=phases, momentum=rule.momentum)
 
 
+@word
 def bucketed(rule: Rule, elements: int = 0) -> Exchange:
     """All arrays joined to one vector, biases too, and that cut into buckets.
 
@@ -127,6 +136,7 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
         return rule.init(jax.eval_shape(cut, jax.tree.leaves(grads)), n)
 
     def apply(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+        via.own(grads)
         leaves, form = jax.tree.flatten(grads)
         out, state = rule.apply(cut(leaves), state, key, via)
         joined, parts = jnp.concatenate(out), []

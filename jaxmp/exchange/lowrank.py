@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Rule, State
+from jaxmp.words import word
 
 
 def _sides(x: Any) -> tuple[int, int]:
@@ -33,6 +34,7 @@ def _orthogonal(P: Float[Array, 'n r']) -> Float[Array, 'n r']:
     return jnp.linalg.qr(P)[0]
 
 
+@word
 def power_sgd(rank: int) -> Rule:
     """PowerSGD with warm start and error feedback: a step of subspace iteration, all-reduced.
 

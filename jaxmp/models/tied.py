@@ -12,7 +12,8 @@ Where stages are processes, what must be exchanged is: once, the first stage's t
 ``(V, C)``, each end computing ``first + last``; for clipping, one number, the squared norm of all
 other gradients. The ends stay equal to the bit if the table's update is one small program of table,
 summed gradient and state, the same at both; else the last receives the table now and then. No
-boundary is involved, so this exchange is uncompressed.
+boundary is involved: both gradients travel whole, unless ``config.tied_exchange`` names an exchange
+that compresses them (`jaxmp.exchange.copies`).
 """
 
 from __future__ import annotations

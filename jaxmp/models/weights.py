@@ -48,14 +48,26 @@ def read_config(directory: str, **changes: Any) -> Config:
     }  # fmt: skip
     for key, allowed in published.items():
         value = found.get(key, None if key == 'model_type' else allowed[0])
-        if value not in allowed:
+        if value not in allowed or type(value) is not type(allowed[0]):  # 1 == True
             raise ValueError(
                 f'{file} has {key}={value!r}; allowed is {" or ".join(map(repr, allowed))}, as in '
                 'the published GPT-2; give the directory of such a model'
             )
-    rates = tuple(found.get(f'{k}_pdrop', 0.1) for k in ('embd', 'attn', 'resid'))
+    _check_numbers(file, found)
+    rates = tuple(found.get(k, 0.1) for k in _RATES)
     given = {ours: found[theirs] for ours, theirs in _SIZES.items() if theirs in found}
     return dataclasses.replace(Config(dropout=rates, **given), **changes)
+
+
+def _check_numbers(file: Path, found: Mapping[str, Any]) -> None:
+    for key in (k for k in (*_SIZES.values(), *_RATES) if k in found):
+        whole = key not in (*_RATES, 'layer_norm_epsilon')
+        fits = type(found[key]) in ((int,) if whole else (int, float)) and found[key] >= whole
+        if not fits and (key, found[key]) != ('n_inner', None):
+            raise ValueError(
+                f'{file} has {key}={found[key]!r}, which is no {"whole " * whole}number from '
+                f'{int(whole)}; {_AGAIN}'
+            )
 
 
 _SIZES = {
@@ -67,6 +79,7 @@ _SIZES = {
     'inner': 'n_inner',
     'epsilon': 'layer_norm_epsilon',
 }
+_RATES = ('embd_pdrop', 'attn_pdrop', 'resid_pdrop')
 
 
 def check_vocabulary(config: Config, vocabulary: int) -> None:
@@ -107,8 +120,7 @@ def read(directory: str, stages: Sequence[Stage], only: int | None = None) -> tu
         )
     names = _names(stages)
     _check(directory, found, {n: s for stage in names for _, n, s in stage})
-    chosen = names if only is None else [names[only]]
-    return tuple({'params': _nest(stage, found)} for stage in chosen)
+    return tuple({'params': _nest(n, found)} for i, n in enumerate(names) if only in (None, i))
 
 
 def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> None:
@@ -121,7 +133,9 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
 
     Raises:
       ValueError: if the two tables are not the same.
+      OSError: if the files cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     first, last = (np.asarray(variables[s]['params']['wte']) for s in (0, -1))
@@ -139,19 +153,21 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
             tensors[f'transformer.{name}'] = np.ascontiguousarray(leaf, np.float32)
     root = Path(directory).expanduser()
     root.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, root / _FILE, metadata={'format': 'pt'})
+    try:
+        save_file(tensors, root / _FILE, metadata={'format': 'pt'})
+    except SafetensorError as error:  # its own kind, for a full disk too
+        raise OSError(f'cannot write {root / _FILE} ({error}); make room there') from error
     (root / 'config.json').write_text(json.dumps(_described(stages[0].config), indent=2) + '\n')
 
 
 def _described(c: Config) -> dict[str, Any]:
     end = c.vocabulary - 1 if c.vocabulary == Config().vocabulary else None
-    rates = zip(('embd_pdrop', 'attn_pdrop', 'resid_pdrop'), c.dropout, strict=True)
     return {
         'architectures': ['GPT2LMHeadModel'],
         'model_type': 'gpt2',
         'activation_function': _GELU[0],
         **{theirs: getattr(c, ours) for ours, theirs in _SIZES.items()},
-        **dict(rates),
+        **dict(zip(_RATES, c.dropout, strict=True)),
         'bos_token_id': end,
         'eos_token_id': end,
         'tie_word_embeddings': True,
@@ -159,9 +175,7 @@ def _described(c: Config) -> dict[str, Any]:
     }
 
 
-_Named = list[
-    tuple[tuple[str, ...], str, tuple[int, ...]]
-]  # path in a stage, name in a file, shape
+_Named = list[tuple[tuple[str, ...], str, tuple[int, ...]]]  # path, name in a file, shape
 
 
 def _names(stages: Sequence[Stage]) -> list[_Named]:

@@ -1,1 +1,1 @@
-"""From log files to tables and pictures; imports nothing else of jaxmp."""
+"""From log files to tables and pictures; of the rest it imports only how studies compare runs."""

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
-def draw(workdir: Path) -> Path:
-    """Draws ``workdir/curves.png`` from ``metrics.jsonl`` and ``config.json``.
+def draw(path: Path, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> None:
+    """Draws the curves of a run as a PNG file.
 
     Args:
-      workdir: the run's folder.
-
-    Returns:
-      The picture's path.
+      path: of the picture.
+      records: of ``metrics.jsonl``.
+      config: of ``config.json``.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
-    lines = (workdir / 'metrics.jsonl').read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    config = json.loads((workdir / 'config.json').read_text())
     text = 'sequence_length' in config
     train = [r for r in records if r['kind'] == 'train']
     test = [r for r in records if r['kind'] == 'test']
@@ -42,6 +39,4 @@ def draw(workdir: Path) -> Path:
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(f'{config["name"]}\nfwd {config["fwd"]}   bwd {config["bwd"]}', fontsize=10)
-    path = workdir / 'curves.png'
-    figure.savefig(path, dpi=120)
-    return path
+    figure.savefig(path, dpi=120, format='png')

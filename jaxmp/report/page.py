@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from jaxmp.defaults import settings
 from jaxmp.report import figures
 from jaxmp.report.claims import PAPER, Evidence, Verdict, judge
-from jaxmp.report.results import CONFIDENCE, Study
-from jaxmp.report.tables import HEADS, lines, markdown, others, plain, with_interval
+from jaxmp.report.residuals import CONFIDENCE, POWER
+from jaxmp.report.results import Study
+from jaxmp.report.tables import HEADS, NONE, lines, markdown, others, plain
 
 HERE = Path(__file__).parent
 TITLE = "The paper's tables and figures, run again"
@@ -29,8 +32,7 @@ def setting(study: Study) -> str:
     for measure in ('accuracy', 'perplexity'):
         own = [r for r in runs if r.get('measure', 'accuracy') == measure]
         if own:
-            keys = [k for k in own[0]['config'] if k not in UNSAID]
-            said.append(', '.join(f'{k} {own[0]["config"][k]}' for k in keys) + '.')
+            said.append(common(own))
     same = lambda key: ', '.join(sorted({str(r[key]) for r in runs}))
     hours = sum(r['seconds'] for r in runs) / 3600
     said.append(
@@ -40,17 +42,25 @@ def setting(study: Study) -> str:
     return '\n\n'.join(said)
 
 
-UNSAID = (
-    'name', 'fwd', 'bwd', 'seed', 'warmup_epochs', 'download', 'tensorboard', 'checkpoint_every',
-    'init_from', 'tokenizer', 'runtime', 'micro_batches', 'remat',
-)  # fmt: skip
+def common(runs: list[dict[str, Any]]) -> str:
+    """The settings that ``runs`` share, their steps, and which settings differ from row to row."""
+    found = [settings(r['config']) for r in runs]
+    keys = [k for k in runs[0]['config'] if k in found[0] and k not in UNSAID]
+    shared = [k for k in keys if all(c.get(k) == found[0][k] for c in found)]
+    differ = [k for k in keys if k not in shared]
+    steps = ', '.join(sorted({f'{r["steps"]:,}' for r in runs}))
+    said = ', '.join([f'{k} {found[0][k]}' for k in shared])
+    rows = f' By row: {", ".join(differ)}.' if differ else ''
+    return f'{steps} steps a run; {said}.{rows}'
+
+
+UNSAID = ('name', 'fwd', 'bwd', 'seed', 'warmup_epochs', 'runtime', 'micro_batches', 'remat')
 
 
 def verdicts(found: list[Verdict]) -> str:
     """The claims as a table, a line a quantity."""
-    if not any(e.ours for v in found for e in v.evidence):
-        return 'No row was run that a claim needs.'
     heads = ['claim', 'verdict', 'quantity: where it is claimed to lie', 'is', 'paper', 'ours']
+    heads += ['in points', 'p (Holm)', f'found at {100 * POWER:g} % power', 'seeds', 'df']
     rows = []
     for v in found:
         for i, e in enumerate(v.evidence):
@@ -61,7 +71,22 @@ def verdicts(found: list[Verdict]) -> str:
 
 def weighed(e: Evidence) -> list[str]:
     """A quantity's cells."""
-    return [e.text, e.verdict, f'{e.paper:+.2f}', with_interval(e.ours)]
+    more = lambda x: (
+        NONE if math.isnan(x) else f'{x:+.2f}' if e.nats else f'{100 * math.expm1(x):+.1f} %'
+    )
+    cells = [e.text, e.verdict, more(e.paper)]
+    if e.ours is None:
+        return [*cells, *[NONE] * 6]
+    ours, known = e.ours, not math.isnan(e.ours.error)
+    between = f' [{more(ours.low)}, {more(ours.high)}]' * known
+    points = NONE if e.nats else f'{e.points:+.2f}'
+    p = NONE if not known else f'{e.p:.3f}' if e.p >= TINY else f'< {TINY}'
+    freedom = str(ours.freedom) if known else NONE
+    cells += [more(ours.mean) + between, points, p, more(e.detectable)]
+    return [*cells, str(ours.seeds), freedom]
+
+
+TINY = 0.001
 
 
 def section(study: Study, out: Path) -> str:
@@ -80,9 +105,20 @@ def section(study: Study, out: Path) -> str:
         if 'against' in title:
             parts += [f'### {title}\n', show(title)]
     return template(
-        'study.md', name=study.name, setting=setting(study), confidence=f'{100 * CONFIDENCE:g}',
-        margin=f'{PAPER["margin"]["points"]:g}', why=PAPER['margin']['why'],
-        verdicts=verdicts([judge(c, study) for c in PAPER['claims']]), tables='\n'.join(parts),
+        'study.md', name=study.name, setting=setting(study), claims=claims(study),
+        tables='\n'.join(parts),
+    )  # fmt: skip
+
+
+def claims(study: Study) -> str:
+    """The verdicts on the paper's claims, if a row was run that one needs."""
+    found = judge(study)
+    if not any(e.ours for v in found for e in v.evidence):
+        return ''
+    margin = PAPER['margin']
+    return template(
+        'claims.md', verdicts=verdicts(found), margin=f'{100 * margin["errors"]:g}',
+        why=margin['why'], confidence=f'{100 * CONFIDENCE:g}', power=f'{100 * POWER:g}',
     )  # fmt: skip
 
 

@@ -1,23 +1,26 @@
 """Result files as studies: a folder of runs of one setting, each row with its seeds.
 
 Everything a report says is computed from here: scores off and on by the paper's protocol (best
-epoch, best seed) or by the honest one (last epoch, mean and standard error over seeds), differences
-seed by seed, bits an element.
+epoch after the warm-up, best seed) or by the honest one (last epoch, mean and standard error over
+seeds), differences seed by seed, bits an element.
+
+A row whose forward channel remembers something is judged by its score off: on, its states belong to
+other images than those of the test, and AQ-SGD's test images have none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+from jaxmp.defaults import Summary, settings
+from jaxmp.report.residuals import Estimate, estimate
 
-Summary = dict[str, Any]
-CONFIDENCE = 0.95
 VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs')  # between the rows of a study
-IDLE = ('checkpoint_every', 'tensorboard', 'download', 'init_from', 'tokenizer')
+TUNED = ('lr', 'momentum')  # between exchanges, too: some have a momentum of their own
+REMEMBERS = re.compile(r'(ef\w*|aqsgd)\(')
 
 
 class Row(NamedTuple):
@@ -31,38 +34,17 @@ class Row(NamedTuple):
         """``'accuracy'`` (shown in percent) or ``'perplexity'`` (its logarithm, in nats)."""
         return self.runs[0].get('measure', 'accuracy')
 
+    @property
+    def judged(self) -> str:
+        """``'off'`` where the forward channel remembers something, else ``'on'``."""
+        return 'off' if REMEMBERS.match(self.runs[0]['fwd']) else 'on'
+
 
 class Study(NamedTuple):
     """The rows of one folder."""
 
     name: str
     rows: dict[str, Row]
-
-
-class Estimate(NamedTuple):
-    """Mean over seeds, its standard error, and the interval of Student's t; NaN for one seed."""
-
-    mean: float
-    error: float
-    low: float
-    high: float
-    seeds: int
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of ``values`` with its standard error and its interval of 95 % confidence.
-
-    >>> [round(v, 2) for v in estimate([1.0, 2.0, 3.0])]
-    [2.0, 0.58, -0.48, 4.48, 3]
-    """
-    from scipy.special import stdtrit
-
-    n, mean = len(values), float(np.mean(values))
-    if n == 1:
-        return Estimate(mean, np.nan, np.nan, np.nan, 1)
-    error = float(np.std(values, ddof=1)) / n**0.5
-    half = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2)) * error
-    return Estimate(mean, error, mean - half, mean + half, n)
 
 
 def load(folder: Path) -> list[Study]:
@@ -112,8 +94,9 @@ def check_same(home: Path, runs: list[Summary], row: Row) -> None:
     for run in runs:
         if run.get('measure') != first.get('measure'):
             continue
-        free = (*IDLE, 'seed') if run['name'] == first['name'] else (*IDLE, *VARIES)
-        a, b = first['config'], run['config']
+        tuned = TUNED if 'exchange' in first and 'exchange' in run else ()
+        free = ('seed',) if run['name'] == first['name'] else (*VARIES, *tuned)
+        a, b = settings(first['config']), settings(run['config'])
         if clash := [k for k in a if k in b and k not in free and a[k] != b[k]]:
             raise ValueError(
                 f'{home}: {row.name} and {run["name"]} have different settings: '
@@ -122,9 +105,28 @@ def check_same(home: Path, runs: list[Summary], row: Row) -> None:
             )
 
 
+def best_epoch(run: Summary, mode: str) -> Summary:
+    """Scores of the best epoch after the warm-up, in which nothing is compressed.
+
+    A run without a history whose best epoch lies in its warm-up is taken at its last.
+    """
+    scores, warm = run['test'][mode], run['config'].get('warmup_epochs', 0)
+    if scores['best']['epoch'] > warm or scores['last']['epoch'] <= warm:
+        return scores['best']
+    if 'history' not in run:
+        return scores['last']
+    curve = run['history'][mode]
+    rows = [
+        {'epoch': i, 'loss': l, 'accuracy': a}
+        for i, (l, a) in enumerate(zip(curve['loss'], curve['accuracy'], strict=True), 1)
+    ]
+    text = run.get('measure') == 'perplexity'
+    return max(rows[warm:], key=lambda r: -r['loss'] if text else r['accuracy'])
+
+
 def score(run: Summary, mode: str, which: str) -> float:
     """Accuracy in percent, or loss in nats where the measure is the perplexity."""
-    scores = run['test'][mode][which]
+    scores = best_epoch(run, mode) if which == 'best' else run['test'][mode][which]
     text = run.get('measure') == 'perplexity'
     return scores['loss'] if text else 100 * scores['accuracy']
 
@@ -140,27 +142,29 @@ def last(row: Row, mode: str) -> Estimate:
     return estimate([score(r, mode, 'last') for r in row.runs])
 
 
-def by_seed(row: Row) -> dict[int, tuple[float, float]]:
-    """Scores of the last epoch, off and on, of each seed."""
-    return {r['seed']: (score(r, 'off', 'last'), score(r, 'on', 'last')) for r in row.runs}
+def by_seed(row: Row, mode: str) -> dict[int, float]:
+    """Scores of the last epoch of each seed."""
+    return {r['seed']: score(r, mode, 'last') for r in row.runs}
 
 
 def difference(row: Row, to: Row) -> Estimate | None:
-    """``row`` less ``to``, compression on, seed by seed; None without a common seed."""
-    a, b = by_seed(row), by_seed(to)
+    """``row`` less ``to``, each as it is judged, seed by seed; None without a common seed."""
+    a, b = by_seed(row, row.judged), by_seed(to, to.judged)
     common = [s for s in a if s in b]
-    return estimate([a[s][1] - b[s][1] for s in common]) if common else None
+    return estimate([a[s] - b[s] for s in common]) if common else None
 
 
 def wire(row: Row) -> dict[str, float]:
-    """Bytes a step, their ratio to uncompressed, bits an element.
+    """Bytes a step after the warm-up; ratio to uncompressed and bits an element over the whole run.
 
     Of boundaries, both ways over all of them; of replicas, what one of them sends.
     """
     run = row.runs[0]
     if 'exchange' in run:
         full, sent = run['exchange']['uncompressed'], run['exchange']['sent']
-    else:
-        full = 2 * sum(s['uncompressed'] for s in run['bytes'])
-        sent = sum(s['forward'] + s['backward'] for s in run['bytes'])
-    return {'bytes': sent, 'ratio': full / sent, 'bits': 32 * sent / full}
+        return {'bytes': sent, 'ratio': full / sent, 'bits': 32 * sent / full}
+    full = 2 * sum(s['uncompressed'] for s in run['bytes'])
+    sent = sum(s['forward'] + s['backward'] for s in run['bytes'])
+    warm = run['config'].get('warmup_epochs', 0) / run['config']['epochs']
+    mean = warm * full + (1 - warm) * sent
+    return {'bytes': sent, 'ratio': full / mean, 'bits': 32 * mean / full}

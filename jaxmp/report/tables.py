@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from jaxmp.report.claims import PAPER, table_rows
-from jaxmp.report.results import Estimate, Row, Study, best, difference, last, wire
+from jaxmp.report.residuals import Estimate
+from jaxmp.report.results import TUNED, Row, Study, best, best_epoch, difference, last, wire
 
 Cells = list[str]
 NONE = '\N{EN DASH}'
@@ -26,7 +28,7 @@ def plain(value: float | None, digits: int = 2) -> str:
 def with_error(e: Estimate, digits: int = 2) -> str:
     """Mean and standard error; of one seed, the value alone.
 
-    >>> with_error(Estimate(3.0, 0.25, 2.0, 4.0, 3))
+    >>> with_error(Estimate(3.0, 0.25, 2.0, 4.0, 3, 2))
     '3.00 ± 0.25'
     """
     return plain(e.mean, digits) + ('' if e.seeds == 1 else f' ± {plain(e.error, digits)}')
@@ -43,11 +45,11 @@ def with_interval(e: Estimate | None, digits: int = 2) -> str:
 HEADS = {
     'accuracy': (
         'row', 'paper off', 'paper on', 'best off', 'best on', 'last off', 'last on',
-        'on, less none', 'bytes a step', 'ratio', 'bits an element', 'seeds',
+        'less none', 'bytes a step', 'ratio', 'bits an element', 'seeds',
     ),
     'perplexity': (
         'row', 'paper loss', 'paper perplexity', 'best loss', 'best perplexity', 'last loss off',
-        'last loss on', 'on, less none', 'bytes a step', 'ratio', 'bits an element', 'seeds',
+        'last loss on', 'less none', 'bytes a step', 'ratio', 'bits an element', 'seeds',
     ),
 }  # fmt: skip
 
@@ -72,24 +74,75 @@ def cells(label: str, paper: dict[str, Any], row: Row | None, none: Row | None) 
         ours = [plain(best(row, m)) for m in ('off', 'on')]
     ours += [with_error(last(row, m), digits) for m in ('off', 'on')]
     apart = NONE if none in (None, row) else with_interval(difference(row, none), digits)
+    apart += ' (off)' * (row.judged == 'off' and apart != NONE)
     size = wire(row)
     sent = f'{size["bytes"]:,}', plain(size['ratio']), plain(size['bits'])
     return [label, *theirs, *ours, apart, *sent, str(len(row.runs))]
 
 
+def shown(table: dict[str, Any], study: Study) -> list[tuple[str, dict[str, Any], Row | None]]:
+    """Label, the paper's row and ours, of each row of a table; of several readings each has one."""
+    made = []
+    for name, paper in table_rows(table).items():
+        found, row = readings(name, study), study.rows.get(name)
+        made += [(paper['label'], paper, row)] * (row is not None or not found)
+        made += [(f'{paper["label"]}, {w}', paper, study.rows[n]) for n, w in found.items()]
+    return made
+
+
 def lines(table: dict[str, Any], study: Study) -> list[Cells]:
     """One of the paper's tables."""
     none = study.rows.get(table['none'])
-    rows = table_rows(table)
-    return [cells(p['label'], p, study.rows.get(name), none) for name, p in rows.items()]
+    return [cells(label, paper, row, none) for label, paper, row in shown(table, study)]
+
+
+def readings(name: str, study: Study) -> dict[str, str]:
+    """Rows that are another reading of the paper's row ``name``, and the words they add to it.
+
+    >>> study = Study('', {'ef_mixed-top10-warm20': None, 'ef_mixed_formula-top10-warm20': None})
+    >>> readings('ef_mixed-top10-warm20', study), readings('ef-top10-warm20', study)
+    ({'ef_mixed_formula-top10-warm20': 'formula'}, {})
+    """
+    own = words_of(name)
+    return {
+        row: ' '.join(w for w in words_of(row) if w not in own)
+        for row in study.rows
+        if row not in KNOWN and read_as(row) == name
+    }
+
+
+def read_as(row: str) -> str | None:
+    """The longest of the paper's rows whose words are all among those of ``row``, or None."""
+    words = words_of(row)
+    fit = [n for n in KNOWN if words_of(n)[0] == words[0] and {*words_of(n)} <= {*words}]
+    return max(fit, key=lambda n: (len(words_of(n)), n), default=None)
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a row's name."""
+    return re.split('[-_]', name)
+
+
+KNOWN = {n for t in PAPER['tables'] for n in table_rows(t)}
 
 
 def others(study: Study, measure: str) -> list[Cells]:
     """The rows of ``study`` of a measure that the paper has not."""
-    known = {n for t in PAPER['tables'] for n in table_rows(t)}
-    rest = [r for n, r in study.rows.items() if n not in known and r.measure == measure]
+    shown = KNOWN | {r for n in KNOWN for r in readings(n, study)}
+    rest = [r for n, r in study.rows.items() if n not in shown and r.measure == measure]
     none = next(t['none'] for t in PAPER['tables'] if t['measure'] == measure)
-    return [cells(r.name, {}, r, study.rows.get(none)) for r in rest]
+    return [cells(label(r, study), {}, r, study.rows.get(none)) for r in rest]
+
+
+def label(row: Row, study: Study) -> str:
+    """A row's name; of one that exchanges gradients the exchange, and what was tuned for it."""
+    if 'exchange' not in row.runs[0]:
+        return row.name
+    config = row.runs[0]['config']
+    differs = [
+        k for k in TUNED if len({r.runs[0]['config'].get(k) for r in study.rows.values()}) > 1
+    ]
+    return ', '.join([f'`{config["exchange"]}`', *(f'{k} {config[k]}' for k in differs)])
 
 
 def markdown(heads: Cells | tuple[str, ...], rows: list[Cells], words: int = 1) -> str:
@@ -117,9 +170,8 @@ def write_csv(path: Path, study: Study) -> None:
                 size, tests = wire(row), r['test']
                 line = [r[k] for k in ('name', 'seed', 'fwd', 'bwd')]
                 line += [r['config'].get('warmup_epochs', 0), size['bits'], size['bytes']]
-                line += [
-                    tests[m][w][k] for w in ('best', 'last') for m in ('off', 'on') for k in SCORES
-                ]
+                line += [best_epoch(r, m)[k] for m in ('off', 'on') for k in SCORES]
+                line += [tests[m]['last'][k] for m in ('off', 'on') for k in SCORES]
                 writer.writerow([*line, r['commit'], r['hardware'], r['seconds']])
 
 

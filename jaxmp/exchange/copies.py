@@ -1,0 +1,147 @@
+"""Two copies of one parameter, each with a part of its gradient: both get the sum.
+
+The token table of a GPT-2 is one, held by the first and by the last stage. To share gradients the
+copies do what two replicas do, so every `Exchange` that gives all replicas the same gradient will
+do, with what it compresses and remembers. Each copy hands over twice its part, and the mean of
+those is the sum; twice a number is exact, so that ``mean`` adds to the bit.
+
+Over two devices this is one program of a mesh of both, run by one process or by two, and both
+copies get the same bits. On a single device nothing travels, and one program works for both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jaxmp.exchange.collectives import Collectives, over, sent
+from jaxmp.exchange.layout import Exchange, State
+from jaxmp.exchange.traffic import bytes_of
+from jaxmp.hlo import operands
+from jaxmp.wire import Like
+
+ENDS = 'first', 'last'
+AXIS = 'end'
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Two copies of a parameter, as one of their processes drives them.
+
+    Attributes:
+      exchange: how gradients are shared; nothing may follow the optimiser (local SGD).
+      like: the parameter.
+      devices: of the first and of the last copy, of any process.
+    """
+
+    exchange: Exchange
+    like: Like
+    devices: tuple[Any, Any]
+
+    @functools.cached_property
+    def here(self) -> dict[str, Any]:
+        """The copies of this process, and their devices."""
+        both = zip(ENDS, self.devices, strict=True)
+        return {end: d for end, d in both if d.process_index == jax.process_index()}
+
+    def init(self) -> Any:
+        """States of the copies in this process, or ``()`` where nothing is remembered."""
+        made = {end: jax.device_put(self._fresh(), d) for end, d in self.here.items()}
+        return made if jax.tree.leaves(made) else ()
+
+    def add(
+        self, grads: Mapping[str, Array], states: Any, key: Array
+    ) -> tuple[dict[str, Array], Any]:
+        """The sum of both gradients for every copy in this process, and the next states.
+
+        Args:
+          grads: of the copies in this process; taken over, as the states are.
+          states: from `init` or the last call.
+          key: of this step, the same in both processes.
+        """
+        held = states or {end: self._fresh() for end in self.here}
+        words = np.asarray(jax.random.key_data(key))
+        out = self._run({end: (grads[end], held[end]) for end in self.here}, words)
+        totals = {end: total for end, (total, _) in out.items()}
+        return totals, {end: state for end, (_, state) in out.items()} if states else ()
+
+    def traffic(self) -> dict[str, Any]:
+        """Bytes a step that each copy sends: ``handed`` over, and ``compiled`` operands."""
+        compiled = {} if self._alone else operands(self._lower().compile().as_text())
+        handed = bytes_of(self.exchange, [self.like], 2)['sent']
+        return {'handed': handed, 'compiled': sent(compiled, 2)}
+
+    @property
+    def _alone(self) -> bool:
+        return self.devices[0] == self.devices[1]
+
+    def _fresh(self) -> State:
+        return self.exchange.init([self.like], 2)
+
+    def _share(self, own: tuple[Array, State], words: Any, via: Collectives) -> tuple[Array, State]:
+        grad, state = own
+        key = jax.random.wrap_key_data(words)
+        [total], state = self.exchange.apply([2 * grad], state, key, via)
+        return total, state
+
+    @functools.cached_property
+    def _run(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+        return self._on_one_device() if self._alone else self._on_two_devices()
+
+    def _on_one_device(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+        add = lambda tree: jax.tree.map(lambda a: lax.psum(a, AXIS), tree)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
+            rows = jax.tree.map(lambda *a: jnp.stack(a), *(own[end] for end in ENDS))
+            share = lambda own: self._share(own, words, over(AXIS)._replace(total=add))
+            out = jax.vmap(share, axis_name=AXIS)(rows)
+            return {end: jax.tree.map(itemgetter(i), out) for i, end in enumerate(ENDS)}
+
+        return run
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """Of both devices."""
+        return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+    @functools.cached_property
+    def _program(self) -> Any:
+        run = jax.shard_map(
+            lambda own, words: self._share(own, words, over(AXIS)),
+            mesh=self.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS),
+        )  # fmt: skip
+        return jax.jit(run, donate_argnums=0)
+
+    def _on_two_devices(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+        sharding = NamedSharding(self.mesh, P(AXIS))
+
+        def join(*parts: Array) -> Array:
+            shape = 2 * parts[0].shape[0], *parts[0].shape[1:]
+            return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
+
+        def part(device: Any, a: Array) -> Array:
+            return next(s.data for s in a.addressable_shards if s.device == device)
+
+        def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
+            out = self._program(jax.tree.map(join, *own.values()), words)
+            return {e: jax.tree.map(functools.partial(part, d), out) for e, d in self.here.items()}
+
+        return run
+
+    def _lower(self) -> Any:
+        own = jax.eval_shape(lambda: (jnp.zeros(self.like.shape, self.like.dtype), self._fresh()))
+        twice = lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype)
+        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        return self._program.lower(jax.tree.map(twice, own), words)

@@ -1,0 +1,102 @@
+"""Bytes that a compiled program's collectives move, and that the network interfaces counted.
+
+The check on `jaxmp.bits` that no formula can pass: what the compiler hands to the network.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+KINDS = ('all-reduce', 'all-gather', 'all-to-all', 'reduce-scatter', 'collective-permute')
+
+
+class Collective(NamedTuple):
+    """A collective of a compiled program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      nbytes: of one device's operand.
+      pairs: source and target devices of a collective-permute.
+    """
+
+    kind: str
+    nbytes: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+def collectives(text: str) -> Iterator[Collective]:
+    """The collectives of a program, in its order; one inside a loop is listed once.
+
+    Args:
+      text: ``compiled.as_text()``.
+
+    >>> list(collectives('%a = u8[9]{0} collective-permute(%x), source_target_pairs={{0,1}}'))
+    [Collective(kind='collective-permute', nbytes=9, pairs=((0, 1),))]
+    """
+    for shapes, kind, started, rest in re.findall(
+        rf'= (.*?) ({"|".join(KINDS)})(-start)?\((.*)', text
+    ):
+        sizes = [_bytes_of(*shape) for shape in re.findall(r'([a-z]+\d+)\[([\d,]*)\]', shapes)]
+        n, both = _group(rest), started and kind in ('all-gather', 'collective-permute')
+        size = sizes[0] if both else sum(sizes)  # these starts list operand, then result
+        if kind == 'all-gather' and not both:
+            size //= n
+        if kind == 'reduce-scatter':
+            size *= n
+        listed = re.search(r'source_target_pairs={(.*?}})', rest)
+        ends = re.findall(r'(\d+),(\d+)', listed[1]) if listed else ()
+        yield Collective(kind, size, tuple((int(a), int(b)) for a, b in ends))
+
+
+def operands(text: str) -> dict[str, int]:
+    """Operand bytes of one device's collectives in a compiled program, by kind.
+
+    Args:
+      text: ``compiled.as_text()``.
+
+    >>> operands('%a = f32[8]{0} all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}')
+    {'all-gather': 16}
+    """
+    found: dict[str, int] = {}
+    for c in collectives(text):
+        found[c.kind] = found.get(c.kind, 0) + c.nbytes
+    return found
+
+
+def permuted(text: str) -> dict[tuple[int, int], int]:
+    """Operand bytes of a compiled program's collective-permutes, by source and target device.
+
+    Args:
+      text: ``compiled.as_text()``.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for c in collectives(text):
+        for pair in c.pairs:
+            found[pair] = found.get(pair, 0) + c.nbytes
+    return found
+
+
+def _bytes_of(dtype: str, shape: str) -> int:
+    return math.prod(int(n) for n in shape.split(',') if n) * int(re.sub(r'\D', '', dtype)) // 8
+
+
+def _group(rest: str) -> int:
+    """How many devices take part, from ``replica_groups={{0,1}}`` or ``[2,2]<=[4]``."""
+    if listed := re.search(r'replica_groups={{([\d,]*)}', rest):
+        return listed[1].count(',') + 1
+    if counted := re.search(r'replica_groups=\[\d+,(\d+)\]<=', rest):
+        return int(counted[1])
+    return 1
+
+
+def interface_bytes() -> int:
+    """Bytes sent so far on this machine's network interfaces, or 0 where Linux does not tell."""
+    try:
+        lines = Path('/proc/net/dev').read_text().splitlines()[2:]
+    except OSError:
+        return 0
+    return sum(int(line.split(':', 1)[1].split()[8]) for line in lines)

@@ -1,0 +1,1 @@
+"""How stages run: in one program, in one program per mesh, or in a program per stage."""

@@ -1,0 +1,108 @@
+"""`Columns`: the devices of replicas x stages, and functions that a stage's replicas run together.
+
+A column is the devices of one stage, one per replica. What a stage holds is a dict by replica, with
+the replicas of this process; `at` runs a function of one replica on all of a column, in which they
+reach each other (`jaxmp.exchange`). A column may span processes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp.exchange.collectives import AXIS, over
+from jaxmp.runtimes.links import open_links
+from jaxmp.runtimes.types import ByReplica
+
+
+class Columns:
+    """The places of a run: ``devices[r][s]`` holds stage s of replica r.
+
+    Attributes:
+      devices: as given, as an array ``(R, S)``.
+      replicas: R.
+      here: for each stage of this process its replicas here.
+    """
+
+    def __init__(self, devices: Sequence[Sequence[Any]], options: Any = None) -> None:
+        """Takes a device per replica and stage; ``options`` are those of `jax.jit`'s compiler."""
+        self.devices, self._options = np.array(devices, dtype=object), options
+        self.replicas, count = self.devices.shape
+        mine = jax.process_index()
+        rows = lambda s: [r for r, d in enumerate(self.devices[:, s]) if d.process_index == mine]
+        self.here = {s: rows(s) for s in range(count) if rows(s)}
+
+    def put(self, stage: int, tree: Any) -> ByReplica:
+        """The same tree at every replica of a stage that is here."""
+        return ByReplica(
+            {r: jax.device_put(tree, self.devices[r, stage]) for r in self.here[stage]}
+        )
+
+    def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
+        """``f(collectives, *trees)`` of one replica, by all of a column; see `Runtime.at`.
+
+        A tree that is not by replica (a number, a key's words) is the same for all.
+        """
+        own = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
+        if self.replicas == 1:
+            return ByReplica({0: _alone(f, self._options)(*(t[0] for t in own))})
+        mesh = self._mesh(stage)
+        whole = _together(f, mesh, self._options)(*(self._join(stage, t) for t in own))
+        place = {r: self.devices[r, stage] for r in self.here[stage]}
+        return ByReplica({r: self._part(whole, d) for r, d in place.items()})
+
+    def open(self) -> None:
+        """Lets the replicas of each stage meet where they are in several processes."""
+        for stage in self.here:
+            if len({d.process_index for d in self.devices[:, stage]}) > 1:
+                open_links(self._mesh(stage))
+
+    def _mesh(self, stage: int) -> Mesh:
+        return Mesh(self.devices[:, stage], (AXIS,), axis_types=(AxisType.Auto,))
+
+    def _join(self, stage: int, tree: ByReplica) -> Any:
+        """Single trees as arrays ``(R, ...)`` over the column."""
+        rows = [_row(tree[r]) for r in self.here[stage]]
+        place = NamedSharding(self._mesh(stage), P(AXIS))
+        return jax.tree.map(
+            lambda *a: jax.make_array_from_single_device_arrays(
+                (self.replicas, *a[0].shape[1:]), place, a
+            ),
+            *rows,
+        )
+
+    def _part(self, whole: Any, device: Any) -> Any:
+        own = lambda a: next(x.data for x in a.addressable_shards if x.device == device)
+        return _unrow(jax.tree.map(own, whole))
+
+
+@jax.jit
+def _row(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[None], tree)
+
+
+@jax.jit
+def _unrow(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[0], tree)
+
+
+@functools.lru_cache(maxsize=256)
+def _alone(f: Callable[..., Any], options: Any) -> Any:
+    return jax.jit(functools.partial(f, None), compiler_options=options and dict(options))
+
+
+@functools.lru_cache(maxsize=256)
+def _together(f: Callable[..., Any], mesh: Mesh, options: Any) -> Any:
+    def device(*trees: Any) -> Any:
+        own = f(over(), *jax.tree.map(lambda a: a[0], trees))
+        return jax.tree.map(lambda a: a[None], own)
+
+    # Nothing is differentiated through a collective, which is what check_vma guards.
+    run = jax.shard_map(device, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    return jax.jit(run, compiler_options=options and dict(options))

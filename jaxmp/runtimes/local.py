@@ -1,0 +1,103 @@
+"""`Local`: all stages in one program on one device: convergence studies and notebooks.
+
+The boundaries are those of `jaxmp.boundary`, crossed under autodiff: messages are packed and
+unpacked, so what a model learns here is what it learns over a real link. Every other runtime is
+held against this one. Replicas are a mesh axis around the whole step (`jaxmp.training.replicas`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmp.boundary import Links, value_and_grad
+from jaxmp.exchange import Collectives
+from jaxmp.microbatch import context, cut, loop
+from jaxmp.pipeline import Pipeline
+from jaxmp.runtimes.types import Batch, Model, ModelState, StepKeys
+
+
+class Local:
+    """The runtime of one program; see `jaxmp.runtimes.types.Runtime`."""
+
+    def __init__(self, model: Model, train: bool = True, via: Collectives | None = None) -> None:
+        """Compiles nothing: the caller compiles the whole step.
+
+        Args:
+          model: stages and boundaries.
+          train: passed to the stages.
+          via: this replica's way to the others, inside `jax.shard_map`.
+        """
+        self.model, self.train, self.via = model, train, via
+        self.pipe = Pipeline(model.stages, model.boundaries)
+        self.stages, self.replicas = tuple(range(len(model.stages))), 1
+        self.last = len(model.stages) - 1
+
+    def init(self, key: Array) -> ModelState:
+        """See `Runtime`."""
+        x = self.model.x
+        variables, links = self.pipe.init(key, jnp.zeros(x.shape, x.dtype), train=self.train)
+        return ModelState(*split(variables), links)
+
+    def value_and_grad(
+        self, state: ModelState, batch: Batch, key: Any
+    ) -> tuple[Any, dict[int, Any], ModelState]:
+        """See `Runtime`."""
+        keys = StepKeys.of(key, batch['id'], self.via and self.via.index)
+        n, x = self.model.num_microbatches, self.model.prepare(batch['x'], keys.augment)
+
+        def one(model_state: Any, links: Links, m: Any, x: Array, y: Array) -> Any:
+            def loss(params: Any, links: Links) -> tuple[Array, tuple[Links, Any]]:
+                variables, ctx = join(params, model_state), context(keys.model, m, n)
+                out, after, links = self.pipe.apply(variables, links, x, ctx, train=self.train)
+                value, aux = self.model.loss(out, y)
+                return value, (links, (aux, split(after)[1]))
+
+            (value, (aux, after)), grads, links = value_and_grad(loss)(state.params, links)
+            return after, links, ((value, aux), grads)
+
+        def add(carry: Any, at: Any) -> Any:
+            *before, total = carry
+            *after, new = one(*before, *at)
+            return *after, jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, new)
+
+        parts = jnp.arange(n), *(cut(a, n) for a in (x, batch['y']))
+        first = jax.tree.map(lambda a: a[0], parts)
+        shapes = jax.eval_shape(one, state.model_state, state.feedback, *first)[2]
+        wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
+        sums = jax.tree.map(wide, shapes[0]), jax.tree.map(jnp.zeros_like, shapes[1])
+        end = loop(add, (state.model_state, state.feedback, sums), parts)
+        model_state, links, sums = end
+        means, grads = jax.tree.map(lambda a: (a / n).astype(a.dtype), sums)
+        return means, grads, ModelState(state.params, model_state, links)
+
+    def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
+        """See `Runtime`."""
+        keys, links, rows = StepKeys.of(key, batch['id']), state.feedback, []
+        n, x = self.model.num_microbatches, self.model.prepare(batch['x'], None)
+        variables = join(state.params, state.model_state)
+        for m, x_m in enumerate(cut(x, n)):
+            ctx = context(keys.model, m, n)
+            out, _, links = self.pipe.apply(variables, links, x_m, ctx, train=self.train)
+            rows.append(out)
+        return jnp.concatenate(rows), links
+
+    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+        """See `Runtime`."""
+        del stage
+        return f(self.via, *trees)
+
+
+def split(variables: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Parameters, and the other collections, by stage."""
+    params = {s: v['params'] for s, v in enumerate(variables)}
+    return params, {s: {k: v[k] for k in v if k != 'params'} for s, v in enumerate(variables)}
+
+
+def join(params: dict[int, Any], model_state: dict[int, Any]) -> tuple[Any, ...]:
+    """Inverse of `split`."""
+    return tuple({'params': params[s], **model_state[s]} for s in sorted(params))

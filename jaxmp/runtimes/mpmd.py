@@ -1,0 +1,140 @@
+"""`Mpmd`: the runtime of a program per stage, over devices and over processes.
+
+Each replica of this process is a `jaxmp.runtimes.driver.Driver`; the replicas of a stage meet in
+its column (`jaxmp.runtimes.columns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.driver import Driver, drive
+from jaxmp.runtimes.schedule import Action, one_f_one_b
+from jaxmp.runtimes.stage import Feedback, StageState, programs, shapes
+from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys, one_replica
+
+
+class Mpmd:
+    """A program per stage; see `jaxmp.runtimes.types.Runtime`."""
+
+    def __init__(
+        self,
+        model: Model,
+        columns: Columns,
+        actions: Sequence[Action] | None = None,
+        train: bool = True,
+        options: tuple[tuple[str, Any], ...] = (),
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          model: stages and boundaries.
+          columns: the devices.
+          actions: a schedule; default 1F1B.
+          train: passed to the stages.
+          options: those of `jax.jit`'s compiler.
+
+        Raises:
+          ValueError: if the schedule is not one of as many stages and micro-batches.
+        """
+        self.columns, self.model = columns, model
+        self.stages, self.replicas = tuple(columns.here), columns.replicas
+        self.programs = programs(
+            model.stages, model.boundaries, model.loss if train else None, model.x,
+            {'train': train},
+        )  # fmt: skip
+        plan = actions or one_f_one_b(len(self.programs), model.num_microbatches)
+        rows = sorted({r for here in columns.here.values() for r in here})
+        self.drivers: dict[int, Driver] = {
+            r: drive(self.programs, list(columns.devices[r]), plan, dict(options)) for r in rows
+        }
+        self.prepare = jax.jit(model.prepare)
+        self.last = len(self.programs) - 1
+        self._payload = np.zeros((self.last, 2))
+
+    def init(self, key: Array) -> ModelState:
+        """See `Runtime`."""
+        return self._gathered({r: d.init(key) for r, d in self.drivers.items()})
+
+    def value_and_grad(
+        self, state: ModelState, batch: Batch, key: Any
+    ) -> tuple[Any, dict[int, Any], ModelState]:
+        """See `Runtime`; the means are a list over this process's replicas."""
+        states, grads, means = {}, {s: ByReplica() for s in self.stages}, []
+        for r, driver in self.drivers.items():
+            own = one_replica(batch, r, self.replicas)
+            keys = StepKeys.of(key, own['id'], r if self.replicas > 1 else None)
+            x = self._input(r, own['x'], keys.augment)
+            result = driver.step(self._of(state, r), x, own['y'], keys.model)
+            states[r] = result.states
+            for link, sizes in result.moved.items():
+                self._payload[link] += sizes if r == 0 and link in self.stages else 0
+            for s, g in result.grads.items():
+                grads[s][r] = g
+            if result.loss is not None:
+                means.append((result.loss, result.aux))
+        return means or None, grads, self._gathered(states)
+
+    def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
+        """See `Runtime`."""
+        outputs, feedback = None, {s: ByReplica() for s in self.stages}
+        for r, driver in self.drivers.items():
+            keys = StepKeys.of(key, batch['id'])
+            x = self._input(r, batch['x'], None)
+            rows, after = driver.predict(self._of(state, r), x, keys.model)
+            outputs = jnp.concatenate(rows) if rows and outputs is None else outputs
+            for s, st in after.items():
+                feedback[s][r] = st.feedback
+        return outputs, feedback
+
+    def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
+        """See `Runtime`."""
+        return self.columns.at(stage, f, *trees)
+
+    def collectives(self) -> dict[int, tuple[int, int]]:
+        """Bytes a message that the compiled links of this process's first replica move."""
+        driver = next(iter(self.drivers.values()))
+        return {link: wire.permuted() for link, wire in driver.links.items()}
+
+    def payload(self) -> np.ndarray:
+        """Bytes of replica 0's messages so far, ``(links, 2)``, of the links that begin here."""
+        return self._payload
+
+    # Feedback, and shapes.
+
+    def init_feedback(self, stage: int) -> Feedback:
+        """A stage's feedback states before the first step."""
+        return self.programs[stage].init_feedback()
+
+    def pack(self, feedback: dict[int, ByReplica]) -> dict[int, ByReplica]:
+        """The feedback of this runtime, given that by stage and replica; inverse of `unpack`."""
+        return feedback
+
+    def unpack(self, feedback: dict[int, ByReplica]) -> dict[int, ByReplica]:
+        """The feedback by stage and replica."""
+        return feedback
+
+    def shapes(self) -> list[StageState]:
+        """Shapes of all stages' states."""
+        return shapes(self.programs)
+
+    def _input(self, r: int, x: Any, key: Any) -> Any:
+        if 0 not in self.stages:
+            return x
+        return self.prepare(*jax.device_put((x, key), self.columns.devices[r, 0]))
+
+    def _of(self, state: ModelState, r: int) -> dict[int, StageState]:
+        return {s: StageState(*(part[s][r] for part in state)) for s in self.stages}
+
+    def _gathered(self, states: dict[int, dict[int, StageState]]) -> ModelState:
+        by = lambda name: {
+            s: ByReplica({r: getattr(states[r][s], name) for r in states}) for s in self.stages
+        }
+        return ModelState(*(by(name) for name in StageState._fields))

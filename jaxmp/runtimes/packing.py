@@ -1,0 +1,79 @@
+"""`Packing`: trees of unequal stages as vectors of equal length, so that one program holds any.
+
+The leaves of a tree are flattened and joined, a vector per dtype, and each vector is padded with
+zeros to the longest of all stages. Nothing is converted, so that unpacking gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+Vectors = dict[str, Array]
+
+
+class Packing:
+    """The common layout of one tree per stage.
+
+    Args:
+      trees: shapes and dtypes of each stage's tree.
+      lead: leading axes that every leaf keeps (equal in all leaves of a stage).
+
+    >>> trees = [{'a': jnp.ones(2)}, {'b': jnp.ones((2, 2)), 'c': jnp.ones((), int)}]
+    >>> packing = Packing(trees)
+    >>> packing.pack(0, trees[0])['float32'].tolist()
+    [1.0, 1.0, 0.0, 0.0]
+    >>> packing.unpack(0, packing.pack(0, trees[0]))['a'].tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(self, trees: Sequence[Any], lead: int = 0) -> None:
+        """Finds the longest vector of each dtype."""
+        self._leaves = [jax.tree.leaves(t) for t in trees]
+        self._forms = [jax.tree.structure(t) for t in trees]
+        self._lead = lead
+        names = sorted({str(a.dtype) for leaves in self._leaves for a in leaves})
+        self.widths = {n: max(self._width(s, n) for s in range(len(trees))) for n in names}
+
+    def _size(self, leaf: Any) -> int:
+        return math.prod(leaf.shape[self._lead :])
+
+    def _width(self, s: int, dtype: str) -> int:
+        return sum(self._size(a) for a in self._leaves[s] if str(a.dtype) == dtype)
+
+    def layout(self, s: int) -> Any:
+        """What stages must have in common to be packed alike: structure, shapes and dtypes."""
+        return self._forms[s], tuple((a.shape, str(a.dtype)) for a in self._leaves[s])
+
+    def pack(self, s: int, tree: Any, lead: tuple[int, ...] = ()) -> Vectors:
+        """Stage ``s``'s tree as vectors ``(*lead, width)``.
+
+        Args:
+          s: the stage.
+          tree: of its structure.
+          lead: the leading axes.
+        """
+        vectors: Vectors = {}
+        leaves = list(zip(jax.tree.leaves(tree), self._leaves[s], strict=True))
+        for name, width in self.widths.items():
+            own = [(a, like) for a, like in leaves if str(like.dtype) == name]
+            rows = [a.astype(like.dtype).reshape(*lead, -1) for a, like in own]
+            joined = jnp.concatenate(rows, -1) if rows else jnp.zeros((*lead, 0), name)
+            short = width - joined.shape[-1]
+            vectors[name] = jnp.pad(joined, [(0, 0)] * len(lead) + [(0, short)])
+        return vectors
+
+    def unpack(self, s: int, vectors: Vectors) -> Any:
+        """Stage ``s``'s tree out of its vectors; inverse of `pack`."""
+        start, leaves = dict.fromkeys(vectors, 0), []
+        for a in self._leaves[s]:
+            name, size = str(a.dtype), self._size(a)
+            part = vectors[name][..., start[name] : start[name] + size]
+            leaves.append(part.reshape(*part.shape[:-1], *a.shape[self._lead :]))
+            start[name] += size
+        return jax.tree.unflatten(self._forms[s], leaves)

@@ -1,0 +1,243 @@
+"""`Spmd`: the runtime of one `jax.shard_map` program over all stages, and replicas.
+
+Between steps a stage's parameters and statistics are trees on its own devices, so that the
+optimizer sees what it sees in every runtime; for a step each device packs its own, and no number
+travels for it. The feedback memory stays packed (`jaxmp.runtimes.spmd_program`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jaxmp.exchange.collectives import AXIS as REPLICA
+from jaxmp.hlo import permuted
+from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.packing import Packing, Vectors
+from jaxmp.runtimes.spmd_program import AXIS, Packed, SpmdProgram
+from jaxmp.runtimes.stage import Feedback, StageState, programs, shapes
+from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys
+from jaxmp.wire import nbytes
+
+SLICE = P(REPLICA, AXIS)
+
+
+class Spmd:
+    """One program for all stages; see `jaxmp.runtimes.types.Runtime`."""
+
+    def __init__(
+        self,
+        model: Model,
+        columns: Columns,
+        train: bool = True,
+        options: tuple[tuple[str, Any], ...] = (),
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          model: stages and boundaries.
+          columns: the devices, all of this process.
+          train: passed to the stages.
+          options: those of `jax.jit`'s compiler.
+
+        Raises:
+          ValueError: if a device is of another process, or a channel's state has no row per sample.
+        """
+        if jax.process_count() > 1:
+            raise ValueError('runtime spmd is one process; use mpmd over several')
+        made = programs(
+            model.stages, model.boundaries, model.loss if train else None, model.x,
+            {'train': train},
+        )  # fmt: skip
+        axes = (AxisType.Auto,) * 2
+        self.mesh = Mesh(columns.devices, (REPLICA, AXIS), axis_types=axes)
+        self.program = SpmdProgram(made, self.mesh, model.num_microbatches)
+        self.columns, self.model, self.options = columns, model, dict(options)
+        self.stages, self.replicas = tuple(range(len(made))), columns.replicas
+        self.last = len(made) - 1
+        self._steps, self._lowered = 0, None
+
+    # State.
+
+    def init(self, key: Array) -> ModelState:
+        """See `Runtime`."""
+        made = [_init(p)(key) for p in self.program.stages]
+        put = lambda name: {s: self.columns.put(s, getattr(made[s], name)) for s in self.stages}
+        return ModelState(put('params'), put('model_state'), self.pack(put('feedback')))
+
+    def pack(self, feedback: dict[int, ByReplica]) -> Any:
+        """The feedback memory of all stages as the step takes it; inverse of `unpack`."""
+        pack = lambda s, tree: self.program.pack_feedback(s, tree)
+        return self._stack({s: {r: pack(s, f) for r, f in feedback[s].items()} for s in feedback})
+
+    def unpack(self, memory: Any) -> dict[int, ByReplica]:
+        """The feedback memory by stage and replica."""
+        rows = self._split(memory)
+        return {
+            s: ByReplica({r: self.program.unpack_feedback(s, m) for r, m in own.items()})
+            for s, own in rows.items()
+        }
+
+    def _stack(self, rows: dict[int, Any]) -> Any:
+        """A tree of equal arrays per stage and replica as arrays ``(R, S, ...)``, moving none."""
+        place, (replicas, stages) = NamedSharding(self.mesh, SLICE), self.columns.devices.shape
+        cells = [  # what has no input, such as padding alone, is made on the first device
+            jax.device_put(_frame(rows[s][r]), self.columns.devices[r, s])
+            for r in range(replicas)
+            for s in range(stages)
+        ]
+        return jax.tree.map(
+            lambda *a: jax.make_array_from_single_device_arrays(
+                (replicas, stages, *a[0].shape[2:]), place, a
+            ),
+            *cells,
+        )
+
+    def _split(self, whole: Any) -> dict[int, ByReplica]:
+        """Inverse of `_stack`."""
+
+        def cell(r: int, s: int) -> Any:
+            device = self.columns.devices[r, s]
+            own = lambda a: next(x.data for x in a.addressable_shards if x.device == device)
+            return _unframe(jax.tree.map(own, whole))
+
+        return {s: ByReplica({r: cell(r, s) for r in range(self.replicas)}) for s in self.stages}
+
+    def _packed(self, packing: Packing, trees: dict[int, ByReplica]) -> Vectors:
+        pack = lambda s: _packer(packing, s)
+        return self._stack({s: {r: pack(s)(t) for r, t in own.items()} for s, own in trees.items()})
+
+    def _trees(self, packing: Packing, vectors: Vectors) -> dict[int, ByReplica]:
+        rows = self._split(vectors)
+        return {
+            s: ByReplica({r: _unpacker(packing, s)(v) for r, v in own.items()})
+            for s, own in rows.items()
+        }
+
+    def init_feedback(self, stage: int) -> Feedback:
+        """A stage's feedback states before the first step."""
+        return self.program.stages[stage].init_feedback()
+
+    def shapes(self) -> list[StageState]:
+        """Shapes of all stages' states."""
+        return shapes(self.program.stages)
+
+    # Bytes.
+
+    def collectives(self) -> dict[int, tuple[int, int]]:
+        """Bytes a message that the step's collective-permutes move on every link of a replica."""
+        if self._lowered is None:
+            raise ValueError('bytes of the compiled step are known after its first call')
+        moved = permuted(self._lowered.compile().as_text())
+        return {l: (moved[l, l + 1], moved[l + 1, l]) for l in range(self.last)}
+
+    def payload(self) -> np.ndarray:
+        """Bytes of all messages so far, ``(links, 2)``, of the first replica."""
+        pairs = [p.right.messages(p.y) for p in self.program.one_slot[:-1] if p.right]
+        sizes = [[nbytes(m) for m in pair] for pair in pairs]
+        return np.array(sizes, float) * self._steps * self.model.num_microbatches
+
+    # Programs.
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """Compiled: ``(packed, x, y, key, ids) -> (means, gradients, packed)`` of all devices."""
+
+        def device(state: Packed, batch: Batch, key: Array) -> Any:
+            r = lax.axis_index(REPLICA) if self.replicas > 1 else None
+            keys = StepKeys.of(key, batch['id'], r)
+            x = self.model.prepare(batch['x'], keys.augment)
+            own = jax.tree.map(lambda a: a[0, 0], state)
+            means, grads, after = self.program.value_and_grad(own, x, batch['y'], keys.model)
+            frame = lambda tree: jax.tree.map(lambda a: a[None, None], tree)
+            return jax.tree.map(lambda a: a[None], means), frame(grads), frame(after[1:])
+
+        run = jax.shard_map(
+            device,
+            mesh=self.mesh,
+            in_specs=(SLICE, P(REPLICA), P()),
+            out_specs=(P(REPLICA), SLICE, SLICE),
+            check_vma=False,
+        )
+        return jax.jit(run, donate_argnums=0, compiler_options=self.options or None)
+
+    @functools.cached_property
+    def forwards(self) -> Any:
+        """Compiled: ``(packed, batch, key) -> (outputs, feedback)``."""
+
+        def device(state: Packed, batch: Batch, key: Array) -> Any:
+            x = self.model.prepare(batch['x'], None)
+            own = jax.tree.map(lambda a: a[0, 0], state)
+            out, feedback = self.program.predict(own, x, StepKeys.of(key, batch['id']).model)
+            return jax.tree.map(lambda a: a[None, None], (out, feedback))
+
+        run = jax.shard_map(
+            device, mesh=self.mesh, in_specs=(SLICE, P(), P()), out_specs=SLICE, check_vma=False
+        )
+        return jax.jit(run, compiler_options=self.options or None)
+
+    def _state(self, state: ModelState) -> Packed:
+        params, statistics, _ = self.program.packings
+        return Packed(
+            self._packed(params, state.params), self._packed(statistics, state.model_state),
+            state.feedback,
+        )  # fmt: skip
+
+    def value_and_grad(
+        self, state: ModelState, batch: Batch, key: Any
+    ) -> tuple[Any, dict[int, Any], ModelState]:
+        """See `Runtime`; the means are a list over the replicas."""
+        params, statistics, _ = self.program.packings
+        given = self._state(state), dict(batch), key
+        if self._lowered is None:
+            self._lowered = self.step.lower(*given)
+        self._steps += 1
+        means, grads, (model_state, feedback) = self.step(*given)
+        rows = [jax.tree.map(lambda a: a[r], means) for r in range(self.replicas)]  # noqa: B023
+        after = ModelState(state.params, self._trees(statistics, model_state), feedback)
+        return rows, self._trees(params, grads), after
+
+    def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
+        """See `Runtime`."""
+        given = {k: batch[k] for k in ('x', 'id')}
+        outputs, feedback = self.forwards(self._state(state), given, key)
+        last = self.columns.devices[0, -1]
+        own = next(a.data for a in outputs.addressable_shards if a.device == last)
+        return own.reshape(-1, *own.shape[4:]), feedback
+
+    def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
+        """See `Runtime`."""
+        return self.columns.at(stage, f, *trees)
+
+
+@jax.jit
+def _frame(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[None, None], tree)
+
+
+@jax.jit
+def _unframe(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[0, 0], tree)
+
+
+@functools.lru_cache(maxsize=64)
+def _init(program: Any) -> Any:
+    return jax.jit(program.init)
+
+
+@functools.lru_cache(maxsize=256)
+def _packer(packing: Packing, s: int) -> Any:
+    return jax.jit(functools.partial(packing.pack, s))
+
+
+@functools.lru_cache(maxsize=256)
+def _unpacker(packing: Packing, s: int) -> Any:
+    return jax.jit(functools.partial(packing.unpack, s))

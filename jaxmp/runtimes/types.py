@@ -1,0 +1,133 @@
+"""`Runtime`: what a trainer asks of the way in which stages run; `ModelState` and `StepKeys`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array
+
+from jaxmp.boundary import Boundary
+from jaxmp.wire import Ctx, Like
+
+Batch = Mapping[str, Any]  # x, y and id of a step's examples, axis 0 the example
+
+
+class ByReplica(dict):
+    """What the replicas of a stage that are in this process hold, by their number; a pytree."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    ByReplica,
+    lambda d: ([(jax.tree_util.DictKey(r), d[r]) for r in sorted(d)], tuple(sorted(d))),
+    lambda keys, values: ByReplica(zip(keys, values, strict=True)),
+)
+
+
+def each(f: Callable[[Any], Any], tree: Any) -> Any:
+    """``f`` of a tree, or of that of every replica; only for what computes nothing."""
+    if isinstance(tree, ByReplica):
+        return ByReplica({r: f(t) for r, t in tree.items()})
+    return f(tree)
+
+
+class Model(NamedTuple):
+    """A model cut into stages, as every runtime takes it.
+
+    Attributes:
+      stages: Flax modules with ``__call__(x, train)``, each taking the last one's output.
+      boundaries: one between each two; their channels keep a state per micro-batch or example.
+      prepare: ``(x of the batch, key or None) -> input``; with a key it may augment.
+      loss: ``(output, y) -> (mean over the micro-batch, further means)``.
+      x: shape and dtype of a micro-batch of the input, of one replica.
+      num_microbatches: M.
+    """
+
+    stages: tuple[nn.Module, ...]
+    boundaries: tuple[Boundary, ...]
+    prepare: Callable[[Array, Array | None], Array]
+    loss: Callable[[Array, Any], tuple[Array, Any]]
+    x: Like
+    num_microbatches: int = 1
+
+
+class ModelState(NamedTuple):
+    """What the two passes of a step read and change.
+
+    Attributes:
+      params: of each stage of this process, by its number.
+      model_state: other Flax collections (BatchNorm's statistics), likewise.
+      feedback: states of the boundaries, in the runtime's own layout.
+    """
+
+    params: Any
+    model_state: Any
+    feedback: Any
+
+
+class Runtime(Protocol):
+    """How stages run; what is per stage is opaque to the caller but for `at`.
+
+    Attributes:
+      stages: numbers of the stages of this process.
+      last: number of the last stage, of any process.
+      replicas: R; each takes an equal cut of the batch.
+    """
+
+    stages: tuple[int, ...]
+    last: int
+    replicas: int
+
+    def init(self, key: Array) -> ModelState:
+        """The state before the first step; every process passes the same key."""
+        ...
+
+    def value_and_grad(
+        self, state: ModelState, batch: Batch, key: Any
+    ) -> tuple[Any, dict[int, Any], ModelState]:
+        """Means (None where the last stage is not), gradients per stage, and the next state."""
+        ...
+
+    def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
+        """Outputs for the whole batch (None where the last stage is not), and the feedback after.
+
+        Every replica takes the whole batch; the outputs are those of the first one here.
+        """
+        ...
+
+    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+        """``f(collectives, *trees)`` of one replica of a stage, run by all of them at their place.
+
+        ``collectives`` are those of `jaxmp.exchange`, or None without replicas; ``f`` is compiled
+        once, so it must be one function and no new closure at every call.
+        """
+        ...
+
+
+class StepKeys(NamedTuple):
+    """Randomness of a step: two streams that share no key, and with them no number."""
+
+    augment: Array
+    model: Ctx
+
+    @classmethod
+    def of(cls, key: Array, ids: Any, replica: Any = None) -> StepKeys:
+        """The streams of a step's key; each replica has its own.
+
+        Args:
+          key: of the step.
+          ids: of the examples.
+          replica: number of the replica, or None if there is one.
+        """
+        augment, ctx = jax.random.fold_in(key, 0), Ctx(jax.random.fold_in(key, 1), ids)
+        if replica is None:
+            return cls(augment, ctx)
+        return cls(jax.random.fold_in(augment, replica), ctx.fold(replica))
+
+
+def one_replica(batch: Batch, r: int, n: int) -> dict[str, Any]:
+    """The r-th of n equal cuts of a batch."""
+    size = len(batch['id']) // n
+    return {k: a[r * size : (r + 1) * size] for k, a in batch.items()}

@@ -1,0 +1,102 @@
+"""Replicas of a stage: their mean, and the check that they are equal; functions of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, UInt32
+
+from jaxmp.exchange import Collectives
+from jaxmp.setting import Setting
+
+
+class DriftError(RuntimeError):
+    """Replicas that must be equal are not."""
+
+
+def mean(via: Collectives | None, tree: Any) -> Any:
+    """The replicas' mean; equal numbers are their own."""
+    if via is None or not jax.tree.leaves(tree):
+        return tree
+    return jax.tree.map(lambda a: (a / via.size).astype(a.dtype), via.total(tree))
+
+
+def checksums(tree: Any) -> UInt32[Array, ' leaves']:
+    """Of every leaf a sum of its bits; equal replicas have equal sums.
+
+    Words are weighted by their position, so that exchanged ones are seen, too.
+    """
+
+    def one(a: Array) -> Array:
+        row = lax.bitcast_convert_type(a, jnp.uint8).reshape(-1).astype(jnp.uint32)
+        weights = 2 * jnp.arange(row.shape[0], dtype=jnp.uint32) + 1
+        return jnp.sum(row * weights, dtype=jnp.uint32)
+
+    return jnp.stack([one(a) for a in jax.tree.leaves(tree)])
+
+
+def gathered_checksums(via: Collectives | None, tree: Any) -> UInt32[Array, 'n leaves']:
+    """`checksums` of all replicas, at each of them."""
+    own = checksums(tree)
+    return own[None] if via is None else via.gather(own)
+
+
+def compare(rows: np.ndarray, params: Any, step: int, where: str = '') -> None:
+    """Compares the checksums of the replicas.
+
+    Args:
+      rows: from `gathered_checksums`.
+      params: their parameters, for the names.
+      step: of the state.
+      where: of the model, for the message.
+
+    Raises:
+      DriftError: if they differ; the message names the replicas and the parameter.
+    """
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    alike = [tuple(r) for r in rows]
+    usual = max(alike, key=alike.count)
+    odd = [i for i, row in enumerate(alike) if row != usual]
+    if odd:
+        leaf = f'{where}{paths[int(np.argmax(rows[odd[0]] != usual))]}'
+        who = f'replica {", ".join(map(str, odd))} differ from the others of {len(rows)}'
+        if 2 * alike.count(usual) <= len(rows):
+            who = f'the {len(rows)} replicas differ, and none has a majority'
+        raise DriftError(
+            f'after step {step} the parameters of {who}, first at {leaf}: a device or its memory '
+            'has changed a number that was not exchanged; the last checkpoint is from before, give '
+            'the same command to go on from it'
+        )
+
+
+def traffic(
+    s: Setting, params: Sequence[Any], bytes_of: Callable[[Any, Any, int], dict[str, Any]]
+) -> dict[str, Any]:
+    """Bytes a step that one replica hands to the collectives of all its stages, after any warm-up.
+
+    Args:
+      s: the setting.
+      params: shapes of each stage's parameters, a tied table once.
+      bytes_of: of an exchange, parameters and a number of replicas: a report of numbers, perhaps
+        by kind.
+
+    Returns:
+      The sums of the reports, and ``text`` and ``replicas``.
+    """
+    last = s.exchange.phases[-1] if s.exchange.phases else s.exchange
+    total: dict[str, Any] = {}
+    for tree in params:
+        total = _sum(total, bytes_of(last, tree, s.replicas))
+    return {'text': str(s.config.exchange), 'replicas': s.replicas, **total}
+
+
+def _sum(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    def one(x: Any, y: Any) -> Any:
+        return _sum(x or {}, y or {}) if isinstance(x or y, dict) else (x or 0) + (y or 0)
+
+    return {k: one(a.get(k), b.get(k)) for k in {**a, **b}}

@@ -1,0 +1,218 @@
+"""`train_step`: one optimizer step, the same over every runtime.
+
+Both passes are the runtime's; what follows is per stage: replicas exchange gradients, the norm of
+all stages decides how they are clipped, the optimizer changes the parameters, and replicas may meet
+once more. A function of one stage runs where the stage is (`Runtime.at`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+
+from jaxmp.exchange import Collectives, Exchange
+from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """Everything a step changes: one pytree, and what a checkpoint saves.
+
+    Attributes:
+      step: steps done.
+      model: parameters, statistics and feedback states.
+      opt_state: of each stage's optimizer.
+      exchange: of each stage's exchange between replicas.
+      key: of the whole run.
+      tied: of the sum of a tied parameter's gradients.
+    """
+
+    step: Any
+    model: ModelState
+    opt_state: Any
+    exchange: Any
+    key: Array
+    tied: Any = ()
+
+
+class Rules(NamedTuple):
+    """What a step does with the gradients.
+
+    Attributes:
+      optimizer: of a stage's parameters; elementwise, or it sees the stage alone.
+      exchange: how replicas share a stage's gradients.
+      clip_norm: largest global norm over all stages; 0 does not clip.
+      tied: whether the first and the last of several stages hold a copy of one parameter, ``wte``.
+    """
+
+    optimizer: optax.GradientTransformation
+    exchange: Exchange
+    clip_norm: float = 0.0
+    tied: bool = False
+
+
+class Across(NamedTuple):
+    """What a step needs across stages, wherever they are.
+
+    Attributes:
+      total: sums numbers by stage.
+      tie: ``(gradients, state, key) -> (gradients, state)`` with the sum of both tied gradients in
+        both stages.
+      share: ``parameters -> parameters`` with equal copies, where two programs may round apart.
+      init: the state of ``tie``.
+      once: whether one exchange between replicas serves both copies of a tied parameter.
+    """
+
+    total: Callable[[dict[int, Any]], Any]
+    tie: Callable[[dict[int, Any], Any, Array], tuple[dict[int, Any], Any]]
+    share: Callable[[dict[int, Any]], dict[int, Any]] = lambda params: params
+    init: Callable[[], Any] = tuple
+    once: bool = False
+
+
+def create(rules: Rules, runtime: Runtime, across: Across, key: Array) -> TrainState:
+    """The state before the first step."""
+    return begin(rules, runtime, across, (runtime.init(jax.random.fold_in(key, 0)), key))
+
+
+def begin(
+    rules: Rules, runtime: Runtime, across: Across, given: tuple[ModelState, Array]
+) -> TrainState:
+    """The state before the first step of a model that is there, and the run's key."""
+    model, key = given
+    opt_state, held = {}, {}
+    for s in runtime.stages:
+        parts = halves(rules, runtime, s, model.params[s])
+        opt_state[s] = [runtime.at(s, _initialize(rules.optimizer), p) for p in parts]
+        held[s] = [runtime.at(s, _first(rules.exchange), p) for p in parts]
+        if across.once and s and len(parts) > 1:
+            held[s][0] = ()
+    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, held, key, across.init())
+
+
+def halves(rules: Rules, runtime: Runtime, stage: int, tree: Any) -> list[Any]:
+    """What is exchanged and updated apart: a tied table, by one program at both ends; the rest."""
+    if not (rules.tied and stage in (0, runtime.last)):
+        return [tree]
+    rest = lambda t: {k: v for k, v in t.items() if k != 'wte'}
+    return [each(lambda t: {'wte': t['wte']}, tree), each(rest, tree)]
+
+
+def whole(parts: list[Any]) -> Any:
+    """Inverse of `halves`."""
+    if len(parts) == 1:
+        return parts[0]
+    table, rest = parts
+    if isinstance(table, ByReplica):
+        return ByReplica({r: {**t, **rest[r]} for r, t in table.items()})
+    return {**table, **rest}
+
+
+def train_step(
+    rules: Rules, runtime: Runtime, across: Across, at: tuple[TrainState, Batch]
+) -> tuple[TrainState, Any]:
+    """The next state, and the means of the batch (None where the last stage is not).
+
+    Args:
+      rules: what is done with the gradients.
+      runtime: how the stages run.
+      across: what is needed over all stages.
+      at: the state before, and the batch of all replicas of the runtime.
+    """
+    state, batch = at
+    key = jax.random.fold_in(state.key, state.step + 1)
+    means, grads, model = runtime.value_and_grad(state.model, batch, key)
+    tied = state.tied
+    if rules.tied:  # streams 0 and 1 of a step are the model's, 2 the replicas'
+        grads, tied = across.tie(grads, tied, jax.random.fold_in(key, 3))
+    words = jax.random.key_data(jax.random.fold_in(key, 2))
+    shared, held, squares = {}, {}, {}
+    for s in runtime.stages:
+        rows, own = [], halves(rules, runtime, s, grads[s])
+        for h, (half, kept) in enumerate(zip(own, state.exchange[s], strict=True)):
+            stream = runtime.last + 1 if len(own) > 1 and h == 0 else s  # one for both tables
+            if across.once and h < len(own) - 1 and s:
+                rows.append((shared[0][0], (), ()))
+                continue
+            share = _exchanged(rules.exchange, bool(rules.clip_norm))
+            rows.append(parts(runtime.at(s, share, half, kept, words, jnp.uint32(stream))))
+        shared[s], held[s] = [r[0] for r in rows], [r[1] for r in rows]
+        counted = rows[1:] if len(rows) > 1 and s == runtime.last else rows
+        squares[s] = [r[2] for r in counted]
+    scale = np.float32(1)
+    if rules.clip_norm:
+        scale = clip_scale(rules.clip_norm, across.total(squares))
+    params, opt_state = {}, {}
+    update = _updated(rules.optimizer, rules.exchange)
+    for s in runtime.stages:
+        own = halves(rules, runtime, s, state.model.params[s])
+        rows = [
+            parts(runtime.at(s, update, *given, scale))
+            for given in zip(own, state.opt_state[s], shared[s], held[s], strict=True)
+        ]
+        params[s] = whole([r[0] for r in rows])
+        opt_state[s], held[s] = [r[1] for r in rows], [r[2] for r in rows]
+    model = model._replace(params=across.share(params) if rules.tied else params)
+    return TrainState(state.step + 1, model, opt_state, held, state.key, tied), means
+
+
+def clip_scale(limit: float, square: Any) -> Array:
+    """What gradients of the given squared global norm are multiplied with."""
+    return jnp.minimum(1, limit / (jnp.sqrt(square) + 1e-12))
+
+
+def parts(found: Any) -> tuple[Any, Any, Any]:
+    """A triple; of triples by replica, the three by replica."""
+    if not isinstance(found, ByReplica):
+        return found
+    return tuple(each(lambda t, i=i: t[i], found) for i in range(3))  # pyright: ignore
+
+
+# Functions of one replica of a stage; cached, so that each is compiled once.
+
+
+@functools.lru_cache(maxsize=16)
+def _initialize(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    return lambda via, params: optimizer.init(params)
+
+
+@functools.lru_cache(maxsize=16)
+def _first(exchange: Exchange) -> Callable[..., Any]:
+    return lambda via, params: exchange.init(params, via.size) if via else ()
+
+
+@functools.lru_cache(maxsize=16)
+def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
+    """The shared gradients, the next state, and the squared norm where it is asked for."""
+
+    def run(via: Collectives | None, grads: Any, held: Any, words: Array, stage: Any) -> Any:
+        if via:
+            key = jax.random.fold_in(jax.random.wrap_key_data(words), stage)
+            grads, held = exchange.apply(grads, held, key, via)
+        leaves = jax.tree.leaves(grads) if norm else []
+        return grads, held, sum((jnp.vdot(g, g) for g in leaves), jnp.zeros(()))
+
+    return run
+
+
+@functools.lru_cache(maxsize=16)
+def _updated(optimizer: optax.GradientTransformation, exchange: Exchange) -> Callable[..., Any]:
+    """The next parameters, optimizer state and exchange state."""
+
+    def run(via: Collectives | None, *given: Any) -> Any:
+        params, opt_state, grads, held, scale = given
+        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        if via:
+            params, held = exchange.settle(params, held, via)
+        return params, opt_state, held
+
+    return run

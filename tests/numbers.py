@@ -1,0 +1,224 @@
+"""The words of numbers.txt: what committed results, tables and settings say."""
+
+import json
+import re
+from functools import cache
+from math import exp, log  # noqa: F401
+from statistics import mean, median  # noqa: F401
+
+from jaxmp.report import claims, results
+from tests.runs import ROOT
+
+IMAGES, TEST = 50_000, 10_000  # of CIFAR-10
+MARGIN = 100 * claims.PAPER['margin']['errors']
+SPEED = 'bench/results/epyc_2026-11-21.md'
+CODECS = ('raw', '8-bit', 'fw4-bw8', 'aqsgd2-bw2')
+TEXT = (
+    'none',
+    'top50',
+    'top30',
+    'top20',
+    'top10',
+    'top10-separate',
+    'block4',
+    'fw4-bw8',
+    'ef21-top10',
+)
+
+
+def found(path, pattern):
+    """What the one group of ``pattern`` matches in a committed file."""
+    [value] = {m[1] for m in re.finditer(pattern, (ROOT / path).read_text())}
+    return value
+
+
+# Studies.
+
+
+@cache
+def studies():
+    return {s.name: s for s in results.load(ROOT / 'results')}
+
+
+def runs(study, row):
+    return studies()[study].rows[row].runs
+
+
+def accuracies(study):
+    """The runs that are scored by their accuracy."""
+    return [
+        r for row in studies()[study].rows.values() for r in row.runs if row.measure == 'accuracy'
+    ]
+
+
+def config(study, row):
+    return runs(study, row)[0]['config']
+
+
+def steps(study, row):
+    return runs(study, row)[0]['steps']
+
+
+def short(run):
+    """A commit's first digits."""
+    return run['commit'].removesuffix('-dirty')[:7]
+
+
+def last(study, row, mode='on'):
+    """Mean over the seeds of the last epoch's score."""
+    return results.last(studies()[study].rows[row], mode).mean
+
+
+def seeds(study, row, mode='on'):
+    return [results.score(r, mode, 'last') for r in runs(study, row)]
+
+
+def small(row, mode='on'):
+    return last('cifar10_small', row, mode)
+
+
+def gap(study, row):
+    return last(study, row) - last(study, row, 'off')
+
+
+def less_none(row, mode='on'):
+    """The points that a row of study cpu loses, over the seeds that it has."""
+    none, own = results.by_seed(studies()['cpu'].rows['none'], 'on'), studies()['cpu'].rows[row]
+    return mean(none[s] - v for s, v in results.by_seed(own, mode).items())
+
+
+def more_errors(a, b):
+    """By how many percent the errors of accuracy ``a`` exceed those of ``b``."""
+    return 100 * ((100 - a) / (100 - b) - 1)
+
+
+def more_errors_than_none(row):
+    """The same of a row of study cpu, as the report has it: the logarithm's mean over the seeds."""
+    ours, none = (claims.sizes(studies()['cpu'].rows[r], 'on') for r in (row, 'none'))
+    return 100 * (exp(mean(ours[s] - none[s] for s in ours)) - 1)
+
+
+def wire(row):
+    return results.wire(studies()['cifar10_small'].rows[row])['bits']
+
+
+def nats(row, mode='on'):
+    return last('cpu', f'gpt2-{row}', mode)
+
+
+def apart():
+    """How far the two seeds of the stand-in's rows lie apart, but for the two that are named."""
+    named = ('ef21-top10', 'on'), ('ef21-top10', 'off'), ('top10-separate', 'off')
+    pairs = [(r, m) for r in TEXT for m in ('on', 'off') if (r, m) not in named]
+    return max(max(v) - min(v) for r, m in pairs for v in [seeds('cpu', f'gpt2-{r}', m)])
+
+
+# The paper.
+
+
+def paper(row, mode='on'):
+    return claims.paper_row(row)[mode]
+
+
+def recipe(key):
+    """A setting of the paper's."""
+    return int(found('configs/cifar10_resnet18.py', rf'c\.{key} = (\d+)'))
+
+
+def claimed(claim):
+    """The number in the words of a claim."""
+    [said] = [c['claim'] for c in claims.PAPER['claims'] if c['id'] == claim]
+    return [int(n) for n in re.findall(r'\d+', said)]
+
+
+def verdict(claim):
+    """On the study of the paper's tables at the small scale."""
+    found = claims.judge(studies()['cpu'])
+    return next(v for c, v in zip(claims.PAPER['claims'], found, strict=True) if c['id'] == claim)
+
+
+def bits(row):
+    """Of the gradient."""
+    return int(re.findall(r'\d+', runs('cpu', row)[0]['bwd'])[0])
+
+
+# Benches and commands.
+
+
+def bench(file, kind, **key):
+    """The rows of a bench that have these entries."""
+    lines = (ROOT / f'bench/results/epyc_2026-11-21_{file}.jsonl').read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [r for r in rows if all(r.get(k) == v for k, v in {'kind': kind, **key}.items())]
+
+
+def step(link, codec, model='mlp'):
+    """A step's row over a slow link."""
+    return bench('network', 'step', model=model, codec=codec, link=link)[0]
+
+
+def ms(link, codec):
+    return 1e3 * step(link, codec)['step_s']
+
+
+def windows(choose):
+    """Of the steps without compression and without a limit, milliseconds."""
+    return 1e3 * choose(step('none', 'raw')['windows'])
+
+
+def gain(link, codec, model='mlp'):
+    return step(link, 'raw', model)['step_s'] / step(link, codec, model)['step_s']
+
+
+def worse(model, codec):
+    """By how many percent a codec's loss exceeds raw's."""
+    raw, own = (bench('network', 'codec', model=model, codec=c)[0] for c in ('raw', codec))
+    return 100 * (own['losses'][-1] / raw['losses'][-1] - 1)
+
+
+def three_seeds():
+    """The same of the fastest codec, seed by seed, as the log has it."""
+    text = found(
+        'docs/LOG.md', r'`aqsgd\(block\(2, size=64\)\)` with `block\(2, size=64\)`: ([^;]+);'
+    )
+    return [float(n) for n in re.findall(r'\+([\d.]+)', text)]
+
+
+def busy():
+    """How many times faster that codec was beside other work, as the log has it."""
+    return [
+        float(n)
+        for n in re.findall(r'[\d.]+\d', found('docs/LOG.md', r'beside other work: (.*) times'))
+    ]
+
+
+def over(text):
+    """Milliseconds of a step with an exchange over 100 Mbit/s."""
+    return 1e3 * bench('exchange', 'step', link='100m', text=text)[0]['step_s']
+
+
+def exchanges(name):
+    return runs('mnist_dataparallel', f'{name}, replicas')[0]
+
+
+def exchange(name):
+    """Accuracy, bytes and ratio of an exchange on MNIST."""
+    sent = results.wire(studies()['mnist_dataparallel'].rows[f'{name}, replicas'])
+    accuracy = exchanges(name)['test']['off']['last']['accuracy']
+    return [100 * accuracy, sent['bytes'], sent['ratio']]
+
+
+def codec(text):
+    return bench('gradients', 'codec', codec=text, vector='normal')[0]
+
+
+def memcpys(name):
+    """What a bench says of a step on the largest tensor, in multiples of its memcpy."""
+    text = (ROOT / SPEED).read_text()
+    return float(re.search(rf'(?m)^{re.escape(name)} .*? ([\d.]+)(?: x .*)?$', text)[1])
+
+
+def command(name, score):
+    """The last score, compression on, of a command of the README."""
+    path = ROOT / 'bench' / 'results' / 'commands' / f'{name}.json'
+    return json.loads(path.read_text())['test']['on']['last'][score]

@@ -1,0 +1,212 @@
+"""Three steps of a small uneven pipeline by any runtime; also run as one of several processes.
+
+python -m tests.pipelines address process processes case microbatches replicas out.npz
+"""
+
+import functools
+import logging
+import operator
+import re
+import signal
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxmp import boundary, exchange, parse
+from jaxmp.devices import place
+from jaxmp.exchange import over
+from jaxmp.feedback import per_microbatch
+from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.local import Local
+from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.spmd import Spmd
+from jaxmp.runtimes.types import Model
+from jaxmp.training.step import Across, Rules, create, train_step
+from tests.runs import QUICK
+
+SAMPLES, STEPS, EXAMPLES = 4, 3, 70  # samples of a micro-batch
+OPTIONS = tuple(QUICK.items())
+
+# A pair of channels for each of the three boundaries; together all rules over both codecs.
+CASES = {
+    'direct': (
+        'top_k(0.3) | uniform(4)',
+        'uniform(4, stochastic) | ef(top_k(0.2))',
+        'aqsgd(top_k(0.3), examples) | ef(same_support())',
+    ),
+    'ef': (
+        'ef(top_k(0.3)) | ef(uniform(4))',
+        'ef(uniform(3)) | top_k(0.3)',
+        'top_k(0.3) | ef(same_support())',
+    ),
+    'ef21': (
+        'ef21(top_k(0.3)) | ef21(uniform(4))',
+        'ef21(uniform(3)) | ef21(top_k(0.2))',
+        'aqsgd(uniform(4), examples) | ef_mixed(top_k(0.2))',
+    ),
+    'ef_mixed': (
+        'ef_mixed(top_k(0.2)) | ef_mixed(top_k(0.3, uniform(4)))',
+        'ef_mixed(top_k(0.4), True) | ef_mixed(top_k(0.3), True)',
+        'random_k(0.5) | ef21(same_support(values=fp16))',
+    ),
+}
+
+
+class Layer(nn.Module):
+    """A dense layer, with BatchNorm and dropout where asked."""
+
+    width: int
+    norm: bool = False
+    drop: bool = False
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(self.width, param_dtype=x.dtype)(x)
+        if self.norm:
+            x = nn.BatchNorm(not train, momentum=0.9, param_dtype=x.dtype, dtype=x.dtype)(x)
+        x = nn.Dropout(0.2, deterministic=not (train and self.drop))(x)
+        return jnp.tanh(x)
+
+
+STAGES = (Layer(12, norm=True), Layer(5), Layer(16, norm=True, drop=True), Layer(4))
+SHORT = (Layer(12, norm=True), Layer(4, drop=True))  # where two replicas share four devices
+
+
+def loss(y, target):
+    return jnp.mean((y - target) ** 2), {'size': jnp.mean(jnp.abs(y))}
+
+
+def cuts(case, n, count):
+    pairs = [[parse(t, {'examples': EXAMPLES}) for t in p.split(' | ')] for p in CASES[case]]
+    return tuple(boundary(*(per_microbatch(c, n) for c in pair)) for pair in pairs[:count])
+
+
+def model(case, n, stages=STAGES):
+    x = jax.ShapeDtypeStruct((SAMPLES, 9), float)
+    prepare = lambda x, key: x if key is None else x + 0.1 * jax.random.normal(key, x.shape)
+    return Model(stages, cuts(case, n, len(stages) - 1), prepare, loss, x, n)
+
+
+def rules(replicas):
+    text = 'all_gather(ef(top_k(0.3)))' if replicas > 1 else 'mean'
+    return Rules(optax.sgd(0.1, 0.9), exchange.parse(text), clip_norm=1.0)
+
+
+def batches(n, replicas):
+    r = np.random.default_rng(n)
+    for _ in range(STEPS):
+        rows = SAMPLES * n * replicas
+        x, y = (r.standard_normal((rows, k)) for k in (9, 4))
+        yield {'x': x, 'y': y, 'id': r.permutation(EXAMPLES)[:rows].astype(np.int32)}
+
+
+def flat(means):
+    return np.array([means[0], means[1]['size']])
+
+
+def local(case, n, replicas):
+    """Means, and what a step leaves of each stage and replica, by the runtime of one program."""
+    stages = STAGES if replicas == 1 else SHORT
+    cut, rule, key = model(case, n, stages), rules(replicas), jax.random.key(0)
+    total = lambda squares: sum(x for row in squares.values() for x in row)
+    across, found = Across(total, lambda grads, held, key: (grads, held)), []
+    own = lambda via: Local(cut, via=via)
+    if replicas == 1:
+        state = jax.jit(lambda k: create(rule, own(None), across, k), compiler_options=QUICK)(key)
+        step = jax.jit(
+            lambda s, b: train_step(rule, own(None), across, (s, b)), compiler_options=QUICK
+        )
+        for batch in batches(n, 1):
+            state, means = step(state, batch)
+            found.append([flat(means)])
+        return found, [jax.device_get(state.model)]
+    mesh = Mesh(jax.devices()[:replicas], ('replica',), axis_types=(AxisType.Auto,))
+    rows, frame = P('replica'), lambda tree: jax.tree.map(lambda a: a[None], tree)
+    whole = functools.partial(jax.shard_map, mesh=mesh, out_specs=rows, check_vma=False)
+
+    def first(k):
+        return frame(create(rule, own(over()), across, k).replace(step=(), key=()))
+
+    def one(state, number, k, batch):
+        state = jax.tree.map(lambda a: a[0], state).replace(step=number, key=k)
+        state, means = train_step(rule, own(over()), across, (state, batch))
+        return frame((state.replace(step=(), key=()), means))
+
+    state = jax.jit(whole(first, in_specs=P()), compiler_options=QUICK)(key)
+    step = jax.jit(whole(one, in_specs=(rows, P(), P(), rows)), compiler_options=QUICK)
+    for i, batch in enumerate(batches(n, replicas)):
+        state, means = step(state, jnp.int32(i), key, batch)
+        found.append([flat(jax.tree.map(operator.itemgetter(r), means)) for r in range(replicas)])
+    at = lambda r: jax.device_get(jax.tree.map(lambda a: a[r], state.model))
+    return found, [at(r) for r in range(replicas)]
+
+
+def apart(kind, case, n, replicas, processes=1):
+    """The same by stages that are apart; of this process's stages and replicas."""
+    stages = STAGES if replicas == 1 else SHORT
+    columns = Columns(place(replicas, len(stages), apart=processes == 1), OPTIONS)
+    runtime = (Spmd if kind == 'spmd' else Mpmd)(model(case, n, stages), columns, options=OPTIONS)
+
+    def total(squares):
+        mine = np.zeros(len(stages))
+        for s, rows in squares.items():
+            if 0 in columns.here[s]:
+                mine[s] = sum(float(r[0]) for r in rows)
+        if processes > 1:
+            from jax.experimental import multihost_utils
+
+            mine = np.sum(np.asarray(multihost_utils.process_allgather(mine)), 0)
+        return jnp.sum(jnp.asarray(mine))
+
+    rule, across = rules(replicas), Across(total, lambda grads, held, key: (grads, held))
+    state, found = create(rule, runtime, across, jax.random.key(0)), []
+    for batch in batches(n, replicas):
+        state, means = train_step(rule, runtime, across, (state, batch))
+        found.append([flat(m) for m in means] if means else None)
+    memory = runtime.unpack(state.model.feedback)
+    return found, state.model._replace(feedback=memory), runtime
+
+
+class Compiled(logging.Handler):
+    """The names of the functions that JAX compiles, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        jax.config.update('jax_log_compiles', True)
+        log = logging.getLogger('jax._src.interpreters.pxla')
+        log.addHandler(self)
+        log.propagate = False
+
+    def emit(self, record):
+        self.names += re.findall(r'^Compiling jit\((.*?)\)', record.getMessage())
+
+
+def main(address, process, processes, case, n, replicas, out):
+    signal.alarm(300)  # whatever becomes of the parent
+    compiled = Compiled()
+    jax.config.update('jax_enable_x64', True)
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
+    found, state, _ = apart('mpmd', case, int(n), int(replicas), int(processes))
+    arrays = {
+        f'{name}/{s}/{r}/{i}': a
+        for name, part in state._asdict().items()
+        for s, rows in part.items()
+        for r, tree in rows.items()
+        for i, a in enumerate(jax.tree.leaves(tree))
+    }
+    arrays['compiled'] = np.array(compiled.names)
+    if found[0] is not None:
+        arrays['means'] = np.array(found)
+    np.savez(out, **{k: np.asarray(a) for k, a in arrays.items()})
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

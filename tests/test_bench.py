@@ -1,0 +1,125 @@
+"""What the benches' scripts say of their own bars, without measuring anything."""
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+from jaxmp.report import __main__ as report
+from jaxmp.report import polar
+from tests.runs import ROOT
+
+RESULTS = ROOT / 'bench' / 'results'
+
+
+def rows_of(kind):
+    lines = (RESULTS / f'epyc_2026-11-21_{kind}.jsonl').read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Imports a script of bench/, which imports its neighbours; on as many cores as before."""
+    monkeypatch.syspath_prepend(str(ROOT / 'bench'))
+    monkeypatch.setattr(os, 'sched_setaffinity', lambda *_: None)
+    return importlib.import_module
+
+
+def test_a_table_with_missed_bars_is_the_exit_status(bench, monkeypatch, tmp_path):
+    """The committed rows, measured again by nobody: the bars of the ResNet are missed."""
+    slow = bench('slow_network')
+    shutil.copy(RESULTS / 'epyc_2026-11-21_network.jsonl', tmp_path / 'rows.jsonl')
+    nothing = lambda *_: contextlib.nullcontext()
+    for module, name, new in (
+        (slow.netlab, 'obstacle', lambda: None),
+        (slow.netlab, 'lab', nothing),
+        (slow, 'crew', nothing),
+        (slow, 'work', lambda *_: None),
+        (slow.slow_report, 'draw', lambda *_: None),
+    ):
+        monkeypatch.setattr(module, name, new)
+    monkeypatch.setattr(sys, 'argv', ['slow_network.py', '--out', str(tmp_path / 'rows')])
+    with pytest.raises(SystemExit) as ended:
+        slow.main()
+    assert ended.value.code == 1
+    text = (tmp_path / 'rows.md').read_text()
+    assert '* FAIL: resnet, 1g' in text
+    assert 'Made on a machine that did nothing else' in text
+
+
+def test_no_bar_is_met_by_windows_that_do_not_agree(bench):
+    """Without a limit raw was not steady, so no codec's cost there is known."""
+    rows = rows_of('network')
+    said = list(bench('slow_report').bars(bench('slow_report').Results(rows)))
+    assert not [s for s in said if s.startswith('* pass: mlp, none')]
+    assert [s for s in said if s.startswith('* pass: resnet, none')]
+
+
+@pytest.mark.parametrize(('memcpy', 'status'), [(1.0, 0), (0.01, 1)])
+def test_selection_ends_with_its_bars(bench, monkeypatch, memcpy, status):
+    seconds = {'memcpy': memcpy, 'dense TopK': 8.0, 'lax.top_k dense': 160.0}
+    seconds |= {'encode': 6e-3, 'decode': 4e-3}
+    selection = bench('selection')
+    monkeypatch.setattr(selection, 'measure', lambda n, repeats: seconds)
+    monkeypatch.setattr(selection, 'keep_freed_pages', lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        selection.main(1)
+    assert ended.value.code == status
+
+
+@pytest.mark.parametrize(('mean', 'status'), [(0.12, 0), (0.13, 1)])
+def test_the_polar_report_ends_with_its_bars(monkeypatch, tmp_path, mean, status):
+    row = {'kind': 'distortion', 'size': 1024, 'rate': 0.5, 'search': 'argmax', 'bound': 0.11}
+    row |= {'construction': 'genie', 'mean': mean, 'error': 1e-4, 'blocks': 400}
+    (tmp_path / 'rows.jsonl').write_text(json.dumps(row))
+    monkeypatch.setattr(polar, 'draw', lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        report.main(['polar', str(tmp_path / 'rows.jsonl'), '--out', str(tmp_path / 'page')])
+    assert ended.value.code == status
+
+
+def test_the_thesis_has_another_polar_code():
+    """Each of its cells is within four standard errors, and all together are not (chi-square)."""
+    rows = rows_of('polar')
+    text = '\n'.join(polar.markdown(rows))
+    assert 'cells 73.5, p = 5e-08: theirs is another code than ours' in text
+
+
+def test_the_loss_of_an_exchange_counts_all_its_steps(bench, tmp_path):
+    """Two that compile, and those of the links before: 34 over the second link, not 16."""
+    slow = bench('slow_exchange')
+    rows = slow.Rows(tmp_path / 'rows.jsonl', fresh=True)
+    answers = {
+        'build': [{'sent': 1, 'parameters': 1, 'uncompressed': 1}],
+        'steps': [{'seconds': [1.0] * 16, 'losses': [1.0] * 16}],
+    }
+
+    class Crew:
+        ask = staticmethod(lambda do, **order: answers[do])
+        sent = staticmethod(lambda: 0)
+
+    class Lab:
+        use = staticmethod(lambda link: None)
+
+    rows.start()
+    slow.measure(
+        Crew(), Lab(), rows, slow.argparse.Namespace(links=['100m', 'none'], steps=16), 'mean'
+    )
+    assert [r['after'] for r in rows.rows if r['kind'] == 'step'] == [18, 34]
+    assert '## none: losses after 34 steps' in slow.markdown(rows.rows)
+
+
+def test_committed_pages_of_the_benches_are_made_of_their_rows(bench):
+    for kind in ('network', 'network_busy'):
+        lines = bench('slow_report').markdown(bench('slow_report').Results(rows_of(kind)))
+        page = (RESULTS / f'epyc_2026-11-21_{kind}.md').read_text()
+        assert '\n'.join(lines) + '\n' == page
+    page = (RESULTS / 'epyc_2026-11-21_exchange.md').read_text()
+    assert bench('slow_exchange').markdown(rows_of('exchange')) == page
+    paths = [RESULTS / f'epyc_2026-11-21_{kind}.jsonl' for kind in ('polar', 'gradients')]
+    text = '\n'.join(polar.markdown(polar.load(paths))) + '\n'
+    assert text == paths[0].with_suffix('.md').read_text()

@@ -1,0 +1,129 @@
+"""Checkpoints: what is damaged is passed over, and what cannot be written empties nothing."""
+
+import json
+import shutil
+import zlib
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxmp import checkpoint, files
+from jaxmp.training import portable
+from jaxmp.training.portable import Portable
+
+
+def state_at(step):
+    r = np.random.default_rng(step)
+    part = {'params': {'w': r.standard_normal((40, 30), np.float32)}, 'exchange': [()]}
+    return Portable(np.int32(step), r.integers(0, 2**32, 2, np.uint32), {'0.0': part})
+
+
+LIKE = state_at(0)
+
+
+def same(a, b):
+    words = lambda s: (s.parts['0.0']['params']['w'], s.key, s.step)
+    return all(np.array_equal(x, y) for x, y in zip(words(a), words(b), strict=True))
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    """A workdir with checkpoints of steps 5 and 10."""
+    folder = tmp_path_factory.mktemp('saved')
+    kept = checkpoint.Checkpoints(folder)
+    for step in (5, 10):
+        kept.save(step, state_at(step), {'steps': step})
+    kept.close()
+    return folder
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    for i in np.random.default_rng(0).integers(0, len(content), 8):
+        content[i] ^= 0x55
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_whatever_is_damaged_the_state_is_a_saved_one(saved, tmp_path):
+    """Every file of the newest: flipped bytes, cut in half, removed."""
+    newest = saved / 'checkpoints' / '10'
+    names = sorted(p.relative_to(newest) for p in newest.rglob('*') if p.is_file())
+    passed_over = set()
+    for number, (name, damage) in enumerate((n, d) for n in names for d in (flip, cut, None)):
+        workdir = tmp_path / str(number)
+        shutil.copytree(saved, workdir)
+        path = workdir / 'checkpoints' / '10' / name
+        damage(path) if damage else path.unlink()
+        kept = checkpoint.Checkpoints(workdir)
+        state, place = kept.restore(LIKE)
+        step = place['steps']
+        assert same(state, state_at(step)), (name, damage)
+        assert list(kept.damaged) == ([10] if step == 5 else []), (name, damage)
+        if step == 5:
+            assert (workdir / 'damaged' / '10').is_dir()
+            if not passed_over:
+                kept.save(10, state_at(10), {'steps': 10})  # in the place of the damaged one
+                assert kept.restore(LIKE)[1] == {'steps': 10}
+                assert sorted(kept._manager.all_steps()) == [5, 10]
+            passed_over.add(name.parts[0])
+        kept.close()
+    assert passed_over >= {'place', 'state'}
+
+
+def test_a_wrong_number_is_named(saved, tmp_path):
+    """Bytes that decode, into another array."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    kept = checkpoint.Checkpoints(tmp_path)
+    kept._manager.delete(10)
+    good, wrong = state_at(10), state_at(10)
+    wrong.parts['0.0']['params']['w'][7, 7] += 1
+    good, wrong = (portable.to_bytes(s) for s in (good, wrong))
+    about = {'place': {'steps': 10}, 'layout': portable.layout(LIKE)}
+    about |= {'bytes': [len(good)], 'crc32': [zlib.crc32(good)]}
+    both = ocp.args.Composite(
+        state=ocp.args.StandardSave({'rows': kept._rows(wrong)}),
+        place=ocp.args.JsonSave({**about, 'sum': checkpoint._sum(about)}),
+    )
+    kept._manager.save(10, args=both)
+    state, _ = kept.restore(LIKE)
+    assert same(state, state_at(5))
+    assert kept.damaged == {10: 'the part of process 0 has another checksum'}
+    kept.close()
+
+
+def test_no_checkpoint_is_good(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    for step in ('5', '10'):
+        (tmp_path / 'checkpoints' / step / 'place' / 'metadata').write_text('{')
+    kept = checkpoint.Checkpoints(tmp_path)
+    with pytest.raises(
+        files.WorkdirError, match=r'can be read \(step 10: .*; step 5: .*remove that'
+    ):
+        kept.restore(LIKE)
+    assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['10', '5']
+    kept.close()
+
+
+def test_a_full_disk_is_one_line(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    kept = checkpoint.Checkpoints(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=0))
+    with pytest.raises(files.WorkdirError, match=r'step 15 to .*, and 0 are; make room') as caught:
+        kept.save(15, state_at(15), {})
+    assert '\n' not in str(caught.value)
+    assert same(kept.restore(LIKE)[0], state_at(10))
+    kept.close()
+
+
+def test_the_configuration_stands_beside_the_first_checkpoint(tmp_path):
+    kept = checkpoint.Checkpoints(tmp_path, config={'lr': 0.1})
+    assert not (tmp_path / 'config.json').exists()
+    kept.save(1, state_at(1), {})
+    assert json.loads((tmp_path / 'config.json').read_text()) == {'lr': 0.1}
+    kept.close()

@@ -1,0 +1,136 @@
+"""A parameter that two stages hold: its bytes are counted, and an exchange may compress them."""
+
+import functools
+import io
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxmp import checkpoint, exchange, files, log, setting, team
+from jaxmp.exchange.copies import ENDS, Copies
+from jaxmp.models import gpt2
+from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.training import by_stage
+from tests.laws import QUICK
+from tests.runs import config_of
+
+LIKE = jax.ShapeDtypeStruct((40, 16), 'float32')
+
+
+def three_steps(text, devices):
+    """Sums and states of three steps, and what each gradient was."""
+    copies = Copies(exchange.parse(text), LIKE, devices)
+    state, parts, found = copies.init(), [], []
+    for t in range(3):
+        part = np.random.default_rng(t).standard_normal((2, *LIKE.shape)).astype('float32')
+        own = {e: jax.device_put(p, d) for e, p, d in zip(ENDS, part, devices, strict=True)}
+        sums, state = copies.add(own, state, jax.random.key(t))
+        assert all(sums[e].devices() == {d} for e, d in zip(ENDS, devices, strict=True))
+        parts.append(part)
+        found.append([np.asarray(sums[e]) for e in ENDS])
+    return copies, np.array(parts), np.array(found), state
+
+
+@pytest.mark.parametrize('text', ['mean', 'all_gather(ef21(uniform(4)))', 'power_sgd(2)'])
+def test_both_copies_get_the_same_sum(text):
+    """To the bit, over two devices and on one; what travels is what the compiled program moves."""
+    two, parts, far, state = three_steps(text, tuple(jax.devices()[:2]))
+    one, _, near, _ = three_steps(text, (jax.devices()[0],) * 2)
+    for found in (far, near):
+        np.testing.assert_array_equal(found[:, 0], found[:, 1])
+    np.testing.assert_allclose(near, far, atol=1e-5)
+    if text == 'mean':
+        np.testing.assert_array_equal(far[:, 0], parts[:, 0] + parts[:, 1])
+        assert state == ()
+    else:
+        assert 0 < np.abs(far[:, 0] - parts.sum(1)).max() < 10
+        assert sorted(state) == sorted(ENDS)
+    moved, whole = two.traffic(), 4 * LIKE.shape[0] * LIKE.shape[1]
+    assert moved['handed'] == moved['compiled'] > 0
+    assert (moved['handed'] == whole) == (text == 'mean')
+    assert text == 'mean' or moved['handed'] < whole / 4
+    assert one.traffic() == {'handed': moved['handed'], 'compiled': 0}
+
+
+TEXT = {'width': 8, 'heads': 1, 'blocks': 2, 'stages': 2, 'sequence_length': 8}
+TEXT |= {'train_examples': 48, 'batch_size': 16, 'epochs': 2, 'fwd': 'raw', 'bwd': 'raw'}
+SQUEEZED = 'double_squeeze(block(4))'
+
+
+def small(**changes):
+    return config_of('text_gpt2', **{**TEXT, 'runtime': 'mpmd', **changes})
+
+
+def tables(state):
+    """The copies that the stages hold."""
+    return [np.asarray(state.model.params[i][0]['wte']) for i in (0, 1)]
+
+
+def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch):
+    """Copies stay equal; a run that goes on from a checkpoint ends like one that was not cut."""
+    ends = lambda sizes, n: (gpt2.equal(sizes, 1)[0], gpt2.equal(sizes, 1)[2])  # without blocks
+    monkeypatch.setattr(gpt2, 'gpt2', ends)
+    quick = functools.partial(Mpmd, options=tuple(QUICK.items()))
+    monkeypatch.setitem(by_stage.RUNTIMES, 'mpmd', quick)
+    s = setting.setting(small(tied_exchange=SQUEEZED))
+    made, order = by_stage.by_stage(s, team.Team()), np.arange(48)
+    *_, (whole, _, _) = made.epoch(0)(made.create(s), order, lambda: False)
+    first, last = tables(whole)
+    np.testing.assert_array_equal(first, last)
+    assert not np.array_equal(first, tables(made.create(s))[0])
+    *_, (cut, _, _) = made.epoch(0)(made.create(s), order[:16], lambda: False)
+    kept = checkpoint.Checkpoints(tmp_path)
+    kept.save(1, made.export(cut), {})
+    found, _ = kept.restore(made.export(made.create(s)))
+    kept.close()
+    cut = made.load(made.create(s), found)
+    *_, (cut, _, _) = made.epoch(0)(cut, order[16:], lambda: False)
+    assert np.any(jax.tree.leaves(cut.tied)[0])
+    unkeyed = (state.replace(key=jax.random.key_data(state.key)) for state in (cut, whole))
+    jax.tree.map(np.testing.assert_array_equal, *unkeyed)
+
+    bytes_ = setting.table_bytes(s)['tied']
+    [*links, row] = made.moved()['moved']
+    ways = [bytes_['forward'], bytes_['backward']]
+    assert row == {'boundary': 'token table', 'payload': ways, 'collectives': ways}
+    assert bytes_['uncompressed'] == 256 * 8 * 4 > 7 * ways[0]
+    shown = shown_tables(s, bytes_, [*links, row])
+    assert [line.count(f' {ways[0]:,} ') for line in shown if 'token table' in line] == [2, 4]
+
+
+def shown_tables(s, tied, moved):
+    """Lines of the closing tables."""
+    best = {'epoch': 1, 'loss': 1.0, 'accuracy': 0.5}
+    test = {mode: {'best': best, 'last': best} for mode in ('off', 'on')}
+    summary = {'name': 'n', 'fwd': 'f', 'bwd': 'b', 'measure': 'accuracy', 'test': test}
+    summary |= {'bytes': setting.message_bytes(s), 'tied': tied, 'moved': moved}
+    console = Console(file=io.StringIO(), width=100)
+    for table in log.tables({**summary, 'processes': 2, 'interface': 0}):
+        console.print(table)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'runtime': 'local'}, "this model sends none; take 'mean', or several stages of gpt2"),
+        ({'stages': 1}, 'this model sends none'),
+        ({'tied_exchange': 'local_sgd(4)'}, 'shares parameters in place of gradients'),
+        ({'tied_exchange': 'momentum(all_gather(fp16))'}, 'brings a momentum'),
+        ({'tied_exchange': 'top_k(0.1)'}, r'write mean, all_gather\(top_k\(0.1\)\)'),
+    ],
+)
+def test_an_exchange_that_does_not_fit_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        setting.setting(small(**{'tied_exchange': SQUEEZED, **change}))
+
+
+def test_a_run_from_before_the_key_goes_on(tmp_path):
+    """What lacks the key has the default; another value is another run."""
+    (tmp_path / 'config.json').write_text('{"lr": 0.1}')
+    files.claim(tmp_path, {'lr': 0.1, 'tied_exchange': 'mean'})
+    (tmp_path / 'config.json').write_text('{"lr": 0.1}')
+    with pytest.raises(files.WorkdirError, match=r"tied_exchange='mean' \(now 'power_sgd"):
+        files.claim(tmp_path, {'lr': 0.1, 'tied_exchange': 'power_sgd(2)'})

@@ -1,0 +1,314 @@
+"""What a mistake, a foreign file or a machine at its end answers with: one line, no traceback."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmp import data, generate, resume, run, setting, spec
+from jaxmp.data import cifar10, text, wikitext
+from jaxmp.files import WorkdirError
+from jaxmp.models import weights
+from jaxmp.training.portable import Portable
+from tests.runs import ROOT, SMALL, config_of
+
+
+def small(name='digits_resnet', **changes):
+    """A configuration whose values may be of any kind, as a file of one's own may have them."""
+    config = config_of(name, **({} if name == 'text_gpt2' else {'model': 'lenet', **SMALL}))
+    with config.unlocked(), config.ignore_type():
+        config.update({'fwd': 'uniform(4)', 'bwd': 'uniform(4)', **changes})
+    return config
+
+
+WHOLE = 'is not a whole number from'
+SETTINGS = {
+    'no checkpoints': ({'checkpoint_every': 0}, f'config.checkpoint_every=0 {WHOLE} 1'),
+    'no epochs': ({'epochs': 0}, f'config.epochs=0 {WHOLE} 1'),
+    'half an epoch': ({'epochs': 1.5}, f'config.epochs=1.5 {WHOLE} 1'),
+    'a huge seed': ({'seed': 2**63}, f'config.seed=9223372036854775808 {WHOLE} 0 to 4294967295'),
+    'a seed JAX would cut': ({'seed': 2**32}, f'config.seed=4294967296 {WHOLE} 0 to 4294967295'),
+    'a negative seed': ({'seed': -1}, f'config.seed=-1 {WHOLE} 0'),
+    'nan': ({'lr': float('nan')}, 'config.lr=nan is not a finite number from 0'),
+    'infinity': ({'clip_norm': float('inf')}, 'config.clip_norm=inf is not a finite number'),
+    'a negative rate': ({'momentum': -0.5}, 'config.momentum=-0.5 is not a finite number from 0'),
+    'a rate of text': ({'lr': '0.1'}, "config.lr='0.1' is not a finite number"),
+    'a switch of text': ({'download': 'no'}, "config.download='no' is not True or False"),
+    'a switch for a number': ({'epochs': True}, f'config.epochs=True {WHOLE} 1'),
+    'a network of text': ({'model': 'gpt2'}, r"config.model='gpt2' needs config.sequence_length, .*"
+                          r'config.init_from.*such as configs/text_gpt2\.py'),
+    'a rounding that is called': ({'fwd': 'uniform(4, rounding=stochastic(1, 2, 3))'},
+                                  'stochastic takes no arguments; write stochastic'),
+    'tables without end': ({'fwd': 'aqsgd(uniform(4), examples=1000000000000)'},
+                           r'keeps tables of [\d,.]+ GiB, and there is a memory of .*; take'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', SETTINGS)
+def test_a_setting_that_makes_no_sense(case):
+    change, message = SETTINGS[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        run.prepare(small(**change), run.Team())
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'model': 'lenet'}, r"model='lenet' needs config\.pool, .*configs/digits_resnet\.py"),
+        ({'optimiser': 'sgd'}, r"optimiser='sgd' needs config\.momentum, .*config\.cosine_epochs"),
+        ({'remat': 1}, 'config.remat=1 is not True or False'),
+    ],
+)
+def test_a_setting_of_text_that_makes_no_sense(change, message):
+    with pytest.raises(ValueError, match=message):
+        setting.setting(small('text_gpt2', **change))
+
+
+def test_a_rounding_is_not_called_while_it_is_parsed():
+    assert spec.parse('uniform(4, rounding=stochastic)')
+    with pytest.raises(spec.SpecError, match='nearest takes no arguments; write nearest'):
+        spec.parse('uniform(4, rounding=nearest(1, 2))')
+
+
+def folder(path):
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+OLD = {'kind': 'train', 'step': 0, 'epoch': 1, 'loss': 1.0, 'accuracy': 0.5}
+WORKDIRS = {
+    'checkpoints are a file': (lambda w: (w / 'checkpoints').touch(), 'cannot keep checkpoints'),
+    'records are a folder': (lambda w: folder(w / 'metrics.jsonl'), 'cannot read .*metrics'),
+    'a config that is a folder': (lambda w: folder(w / 'config.json'), r'cannot read .*config'),
+    'a config of a list': (lambda w: (w / 'config.json').write_text('[1]'), r'holds \[1\], not'),
+    'a config of nothing': (lambda w: (w / 'config.json').write_text('null'), 'holds null, not'),
+    'a config cut off': (lambda w: (w / 'config.json').write_text('{"a'), r'cannot read .*config'),
+    'a record of nothing': (lambda w: (w / 'metrics.jsonl').write_text('{}\n'),
+                            r"metrics.jsonl, line 1 .*lacks accuracy.*step: '{}'; remove the line"),
+    'a record that is none': (lambda w: (w / 'metrics.jsonl').write_text(
+        f'{json.dumps(OLD)}\n<html>\n{json.dumps(OLD)}\n'), r'line 2 is no record.*<html>'),
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def made():
+    """A setting whose first state takes no time."""
+    made = run.prepare(small(), run.Team())
+    empty = Portable(np.int32(0), np.zeros(2, np.uint32), {})
+    first = {'create': lambda s: SimpleNamespace(step=0), 'export': lambda state: empty}
+    return made._replace(engine=made.engine._replace(**first))
+
+
+@pytest.mark.parametrize('case', WORKDIRS)
+def test_a_workdir_with_foreign_files(tmp_path, made, case):
+    damage, message = WORKDIRS[case]
+    damage(tmp_path)
+    with pytest.raises(WorkdirError, match=message) as caught:
+        run.run(small(), tmp_path, made=made, quiet=True)
+    assert '\n' not in str(caught.value)
+    assert 'workdir' in str(caught.value)
+
+
+SIZES = {'model_type': 'gpt2', 'n_embd': 24, 'n_head': 2, 'n_layer': 2, 'n_inner': None}
+WEIGHTS = {
+    'a size of text': ({'n_embd': '24'}, "n_embd='24', which is no whole number from 1"),
+    'half a layer': ({'n_layer': 2.5}, 'n_layer=2.5, which is no whole number from 1'),
+    'a switch for heads': ({'n_head': True}, 'n_head=True, which is no whole number from 1'),
+    'no width': ({'n_embd': None}, 'n_embd=None, which is no whole number from 1'),
+    'a negative part': ({'n_inner': -4}, 'n_inner=-4, which is no whole number from 1'),
+    'a rate of text': ({'attn_pdrop': '0.1'}, "attn_pdrop='0.1', which is no number from 0"),
+    'epsilon of nothing': ({'layer_norm_epsilon': None}, 'epsilon=None, which is no number from 0'),
+    'a number for a switch': ({'tie_word_embeddings': 1}, 'tie_word_embeddings=1; allowed is True'),
+    'text for a switch': ({'scale_attn_weights': 'yes'}, "weights='yes'; allowed is True"),
+    'a list for a word': ({'model_type': ['gpt2']}, r"model_type=\['gpt2'\]; allowed is 'gpt2'"),
+}
+
+
+@pytest.mark.parametrize('case', WEIGHTS)
+def test_a_model_described_with_wrong_kinds(tmp_path, case):
+    change, message = WEIGHTS[case]
+    (tmp_path / 'config.json').write_text(json.dumps(SIZES))
+    assert weights.read_config(tmp_path).width == 24
+    (tmp_path / 'config.json').write_text(json.dumps({**SIZES, **change}))
+    with pytest.raises(ValueError, match=message):
+        weights.read_config(tmp_path)
+
+
+def test_a_vocabulary_of_wrong_kinds(tmp_path):
+    (tmp_path / 'merges.txt').touch()
+    for found in ({'a': 0, 'b': 'x'}, {'a': False, 'b': True}, [1], {}):
+        (tmp_path / 'vocab.json').write_text(json.dumps(found))
+        if found:
+            with pytest.raises(ValueError, match='does not number its tokens'):
+                text.bpe(str(tmp_path))
+
+
+@pytest.mark.parametrize('name', ['cifar10', 'mnist', 'wikitext-2'])
+def test_data_in_a_file(tmp_path, name):
+    (tmp_path / 'file').touch()
+    load = text.load if 'wiki' in name else data.load
+    with pytest.raises(FileNotFoundError, match=r'file is not a folder|in .*file; put'):
+        load(name, *[8] * ('wiki' in name), data_dir=str(tmp_path / 'file'), download=True)
+
+
+def test_data_that_cannot_be_read(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, 'Permission denied', str(path))
+
+    (tmp_path / 'wiki.train.tokens').touch()
+    (tmp_path / 'wiki.valid.tokens').touch()
+    (tmp_path / 'data_batch_1').touch()
+    monkeypatch.setattr('pathlib.Path.read_bytes', refuse)
+    for load, name in (
+        (data.load, 'cifar10'),
+        (lambda n, d: text.load(n, 8, 'bytes', d), 'wikitext-2'),
+    ):
+        with pytest.raises(OSError, match=f'cannot read {name} in data_dir .*denied.*; mend'):
+            load(name, str(tmp_path))
+
+
+def test_a_download_that_ends_early(tmp_path, monkeypatch):
+    class Reply:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def read(self, size):
+            raise TimeoutError('no more')
+
+    monkeypatch.setattr('urllib.request.urlopen', lambda *_, **__: Reply())
+    with pytest.raises(ConnectionError, match=r'did not come into .*no more.*wikitext-2-v1'):
+        wikitext.tokens(str(tmp_path), download=True)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(cifar10, 'find_spec', lambda name: object())
+    (tmp_path / 'file').touch()
+    with pytest.raises(FileNotFoundError, match='not a folder'):
+        data.load('cifar10', str(tmp_path / 'file'), download=True)
+
+
+def test_text_from_a_foreign_folder(tmp_path):
+    (tmp_path / 'model').mkdir()
+    for content in ('[]', 'null', '{"a'):
+        (tmp_path / 'config.json').write_text(content)
+        with pytest.raises(SystemExit, match=r'^generate: .*config.json.* is not the config'):
+            generate.main([str(tmp_path)])
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    (tmp_path / 'script').write_text('x')
+    for program, why in (('no-such-program', 'No such file'), (str(tmp_path / 'script'), 'denied')):
+        command = [sys.executable, str(ROOT / 'jaxmp' / 'launch.py'), '--processes', '2', '--']
+        done = subprocess.run([*command, program], capture_output=True, text=True, check=False)
+        assert done.returncode == 127
+        assert re.fullmatch(f'launch: cannot start {program}: .*{why}.*; .*\n', done.stderr)
+
+
+# train.py itself.
+
+
+@pytest.fixture(scope='module')
+def script():
+    where = importlib.util.spec_from_file_location('train_script', ROOT / 'train.py')
+    module = importlib.util.module_from_spec(where)
+    where.loader.exec_module(module)
+    return module
+
+
+FLAGS = {
+    'an unknown key': (['--config.epohcs=3'], r'no key config\.epohcs .*you mean config\.epochs'),
+    'a key of another file': (['--config.heads=3'], r'no key config\.heads; .* has .* width$'),
+    'a key inside a text': (['--config.data.x=3'], r'no key config\.data\.x'),
+    'no name': (['--config.=3'], r'no key config\.;'),
+    'no such file': (['--config=nowhere.py', '--config.width=3'], '--config=nowhere.py: .*no such'),
+    'a folder': (['--config=configs'], '--config=configs: .*give a Python file with get_config'),
+    'no Python': (['--config', 'README.md'], '--config=README.md: .*give a Python file'),
+    'a number of text': (['--config.lr=low'], r"'low'; config\.lr is a number, such as 0\.02"),
+    'half a number': (['--config.epochs=1.5'], r"'1\.5'; config\.epochs is a whole number, such"),
+    'a switch of text': (['--config.download=maybe'], r"'maybe'\).*download is True or False"),
+    'an unknown flag': (['--workdri=x'], "Unknown command line flag 'workdri'"),
+    'another order': (['--config.width=2', '--config=configs/cifar10_small.py'], 'Found .* before'),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings('ignore:the load_module')  # ml_collections loads files with it
+@pytest.mark.parametrize('case', FLAGS)
+def test_flags_that_make_no_sense(script, case, monkeypatch):
+    given, message = FLAGS[case]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, 'argv', ['train.py', *given])
+    with pytest.raises(SystemExit, match=f'^train.py: .*{message}') as caught:
+        script.parse(sys.argv)
+    assert '\n' not in str(caught.value)
+
+
+def test_a_configuration_of_ones_own_with_a_mistake(script, tmp_path, monkeypatch):
+    for code, message in (
+        ('x = ', 'SyntaxError: '),
+        ('x = 1', "has no attribute 'get_config'"),
+        ('def get_config():\n  return 1', r'get_config\(\) gives a int, not a ConfigDict'),
+        ('import nowhere', "ModuleNotFoundError: No module named 'nowhere'"),
+    ):
+        (tmp_path / 'own.py').write_text(code)
+        monkeypatch.setattr(sys, 'argv', ['train.py', f'--config={tmp_path / "own.py"}'])
+        with pytest.raises(SystemExit, match=message) as caught:
+            script.parse(sys.argv)
+        assert '\n' not in str(caught.value)
+
+
+def test_what_ends_with_a_line_and_what_with_a_traceback(script):
+    full = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nMore')
+    for error, said in (
+        (full, 'no memory: JaxRuntimeError: RESOURCE_EXHAUSTED.* More; lower config.batch_size'),
+        (MemoryError(), 'no memory: MemoryError:'),
+        (ConnectionError('no answer'), 'ConnectionError: no answer'),
+        (PermissionError(13, 'Permission denied', 'x'), 'PermissionError: .*denied'),
+        (OSError(28, 'No space left on device'), 'OSError: .*No space left'),
+        (WorkdirError('in\nuse'), 'WorkdirError: in use'),
+    ):
+        line = script.expected(error)
+        assert re.match(said, line), line
+        assert '\n' not in line
+    assert script.expected(KeyError('a mistake of ours')) is None
+    assert script.expected(jax.errors.JaxRuntimeError('INTERNAL: ours')) is None
+
+
+def test_ctrl_c_before_the_loop(tmp_path):
+    """A jax that is interrupted while it is imported, and the second time while that is told."""
+    again = 'os.kill(os.getpid(), signal.SIGINT)\n'
+    (tmp_path / 'jax.py').write_text(f'import os, signal\n{again}{again}')
+    done = subprocess.run(
+        [sys.executable, str(ROOT / 'train.py'), f'--workdir={tmp_path / "w"}'],
+        env={**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert done.stderr.startswith('train.py: stopped by Ctrl-C; ')
+    assert done.stderr.count('\n') == 1
+
+
+def test_the_second_ctrl_c_in_the_loop_does_not_wait():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
+    try:
+        _second_ctrl_c()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _second_ctrl_c():
+    with resume.stop_signals() as seen:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert seen == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

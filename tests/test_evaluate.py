@@ -1,0 +1,99 @@
+"""Scoring has randomness of its own, and time of its own."""
+
+import re
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import ml_collections
+import numpy as np
+import pytest
+
+from jaxmp import boundary, log, run, setting, task, team
+from jaxmp.codecs import raw
+from jaxmp.feedback import direct
+from jaxmp.pipeline import Pipeline
+from jaxmp.training import engine
+from tests.runs import SMALL, config_of
+
+
+class Dense(nn.Module):
+    """The cheapest of stages."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(self.features)(x.reshape(len(x), -1))
+
+
+def spying(seen):
+    """``raw``, telling the key of every message it makes."""
+    tell = lambda words: seen.append(tuple(np.asarray(words).tolist()))
+
+    def send(x, tx, ctx):
+        jax.debug.callback(tell, jax.random.key_data(ctx.key))
+        return raw.encode(x, ctx), tx
+
+    return direct(raw)._replace(send=send)
+
+
+@pytest.mark.parametrize('runtime', setting.RUNTIMES)
+def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch):
+    """Batch i of a test had the key of step i - 1."""
+    monkeypatch.setitem(task.MODELS, 'dense', lambda classes, width: (Dense(4), Dense(classes)))
+    s, seen = setting.setting(config_of(model='dense', runtime=runtime, **SMALL)), []
+    model = Pipeline(s.model.stages, (boundary(spying(seen), direct(raw)),))
+    s = s._replace(model=model)
+    made = run.engine_of(s, team.Team())
+    state = made.create(s)
+    made.evaluate(state, True)
+    jax.effects_barrier()
+    step = lambda i: jax.random.fold_in(jax.random.key(s.config.seed), i)
+    at = lambda key, *path: at(jax.random.fold_in(key, path[0]), *path[1:]) if path else key
+    words = lambda key: tuple(np.asarray(jax.random.key_data(key)).tolist())
+    batches = -(-len(s.data.test.y) // s.config.batch_size)
+    assert len(seen) == len(set(seen)) == batches > 5
+    # The model's stream of a step, micro-batch 0, the boundary after stage 0, forward.
+    shared = {words(at(step(i), 1, 0, 2, 0)) for i in range(batches + 1)}
+    assert not shared & set(seen)
+
+
+def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
+    """A step of 100 examples takes 20 s, a test 1,000 s: 5 a second from the first to the last."""
+    now = [0.0]
+    clock = SimpleNamespace(time=lambda: now[0])
+    monkeypatch.setattr(log, 'time', clock)
+    monkeypatch.setattr(run, 'time', clock)
+
+    def steps(state, order, stopped):
+        for i in range(len(order) // 100):
+            now[0] += 20
+            yield (
+                SimpleNamespace(step=state.step + i + 1),
+                {'loss': [1.0], 'accuracy': [0.5]},
+                False,
+            )
+
+    def evaluate(state, compressed):
+        now[0] += 500
+        return {'loss': 1.0, 'accuracy': 0.5}
+
+    config = ml_collections.ConfigDict(
+        {'epochs': 3, 'seed': 0, 'batch_size': 100, 'checkpoint_every': 9}
+    )
+    s = SimpleNamespace(
+        config=config, epoch_steps=4, task=SimpleNamespace(measure='accuracy'),
+        data=SimpleNamespace(train=SimpleNamespace(y=np.zeros(400))),
+    )  # fmt: skip
+    r = SimpleNamespace(
+        s=s, signals=[],
+        engine=engine.Engine(None, lambda n: steps, evaluate, lambda state: None, None, dict),
+        checkpoints=SimpleNamespace(save=lambda *given: None), metrics=log.Metrics(None, 0),
+        display=log.Display(12, 0, 100),
+    )  # fmt: skip
+    run.train(
+        r, SimpleNamespace(step=0), {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
+    )
+    rates = re.findall(r'(\S+) ex/s', capsys.readouterr().err)
+    assert rates == ['5'] * 11

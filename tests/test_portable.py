@@ -1,0 +1,82 @@
+"""A run saved under one runtime goes on under another, with one replica and with two."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp import checkpoint, run, setting, task, team
+from tests.runs import config_of
+
+RUNTIMES = ('local', 'spmd', 'mpmd')
+CUT = 2 * 32  # examples before the checkpoint
+
+
+class Flat(nn.Module):
+    """A dense layer of the flattened input. Compiles in no time."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(self.features)(jnp.tanh(x.reshape(len(x), -1)))
+
+
+def small(runtime, replicas):
+    words = {'model': 'flat', 'width': 24, 'train_examples': 160, 'batch_size': 32, 'epochs': 1}
+    words |= {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))', 'micro_batches': 2}
+    words |= {'warmup_epochs': 0, 'exchange': 'all_gather(ef21(uniform(4)))', 'clip_norm': 1.0}
+    return config_of('digits_dataparallel', **words, runtime=runtime, replicas=replicas)
+
+
+def steps(engine, state, order):
+    """Losses of the steps over ``order``, and the state after them."""
+    losses = []
+    for after, values, _ in engine.epoch(0)(state, order, lambda: False):
+        state = after
+        losses += np.ravel(values['loss']).astype(float).tolist()
+    return losses, state
+
+
+@pytest.fixture(scope='module', params=[1, 2], ids=['one replica', 'two replicas'])
+def saved(request, tmp_path_factory):
+    """By runtime: engine, setting, folder of a checkpoint, and the losses of a whole run."""
+    found, order = {}, np.random.default_rng(0).permutation(160)
+    with pytest.MonkeyPatch.context() as patch:
+        made = lambda classes, width: (Flat(width), Flat(classes))
+        patch.setitem(task.MODELS, 'flat', made)
+        for runtime in RUNTIMES:
+            s = setting.setting(small(runtime, request.param))
+            engine, folder = run.engine_of(s, team.Team()), tmp_path_factory.mktemp(runtime)
+            first, state = steps(engine, engine.create(s), order[:CUT])
+            kept = checkpoint.Checkpoints(folder)
+            kept.save(2, engine.export(state), {})
+            kept.close()
+            rest, _ = steps(engine, state, order[CUT:])
+            found[runtime] = engine, s, folder, first + rest
+        yield found, order
+
+
+@pytest.mark.parametrize('to', RUNTIMES)
+@pytest.mark.parametrize('of', RUNTIMES)
+def test_a_run_goes_on_under_another_runtime(saved, of, to):
+    """As if nothing had happened; under the same one to the bit. Nothing is lost in between."""
+    found, order = saved
+    _, _, folder, want = found[of]
+    engine, s, _, there = found[to]
+    kept = checkpoint.Checkpoints(folder)
+    read, _ = kept.restore(engine.export(engine.create(s)))
+    kept.close()
+    state = engine.load(engine.create(s), read)
+    assert int(state.step) == 2
+    again = checkpoint.portable.to_bytes(engine.export(state))
+    again = checkpoint.portable.from_bytes([again])
+    jax.tree.map(np.testing.assert_array_equal, again, read)
+    memory = [part[k] for part in read.parts.values() for k in ('feedback', 'opt_state')]
+    assert all(np.any(a) for tree in memory for a in jax.tree.leaves(tree) if np.size(a) > 30)
+    losses, _ = steps(engine, state, order[CUT:])
+    if of == to:
+        assert losses == want[2:]
+    np.testing.assert_allclose(losses, want[2:], rtol=1e-4)
+    np.testing.assert_allclose(losses, there[2:], rtol=1e-4)

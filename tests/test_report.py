@@ -1,0 +1,261 @@
+"""The report on the committed results: its commands, its statistics, what is judged by what."""
+
+import ast
+import json
+import math
+import re
+import shlex
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmp import defaults, devices, sweep
+from jaxmp.report import __main__ as report
+from jaxmp.report import claims, page, residuals, results, tables
+from tests.runs import ROOT
+
+PAGES = ('README.md', 'docs/findings.md')
+
+
+def command(module):
+    """The README's command line of a module, as arguments."""
+    line = re.search(rf'^python -m {re.escape(module)} (.*)$', (ROOT / PAGES[0]).read_text(), re.M)
+    return shlex.split(line[1])
+
+
+@pytest.fixture(scope='module')
+def studies():
+    return {s.name: s for s in results.load(ROOT / 'results')}
+
+
+def test_the_study_of_the_readme_is_finished(monkeypatch, capsys):
+    """A key that a result lacks counts as its default, so no committed result is refused."""
+    monkeypatch.chdir(ROOT)
+    sweep.main([*command('jaxmp.sweep'), '--tables=1,2,3,4,5', '--plan'])
+    assert re.search(r'\n\d+ runs, 0 to do', capsys.readouterr().out)
+
+
+def test_a_default_in_code_is_the_default_of_a_result():
+    """What `config.get(key, default)` says is what a result without the key was made with."""
+    said = {}
+    for path in (ROOT / 'jaxmp').rglob('*.py'):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=of, attr='get'),
+                    args=[ast.Constant(value=key), ast.Constant(value=default)],
+                ) if ast.unparse(of).endswith('config') and key not in defaults.IDLE:
+                    said[key] = default
+    assert {'exchange', 'replicas'} <= said.keys()
+    assert {k: defaults.DEFAULTS.get(k) for k in said} == said
+
+
+def test_the_committed_report_is_what_the_readme_makes(monkeypatch, tmp_path):
+    """To the byte; a picture whose data or whose code changed is drawn again and then differs."""
+    monkeypatch.chdir(ROOT)
+    committed, made = ROOT / 'docs' / 'report', tmp_path / 'report'
+    shutil.copytree(committed, made, ignore=shutil.ignore_patterns('*.md', '*.html', '*.csv'))
+    words = command('jaxmp.report')
+    assert words == ['results', '--out', 'docs/report', '--into', *PAGES]
+    copies = [tmp_path / p.replace('/', '_') for p in PAGES]
+    for name, copy in zip(PAGES, copies, strict=True):
+        shutil.copy(name, copy)
+    report.main(['results', '--out', str(made), '--into', *map(str, copies)])
+    found = {p.name: p.read_bytes() for p in made.iterdir()}
+    assert found.keys() == {p.name for p in committed.iterdir()}
+    assert [n for n, b in found.items() if b != (committed / n).read_bytes()] == []
+    shown = set(re.findall(r'\]\((\S+\.png)\)', found['report.md'].decode()))
+    assert shown == {n for n in found if n.endswith('.png')}
+    for name, copy in zip(PAGES, copies, strict=True):
+        assert copy.read_text() == (ROOT / name).read_text(), name
+
+
+def test_a_sweep_keeps_its_programs_by_the_number_of_cores(monkeypatch, tmp_path):
+    kept = {}
+    monkeypatch.setattr(jax.config, 'update', lambda key, value: kept.update({key: value}))
+    words = ['--scale=cpu', '--rows=none', '--out', str(ROOT / 'results'), '--work', str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        sweep.main([str(ROOT / 'configs' / 'paper_tables.py'), *words])
+    assert ended.value.code == 0
+    assert kept['jax_compilation_cache_dir'].endswith(f'{devices.cores()}_cores')
+
+
+def summary(**changes):
+    """A run of three epochs, the first of them a warm-up: 90, 50 and 60 % off."""
+    curve = {'loss': [0.1, 0.5, 0.4], 'accuracy': [0.9, 0.5, 0.6]}
+    scores = {
+        'best': {'epoch': 1, 'loss': 0.1, 'accuracy': 0.9},
+        'last': {'epoch': 3, 'loss': 0.4, 'accuracy': 0.6},
+    }
+    config = {'name': 'ef', 'seed': 0, 'lr': 0.1, 'epochs': 3, 'warmup_epochs': 1}
+    return {
+        'name': 'ef',
+        'fwd': 'ef(top_k(0.1))',
+        'bwd': 'raw',
+        'seed': 0,
+        'test': {'off': scores, 'on': scores},
+        'history': {'train': curve, 'off': curve, 'on': curve},
+        'bytes': [{'boundary': 1, 'uncompressed': 100, 'forward': 10, 'backward': 10}],
+        'config': {**config, **changes.pop('config', {})},
+        **changes,
+    }
+
+
+def test_best_leaves_the_warmup_out_and_bits_count_it():
+    row = results.Row('ef', (summary(),))
+    assert results.best(row, 'off') == 60.0
+    assert results.wire(row)['bits'] == pytest.approx(32 / 3 + 3.2 * 2 / 3)
+    bare = {k: v for k, v in summary().items() if k != 'history'}
+    assert results.best(results.Row('ef', (bare,)), 'off') == 60.0
+
+
+def test_ef_with_a_warmup_of_a_fifth_sends_ten_bits(studies):
+    assert results.wire(studies['cpu'].rows['ef-top10-warm20'])['bits'] == pytest.approx(
+        9.77, abs=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ('fwd', 'judged'),
+    [
+        ('top_k(0.1)', 'on'),
+        ('raw', 'on'),
+        ('ef21(top_k(0.1))', 'off'),
+        ('ef_mixed(top_k(0.05), of=error)', 'off'),
+        ('aqsgd(top_k(0.3), examples=examples)', 'off'),
+    ],
+)
+def test_what_remembers_is_judged_off(fwd, judged):
+    assert results.Row('', (summary(fwd=fwd),)).judged == judged
+
+
+def test_the_readings_of_a_row_stand_beside_each_other(studies):
+    """Two readings of EF-mixed are two rows of Table 3, as is a third under a name of its own."""
+    rows = dict(studies['cpu'].rows)
+    rows['ef_mixed_sum-top10-warm20'] = rows['ef_mixed-top10-warm20']
+    study = results.Study('cpu', rows)
+    table = next(t for t in claims.PAPER['tables'] if t['table'] == 3)
+    labels = [line[0] for line in tables.lines(table, study)]
+    assert {l.split('; ')[1] for l in labels if l.startswith('ef_mixed')} == {
+        'e = x - C(x)',
+        'e = x - C(x), sum',
+        'e accumulated',
+    }
+    assert not [line for line in tables.others(study, 'accuracy') if 'ef_mixed' in line[0]]
+    assert sum(v.verdict != 'undecided' for v in claims.judge(study)) > 0
+
+
+def test_exchanges_may_differ_in_rate_and_momentum_and_in_nothing_else(tmp_path):
+    def run(name, **config):
+        return summary(name=name, fwd='raw', exchange={}, config=config)
+
+    study = results.study(tmp_path, [run('a', lr=0.1, momentum=0.5), run('b', lr=0.2)])
+    assert len(study.rows) == 2
+    with pytest.raises(ValueError, match=r'different settings: batch_size=1 and 2'):
+        results.study(tmp_path, [run('a', batch_size=1), run('b', batch_size=2)])
+
+
+def test_a_setting_that_differs_is_not_said_of_all(studies):
+    said = page.setting(studies['mnist_dataparallel'])
+    assert 'lr 0.02' not in said
+    assert 'By row: exchange, lr, momentum.' in said
+
+
+def test_the_residual_of_two_rows_is_that_of_their_differences():
+    """Over two rows with the same seeds the shared residual is the paired t test."""
+    column = {'a': {0: 1.0, 1: 2.5, 2: 2.0}, 'b': {0: 0.0, 1: 1.0, 2: 1.5}}
+    found = residuals.residual(column, seeds=True)
+    apart = [column['a'][s] - column['b'][s] for s in range(3)]
+    alone = residuals.estimate(apart)
+    shared = residuals.estimate(apart, found.deviation * 2**0.5, found.freedom)
+    np.testing.assert_allclose(shared, alone)
+
+
+def test_many_rows_tell_the_residual_of_few_seeds():
+    """The interval holds the truth as often as it says, and a row that varies more is left out."""
+    r = np.random.default_rng(0)
+    held, deviations = 0, []
+    for _ in range(200):
+        seeds = r.normal(0, 2, 2)
+        column = {str(row): {s: float(seeds[s] + r.normal()) for s in range(2)} for row in range(8)}
+        found = residuals.residual(column, seeds=True)
+        apart = [column['0'][s] - column['1'][s] for s in range(2)]
+        e = residuals.estimate(apart, found.deviation * 2**0.5, found.freedom)
+        held += e.low < 0 < e.high
+        deviations.append(found.deviation)
+    assert 0.90 < held / 200 < 0.99
+    assert np.mean(deviations) == pytest.approx(1, abs=0.1)
+    column['wild'] = {0: 0.0, 1: 60.0}
+    assert 'wild' not in residuals.agreeing(column)
+    assert len(residuals.agreeing(column)) == 8
+
+
+@pytest.mark.parametrize(('seeds', 'points'), [(2, 15.0), (3, 4.2), (5, 2.2), (8, 1.5)])
+def test_the_power_of_few_seeds(seeds, points):
+    """Points beyond a bound that are found four times of five, at a deviation of 1.3."""
+    e = residuals.estimate([0.0] * seeds, 1.3, seeds - 1)
+    assert residuals.detectable(e) == pytest.approx(points, abs=0.05)
+
+
+def test_holm_decides_among_all_tests():
+    """One quantity in ten with p = .02 alone decides nothing; one with p = .004 does."""
+    e = claims.Evidence('', False, 0.0, 0.0, residuals.estimate([1.0, 2.0]), 0.0)
+    for p, verdict in ((0.02, 'undecided'), (0.004, 'supported')):
+        found = claims.decided([e._replace(p=p), *[e._replace(p=0.9)] * 9], ['above'] * 10)
+        assert found[0].verdict == verdict
+    assert claims.decided([e._replace(p=0.004)], ['below'])[0].verdict == 'contradicted'
+
+
+def test_the_margin_holds_what_the_paper_says_of_its_own_tables():
+    """Every test of a claim is met by the paper's numbers, and the margin's reason names them."""
+    nothing = results.Study('', {})
+    for claim in claims.PAPER['claims']:
+        for test in claim['tests']:
+            e = claims.weigh(test, nothing)
+            assert (e.paper > e.bound) == (test['side'] == 'above'), e.text
+    why = claims.PAPER['margin']['why']
+    said = {float(n) for n in re.findall(r'(\d+\.\d) %', why)}
+    rows = ('fw4-bw8', 'top10', 'fw4-bw6', 'top5', 'fw4-bw4')
+    errors = [100 - claims.paper_row(r)['on'] for r in rows]
+    errors += [100 - claims.paper_row(f'aqsgd-top{k}-warm10')['off'] for k in (30, 20)]
+    assert said == {round(100 * (e / 7 - 1), 1) for e in errors}
+
+
+def test_the_findings_say_what_the_margin_decides(studies):
+    """Their first point names the claim that a margin of 2 points would not contradict."""
+    verdicts = {
+        c['id']: v
+        for c, v in zip(claims.PAPER['claims'], claims.judge(studies['cpu']), strict=True)
+    }
+    assert verdicts['aqsgd'].verdict == 'contradicted'
+    [harm] = [e for e in verdicts['aqsgd'].evidence if e.verdict == 'contradicted']
+    assert harm.points < -2
+
+
+def test_gaps_are_compared_by_what_is_off(studies):
+    """'Closes the gap' is the score off of EF21 less that of Top10 %: 14.9 points in the paper."""
+    [claim] = [c for c in claims.PAPER['claims'] if c['id'] == 'ef gap']
+    e = claims.weigh(claim['tests'][0], studies['cifar10_small'])
+    assert e.points == pytest.approx(54.98 - 49.25)
+    assert math.exp(e.paper) == pytest.approx((100 - 90.83) / (100 - 75.89))
+    assert e.verdict == 'one seed'
+
+
+def test_pictures_say_what_they_were_made_from(studies, tmp_path):
+    """A changed number makes another picture; the same data is not drawn again."""
+    from jaxmp.report import figures
+
+    small = results.Study('x', {n: studies['cifar10_small'].rows[n] for n in ('none', 'top10')})
+    [name] = figures.draw(small, tmp_path).values()
+    path = tmp_path / name
+    first = path.stat().st_mtime_ns
+    figures.draw(small, tmp_path)
+    assert path.stat().st_mtime_ns == first
+    other = json.loads(json.dumps(small.rows['top10'].runs[0]))
+    other['test']['on']['last']['accuracy'] += 0.01
+    moved = {**small.rows, 'top10': small.rows['top10']._replace(runs=(other,))}
+    before = figures.made_from(path)
+    figures.draw(results.Study('x', moved), tmp_path)
+    assert figures.made_from(path) != before
