@@ -469,17 +469,18 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
     And on one machine nothing listens but on loopback: JAX's coordinator, the stages' links.
     """
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-    out, code = text_of(start(whole, epochs=6, **MPMD))
+    out, code = text_of(start(whole, epochs=10, **MPMD))
     assert code == 0, out[-2000:]
-    process = start(cut, *LAUNCH, epochs=6, **MPMD)
+    process = start(cut, *LAUNCH, epochs=10, **MPMD)
     wait_for_steps(process, cut, 5)
     assert listening(*pids(cut, 0)) | listening(*pids(cut, 1)) == {'0100007F'}, '127.0.0.1'
     process.send_signal(signal.SIGINT)
     out, code = text_of(process)
     assert code == 143, out[-2000:]
     assert 'the same command goes on' in out
-    process = start(cut, *LAUNCH, epochs=6, **MPMD)
-    wait_for_steps(process, cut, 15)
+    saved = max(int(p.name) for p in (cut / 'checkpoints').iterdir() if p.name.isdigit())
+    process = start(cut, *LAUNCH, epochs=10, **MPMD)
+    wait_for_steps(process, cut, saved + 1)  # it has gone on
     began = time.time()
     [victim] = pids(cut, 1)
     os.kill(victim, signal.SIGKILL)
@@ -490,12 +491,12 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
     assert subprocess.run(['pgrep', '-f', str(cut)], check=False).returncode == 1, 'nobody is left'
     alone = tmp_path / 'alone'
     shutil.copytree(cut, alone)
-    out, code = text_of(start(alone, epochs=6, **MPMD))
+    out, code = text_of(start(alone, epochs=10, **MPMD))
     assert code == 0, out[-2000:]
     assert 'going on from step' in out
     assert records(whole) == records(alone), 'one process goes on where two were'
     step = damage_newest(cut, 1)
-    out, code = text_of(start(cut, *LAUNCH, epochs=6, **MPMD))
+    out, code = text_of(start(cut, *LAUNCH, epochs=10, **MPMD))
     assert code == 0, out[-2000:]
     damaged = rf'checkpoint at step {step} is damaged \(process 0: .*, process 1: '
     assert re.search(damaged, out), out
