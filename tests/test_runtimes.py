@@ -122,6 +122,12 @@ def run_processes(folder, count, *what):
 )
 def test_processes_equal_one_program(tmp_path, processes, case, n, replicas):
     saved = run_processes(tmp_path, processes, case, n, replicas)
+    for i, one in enumerate(saved if replicas == 1 else ()):
+        # Every link is open before what takes long is compiled.
+        names = one['compiled'].tolist()
+        opened = [k for k, name in enumerate(names) if name == 'open_links']
+        assert len(opened) == (i > 0) + (i < processes - 1)
+        assert max(opened) < min(names.index(n) for n in ('init', '_forward', 'swap'))
     found = {k: a for one in saved for k, a in one.items() if k not in ('means', 'compiled')}
     means = [one['means'] for one in saved if 'means' in one]
     close(np.concatenate(means, 1), np.array(wanted(case, n, replicas)[0]))
