@@ -1,4 +1,4 @@
-"""One replica of `slow_exchange.py` as a process; see `crew.serve`.
+"""One replica of `slow_exchange.py` as a process; see `workers.serve`.
 
 exchange_worker.py coordinator_address replicas replica
 """
@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from crew import interfaces, serve
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import interfaces, serve
 
 from jaxmp import data, exchange
-from jaxmp.devices import device_mesh
+from jaxmp.distributed.placement import device_mesh
 from jaxmp.exchange import AXIS, bytes_of, over
 
 WIDTHS = (64, 2240, 2240, 10)  # 5.19 million parameters
@@ -62,19 +62,19 @@ class Worker:
         return jax.tree.map(put, tree)
 
     def build(self, text: str, momentum: float) -> dict[str, Any]:
-        """Makes network, optimiser and exchange; says what the exchange will send."""
-        e, optimiser = exchange.parse(text), optax.sgd(RATE, momentum)
+        """Makes network, optimizer and exchange; says what the exchange will send."""
+        e, optimizer = exchange.parse(text), optax.sgd(RATE, momentum)
         params = jax.jit(make)(jax.random.key(0))
         held = jax.jit(lambda p: e.init(p, self.n))(params)
-        self.state = self.spread((params, optimiser.init(params), held))
+        self.state = self.spread((params, optimizer.init(params), held))
         self.count = 0
 
         def device(state: Any, x: Any, y: Any, key: Any) -> Any:
             params, memory, held = jax.tree.map(lambda a: a[0], state)
             value, grads = jax.value_and_grad(loss)(params, x[0], y[0])
-            grads, held = e.apply(grads, held, key, over())
-            updates, memory = optimiser.update(grads, memory, params)
-            params, held = e.settle(optax.apply_updates(params, updates), held, over())
+            grads, held = e.reduce(grads, held, key, over())
+            updates, memory = optimizer.update(grads, memory, params)
+            params, held = e.after_update(optax.apply_updates(params, updates), held, over())
             return jax.tree.map(lambda a: a[None], ((params, memory, held), value))
 
         specs = P(AXIS), P(AXIS), P(AXIS), P()

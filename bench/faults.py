@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import netlab
+import emulated_network
 
-from jaxmp.log import provenance
+from jaxmp.training.summary import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNT, LIMIT, PAUSE = 4, 120.0, 40.0
@@ -60,8 +60,10 @@ def cut(pid: int) -> None:
     del pid
     last = COUNT - 1
     for s, device, other in ((last - 1, 'right', last), (last, 'left', last - 1)):
-        nobody = f'neigh replace {netlab.address(other)} lladdr 02:00:00:00:00:01 dev {device}'
-        words = ['ip', '-n', f'{netlab.PREFIX}{s}', *nobody.split(), 'nud', 'permanent']
+        nobody = (
+            f'neigh replace {emulated_network.address(other)} lladdr 02:00:00:00:00:01 dev {device}'
+        )
+        words = ['ip', '-n', f'{emulated_network.PREFIX}{s}', *nobody.split(), 'nud', 'permanent']
         subprocess.run(words, check=True)
 
 
@@ -87,11 +89,11 @@ FAULTS = {
 def started(workdir: str, hosts: bool, log: IO[str]) -> Iterator[list[subprocess.Popen]]:
     """The run: a launcher's processes on this machine, or a process in each namespace of a lab."""
     run = [sys.executable, str(ROOT / 'train.py'), f'--workdir={workdir}']
-    run += ['--config.runtime=mpmd', '--config.epochs=100']
+    run += ['--config.parallel.runtime=mpmd', '--config.epochs=100']
     with contextlib.ExitStack() as stack:
         if hosts:
-            made = stack.enter_context(netlab.lab(COUNT))
-            place = [f'--coordinator={netlab.address(0)}:9876', f'--processes={COUNT}']
+            made = stack.enter_context(emulated_network.lab(COUNT))
+            place = [f'--coordinator={emulated_network.address(0)}:9876', f'--processes={COUNT}']
             commands = [made.inside(i, *run, *place, f'--process={i}') for i in range(COUNT)]
         else:
             launch = [sys.executable, '-m', 'jaxmp.launch', '--processes', str(COUNT), '--']
@@ -149,7 +151,11 @@ def check(name: str) -> bool:
                 until(lambda: all(p.poll() is not None for p in running), LIMIT)
         status = ', '.join(sorted({str(p.returncode) for p in running}))
         log.seek(0)
-        said = [line for line in log.read().splitlines() if re.match(r'(train\.py|launch): ', line)]
+        said = [
+            line
+            for line in log.read().splitlines()
+            if re.match(r'(train\.py|jaxmp launch): ', line)
+        ]
         came = f'The next checkpoint {seconds:.1f} s after it' if fault.goes_on else (
             f'{"All" if fault.hosts else "The others"} ended after {seconds:.1f} s'
         )  # fmt: skip
@@ -159,7 +165,8 @@ def check(name: str) -> bool:
 
 
 if __name__ == '__main__':
-    print('# What the others say\n\n`python bench/faults.py`, four processes on one machine,')
+    print('# What the remaining processes print after a fault\n')
+    print('The output of `python bench/faults.py`, four processes, on')
     print('{hardware}, commit {commit}.\n'.format(**provenance()))
     ended = [check(name) for name in sys.argv[1:] or FAULTS]
     sys.exit(0 if all(ended) else 1)

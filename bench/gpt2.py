@@ -52,23 +52,23 @@ def stages_of(a, n):
 def ours(a, tokens, stages, fwd, bwd):
     """A step of a pipeline as a function of nothing."""
     model = jaxmp.pipeline(stages, jaxmp.parse(fwd), jaxmp.parse(bwd))
-    optimiser = optax.adamw(RATE)
-    variables, links = model.init(jax.random.key(0), tokens)
-    params = tied.share([v['params'] for v in variables])
+    optimizer = optax.adamw(RATE)
+    variables, feedback = model.init(jax.random.key(0), tokens)
+    params = tied.WTE.share([v['params'] for v in variables])
     params = jax.tree.map(lambda x: x.copy(), params)  # donated, so no array may be there twice
 
-    def loss(params, links):
+    def loss(params, feedback):
         variables = tuple({'params': p} for p in params)
-        logits, _, links = model.apply(variables, links, tokens)
-        return gpt2.next_token_loss(logits, tokens).mean(), (links, None)
+        logits, _, feedback = model.apply(variables, feedback, tokens)
+        return gpt2.next_token_loss(logits, tokens).mean(), (feedback, None)
 
-    def step(params, state, links):
-        (nats, _), grads, links = jaxmp.value_and_grad(loss)(params, links)
-        updates, state = optimiser.update(tied.tie(grads), state, params)
-        return tied.share(optax.apply_updates(params, updates)), state, links, nats
+    def step(params, state, feedback):
+        (nats, _), grads, feedback = jaxmp.value_and_grad(loss)(params, feedback)
+        updates, state = optimizer.update(tied.WTE.add(grads), state, params)
+        return tied.WTE.share(optax.apply_updates(params, updates)), state, feedback, nats
 
     step = jax.jit(step, donate_argnums=(0, 1, 2))
-    now = [params, jax.jit(optimiser.init)(params), links]
+    now = [params, jax.jit(optimizer.init)(params), feedback]
 
     def run():
         *now[:], nats = step(*now)
@@ -90,14 +90,14 @@ def theirs(a, tokens):
     layers = {'n_layer': a.blocks, 'n_head': a.heads, 'bos_token_id': 0, 'eos_token_id': 0}
     config = transformers.GPT2Config(**sizes, **layers, **off)
     model = transformers.GPT2LMHeadModel(config).to(device).train()
-    optimiser = torch.optim.AdamW(model.parameters(), RATE, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=1e-4)
     given = torch.tensor(np.asarray(tokens, np.int64), device=device)
 
     def run():
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = model(input_ids=given, labels=given).loss
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         return loss.item()
 
     return run

@@ -33,31 +33,31 @@ GIB = 2**30
 
 
 def training(stages, fwd, bwd):
-    """Pipeline, optimiser, and a step as a function of parameters, states and tokens."""
-    model, optimiser = jaxmp.pipeline(stages, jaxmp.parse(fwd), jaxmp.parse(bwd)), optax.adamw(5e-5)
+    """Pipeline, optimizer, and a step as a function of parameters, states and tokens."""
+    model, optimizer = jaxmp.pipeline(stages, jaxmp.parse(fwd), jaxmp.parse(bwd)), optax.adamw(5e-5)
 
-    def loss(params, links, tokens):
+    def loss(params, feedback, tokens):
         variables = tuple({'params': p} for p in params)
-        logits, _, links = model.apply(variables, links, tokens, train=True)
-        return gpt2.next_token_loss(logits, tokens).mean(), (links, None)
+        logits, _, feedback = model.apply(variables, feedback, tokens, train=True)
+        return gpt2.next_token_loss(logits, tokens).mean(), (feedback, None)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(params, state, links, tokens):
-        (nats, _), grads, links = jaxmp.value_and_grad(loss)(params, links, tokens)
-        updates, state = optimiser.update(tied.tie(grads), state, params)
-        return tied.share(optax.apply_updates(params, updates)), state, links, nats
+    def step(params, state, feedback, tokens):
+        (nats, _), grads, feedback = jaxmp.value_and_grad(loss)(params, feedback, tokens)
+        updates, state = optimizer.update(tied.WTE.add(grads), state, params)
+        return tied.WTE.share(optax.apply_updates(params, updates)), state, feedback, nats
 
-    return model, optimiser, step
+    return model, optimizer, step
 
 
 def compiled_memory(stages, codec):
     """Shapes and bytes of the boundaries, and the compiled step's bytes, at full size."""
-    model, optimiser, step = training(stages, *CODECS[codec])
+    model, optimizer, step = training(stages, *CODECS[codec])
     tokens = jax.ShapeDtypeStruct((FULL['batch'], FULL['length']), jnp.int32)
-    variables, links = jax.eval_shape(functools.partial(model.init), jax.random.key(0), tokens)
+    variables, feedback = jax.eval_shape(functools.partial(model.init), jax.random.key(0), tokens)
     params = tuple(v['params'] for v in variables)
-    state = jax.eval_shape(optimiser.init, params)
-    memory = step.lower(params, state, links, tokens).compile().memory_analysis()
+    state = jax.eval_shape(optimizer.init, params)
+    memory = step.lower(params, state, feedback, tokens).compile().memory_analysis()
     likes = model.likes(variables, tokens, train=True)
     print(f'\n{codec}')
     for i, (cut, like) in enumerate(zip(model.boundaries, likes, strict=True), 1):
@@ -73,12 +73,12 @@ def compiled_memory(stages, codec):
 def one_step(folder, remat, batch, length):
     """A real step from the weights in ``folder``."""
     stages = stages_of(folder, remat)
-    model, optimiser, step = training(stages, *CODECS['Top10 %, indices reused'])
+    model, optimizer, step = training(stages, *CODECS['Top10 %, indices reused'])
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, 50257)
     params = tuple(weights.read(folder, stages, i)[0]['params'] for i in range(len(stages)))
     params = jax.tree.map(lambda a: a.copy(), params)  # donated: no array may be there twice
-    _, links = jax.jit(model.init)(jax.random.key(0), tokens)
-    done = step(params, jax.jit(optimiser.init)(params), links, tokens)
+    _, feedback = jax.jit(model.init)(jax.random.key(0), tokens)
+    done = step(params, jax.jit(optimizer.init)(params), feedback, tokens)
     jax.block_until_ready(done)
     start = time.perf_counter(), time.process_time()
     nats = float(step(*done[:3], tokens)[3])
@@ -106,7 +106,7 @@ def main():
         made = jax.jit(lambda: jaxmp.pipeline(stages, *2 * (jaxmp.parse('raw'),)).init(
             jax.random.key(0), jnp.zeros((1, 8), jnp.int32)
         )[0])()  # fmt: skip
-        params = tied.share([v['params'] for v in made])
+        params = tied.WTE.share([v['params'] for v in made])
         count = sum(a.size for p in params for a in jax.tree.leaves(p)) - params[0]['wte'].size
         weights.write(folder, stages, tuple({'params': p} for p in params))
         print(f'{count:,} parameters written and read back; batch 8, sequence 1024:')

@@ -22,8 +22,8 @@ from timing import best, keep_freed_pages, stem
 import jaxmp
 from jaxmp import Ctx
 from jaxmp.data import digits
-from jaxmp.log import provenance
 from jaxmp.models import resnet18
+from jaxmp.training.summary import provenance
 
 CODECS = [
     *('fp16', 'bf16', 'uniform(8)', 'uniform(4)', 'uniform(2)', 'block(4)', 'block(1)'),
@@ -49,7 +49,7 @@ def real():
     x = jnp.asarray((data.train.x[order] / 255.0 - data.mean) / data.std, jnp.float32)
     y = jnp.asarray(data.train.y[order])
     variables, _ = model.init(jax.random.key(SEED), x[:BATCH], train=True)
-    optimiser = optax.sgd(0.02, momentum=0.9)
+    optimizer = optax.sgd(0.02, momentum=0.9)
 
     def loss(params, stats, x, y):
         given = tuple({'params': p, **s} for p, s in zip(params, stats, strict=True))
@@ -61,12 +61,12 @@ def real():
     def step(state, x, y):
         params, stats, memory, _ = state
         (_, stats), grads = jax.value_and_grad(loss, has_aux=True)(params, stats, x, y)
-        move, memory = optimiser.update(grads, memory)
+        move, memory = optimizer.update(grads, memory)
         return optax.apply_updates(params, move), stats, memory, grads
 
     params = tuple(v['params'] for v in variables)
     stats = tuple({'batch_stats': v['batch_stats']} for v in variables)
-    state = params, stats, optimiser.init(params), params
+    state = params, stats, optimizer.init(params), params
     for i in range(STEPS):
         at = slice(i * BATCH % 1280, i * BATCH % 1280 + BATCH)
         state = step(state, x[at], y[at])

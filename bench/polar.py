@@ -22,7 +22,8 @@ from jaxmp import Ctx
 from jaxmp.codecs import polarcode
 from jaxmp.codecs.polarcode import bhattacharyya, code, genie, hard_source
 from jaxmp.codecs.polarsearch import successive, successive_list
-from jaxmp.log import provenance
+from jaxmp.testing import QUICK
+from jaxmp.training.summary import provenance
 
 SIZES, RATES = (256, 512, 1024, 2048, 4096), (0.1, 0.3, 0.5, 0.7, 0.9)
 THESIS = {  # its section 3.2.2: three blocks a cell
@@ -36,7 +37,6 @@ SEARCHES += [(s, 'bhattacharyya') for s in ('argmax', 'randomised')]
 SPEED = ('polar_sign(0.5)', 'polar(0.5)', 'polar(0.5, search=randomised)')
 SPEED += ('polar(0.5, search=scl(4))', 'polar(0.5, search=scl(8))', 'rotate(polar(0.5))')
 # Machine code made in a hurry: distortion needs no speed, and compiling dominates.
-QUICK = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
 
 
 def source(size, blocks, rate):

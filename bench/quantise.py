@@ -15,7 +15,10 @@ import jaxmp
 from jaxmp import Ctx
 
 BARS = {'pack': 2.5, 'unpack': 2.0}
-OTHERS = ('max_scaled(4)', 'block(4)', 'log_scale(4)', 'top_k(0.1)', 'fp16')
+OTHERS = (
+    *('lloyd(1)', 'lloyd(2)', 'lloyd(3)', 'trellis(2)', 'rotate(lloyd(2))', 'mx(4)', 'nvfp4'),
+    *('max_scaled(4)', 'block(4)', 'log_scale(4)', 'top_k(0.1)', 'fp16'),
+)
 
 
 def main(repeats):
@@ -23,7 +26,8 @@ def main(repeats):
     keep_freed_pages()
     x = jax.random.normal(jax.random.key(0), (100, 65536))
     host, target = np.asarray(x), np.zeros(x.shape, np.float32)
-    functions, like, ctx = {'memcpy': lambda: np.copyto(target, host)}, jaxmp.like(x), Ctx()
+    functions = {'memcpy': lambda: np.copyto(target, host)}
+    like, ctx = jaxmp.like(x), Ctx(jax.random.key(1))
     names = [f'uniform({b})' for b in (2, 4, 6, 8)] + list(OTHERS)
     for name in names:
         codec = jaxmp.parse(name).codec

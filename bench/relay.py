@@ -2,7 +2,7 @@
 
 A packet read at one end waits until the link is free, is then on it for its length divided by the
 rate, and is written at the other end a delay later; both directions alike and independent.
-Nothing is dropped. Run by `netlab.py`: relay.py namespace namespace bits_a_second seconds
+Nothing is dropped. Run by `emulated_network.py`: relay.py namespace namespace bits_a_second seconds
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ table (`.md`) and a picture (`.png`) lie beside them.
 
 The network is an MLP of 5.19 million parameters on digits, 64 images a replica and step.
 **Step time**: median wall time of ``--steps`` steps in replica 0 after two that do not count:
-both passes, exchange, optimiser. **Sent**: bytes a step that a replica must send, by the exchange's
+both passes, exchange, optimizer. **Sent**: bytes a step that a replica must send, by the exchange's
 own messages. **Interface**: bytes a step that left a namespace, headers and acknowledgements
 included. **Loss**: mean training loss of the last five steps; over a link all exchanges have then
 taken the same number of steps, over a later link more, for the network trains on.
@@ -17,17 +17,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import netlab
-from crew import HERE, Crew, Rows, crew
-from netlab import LINKS, Lab
+import emulated_network
+from emulated_network import LINKS, Lab
 from timing import stem
+from workers import HERE, Crew, Rows, workers
+
+from jaxmp.report import style
 
 WARM, REPLICAS = 2, 2
 RAW = 'mean'
-EXCHANGES = {  # text, momentum of the optimiser
+EXCHANGES = {  # text, momentum of the optimizer
     RAW: 0.5,
     'all_reduce(fp16)': 0.5,
     'scatter_gather(bf16, bf16)': 0.5,
@@ -105,23 +108,42 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """The picture: step time of every exchange, a colour a link."""
-    from matplotlib.figure import Figure
-
+    """The picture: step time of every exchange, the slowest first, a colour per link."""
     steps = [r for r in rows if r['kind'] == 'step']
     links, texts = (list(dict.fromkeys(r[k] for r in steps)) for k in ('link', 'text'))
-    figure = Figure(figsize=(8.5, 0.5 * len(texts) + 1.5), layout='constrained')
-    axes, thick = figure.subplots(), 0.8 / len(links)
-    for i, link in enumerate(links):
-        found = {r['text']: 1e3 * r['step_s'] for r in steps if r['link'] == link}
-        at = [texts.index(t) + (i - (len(links) - 1) / 2) * thick for t in found]
-        bars = axes.barh(at, list(found.values()), thick, label=link)
-        axes.bar_label(bars, fmt='%.0f', fontsize=7, padding=2)
-    axes.set_yticks(range(len(texts)), texts, fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel='ms a step, two replicas, 5.19 million parameters', xscale='log')
-    axes.legend(title='link')
-    figure.savefig(path, dpi=130)
+    worst = {t: max(r['step_s'] for r in steps if r['text'] == t) for t in texts}
+    texts.sort(key=lambda t: -worst[t])
+    with style.style():
+        figure = style.figure(8.5, 0.35 * len(texts) + 1.5)
+        axes = figure.subplots()
+        for link in links:
+            found = {r['text']: 1e3 * r['step_s'] for r in steps if r['link'] == link}
+            at = [texts.index(t) for t in found]
+            axes.plot(list(found.values()), at, 'o', label=link)
+            for text, x in found.items():
+                side = 1 if 1e-3 * x >= worst[text] else -1
+                axes.annotate(
+                    f'{x:.0f}', (x, texts.index(text)), (6 * side, 0), textcoords='offset points',
+                    ha='left' if side > 0 else 'right', va='center', fontsize=7,
+                )  # fmt: skip
+        axes.set_yticks(range(len(texts)), [style.exchange(t) for t in texts], fontsize=8)
+        axes.invert_yaxis()
+        axes.set(xlabel='ms per step, two replicas, 5.19 million parameters', xlim=(-60, None))
+        axes.legend(title='link')
+        figure.suptitle(headline(steps))
+        style.save(figure, path)
+
+
+def headline(steps: Sequence[dict[str, Any]]) -> str:
+    """The finding: the fastest exchange over each link, beside none."""
+    lines = []
+    for link in dict.fromkeys(r['link'] for r in steps):
+        ms = {r['text']: 1e3 * r['step_s'] for r in steps if r['link'] == link}
+        best = min(ms, key=lambda t: ms[t])
+        beside = f', no compression {ms[RAW]:.0f} ms' if best != RAW else ''
+        where = 'Without a limit' if link == 'none' else f'Over {link}'
+        lines.append(f'{where}, {style.exchange(best)} is fastest: {ms[best]:.0f} ms{beside}')
+    return '\n'.join(lines)
 
 
 def main() -> None:
@@ -133,12 +155,12 @@ def main() -> None:
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')
     args = ask.parse_args()
-    if why := netlab.obstacle():
+    if why := emulated_network.obstacle():
         return print(f'skipped: {why}')
     out = args.out or HERE / 'results' / stem('exchange')
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
     rows.start(steps=args.steps)
-    with netlab.lab(REPLICAS) as lab, crew(lab, 'exchange_worker.py') as made:
+    with emulated_network.lab(REPLICAS) as lab, workers(lab, 'exchange_worker.py') as made:
         for text in args.exchanges:
             measure(made, lab, rows, args, text)
     text = markdown(rows.rows)

@@ -44,13 +44,13 @@ class Chain(nn.Module):
 
 
 class Task(NamedTuple):
-    """A network cut into stages, its data and its optimiser."""
+    """A network cut into stages, its data and its optimizer."""
 
     stages: tuple[nn.Module, ...]
     x: np.ndarray
     y: np.ndarray
     batch: int
-    optimiser: optax.GradientTransformation
+    optimizer: optax.GradientTransformation
 
 
 def pixels() -> tuple[np.ndarray, np.ndarray]:

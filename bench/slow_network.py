@@ -4,7 +4,7 @@ Run as root on Linux: python bench/slow_network.py [--links ...] [--codecs ...] 
 It writes a row as soon as it is measured and goes on where it was stopped; at the end a table
 (`.md`) and a picture (`.png`) lie beside the rows (`.jsonl`). Elsewhere it says why it skips.
 
-**Step time**: wall time of a training step (both passes, messages, optimiser), drawing the batch
+**Step time**: wall time of a training step (both passes, messages, optimizer), drawing the batch
 included, in the first stage's process; mean of three consecutive windows of ``--steps`` steps
 that agree within 5 %. If ``--windows`` of them did not get there, the row says so.
 **Payload**: bytes of the messages of a step, both ways, as the runtime hands them to the wire.
@@ -13,6 +13,9 @@ acknowledgements included. The kernel counts a large packet once, with one heade
 would cut it into many (GSO), so this is a little less than a cable would carry.
 **Compute**: a raw step with all stages in one process, median: no codec and no wire. With one
 micro-batch only one stage works at a time, so stages in turn are what the pipeline does too.
+**Bound**: with several micro-batches, max(compute of a stage, bytes over one direction of a link)
+and fill: the rest of the way of one micro-batch through all stages and back. The compute of a stage
+is an equal part of a coded step with all stages in one process.
 **Codec**: what the codec adds to such a step in one process, raw and coded steps taken in turn;
 *alone*: sending and receiving at each cut, both ways, each a program by itself, summed.
 **Wire**: the rest of the step time.
@@ -32,12 +35,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import netlab
+import emulated_network
 import slow_report
-from crew import Crew, Rows, crew, steady
-from netlab import LINKS, Lab
+from emulated_network import LINKS, Lab
 from slow_models import CODECS, TASKS
 from timing import stem
+from workers import Crew, Rows, steady, workers
 
 HERE = Path(__file__).parent
 LOSS_STEPS, WARM, REPEATS = 50, 4, 30
@@ -113,12 +116,12 @@ def work(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace) -> None:
     for key in todo:
         model, codec, link = key
         if link == 'compute':
-            words = {'fwd': 'raw', 'bwd': 'raw', 'n': REPEATS}
+            words = {'fwd': 'raw', 'bwd': 'raw', 'n': REPEATS, **pipeline(args)}
             found = made.ask('local', 0, model=model, **words)[0]['raw_s']
             rows.add(kind='compute', model=model, compute_s=found)
             text = f'{1e3 * found:8.1f} ms a raw step in one process'
         elif link == 'start':
-            text = start(made, lab, rows, model, codec)
+            text = start(made, lab, rows, (model, codec), pipeline(args))
         else:
             lab.use(LINKS[link])
             found = measure(made, args.steps, args.windows)
@@ -131,17 +134,24 @@ def work(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace) -> None:
         clock.tick(key, text)
 
 
-def start(made: Crew, lab: Lab, rows: Rows, model: str, codec: str) -> str:
+def pipeline(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a run that say how a step is scheduled."""
+    return {'microbatches': args.microbatches, 'schedule': args.schedule}
+
+
+def start(
+    made: Crew, lab: Lab, rows: Rows, what: tuple[str, str], scheduled: dict[str, Any]
+) -> str:
     """Builds a network with a codec, trains it for the loss, times the codec by itself."""
-    fwd, bwd = CODECS[codec]
+    (model, codec), (fwd, bwd) = what, CODECS[what[1]]
     lab.use(LINKS['none'])
-    made.ask('build', model=model, fwd=fwd, bwd=bwd)
+    made.ask('build', model=model, fwd=fwd, bwd=bwd, **scheduled)
     losses = made.ask('steps', n=LOSS_STEPS)[-1]['losses']
     if rows.has(kind='codec', model=model, codec=codec):
         return '         built'
     texts = {'fwd': fwd, 'bwd': bwd}
     alone = made.ask('alone', 0, model=model, n=REPEATS, **texts)[0]['seconds']
-    local = made.ask('local', 0, model=model, n=REPEATS, **texts)[0]
+    local = made.ask('local', 0, model=model, n=REPEATS, **texts, **scheduled)[0]
     found = {'codec_s': local['coded_s'] - local['raw_s'], 'alone_s': alone, 'losses': losses}
     rows.add(kind='codec', model=model, codec=codec, **texts, **local, **found)
     return (
@@ -155,7 +165,7 @@ def probes(lab: Lab, rows: Rows, links: Sequence[str]) -> None:
     for name in links:
         if not rows.has(kind='link', link=name):
             lab.use(LINKS[name])
-            found = netlab.probe(lab, LINKS[name])
+            found = emulated_network.probe(lab, LINKS[name])
             rows.add(kind='link', link=name, nominal=LINKS[name], **found)
             print(f'{name:36}{found["tcp_bits"] / 1e6:8.1f} Mbit/s by plain TCP, ', end='')
             print(f'round trip {found["round_trip_ms"]:.2f} ms', flush=True)
@@ -169,7 +179,9 @@ def arguments() -> argparse.Namespace:
     ask.add_argument('--steps', type=int, default=10, help='steps a window')
     ask.add_argument('--windows', type=int, default=9, help='windows at most')
     ask.add_argument('--stages', type=int, default=2, choices=(2, 4))
-    ask.add_argument('--mtu', type=int, default=netlab.MTU, help='bytes of a packet')
+    ask.add_argument('--microbatches', type=int, default=1, help='of a batch')
+    ask.add_argument('--schedule', default='1f1b', help='of one stage per process, by its name')
+    ask.add_argument('--mtu', type=int, default=emulated_network.MTU, help='bytes of a packet')
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')
     return ask.parse_args()
@@ -178,15 +190,15 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measures, then writes table and picture."""
     args = arguments()
-    if why := netlab.obstacle():
+    if why := emulated_network.obstacle():
         return print(f'skipped: {why}')
     out = args.out or HERE / 'results' / stem('network')
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
-    rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu)
-    with netlab.lab(args.stages, args.mtu) as lab:
+    rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu, **pipeline(args))
+    with emulated_network.lab(args.stages, args.mtu) as lab:
         probes(lab, rows, args.links)
-        with crew(lab, 'slow_worker.py') as made:
+        with workers(lab, 'slow_worker.py') as made:
             work(made, lab, rows, args)
     sys.exit(1 if slow_report.write(rows.rows, out) else 0)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp.report import style
+
 ETHERNET, TCP = 14, 52  # bytes of headers outside and inside of a packet
 BARS = {'100m': 7.0, '1g': 2.5}
 LOSS, COST, BYTES = 0.01, 0.25, 0.05
@@ -50,6 +52,20 @@ class Results:
         bits = 8 * self.payload(model, codec) * (mtu + ETHERNET) / (mtu - TCP)
         return own + hops * delay + (bits / rate if np.any(rate) else 0)
 
+    def bound(self, model: str, codec: str, link: str) -> float:
+        """See `slow_network.py`; of a step whose stages compute and send at the same time."""
+        run, row, (rate, delay) = (
+            self.runs[0],
+            self.codec[model, codec],
+            self.links[link]['nominal'],
+        )
+        stages, m = run['stages'], run.get('microbatches', 1)
+        head = 8 * (run['mtu'] + ETHERNET) / (run['mtu'] - TCP) / rate if rate else 0.0
+        ways = list(self.steps[model, codec, link]['moved'].values())
+        busiest = max(row['coded_s'] / stages, max(head * max(w) for w in ways))
+        once = row['coded_s'] / m + sum(2 * delay + head * sum(w) / m for w in ways)
+        return busiest * (m - 1) / m + once
+
     def gain(self, model: str, codec: str, link: str) -> float | None:
         """Raw step time over this one's."""
         pair = [self.steps.get((model, c, link)) for c in ('raw', codec)]
@@ -71,14 +87,20 @@ def markdown(found: Results) -> Iterator[str]:
     commits = ', '.join(dict.fromkeys(str(r['commit']) for r in found.runs))
     yield from ('# Training over a slow network', '')
     yield f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {commits};'
-    yield f'{run["stages"]} stages in as many processes and network namespaces, one micro-batch,'
+    m = run.get('microbatches', 1)
+    many = 'one micro-batch' if m == 1 else f'{m} micro-batches under {run["schedule"]}'
+    yield f'{run["stages"]} stages in as many processes and network namespaces, {many},'
     yield f'packets of {run["mtu"]} bytes, windows of {run["steps"]} steps. Definitions are in'
     yield '`bench/slow_network.py`, networks and tasks in `bench/slow_models.py`, links in'
-    yield '`bench/netlab.py`. Step times are wall times: whatever else the machine did is in them'
+    yield '`bench/emulated_network.py`. Step times are wall times: other work of the machine counts'
     yield f'(load average at the start: {load(found.runs)}).'
     yield from ('', *found.notes)
     yield from ('', *(f'`{r["command"]}`' for r in found.runs[:1]), '')
-    yield from ('## Links', '', '| link | nominal Mbit/s | plain TCP Mbit/s | round trip ms |')
+    yield from (
+        '## Links',
+        '',
+        '| link | nominal Mbit/s | plain TCP Mbit/s | round trip ms |',
+    )
     yield '|---|--:|--:|--:|'
     for link, r in found.links.items():
         nominal = f'{r["nominal"][0] / 1e6:.0f}' if r['nominal'][0] else 'none'
@@ -112,6 +134,18 @@ def section(found: Results, model: str) -> Iterator[str]:
     for (m, codec, link), r in sorted(found.steps.items(), key=lambda i: _order(found, i[0])):
         if m == model:
             yield _line(found, model, codec, link, r)
+    if found.runs[0].get('microbatches', 1) > 1:
+        yield from (
+            '',
+            '| link | codec | step ms | bound ms | step / bound |',
+            '|---|---|--:|--:|--:|',
+        )
+        for m, codec, link in found.steps:
+            if m == model:
+                own, least = found.steps[m, codec, link]['step_s'], found.bound(m, codec, link)
+                yield f'| {link} | {codec} | {1e3 * own:.0f} | {1e3 * least:.0f} ' + (
+                    f'| {own / least:.2f} |'
+                )
     yield ''
     yield '*model*: what the simple model says the speed-up is. *interface*: its bytes / payload.'
     yield '\\* no three windows within 5 %, here or of raw.'
@@ -141,11 +175,8 @@ def _or(value: float | None, form: str) -> str:
 def bars(found: Results) -> Iterator[str]:
     """Whether the bars of the project are met."""
     for model in found.models:
-        good = [c for c in found.codecs(model) if (found.worse(model, c) or 0) <= LOSS]
-        good = [c for c in good if c != 'raw' and found.worse(model, c) is not None]
         for link, bar in BARS.items():
-            gains = {c: g for c in good if (g := found.gain(model, c, link))}
-            if gains:
+            if gains := good(found, model, link):
                 best = max(gains, key=lambda c: gains[c])
                 yield _verdict(
                     gains[best] >= bar,
@@ -171,6 +202,13 @@ def bars(found: Results) -> Iterator[str]:
         yield _verdict(worst <= BYTES, True, f'{text} {worst:.2%} off ({", ".join(key)})')
 
 
+def good(found: Results, model: str, link: str) -> dict[str, float]:
+    """Speed-ups over a link, of the codecs whose loss is measured and within the bar."""
+    losses = {c: found.worse(model, c) for c in found.codecs(model) if c != 'raw'}
+    near = [c for c, w in losses.items() if w is not None and w <= LOSS]
+    return {c: g for c in near if (g := found.gain(model, c, link))}
+
+
 def _verdict(passed: bool, steady: bool, text: str) -> str:
     """A line on a bar; one that is met by windows that do not agree is not known to be met."""
     return f'* {"FAIL" if not passed else "pass" if steady else "not known"}: {text}'
@@ -178,16 +216,31 @@ def _verdict(passed: bool, steady: bool, text: str) -> str:
 
 def draw(found: Results, path: Path) -> None:
     """The picture: a column a model."""
-    from matplotlib.figure import Figure
-
     n = len(found.models)
-    figure = Figure(figsize=(6.5 * n, 8.5), layout='constrained')
-    axes = figure.subplots(2, n, squeeze=False)
-    for column, model in enumerate(found.models):
-        _draw_steps(found, model, axes[0, column])
-        _draw_gains(found, model, axes[1, column])
-    axes[0, 0].legend(fontsize=7, ncols=2)
-    figure.savefig(path, dpi=130)
+    with style.style():
+        figure = style.figure(6.5 * n, 8.5)
+        axes = figure.subplots(2, n, squeeze=False)
+        for column, model in enumerate(found.models):
+            _draw_steps(found, model, axes[0, column])
+            _draw_gains(found, model, axes[1, column])
+        axes[0, 0].legend(fontsize=7, ncols=2)
+        figure.suptitle(headline(found))
+        style.save(figure, path)
+
+
+def headline(found: Results) -> str:
+    """The finding, by model: the largest speed-up with a loss within the bar, of steady steps."""
+    said = []
+    for model in found.models:
+        gains = {
+            (gain, link, codec)
+            for link in found.links
+            for codec, gain in good(found, model, link).items()
+            if found.steady(model, codec, link)
+        }
+        gain, link, codec = max(gains, default=(1.0, 'any link', 'raw'))
+        said.append(f'{model} {gain:.1f} times at {link} ({codec})')
+    return f'Largest steady speed-up at a loss within {LOSS:.0%} of raw: {", ".join(said)}'
 
 
 def _draw_steps(found: Results, model: str, axes: Any) -> None:
@@ -196,11 +249,13 @@ def _draw_steps(found: Results, model: str, axes: Any) -> None:
     for i, codec in enumerate(codecs):
         seconds = [found.steps.get((model, codec, l), {}).get('step_s', np.nan) for l in links]
         at = np.arange(len(links)) + (i - (len(codecs) - 1) / 2) * width
-        axes.bar(at, 1e3 * np.array(seconds), width, label=codec, color=f'C{i}')
+        kind = {'color': style.PALETTE[i % 8], 'marker': 'os'[i // 8 % 2], 'ms': 4}
+        axes.plot(at, 1e3 * np.array(seconds), ls='', label=codec, **kind)
     own = 1e3 * found.compute[model]
     axes.axhline(own, color='black', lw=0.8, ls='--')
     axes.text(len(links) - 0.5, own * 1.03, 'compute', ha='right', fontsize=7)
-    axes.set(title=f'{model}: a training step', ylabel='ms', yscale='log')
+    axes.set(title=f'{model}: a training step', ylabel='ms, logarithmic')
+    style.logarithmic(axes)
     axes.set_xticks(range(len(links)), links)
 
 
@@ -208,13 +263,15 @@ def _draw_gains(found: Results, model: str, axes: Any) -> None:
     rates = np.geomspace(2e7, 2e10, 100)
     raw = found.model_seconds(model, 'raw', rates)
     for i, codec in enumerate(found.codecs(model)):
-        axes.plot(rates / 1e6, raw / found.model_seconds(model, codec, rates), color=f'C{i}', lw=1)
+        kind = {'color': style.PALETTE[i % 8], 'ls': ('-', '--')[i // 8 % 2], 'lw': 1}
+        axes.plot(rates / 1e6, raw / found.model_seconds(model, codec, rates), **kind)
         for link, r in found.links.items():
             gain = found.gain(model, codec, link)
             rate, delay = r['nominal']
             if gain is not None:
                 mark = {'marker': '*', 's': 60} if delay else {'marker': 'o', 's': 22}
-                axes.scatter((rate or rates[-1]) / 1e6, gain, color=f'C{i}', zorder=3, **mark)
+                at = (rate or rates[-1]) / 1e6
+                axes.scatter(at, gain, color=kind['color'], zorder=3, **mark)
     axes.axhline(1, color='black', lw=0.8)
     axes.set(title='does it pay? lines: model; points: measured', xscale='log', yscale='log')
     axes.set(xlabel='Mbit/s (rightmost points: no limit; stars: 50 ms each way)')

@@ -8,6 +8,7 @@ slow_worker.py coordinator_address stages stage
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import sys
@@ -17,33 +18,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from crew import interfaces, serve
 from slow_models import TASKS, Task, loss, positions
+from workers import interfaces, serve, spare
 
 import jaxmp
 from jaxmp import Ctx
-from jaxmp.devices import place
+from jaxmp.distributed.placement import place
 from jaxmp.feedback import per_microbatch
 from jaxmp.runtimes.driver import Driver, drive
-from jaxmp.runtimes.schedule import one_f_one_b
+from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.stage import programs
 
 SEED = 0
 
+Plan = tuple[int, str]  # micro-batches, schedule
+
 
 class Trainer:
-    """The stages of this process, their optimiser states and the number of steps done."""
+    """The stages of this process, their optimizer states and the number of steps done."""
 
-    def __init__(self, task: Task, fwd: str, bwd: str, devices: Any = None) -> None:
+    def __init__(
+        self, task: Task, fwd: str, bwd: str, devices: Any = None, plan: Plan = (1, '1f1b')
+    ) -> None:
         self.task, self.count = task, 0
-        self.machine = machine(task, fwd, bwd, devices)
+        self.machine = machine(task, fwd, bwd, devices, plan)
         self.states = self.machine.init(jax.random.key(SEED))
         params = {s: state.params for s, state in self.states.items()}
-        self.memory = {s: task.optimiser.init(p) for s, p in params.items()}
+        self.memory = {s: task.optimizer.init(p) for s, p in params.items()}
 
         def descend(params: Any, memory: Any, grads: Any) -> Any:
-            updates, memory = task.optimiser.update(grads, memory, params)
+            updates, memory = task.optimizer.update(grads, memory, params)
             return optax.apply_updates(params, updates), memory
 
         self.descend = jax.jit(descend)
@@ -64,14 +71,18 @@ class Trainer:
         return None if result.loss is None else float(result.loss), result.moved
 
 
-def machine(task: Task, fwd: str, bwd: str, devices: Any = None) -> Driver:
+def machine(task: Task, fwd: str, bwd: str, devices: Any, plan: Plan) -> Driver:
     """The pipeline with such channels."""
+    m, name = plan
     names = {'examples': len(task.x)}
-    cut = jaxmp.boundary(*(per_microbatch(jaxmp.parse(t, names), 1) for t in (fwd, bwd)))
+    cut = jaxmp.boundary(*(per_microbatch(jaxmp.parse(t, names), m) for t in (fwd, bwd)))
     n = len(task.stages)
-    x = jax.ShapeDtypeStruct((task.batch, *task.x.shape[1:]), task.x.dtype)
+    x = jax.ShapeDtypeStruct((task.batch // m, *task.x.shape[1:]), task.x.dtype)
     made = programs(task.stages, [cut] * (n - 1), loss, x, {})
-    return drive(made, devices or place(1, n)[0], one_f_one_b(n, 1))
+    actions = SCHEDULES[name](n, m)
+    at = devices or place(1, n, spare=spare(n))[0]
+    lane = functools.partial(opener(actions, np.array([at])), 0)
+    return drive(made, at, actions, lane)
 
 
 def median_seconds(f: Callable[[], Any], repeats: int) -> float:
@@ -124,10 +135,13 @@ class Worker:
             self.tasks[model] = TASKS[model](self.stages)
         return self.tasks[model]
 
-    def build(self, model: str, fwd: str, bwd: str) -> dict[str, Any]:
+    def build(
+        self, model: str, fwd: str, bwd: str, microbatches: int, schedule: str
+    ) -> dict[str, Any]:
         """Makes the network from its seed and does nothing else."""
         self.trainer = None
-        self.trainer = Trainer(self._task(model), fwd, bwd)
+        plan = microbatches, schedule
+        self.trainer = Trainer(self._task(model), fwd, bwd, plan=plan)
         return {}
 
     def steps(self, n: int) -> dict[str, Any]:
@@ -144,13 +158,15 @@ class Worker:
         """Bytes that left this namespace so far."""
         return interfaces()
 
-    def local(self, model: str, fwd: str, bwd: str, n: int) -> dict[str, Any]:
+    def local(
+        self, model: str, fwd: str, bwd: str, n: int, microbatches: int, schedule: str
+    ) -> dict[str, Any]:
         """Steps with all stages in this process, no wire: raw and with a codec, taken in turn."""
         task, taken = self._task(model), ([], [])
-        here = [jax.local_devices()[0]] * len(task.stages)
+        here, plan = [jax.local_devices()[0]] * len(task.stages), (microbatches, schedule)
         if model not in self.plain:
-            self.plain[model] = Trainer(task, 'raw', 'raw', here)
-        trainers = self.plain[model], Trainer(task, fwd, bwd, here)
+            self.plain[model] = Trainer(task, 'raw', 'raw', here, plan)
+        trainers = self.plain[model], Trainer(task, fwd, bwd, here, plan)
         for _ in range(n + 2):
             for trainer, seconds in zip(trainers, taken, strict=True):
                 start = time.perf_counter()
@@ -165,4 +181,4 @@ class Worker:
 
 
 if __name__ == '__main__':
-    serve(Worker, *sys.argv[1:])
+    serve(Worker, *sys.argv[1:], spare(int(sys.argv[2])))

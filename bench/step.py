@@ -25,26 +25,26 @@ SETTINGS = {
 }
 
 
-def stepper(width, batch, fwd, bwd):
+def stepper(width, batch, fwd, bwd, size=32):
     """A compiled training step and its state: plain SGD, as its cost is the same everywhere."""
     model = jaxmp.pipeline(resnet18(10, width), jaxmp.parse(fwd), jaxmp.parse(bwd))
-    x = jax.random.normal(jax.random.key(1), (batch, 32, 32, 3))
+    x = jax.random.normal(jax.random.key(1), (batch, size, size, 3))
     y = jnp.arange(batch) % 10
 
-    def loss(params, links, stats):
+    def loss(params, feedback, stats):
         variables = tuple({'params': p, **r} for p, r in zip(params, stats, strict=True))
-        logits, variables, links = model.apply(variables, links, x, train=True)
+        logits, variables, feedback = model.apply(variables, feedback, x, train=True)
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-        return nll, (links, tuple({'batch_stats': v['batch_stats']} for v in variables))
+        return nll, (feedback, tuple({'batch_stats': v['batch_stats']} for v in variables))
 
-    def step(params, stats, links):
-        (nll, stats), grads, links = jaxmp.value_and_grad(loss)(params, links, stats)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), stats, links, nll
+    def step(params, stats, feedback):
+        (nll, stats), grads, feedback = jaxmp.value_and_grad(loss)(params, feedback, stats)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), stats, feedback, nll
 
-    variables, links = model.init(jax.random.key(0), x, train=True)
+    variables, feedback = model.init(jax.random.key(0), x, train=True)
     params = tuple(v['params'] for v in variables)
     stats = tuple({'batch_stats': v['batch_stats']} for v in variables)
-    return jax.jit(step, donate_argnums=(0, 1, 2)), (params, stats, links)
+    return jax.jit(step, donate_argnums=(0, 1, 2)), (params, stats, feedback)
 
 
 def main(width=64, repeats=8, batch=100):

@@ -52,18 +52,18 @@ def one_program(examples):
     """A step of LeNet in one program."""
     model = jaxmp.pipeline(lenet(10, 64), *channels(examples))
     x = jnp.zeros((BATCH, 28, 28, 1))
-    variables, links = model.init(jax.random.key(0), x, train=True)
+    variables, feedback = model.init(jax.random.key(0), x, train=True)
 
-    def score(params, links, x, y, ctx):
-        logits, _, links = model.apply(params, links, x, ctx, train=True)
-        return loss(logits, y)[0], (links, None)
+    def score(params, feedback, x, y, ctx):
+        logits, _, feedback = model.apply(params, feedback, x, ctx, train=True)
+        return loss(logits, y)[0], (feedback, None)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, links, x, y, ctx):
-        _, grads, links = jaxmp.value_and_grad(score)(params, links, x, y, ctx)
-        return descend(params, grads), links
+    def step(params, feedback, x, y, ctx):
+        _, grads, feedback = jaxmp.value_and_grad(score)(params, feedback, x, y, ctx)
+        return descend(params, grads), feedback
 
-    return step, (variables, links)
+    return step, (variables, feedback)
 
 
 def apart(kind, devices, examples):

@@ -1,15 +1,15 @@
 """How the benches measure: CPU-seconds, best of interleaved repeats, in one process."""
 
-import ctypes
 import datetime
 import re
 import time
 
 import jax
 
-from jaxmp.log import provenance
+from jaxmp.distributed.allocator import keep_freed_pages
+from jaxmp.training.summary import provenance
 
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of mallopt
+__all__ = ['best', 'compiled', 'header', 'keep_freed_pages', 'stem']
 
 
 def header():
@@ -23,13 +23,6 @@ def stem(kind):
     dull = {'amd', 'intel', 'r', 'tm', 'cpu', 'processor', 'x'}
     words = re.findall('[a-z0-9]+', provenance()['hardware'].lower())[1:]
     return f'{"-".join(w for w in words if w not in dull)}_{datetime.date.today()}_{kind}'
-
-
-def keep_freed_pages():
-    """Else a large result may pay its page faults, 8 ms for 26 MB, and memcpy never."""
-    libc = ctypes.CDLL(None)
-    for parameter in (MMAP_THRESHOLD, TRIM_THRESHOLD):
-        libc.mallopt(parameter, 1 << 30)
 
 
 def compiled(f, *args):

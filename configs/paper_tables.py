@@ -1,6 +1,6 @@
 """Tables 1-5 of the paper (arXiv 2401.07788) as rows of a study, at three scales.
 
-python -m jaxmp.sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data_dir=DIR
+python -m jaxmp.sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data.dir=DIR
 smoke: embedded data, CI. cpu: real CIFAR-10, 600 steps, one to three minutes of one core a run.
 paper: section 3.1 as it is, an accelerator.
 """
@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import ml_collections
-
-from configs import cifar10_resnet18, digits_resnet, wikitext_gpt2, wikitext_gpt2_small
+from jaxmp.config import Config
+from jaxmp.plugins import load
 
 
 class Row(NamedTuple):
@@ -85,41 +84,39 @@ SEEDS = {
 }
 
 
-def smoke(table: int) -> ml_collections.ConfigDict:
+def smoke(table: int) -> Config:
     """The digits, or Alice, for two epochs: that everything runs."""
     if table == 5:
-        c = wikitext_gpt2.get_config()
-        c.update(
-            data='alice', tokenizer='bytes', sequence_length=32, train_examples=64, dropout=0.0
-        )
-        c.update(width=8, blocks=2, heads=2, stages=2, epochs=2, batch_size=16, lr=1e-3)
+        c = load('wikitext_gpt2')
+        c.data.update(name='alice', tokenizer='bytes', sequence_length=32, train_examples=64)
+        c.model.update(width=8, blocks=2, heads=2, stages=2, dropout=0.0)
+        c.update(epochs=2, batch_size=16, optimizer={'lr': 1e-3})
         return c
-    c = digits_resnet.get_config()
-    c.update(width=2, train_examples=320, epochs=2, batch_size=32, cosine_epochs=4)
+    c = load('digits_resnet')
+    c.update(model={'width': 2}, data={'train_examples': 320}, epochs=2, batch_size=32)
+    c.optimizer.cosine_epochs = 4
     return c
 
 
-def cpu(table: int) -> ml_collections.ConfigDict:
+def cpu(table: int) -> Config:
     """Section 3.1 with an eighth of the width, half the side, 6,000 of the images, 10 epochs."""
     if table == 5:
-        return wikitext_gpt2_small.get_config('tune')
-    c = cifar10_resnet18.get_config()
-    c.update(width=8, pool=2, train_examples=6000, test_examples=2500)
-    c.update(epochs=10, cosine_epochs=20)
+        return load('wikitext_gpt2_small:tune')
+    c = load('cifar10_resnet18')
+    c.data.update(pool=2, train_examples=6000, test_examples=2500)
+    c.update(model={'width': 8}, epochs=10, optimizer={'cosine_epochs': 20})
     return c
 
 
-def paper(table: int) -> ml_collections.ConfigDict:
+def paper(table: int) -> Config:
     """As published."""
-    return wikitext_gpt2.get_config() if table == 5 else cifar10_resnet18.get_config()
+    return load('wikitext_gpt2') if table == 5 else load('cifar10_resnet18')
 
 
 SCALES = {'smoke': smoke, 'cpu': cpu, 'paper': paper}
 
 
-def get_study(
-    scale: str, tables: tuple[int, ...] = (1, 2, 3, 4)
-) -> list[tuple[int, ml_collections.ConfigDict]]:
+def get_study(scale: str, tables: tuple[int, ...] = (1, 2, 3, 4)) -> list[tuple[int, Config]]:
     """The runs, as seeds and configurations: all rows with the first seed, then with the second.
 
     Args:
@@ -134,7 +131,7 @@ def get_study(
             f'no scale {scale!r} with tables {tables}; there are the scales {", ".join(SCALES)} '
             f'and the tables {", ".join(map(str, TABLES))}'
         )
-    runs: dict[tuple[int, str], ml_collections.ConfigDict] = {}
+    runs: dict[tuple[int, str], Config] = {}
     for table in tables:
         for seed in range(SEEDS[scale].get(table, 1)):
             for row in TABLES[table]:

@@ -5,17 +5,14 @@ python train.py --config=configs/text_gpt2_dataparallel.py
 The closing table has the bytes of both compressions.
 """
 
-import ml_collections
+from jaxmp.config import Config
+from jaxmp.plugins import load
 
-from configs import text_gpt2
 
-
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> Config:
     """As text_gpt2, its batch and its text shared by the replicas."""
-    c = text_gpt2.get_config()
+    c = load('text_gpt2')
     c.name = 'text_gpt2_dataparallel'
-    del c.download  # the text is embedded
-    del c.tied_exchange  # a replica's stages are one program, in which the table travels nowhere
-    c.replicas = 2
+    c.parallel.replicas = 2
     c.exchange = 'double_squeeze(block(4))'
     return c

@@ -1,20 +1,61 @@
-"""What mkdocs adds to the pages of this folder: the README as the first, and a page a room.
+"""What mkdocs adds to the pages of this folder.
 
-A link to a file of the repository that is no page, such as a result, becomes the file's name.
+The README is the first page. Made from the code: a page for each package of the API, one for the
+commands and the configuration, one for each notebook. A link to a file of the repository that is no
+page leads to the repository, or becomes the file's name where no address of it is configured.
 """
 
+import itertools
+import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from jaxmp.__main__ import COMMANDS
+from jaxmp.config import KEYS, Key
+from jaxmp.plugins import files, first_line
+
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r'(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)')
+LINK = re.compile(r'\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)')
+COLOURS = re.compile(r'\x1b\[[\d;]*m')  # of a terminal
+FROM_ROOT = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md'}
+GROUPS = {
+    '': 'The run',
+    'data': 'Data',
+    'model': 'Model',
+    'optimizer': 'Optimizer',
+    'parallel': 'Runtime, replicas and micro-batches',
+}
 
 
-def rooms() -> dict[str, list[str]]:
-    """The modules of each room of the package, a file or a folder of files."""
+def on_config(config: Any) -> Any:
+    """Names the pages that are made, in the navigation."""
+    at = {name: part for entry in config.nav for name, part in entry.items()}
+    at['Tutorials'] += [{title(p): f'notebooks/{p.stem}.md'} for p in notebooks()]
+    at['Reference'] += [{'API': [{f'jaxmp.{r}': f'api/{r}.md'} for r in packages()]}]
+    return config
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Adds the pages that are made."""
+    made = {page: (ROOT / file).read_text() for file, page in FROM_ROOT.items()}
+    made['config.md'] = configuration()
+    made |= {f'notebooks/{p.stem}.md': notebook(p) for p in notebooks()}
+    made |= {f'api/{name}.md': package(name, of) for name, of in packages().items()}
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+# The API.
+
+
+def packages() -> dict[str, list[str]]:
+    """The modules of each package, a file or a folder of files."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / 'jaxmp').rglob('*.py')):
         parts = path.relative_to(ROOT).with_suffix('').parts
@@ -24,6 +65,11 @@ def rooms() -> dict[str, list[str]]:
     return found
 
 
+def package(name: str, modules: list[str]) -> str:
+    """The page of a package."""
+    return '\n'.join([f'# jaxmp.{name}\n', *map(section, modules)])
+
+
 def section(module: str) -> str:
     """A module's part of a page; what it only passes on is shown where it is made."""
     init = ROOT / module.replace('.', '/') / '__init__.py'
@@ -31,29 +77,128 @@ def section(module: str) -> str:
     return f'## `{module}`\n\n::: {module}\n' + '    options: {members: false}\n' * passes
 
 
-def on_config(config: Any) -> Any:
-    """Names the rooms' pages in the navigation."""
-    config.nav.insert(4, {'API': [{f'jaxmp.{r}': f'api/{r}.md'} for r in rooms()]})
-    return config
+# Commands and configuration.
 
 
-def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the README and the rooms."""
-    readme = (ROOT / 'README.md').read_text().replace('](docs/', '](')
-    files.append(File.generated(config, 'index.md', content=readme))
-    for room, modules in rooms().items():
-        text = '\n'.join([f'# jaxmp.{room}\n', *map(section, modules)])
-        files.append(File.generated(config, f'api/{room}.md', content=text))
-    return files
+def configuration() -> str:
+    """The page of all commands, configurations and keys."""
+    parts = [
+        '# Commands and configuration\n',
+        'Made from `jaxmp.config.KEYS`; `jaxmp train --help` prints the same. A key is set on the '
+        'command line as `--config.KEY=VALUE`, and in a file of your own by `c.KEY = VALUE`:\n',
+        '```python title="mine.py"\nfrom jaxmp.plugins import load\n\n\ndef get_config():\n'
+        "    c = load('digits_resnet')  # what differs from there follows\n"
+        "    c.name = 'mine'\n    c.optimizer.lr = 0.05\n    return c\n```\n",
+        '`jaxmp train --config=mine.py` trains it. A misspelt key and a value that is not allowed '
+        'are refused in one line that names the nearest key or the allowed values. *Own* means '
+        'that an import path, `package.module:name` or `file.py:name`, may stand there too: its '
+        'function is called as the table says.\n',
+        '## Commands\n',
+        table('command', 'what it does', [(f'`jaxmp {n}`', l) for n, (_, l) in COMMANDS.items()]),
+        '`jaxmp COMMAND --help` says more; `python train.py` is `jaxmp train`.\n',
+        '## Configurations\n',
+        table('`--config=`', 'what it trains', [(f'`{p.stem}`', first_line(p)) for p in files()]),
+    ]
+    for group, name in GROUPS.items():
+        rows = [(f'`{k}`', key) for k, key in KEYS.items() if k.rpartition('.')[0] == group]
+        parts += [f'## {name}\n', keys(rows)]
+    return '\n'.join(parts)
+
+
+def keys(rows: list[tuple[str, Key]]) -> str:
+    """A table of keys."""
+    cells = [f'| {name} | `{key.default!r}` | {meaning(key)} |' for name, key in rows]
+    return '\n'.join(['| key | default | meaning |', '|---|---|---|', *cells, ''])
+
+
+def meaning(key: Key) -> str:
+    """What a key means, what it may be, who reads it."""
+    said = [key.line[0].upper() + key.line[1:]]
+    if key.words:
+        said.append('one of ' + ', '.join(f'`{w}`' if w else 'empty' for w in key.words))
+    if key.own:
+        said.append(f'own: `{key.own}`')
+    if key.model:
+        said.append(f'read by `model.name={key.model}` only')
+    if key.free:
+        said.append('may change when a run continues')
+    return '; '.join(said).replace('|', '&#124;') + '.'
+
+
+def table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
+    """Two columns."""
+    lines = [f'| {a} | {b} |' for a, b in rows]
+    return '\n'.join([f'| {left} | {right} |', '|---|---|', *lines, ''])
+
+
+# Notebooks.
+
+
+def notebooks() -> list[Path]:
+    """The notebooks, the first to read first."""
+    found = sorted((ROOT / 'notebooks').glob('*.ipynb'))
+    return sorted(found, key=lambda p: p.stem != 'quickstart')
+
+
+def cells(path: Path) -> list[Any]:
+    """The cells of a notebook."""
+    return json.loads(path.read_text())['cells']
+
+
+def title(path: Path) -> str:
+    """The heading of a notebook."""
+    return next(
+        line.removeprefix('# ').strip()
+        for c in cells(path)
+        for line in c['source']
+        if line.startswith('# ')
+    )
+
+
+def notebook(path: Path) -> str:
+    """A notebook as a page: its text, its code and what the code has printed and drawn."""
+    return '\n\n'.join(part for c in cells(path) for part in shown(c))
+
+
+def shown(cell: Any) -> Iterator[str]:
+    """A cell, as Markdown."""
+    source = ''.join(cell['source'])
+    if cell['cell_type'] == 'markdown':
+        yield source
+        return
+    yield f'```python\n{source}\n```'
+    outputs = itertools.groupby(cell['outputs'], lambda output: output['output_type'] == 'stream')
+    for printed, group in outputs:
+        if printed:
+            text = ''.join(line for output in group for line in output['text'])
+            yield f'```text\n{COLOURS.sub("", text).rstrip()}\n```'
+        else:
+            for output in group:
+                png = ''.join(output['data']['image/png']).replace('\n', '')
+                yield f'<img alt="what the cell above draws" src="data:image/png;base64,{png}">'
+
+
+# Links, which in the repository lead from file to file.
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Keeps the links that lead to pages, and takes the others as names."""
-    folder = Path(page.file.src_uri).parent
+    """Makes a link to a file one to its page, or to the repository, or the file's name."""
+    here = page.file.src_uri
+    source = {made: file for file, made in FROM_ROOT.items()}.get(here, f'docs/{here}')
 
     def link(found: re.Match) -> str:
-        target = found[2].partition('#')[0]
-        known = files.get_file_from_path((folder / target).as_posix())
-        return found[0] if known else f'{found[1]} (`{target.removeprefix("../")}`)'
+        file = os.path.normpath(os.path.join(os.path.dirname(source), found[2]))
+        if files.get_file_from_path(page_of(file)):
+            to = os.path.relpath(page_of(file), os.path.dirname(here) or '.')
+            return f'[{found[1]}]({to}{found[3] or ""})'
+        if config.repo_url:
+            return f'[{found[1]}]({config.repo_url.rstrip("/")}/blob/HEAD/{file})'
+        return f'`{file}`' if found[1].strip('`') == file else f'{found[1]} (`{file}`)'
 
     return LINK.sub(link, markdown)
+
+
+def page_of(file: str) -> str:
+    """The page of a file of the repository."""
+    made = re.sub(r'^(notebooks/\w+)\.ipynb$', r'\1.md', file)
+    return FROM_ROOT.get(made, made.removeprefix('docs/'))

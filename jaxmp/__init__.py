@@ -1,25 +1,47 @@
 """jaxmp: compress what the stages of a model-parallel network send each other."""
 
+from typing import TYPE_CHECKING, Any
+
 from jaxmp import codecs
-from jaxmp.boundary import Boundary, Links, boundary, init_feedback, value_and_grad
+from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback, value_and_grad
 from jaxmp.codecs import *  # noqa: F403
-from jaxmp.feedback import Channel, aqsgd, direct, ef, ef21, ef_mixed, warm
+from jaxmp.feedback import Channel, anchored, aqsgd, direct, ef, ef21, ef_mixed, warm
+from jaxmp.metrics import Metric
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import SpecError, canonical, parse
 from jaxmp.transport import Transport, local, ppermute
 from jaxmp.version import __version__ as __version__
 from jaxmp.wire import Codec, Ctx, Like, bits, like, nbytes
 
+if TYPE_CHECKING:
+    from jaxmp.training.loop import train_and_evaluate
+    from jaxmp.training.task import Task
+
+_LATER = {'Task': 'jaxmp.training.task', 'train_and_evaluate': 'jaxmp.training.loop'}
+
+
+def __getattr__(name: str) -> Any:
+    """The trainer's names, imported when they are first used: a codec needs none of it."""
+    if name not in _LATER:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    import importlib
+
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
 __all__ = [
     'Boundary',
     'Channel',
     'Codec',
     'Ctx',
+    'FeedbackState',
     'Like',
-    'Links',
+    'Metric',
     'Pipeline',
     'SpecError',
+    'Task',
     'Transport',
+    'anchored',
     'aqsgd',
     'bits',
     'boundary',
@@ -35,6 +57,7 @@ __all__ = [
     'parse',
     'pipeline',
     'ppermute',
+    'train_and_evaluate',
     'value_and_grad',
     'warm',
 ]

@@ -1,12 +1,13 @@
-"""Where the model is cut: the one custom_vjp.
+"""`Boundary`: the cut between two stages, with the package's only `jax.custom_vjp`.
 
-Forward, a boundary sends the activation through one channel; backward, its gradient through
-another. The forward state returns as an output. The backward state is made during the backward
-pass, so it has to leave through a cotangent, and cotangents of a value used twice are summed.
-Therefore the backward state passes through `cross` unchanged, and `value_and_grad` seeds the
-cotangent of its output with the current state: each crossing's backward rule takes that cotangent
-as its state and emits the next one. The state flows backward through time exactly as gradients do,
-also under a scan over micro-batches, where the order is the reverse of the forward one.
+In the forward pass a boundary sends the activation through one channel, and in the backward pass
+its gradient through another. The forward state is returned as an output. The backward state is
+computed during the backward pass, so it can be returned only as a cotangent, and JAX sums the
+cotangents of a value that is used twice. Therefore `cross` returns the backward state unchanged,
+and `value_and_grad` sets the cotangent of that output to the current state: the backward rule of
+each crossing takes this cotangent as its state and returns the next state as the cotangent of its
+input. The state thus passes from crossing to crossing in the order of the backward pass, also in a
+scan over micro-batches, where that order is the reverse of the forward one.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from jaxmp.transport import Transport, local
 from jaxmp.wire import Ctx, Like, Payload, like, nbytes
 
 
-class Links(NamedTuple):
-    """Feedback state of a boundary, a pair ``(tx, rx)`` each direction; of several, tuples of it.
+class FeedbackState(NamedTuple):
+    """Feedback state of a boundary, a pair ``(tx, rx)`` per direction; of several, tuples of them.
 
-    A step over several boundaries takes theirs out, and joins what comes back:
+    A step over several boundaries uses `at` and `join`:
 
-    >>> links = Links.join([Links(('a', 'b'), ('c', 'd')), Links(('e', 'f'), ('g', 'h'))])
-    >>> links.at(1)
-    Links(fwd=('e', 'f'), bwd=('g', 'h'))
+    >>> first, second = FeedbackState(('a', 'b'), ('c', 'd')), FeedbackState(('e', 'f'), ('g', 'h'))
+    >>> FeedbackState.join([first, second]).at(1)
+    FeedbackState(fwd=('e', 'f'), bwd=('g', 'h'))
     """
 
     fwd: Any
     bwd: Any
 
-    def at(self, number: int) -> Links:
+    def at(self, number: int) -> FeedbackState:
         """The state of one of several boundaries, counted from 0."""
-        return Links(self.fwd[number], self.bwd[number])
+        return FeedbackState(self.fwd[number], self.bwd[number])
 
     @classmethod
-    def join(cls, each: Iterable[Links]) -> Links:
+    def join(cls, each: Iterable[FeedbackState]) -> FeedbackState:
         """The states of several boundaries as one."""
         each = list(each)
         return cls(tuple(l.fwd for l in each), tuple(l.bwd for l in each))
@@ -56,91 +57,94 @@ class Boundary:
     bwd: Channel
     via: Transport
 
-    def init(self, x: Array | Like) -> Links:
-        """States of both channels before the first crossing of a tensor like ``x``."""
-        return Links(*(self._ends(c, c.init(like(x))) for c in (self.fwd, self.bwd)))
+    def init(self, x: Array | Like) -> FeedbackState:
+        """Initial states of both channels for tensors like ``x``."""
+        return FeedbackState(*(self._ends(c, c.init(like(x))) for c in (self.fwd, self.bwd)))
 
-    def cross(self, x: Array, links: Links, ctx: Ctx | None = None) -> tuple[Array, Links]:
-        """Sends ``x`` across; its gradient will come back through the backward channel.
+    def cross(
+        self, x: Array, feedback: FeedbackState, ctx: Ctx | None = None
+    ) -> tuple[Array, FeedbackState]:
+        """Sends ``x`` to the next stage; its gradient returns through the backward channel.
 
-        A backward channel with state needs `value_and_grad`; a bare `jax.grad` seeds zeros, that
-        is, forgets the state at every step. Backward states are floating arrays. Differentiating
-        twice goes silently through the codec; forward-mode differentiation raises.
+        A backward channel with state needs `value_and_grad`. With `jax.grad` its state is zero at
+        each step. Backward states must be floating-point arrays. Second derivatives differentiate
+        through the codec without a warning; forward-mode differentiation raises.
 
         Args:
-          x: the activation, axis 0 the sample.
-          links: the states, from `init` or the last crossing.
-          ctx: key, ids; the forward message's support reaches the backward channel by itself.
+          x: the activation; axis 0 is the sample.
+          feedback: the states from `init` or from the last crossing.
+          ctx: key and ids. The backward channel gets the indices of the forward message.
 
         Returns:
-          What the next stage receives, and the states with the forward ones advanced.
+          The tensor that the next stage receives, and the states, with the forward ones updated.
 
         Raises:
           ValueError: if the states were made for another shape.
         """
         ctx = Ctx() if ctx is None else ctx
-        self._check(x, links)
+        self._check(x, feedback)
 
         @jax.custom_vjp
         def cross(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
             return forward(x, fwd, bwd, ctx)[0]
 
         def forward(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
-            y, state, supports = self._move('fwd', x, fwd, (ctx, ctx))
-            return (y, state, bwd), (ctx, supports)
+            y, state, indices = self._move('fwd', x, fwd, (ctx, ctx))
+            return (y, state, bwd), (ctx, indices)
 
         def backward(res: Any, cotangents: Any) -> Any:
             ctx, (sent, received) = res
             g, _, bwd = cotangents
-            # The gradient's sender is the activation's receiver, and knows what that one knows.
-            at = tuple(ctx._replace(support=s) for s in (received, sent))
+            # The sender of the gradient is the receiver of the activation, so it has its indices.
+            at = tuple(ctx._replace(indices=s) for s in (received, sent))
             gx, state, _ = self._move('bwd', g, bwd, at)
             return gx, None, state, None
 
         cross.defvjp(forward, backward)
-        y, fwd, bwd = cross(x, links.fwd, links.bwd, ctx)
-        return y, Links(fwd, bwd)
+        y, fwd, bwd = cross(x, feedback.fwd, feedback.bwd, ctx)
+        return y, FeedbackState(fwd, bwd)
 
     def send(self, way: str, x: Array, tx: Any, ctx: Ctx) -> tuple[Payload, Any, Array | None]:
-        """A direction's sending half: what a stage does that is a program of its own.
+        """The sender's part of a crossing, for stages that are separate programs.
 
         Args:
           way: ``'fwd'`` or ``'bwd'``.
           x: the activation, or its gradient.
           tx: the sender's state.
-          ctx: of the crossing, as for `cross`; backward with the ``support`` that `recv` of the
-            forward message returned here.
+          ctx: context of the crossing, as for `cross`; for ``'bwd'`` with the ``indices`` that
+            `recv` of the forward message returned in this program.
 
         Returns:
           The message, the next state, and the positions that were sent (None if there are none).
         """
         channel, at = self._half(way, ctx)
         message, tx = channel.send(x, tx, at)
-        return message, tx, channel.codec.support(message, like(x), at)
+        return message, tx, channel.codec.indices(message, like(x), at)
 
     def recv(
         self, way: str, message: Payload, rx: Any, at: tuple[Like, Ctx]
     ) -> tuple[Array, Any, Array | None]:
-        """A direction's receiving half.
+        """The receiver's part of a crossing.
 
         Args:
           way: ``'fwd'`` or ``'bwd'``.
-          message: as it arrived.
+          message: the received message.
           rx: the receiver's state.
-          at: shape and dtype of what was sent, and the context of the crossing; backward with the
-            ``support`` that `send` of the forward message returned here.
+          at: shape and dtype of the tensor that was sent, and the context of the crossing; for
+            ``'bwd'`` with the ``indices`` that `send` of the forward message returned in this
+            program.
 
         Returns:
-          What the stage sees, the next state, and the positions that were sent (or None).
+          The decoded tensor, the next state, and the positions that were sent (or None).
         """
         x, ctx = at
         channel, ctx = self._half(way, ctx)
         y, rx = channel.recv(message, rx, x, ctx)
-        return y, rx, channel.codec.support(message, x, ctx)
+        return y, rx, channel.codec.indices(message, x, ctx)
 
     def _half(self, way: str, ctx: Ctx) -> tuple[Channel, Ctx]:
         if way == 'fwd':
-            return self.fwd, ctx.fold(0)._replace(support=None)
+            return self.fwd, ctx.fold(0)._replace(indices=None)
         return self.bwd, ctx.fold(1)
 
     def bits(self, x: Array | Like) -> tuple[int, int]:
@@ -152,9 +156,9 @@ class Boundary:
         """Shapes of the forward and of the backward message for a tensor like ``x``."""
 
         def make(x: Array) -> tuple[Payload, Payload]:
-            ctx = Ctx(jax.random.key(0), jnp.zeros(x.shape[:1], jnp.int32))
+            ctx = Ctx.example(x)
             forward, _, known = self.send('fwd', x, self.fwd.init(like(x))[0], ctx)
-            ctx = ctx._replace(support=known)
+            ctx = ctx._replace(indices=known)
             return forward, self.send('bwd', x, self.bwd.init(like(x))[0], ctx)[0]
 
         return jax.eval_shape(make, like(x))
@@ -163,7 +167,7 @@ class Boundary:
         return (state[0], ()) if self._shares(channel) else state
 
     def _shares(self, channel: Channel) -> bool:
-        return channel.mirrored and self.via.one_place
+        return channel.shared_state and self.via.colocated
 
     def _move(
         self, way: str, x: Array, state: Any, at: tuple[Ctx, Ctx]
@@ -176,15 +180,15 @@ class Boundary:
         y, next_rx, received = self.recv(way, arrived, rx, (like(x), at[1]))
         return y, self._ends(channel, (next_tx, next_rx)), (sent, received)
 
-    def _check(self, x: Array, links: Links) -> None:
+    def _check(self, x: Array, feedback: FeedbackState) -> None:
         want = jax.eval_shape(lambda: self.init(x))
         for side in ('fwd', 'bwd'):
-            a, b = (jax.tree.map(lambda l: l.shape, getattr(l, side)) for l in (want, links))
+            a, b = (jax.tree.map(lambda l: l.shape, getattr(l, side)) for l in (want, feedback))
             if a != b:
                 raise ValueError(
-                    f'links.{side} were made for buffers {b}, a tensor of shape {x.shape} needs '
-                    f'{a}: buffers are per batch position, so keep the batch size, or make new '
-                    'links with init'
+                    f'feedback.{side} has buffers {b}, a tensor of shape {x.shape} needs '
+                    f'{a}: buffers are per batch position, so keep the batch size, or create new '
+                    'states with init'
                 )
 
 
@@ -194,7 +198,7 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
     Args:
       fwd: channel of the activation.
       bwd: channel of its gradient.
-      via: how payloads move; default `local`.
+      via: transport of payloads; default `local`.
 
     Raises:
       TypeError: if ``fwd`` or ``bwd`` is not a channel.
@@ -214,12 +218,12 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
     return Boundary(fwd, bwd, local() if via is None else via)
 
 
-def init_feedback(boundaries: Sequence[Boundary], shapes: Sequence[Array | Like]) -> Links:
-    """States of several boundaries before their first crossings; see `Links`.
+def init_feedback(boundaries: Sequence[Boundary], shapes: Sequence[Array | Like]) -> FeedbackState:
+    """Initial states of several boundaries; see `FeedbackState`.
 
     Args:
-      boundaries: in the order of the forward pass.
-      shapes: of what crosses each of them: arrays, or shapes and dtypes.
+      boundaries: boundaries in the order of the forward pass.
+      shapes: the tensor that crosses each of them, or its shape and dtype.
 
     Raises:
       ValueError: if there are not as many shapes as boundaries.
@@ -227,36 +231,38 @@ def init_feedback(boundaries: Sequence[Boundary], shapes: Sequence[Array | Like]
     >>> import jaxmp
     >>> cut = jaxmp.boundary(jaxmp.parse('ef(uniform(4))'), jaxmp.parse('raw'))
     >>> jax.tree.map(jnp.shape, init_feedback([cut, cut], [jnp.ones((2, 3)), jnp.ones((2, 5))]))
-    Links(fwd=(((2, 3), ()), ((2, 5), ())), bwd=(((), ()), ((), ())))
+    FeedbackState(fwd=(((2, 3), ()), ((2, 5), ())), bwd=(((), ()), ((), ())))
     """
     if len(boundaries) != len(shapes):
         raise ValueError(
-            f'{len(boundaries)} boundaries got {len(shapes)} shapes; give the shape of what '
-            'crosses each'
+            f'{len(boundaries)} boundaries got {len(shapes)} shapes; give one shape per boundary'
         )
-    return Links.join(b.init(like(x)) for b, x in zip(boundaries, shapes, strict=True))
+    return FeedbackState.join(b.init(like(x)) for b, x in zip(boundaries, shapes, strict=True))
 
 
 def value_and_grad(
-    loss: Callable[..., tuple[Array, tuple[Links, Any]]],
-) -> Callable[..., tuple[tuple[Array, Any], Any, Links]]:
-    """`jax.value_and_grad` with the feedback states threaded both ways.
+    loss: Callable[..., tuple[Array, tuple[FeedbackState, Any]]],
+) -> Callable[..., tuple[tuple[Array, Any], Any, FeedbackState]]:
+    """`jax.value_and_grad` that also updates the feedback states of both directions.
 
     Args:
-      loss: ``(params, links, *args) -> (scalar, (links, aux))``.
+      loss: ``(params, feedback, *args) -> (scalar, (feedback, aux))``.
 
     Returns:
-      ``(params, links, *args) -> ((scalar, aux), gradients, links)``, the links advanced in both
-      directions. A boundary that ``loss`` does not cross keeps its states if ``loss`` returns them.
+      ``(params, feedback, *args) -> ((scalar, aux), gradients, feedback)``, with the states updated
+      in both directions. A boundary that ``loss`` does not cross keeps its states if ``loss``
+      returns them.
     """
 
-    def run(params: Any, links: Links, *args: Any) -> tuple[tuple[Array, Any], Any, Links]:
+    def run(
+        params: Any, feedback: FeedbackState, *args: Any
+    ) -> tuple[tuple[Array, Any], Any, FeedbackState]:
         def g(params: Any, token: Any) -> Any:  # token: only its cotangent matters
-            value, (out, aux) = loss(params, Links(links.fwd, token), *args)
+            value, (out, aux) = loss(params, FeedbackState(feedback.fwd, token), *args)
             return (value, out.bwd), (out.fwd, aux)
 
-        (value, _), pull, (fwd, aux) = jax.vjp(g, params, links.bwd, has_aux=True)
-        grads, bwd = pull((jnp.ones_like(value), links.bwd))
-        return (value, aux), grads, Links(fwd, bwd)
+        (value, _), pull, (fwd, aux) = jax.vjp(g, params, feedback.bwd, has_aux=True)
+        grads, bwd = pull((jnp.ones_like(value), feedback.bwd))
+        return (value, aux), grads, FeedbackState(fwd, bwd)
 
     return run

@@ -1,6 +1,6 @@
-"""Bytes that a compiled program's collectives move, and that the network interfaces counted.
+"""Bytes of the collectives in a compiled program, and bytes sent on the network interfaces.
 
-The check on `jaxmp.bits` that no formula can pass: what the compiler hands to the network.
+They verify `jaxmp.bits` against the operands that the compiler passes to the network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: one of `KINDS`.
-      nbytes: of one device's operand.
+      nbytes: bytes of the operand of one device.
       pairs: source and target devices of a collective-permute.
     """
 
@@ -29,10 +29,10 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> Iterator[Collective]:
-    """The collectives of a program, in its order; one inside a loop is listed once.
+    """The collectives of a program in their order; a collective in a loop is listed once.
 
     Args:
-      text: ``compiled.as_text()``.
+      text: the HLO text, ``compiled.as_text()``.
 
     >>> list(collectives('%a = u8[9]{0} collective-permute(%x), source_target_pairs={{0,1}}'))
     [Collective(kind='collective-permute', nbytes=9, pairs=((0, 1),))]
@@ -42,7 +42,7 @@ def collectives(text: str) -> Iterator[Collective]:
     ):
         sizes = [_bytes_of(*shape) for shape in re.findall(r'([a-z]+\d+)\[([\d,]*)\]', shapes)]
         n, both = _group(rest), started and kind in ('all-gather', 'collective-permute')
-        size = sizes[0] if both else sum(sizes)  # these starts list operand, then result
+        size = sizes[0] if both else sum(sizes)  # these starts list the operand, then the result
         if kind == 'all-gather' and not both:
             size //= n
         if kind == 'reduce-scatter':
@@ -53,10 +53,10 @@ def collectives(text: str) -> Iterator[Collective]:
 
 
 def operands(text: str) -> dict[str, int]:
-    """Operand bytes of one device's collectives in a compiled program, by kind.
+    """Operand bytes of the collectives of one device in a compiled program, by kind.
 
     Args:
-      text: ``compiled.as_text()``.
+      text: the HLO text, ``compiled.as_text()``.
 
     >>> operands('%a = f32[8]{0} all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}')
     {'all-gather': 16}
@@ -68,10 +68,10 @@ def operands(text: str) -> dict[str, int]:
 
 
 def permuted(text: str) -> dict[tuple[int, int], int]:
-    """Operand bytes of a compiled program's collective-permutes, by source and target device.
+    """Operand bytes of the collective-permutes in a compiled program, by source and target device.
 
     Args:
-      text: ``compiled.as_text()``.
+      text: the HLO text, ``compiled.as_text()``.
     """
     found: dict[tuple[int, int], int] = {}
     for c in collectives(text):
@@ -85,16 +85,24 @@ def _bytes_of(dtype: str, shape: str) -> int:
 
 
 def _group(rest: str) -> int:
-    """How many devices take part, from ``replica_groups={{0,1}}`` or ``[2,2]<=[4]``."""
+    """Number of devices in a group, as XLA writes it.
+
+    >>> texts = '{{0,1}}', '[2,2]<=[4]', "mesh['r'=2,'s'=3] {'s'}"
+    >>> [_group(f'replica_groups={text}') for text in texts]
+    [2, 2, 3]
+    """
     if listed := re.search(r'replica_groups={{([\d,]*)}', rest):
         return listed[1].count(',') + 1
     if counted := re.search(r'replica_groups=\[\d+,(\d+)\]<=', rest):
         return int(counted[1])
+    if named := re.search(r'replica_groups=mesh\[(.*?)\] {(.*?)}', rest):  # JAX 0.12
+        sizes = dict(part.split('=') for part in named[1].split(','))
+        return math.prod(int(sizes[axis]) for axis in named[2].split(','))
     return 1
 
 
 def interface_bytes() -> int:
-    """Bytes sent so far on this machine's network interfaces, or 0 where Linux does not tell."""
+    """Bytes sent so far on the network interfaces of this machine; 0 if that is not known."""
     try:
         lines = Path('/proc/net/dev').read_text().splitlines()[2:]
     except OSError:

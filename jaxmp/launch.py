@@ -1,10 +1,10 @@
-"""Starts the processes of a run on this machine, and sees that none outlives the others.
+"""`jaxmp launch`: start of all processes of a run on this machine, which also end together.
 
-    python -m jaxmp.launch --processes 4 -- python train.py --config.runtime=mpmd
+    jaxmp launch --processes 4 -- python train.py --config.parallel.runtime=mpmd
 
-Each process gets ``--coordinator``, ``--processes`` and ``--process`` behind its command, and all
-get one random secret in the environment, by which they know each other. Process 0 has the terminal;
-Ctrl-C and SIGTERM ask all of them to save and stop.
+The command of each process is extended by ``--coordinator``, ``--processes`` and ``--process``. All
+processes get the same random secret in the environment, by which they authenticate each other.
+Process 0 has the terminal. After Ctrl-C or SIGTERM all processes save their state and stop.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmp.rendezvous import TOKEN
+from jaxmp.distributed.rendezvous import TOKEN
 
-PATIENCE = 60.0  # seconds for the others to end after the first has failed
+PATIENCE = 60.0  # seconds in which the others must end after the first has failed
 
 
 def free_port() -> int:
-    """A port that is free and whose next one is free too."""
+    """A free port of which the next port is free too."""
     for _ in range(100):
         with socket.socket() as a, socket.socket() as b:
             a.bind(('127.0.0.1', 0))
@@ -45,33 +45,33 @@ def _die_with_parent() -> None:
 
 
 def gpus() -> list[str]:
-    """This machine's NVIDIA GPUs, or those of them that ``CUDA_VISIBLE_DEVICES`` leaves."""
+    """The NVIDIA GPUs of this machine, or those in ``CUDA_VISIBLE_DEVICES`` if it is set."""
     if (left := os.environ.get('CUDA_VISIBLE_DEVICES')) is not None:
         return [name for name in left.split(',') if name]
     return [str(i) for i, _ in enumerate(Path('/proc/driver/nvidia/gpus').glob('*'))]
 
 
-def own_gpus(found: Sequence[str], processes: int, process: int) -> dict[str, str]:
-    """What a process's environment gets so that no two use one GPU; nothing if there are too few.
+def own_gpus(devices: Sequence[str], processes: int, process: int) -> dict[str, str]:
+    """Environment variables that give each process separate GPUs; empty if there are too few.
 
     >>> own_gpus(['0', '1', '2', '3'], 2, 1)
     {'CUDA_VISIBLE_DEVICES': '2,3'}
     >>> own_gpus(['0'], 2, 1)
     {}
     """
-    each = len(found) // processes
-    own = ','.join(found[process * each : (process + 1) * each])
+    each = len(devices) // processes
+    own = ','.join(devices[process * each : (process + 1) * each])
     return {'CUDA_VISIBLE_DEVICES': own} if own else {}
 
 
 def start(command: Sequence[str], processes: int, port: int) -> list[subprocess.Popen]:
-    """Starts ``processes`` copies of ``command``, each with its place behind it."""
-    found, token = gpus(), {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(16)}
-    team = [*command, f'--coordinator=127.0.0.1:{port}', f'--processes={processes}']
+    """Starts ``processes`` copies of ``command``, each with the flags of its place in the group."""
+    devices, token = gpus(), {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(16)}
+    group = [*command, f'--coordinator=127.0.0.1:{port}', f'--processes={processes}']
     return [
         subprocess.Popen(
-            [*team, f'--process={i}'],
-            env={**os.environ, **token, **own_gpus(found, processes, i)},
+            [*group, f'--process={i}'],
+            env={**os.environ, **token, **own_gpus(devices, processes, i)},
             start_new_session=True,
             preexec_fn=_die_with_parent,
             stdin=None if i == 0 else subprocess.DEVNULL,
@@ -81,40 +81,41 @@ def start(command: Sequence[str], processes: int, port: int) -> list[subprocess.
     ]
 
 
-def watch(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
-    """Waits for all to end; the first failure gives the others a minute.
+def monitor(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
+    """Waits for all processes to end; after a failure or a signal the others have one minute.
 
     Args:
       running: the processes.
-      asked: signals that came; the first is passed on, and starts the minute too.
+      asked: signals received so far; the first one is passed on as SIGTERM.
 
     Returns:
       The exit status: 0, that of the first failure, or 128 + its signal.
     """
-    first, deadline, told = 0, None, False
+    first, deadline, stopping = 0, None, False
     while True:
         alive = any(p.poll() is None for p in running)
-        if asked and not told:
-            told, deadline = True, time.monotonic() + PATIENCE
+        if asked and not stopping:
+            stopping, deadline = True, time.monotonic() + PATIENCE
             _signal(running, signal.SIGTERM)
         failed = [(p.returncode, i) for i, p in enumerate(running) if p.poll()]
         if failed and not first:
             deadline = time.monotonic() + PATIENCE
-            first, i = min(failed)  # who was killed (a negative status) did not follow another
-            if not told:
-                print(f'launch: process {i} {ending(first)}', file=sys.stderr)
+            first, i = min(failed)  # a killed process (negative status) is a cause, not an effect
+            if not stopping:
+                print(f'jaxmp launch: process {i} {ending(first)}', file=sys.stderr)
         if not alive:
             return 128 - first if first < 0 else first
         if deadline and time.monotonic() > deadline:
             left = [i for i, p in enumerate(running) if p.poll() is None]
-            print(f'launch: killed processes {left}, still there after a minute', file=sys.stderr)
+            text = f'killed processes {left}, which were still running after {PATIENCE:g} s'
+            print(f'jaxmp launch: {text}', file=sys.stderr)
             _signal(running, signal.SIGKILL)
             deadline = None
         time.sleep(0.1)
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words.
+    """The way in which a process ended, as text.
 
     >>> ending(-9), ending(1)
     ('was killed by SIGKILL', 'ended with status 1')
@@ -133,28 +134,28 @@ def _signal(running: Sequence[subprocess.Popen], number: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog='python -m jaxmp.launch', description='Starts the processes of a run.'
+        prog='jaxmp launch', description='Start the processes of a run on this machine.'
     )
-    parser.add_argument('--processes', type=int, required=True, help='how many')
-    parser.add_argument('--port', type=int, help="the coordinator's; the next one is used too")
+    parser.add_argument('--processes', type=int, required=True, help='number of processes')
+    parser.add_argument('--port', type=int, help='port of process 0; the next one is used too')
     parser.add_argument('command', nargs='+', help='-- python train.py ...')
-    given = parser.parse_args(argv)
-    if given.processes < 1:
-        parser.error(f'--processes {given.processes}: give 1 or more')
+    args = parser.parse_args(argv)
+    if args.processes < 1:
+        parser.error(f'--processes {args.processes}: give 1 or more')
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: asked.append(n))
     try:
-        running = start(given.command, given.processes, given.port or free_port())
+        running = start(args.command, args.processes, args.port or free_port())
     except OSError as error:
         print(
-            f'launch: cannot start {given.command[0]}: {error.strerror or error}; give a program '
-            'behind --, such as: -- python train.py --config.runtime=mpmd',
+            f'jaxmp launch: cannot start {args.command[0]}: {error.strerror or error}; give a '
+            'program after --, such as: -- python train.py --config.parallel.runtime=mpmd',
             file=sys.stderr,
         )
         return 127
     try:
-        return watch(running, asked)
+        return monitor(running, asked)
     finally:
         _signal([p for p in running if p.poll() is None], signal.SIGKILL)
 

@@ -1,7 +1,8 @@
-"""Stages and boundaries in one program: the runtime of convergence studies and notebooks.
+"""`Pipeline`: stages and boundaries in one program, for convergence studies and notebooks.
 
-The stages are ordinary Flax modules that know nothing of compression. On one device the payloads
-are still packed and unpacked, so what a model learns here is what it would learn over a real wire.
+The stages are ordinary Flax modules that do not depend on compression: Linen modules, or nnx
+modules by `jaxmp.nnx.stage`. Payloads are packed and unpacked also on one device, so that a model
+trains here exactly as it would over a network.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import flax.linen as nn
 import jax
 from jaxtyping import Array
 
-from jaxmp.boundary import Boundary, Links, boundary, init_feedback
+from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback
 from jaxmp.feedback import Channel
 from jaxmp.transport import Transport
 from jaxmp.wire import Ctx, Like, like
@@ -23,66 +23,103 @@ from jaxmp.wire import Ctx, Like, like
 Variables = tuple[Any, ...]
 
 
+@runtime_checkable
+class Stage(Protocol):
+    """The interface of a stage: a Linen module, or `jaxmp.nnx.stage` of an nnx module."""
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The initial variables; ``rngs`` has the keys ``params`` and ``dropout``."""
+        ...
+
+    def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output and the variables."""
+        ...
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output; with ``mutable=[names]`` also these collections, updated."""
+        ...
+
+
+def check_stages(stages: Sequence[Stage]) -> None:
+    """Checks that all objects are stages.
+
+    Raises:
+      TypeError: if an object is not a stage.
+    """
+    for i, stage in enumerate(stages):
+        is_class = isinstance(stage, type)
+        if is_class or not isinstance(stage, Stage):
+            kind = f'the class {stage.__name__}' if is_class else f'a {type(stage).__name__}'
+            raise TypeError(
+                f'stage {i} is {kind}; a stage is a Flax Linen module such as nn.Dense(8), or '
+                'jaxmp.nnx.stage(Module, ...) of an nnx module'
+            )
+
+
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages with a boundary between each two; see `pipeline`."""
+    """Stages with a boundary between each neighbouring pair; see `pipeline`."""
 
-    stages: tuple[nn.Module, ...]
+    stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
 
-    def init(self, key: Array, x: Array, **kwargs: Any) -> tuple[Variables, Links]:
-        """Variables of every stage and the states of every boundary.
+    def __post_init__(self) -> None:
+        check_stages(self.stages)
+
+    def init(self, key: Array, x: Array, **kwargs: Any) -> tuple[Variables, FeedbackState]:
+        """Initial variables of all stages and states of all boundaries.
 
         Args:
-          key: randomness of the initial parameters.
+          key: random key of the initial parameters.
           x: an input of the training batch's shape (feedback buffers are per batch position).
-          **kwargs: passed to every stage's ``__call__``.
+          **kwargs: passed to ``__call__`` of each stage.
 
         Returns:
-          A tuple of Flax variable dicts, one a stage, and `Links` of tuples, one entry a boundary.
+          A tuple of Flax variable dicts, one per stage, and the states, one per boundary.
         """
         variables = _start(self.stages, tuple(sorted(kwargs.items())), key, x)
 
         @jax.jit
-        def links() -> Links:
+        def feedback() -> FeedbackState:
             likes = self.likes(variables, x, **kwargs)
             return init_feedback(self.boundaries, likes)
 
-        return variables, links()
+        return variables, feedback()
 
     def apply(
         self,
         variables: Variables,
-        links: Links | None,
+        feedback: FeedbackState | None,
         x: Array,
         ctx: Ctx | None = None,
         **kwargs: Any,
     ) -> tuple[Array, Variables, Any]:
-        """Runs the stages; ``links=None`` leaves the boundaries open (no compression).
+        """Runs the stages; ``feedback=None`` leaves the boundaries open (no compression).
 
         Args:
-          variables: from `init`; collections other than ``params`` are updated.
-          links: states of the boundaries, or None.
-          x: input, axis 0 the sample.
-          ctx: key (dropout, stochastic codecs) and ids of this step.
-          **kwargs: passed to every stage's ``__call__``, for example ``train=True``.
+          variables: variables from `init`; collections other than ``params`` are updated.
+          feedback: states of the boundaries, or None.
+          x: input; axis 0 is the sample.
+          ctx: key (for dropout and stochastic codecs) and ids of this step; its tokens are ``x``
+            if that has integers.
+          **kwargs: passed to ``__call__`` of each stage, for example ``train=True``.
 
         Returns:
-          The output, the variables with updated statistics, and the states (forward ones advanced;
-          backward ones advance in `value_and_grad`).
+          The output, the variables with updated statistics, and the states. Forward states are
+          updated; backward states are updated in `value_and_grad`.
         """
-        ctx = Ctx() if ctx is None else ctx
+        ctx = (Ctx() if ctx is None else ctx).reading(x)
         updated, crossed = [], []
         for i, (stage, own) in enumerate(zip(self.stages, variables, strict=True)):
-            if i and links is not None:
-                x, at = self.boundaries[i - 1].cross(x, links.at(i - 1), ctx.fold(2 * i))
+            if i and feedback is not None:
+                x, at = self.boundaries[i - 1].cross(x, feedback.at(i - 1), ctx.fold(2 * i))
                 crossed.append(at)
             x, own = _run(stage, own, x, ctx.fold(2 * i + 1), kwargs)
             updated.append(own)
-        return x, tuple(updated), None if links is None else Links.join(crossed)
+        return x, tuple(updated), None if feedback is None else FeedbackState.join(crossed)
 
     def likes(self, variables: Variables, x: Array | Like, **kwargs: Any) -> list[Like]:
-        """Shape and dtype of what crosses each boundary, for an input like ``x``."""
+        """Shape and dtype of the tensor that crosses each boundary, for an input like ``x``."""
         found = []
 
         def trace(variables: Variables, x: Array) -> None:
@@ -96,9 +133,9 @@ class Pipeline:
 
 @functools.partial(jax.jit, static_argnames=('stages', 'kwargs'))
 def _start(
-    stages: tuple[nn.Module, ...], kwargs: tuple[tuple[str, Any], ...], key: Array, x: Array
+    stages: tuple[Stage, ...], kwargs: tuple[tuple[str, Any], ...], key: Array, x: Array
 ) -> Variables:
-    # Compiled once for all seeds and channels: it takes longer than the step.
+    # It is compiled once for all seeds and channels, because that takes longer than the step.
     made = []
     for i, stage in enumerate(stages):
         keys = {'params': jax.random.fold_in(key, i), 'dropout': key}
@@ -107,17 +144,17 @@ def _start(
     return tuple(made)
 
 
-def _run(stage: nn.Module, variables: dict, x: Array, ctx: Ctx, kwargs: dict) -> tuple[Array, dict]:
+def _run(stage: Stage, variables: dict, x: Array, ctx: Ctx, kwargs: dict) -> tuple[Array, dict]:
     mutable = [name for name in variables if name != 'params']
     rngs = {} if ctx.key is None else {'dropout': ctx.key}
     x, changed = stage.apply(variables, x, mutable=mutable, rngs=rngs, **kwargs)
-    keep = lambda old, new: new.astype(old.dtype)  # a scan, and a checkpoint, keep dtypes
+    keep = lambda old, new: new.astype(old.dtype)  # scans and checkpoints need constant dtypes
     old = {name: variables[name] for name in mutable}
     return x, {**variables, **jax.tree.map(keep, old, {**old, **changed})}
 
 
 def pipeline(
-    stages: Sequence[nn.Module],
+    stages: Sequence[Stage],
     fwd: Channel | Sequence[Channel],
     bwd: Channel | Sequence[Channel],
     via: Transport | None = None,
@@ -125,12 +162,14 @@ def pipeline(
     """A model cut into stages; activations go through ``fwd``, their gradients through ``bwd``.
 
     Args:
-      stages: Flax modules, each taking the last one's output.
-      fwd: one channel for all boundaries, or one a boundary.
-      bwd: likewise.
-      via: how payloads move; default `local`.
+      stages: Linen modules, or nnx modules by `jaxmp.nnx.stage`; each takes the output of the
+        previous one.
+      fwd: one channel for all boundaries, or one per boundary.
+      bwd: likewise for gradients.
+      via: transport of payloads; default `local`.
 
     Raises:
+      TypeError: if an object is not a stage.
       ValueError: if there is no stage, or the number of channels is not that of the boundaries.
     """
     if not stages:
@@ -146,6 +185,6 @@ def _each(name: str, channel: Channel | Sequence[Channel], n: int) -> list[Chann
     if len(channel) != n:
         raise ValueError(
             f'{n + 1} stages have {n} boundaries, and {name} has {len(channel)} channels; give '
-            'one for all or one a boundary'
+            'one for all or one per boundary'
         )
     return list(channel)

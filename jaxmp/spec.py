@@ -1,8 +1,8 @@
-"""Text to channel: one text names a channel in configs, on the command line, in logs and tables.
+"""Parser of channel texts, which configs, the command line, logs and tables use.
 
-The text is Python's expression syntax cut down to names, numbers and calls. It is parsed, never
-evaluated: names are looked up among the package's public codecs, index codings, roundings and
-feedback rules, so the namespace is the registry.
+A text is a Python expression of names, numbers and calls only. It is parsed, never evaluated: names
+are looked up among the package's public codecs, index codings, roundings and feedback rules, so the
+namespace is the registry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxmp.words import called, named
 
 LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)
-RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd')
+RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored')
 NAMES: Mapping[str, Any] = {
     **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
     **{name: getattr(feedback, name) for name in RULES},
@@ -28,20 +28,20 @@ NAMES: Mapping[str, Any] = {
 
 
 class SpecError(ValueError):
-    """A channel text that makes no sense; the message quotes the text and says why."""
+    """An invalid channel text; the message quotes the text and gives the reason."""
 
 
 def parse(text: str, names: Mapping[str, Any] | None = None) -> Channel:
     """The channel that ``text`` names; a bare codec means ``direct``.
 
-    Texts that make the same calls give equal channels, and ``parse(str(c), names) == c``.
+    Texts with the same calls give equal channels, and ``parse(str(c), names) == c``.
 
     Args:
       text: for example ``'ef21(top_k(0.1, values=fp16, indices=bitmap))'``.
-      names: further names, for your own codecs (functions or codecs) or numbers.
+      names: additional names, for your own codecs (functions or codecs) or numbers.
 
     Raises:
-      SpecError: if the text is not such an expression, or what it says makes no sense.
+      SpecError: if the text is not such an expression, or an argument in it is invalid.
 
     >>> parse('top_k(10)')
     Traceback (most recent call last):
@@ -53,15 +53,15 @@ top_k(0.1)
 
 
 def read(text: str, names: Mapping[str, Any], finish: Callable[[Any, str], Any]) -> Any:
-    """What ``text`` builds of ``names``.
+    """The object that ``text`` builds from ``names``.
 
     Args:
-      text: names, numbers and calls.
-      names: all known words.
-      finish: ``(thing, text) -> result``, raising TypeError if the thing is of a wrong kind.
+      text: an expression of names, numbers and calls.
+      names: all allowed names.
+      finish: ``(object, text) -> result``, which raises TypeError if the object has a wrong type.
 
     Raises:
-      SpecError: if the text is not such an expression, or what it says makes no sense.
+      SpecError: if the text is not such an expression, or an argument in it is invalid.
     """
     if not isinstance(text, str):
         raise SpecError(f'a channel is named by a text such as "top_k(0.1)", got {text!r}')
@@ -79,7 +79,7 @@ def read(text: str, names: Mapping[str, Any], finish: Callable[[Any, str], Any])
 
 
 def canonical(text: str, names: Mapping[str, Any] | None = None) -> str:
-    """The text in one spelling, as Python's own unparser writes it; see `parse`.
+    """The text in its canonical spelling, which is that of Python's unparser; see `parse`.
 
     >>> canonical(' top_k( 0.10,values = fp16 ) ')
     'top_k(0.1, values=fp16)'
@@ -97,7 +97,7 @@ def _channel(thing: Any, text: str) -> Channel:
 
 
 def complete(thing: Any, text: str) -> Any:
-    """``thing``; raises SpecError if it is a word that still needs its arguments."""
+    """``thing``; raises SpecError if it is a function whose arguments are missing."""
     if inspect.isfunction(thing):
         raise SpecError(_incomplete(text, thing))
     return thing
@@ -124,7 +124,7 @@ def _look_up(name: str, names: Mapping[str, Any]) -> Any:
         return names[name]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f' (did you mean {near[0]}?)' if near else ''
-    raise SpecError(f'unknown word {name!r}{hint}; known: {", ".join(sorted(names))}')
+    raise SpecError(f'unknown word {name!r}{hint}; allowed are {", ".join(sorted(names))}')
 
 
 def _call(

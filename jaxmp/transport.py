@@ -1,4 +1,4 @@
-"""`Transport`: how a payload moves in a program: not at all, or to a mesh's next device."""
+"""`Transport`: movement of a payload within a program, to the same or to the next device."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from jaxmp.wire import Like, Payload
 
 
 class Transport(NamedTuple):
-    """Where a payload goes.
+    """The movement of payloads between neighbouring stages.
 
     Attributes:
-      forward: the payload of the next stage's side, given that of this stage.
-      backward: the payload of the previous stage's side.
-      one_place: both ends are here, so mirrored states need one copy.
+      forward: sends a payload to the next stage, and returns the one from the previous stage.
+      backward: sends a payload to the previous stage, and returns the one from the next stage.
+      colocated: whether both ends are on one device, so that they share one copy of equal states.
     """
 
     forward: Callable[[Payload], Payload]
     backward: Callable[[Payload], Payload]
-    one_place: bool = False
+    colocated: bool = False
 
 
 def local() -> Transport:
-    """Both ends in one program: the payload is made and read, but stays where it is.
+    """A transport with both ends in one program: payloads are encoded and decoded, but not moved.
 
-    The barrier keeps the compiler from cancelling encode against decode, so that what trains is
-    what would have been sent.
+    A barrier prevents the compiler from simplifying decode after encode, so that training uses
+    exactly the values that would be sent.
     """
-    return Transport(jax.lax.optimization_barrier, jax.lax.optimization_barrier, one_place=True)
+    return Transport(jax.lax.optimization_barrier, jax.lax.optimization_barrier, colocated=True)
 
 
 def ppermute(axis: str, n: int) -> Transport:
-    """Device i of mesh axis ``axis`` sends to i + 1, and gradients return to i - 1.
+    """A transport from device i of a mesh axis to device i + 1; gradients go to i - 1.
 
-    Use inside `jax.shard_map`. Devices at the open ends receive zeros.
+    Use it inside `jax.shard_map`. The devices at both ends of the axis receive zeros.
 
     Args:
-      axis: name of the mesh axis that holds the stages.
-      n: its size.
+      axis: name of the mesh axis of the stages.
+      n: size of the axis.
 
     Raises:
       ValueError: if ``n`` is not positive.
@@ -60,11 +60,11 @@ def ppermute(axis: str, n: int) -> Transport:
 
 
 def one_piece(payload: Payload, axes: int = 0) -> tuple[Array, Callable[[Array], Payload]]:
-    """A payload as one array of bytes (a single array as it is), and the way back.
+    """A payload joined to one array of bytes (a single array is unchanged), and the inverse.
 
     Args:
       payload: arrays with equal first ``axes`` axes.
-      axes: how many first axes are kept; the array that goes back may have any others.
+      axes: number of first axes that are kept; the inverse also takes other sizes of them.
     """
     leaves, tree = jax.tree.flatten(payload)
     if len(leaves) == 1:

@@ -1,11 +1,13 @@
-"""The message: what a crossing knows, what a codec is, how codes become bytes.
+"""Messages: the context of a crossing, the type `Codec`, and the packing of codes into bytes.
 
-A *payload* is a pytree of arrays, and those arrays are what travels: nothing is added later, so the
-size of a message is read from its arrays. Codes of b bits are packed into bytes plane by plane: the
-bits of b are split into powers of two (6 = 4 + 2), a row of codes is cut into equal runs, and in
-the plane of a part of p bits 8/p runs share their bytes, each under its own shift. Runs, unlike
-neighbouring codes, need no strided access, so packing costs about as much as reading. XLA:CPU
-widens bf16 and int4 in its collectives; bytes travel as they are.
+A *crossing* is one transfer of a tensor over a boundary in one direction. A *payload* is a pytree
+of arrays, and these arrays are the message: nothing is added later, so the size of a message is the
+size of its arrays.
+
+Codes of b bits are packed into bytes plane by plane: b is split into powers of two (6 = 4 + 2), a
+row of codes is cut into equal runs, and in the plane of a part of p bits each byte has the parts of
+8/p runs, at different shifts. Unlike neighbouring codes, runs need no strided access, so packing
+takes about as long as reading. XLA:CPU widens bf16 and int4 in its collectives, but not bytes.
 """
 
 from __future__ import annotations
@@ -24,55 +26,73 @@ from jaxmp.words import Origin, known
 Payload = Any
 Like = jax.ShapeDtypeStruct
 
-FLOATS = ('float16', 'bfloat16', 'float32', 'float64')  # what codecs take
+FLOATS = ('float16', 'bfloat16', 'float32', 'float64')  # dtypes that codecs take
 
 
 class Ctx(NamedTuple):
-    """What a crossing knows besides the tensor.
+    """The context of a crossing: its inputs besides the tensor.
 
     Attributes:
-      key: randomness of this crossing, the same at both ends.
-      ids: positions of the examples in the training set, shape ``(B,)`` (AQ-SGD).
-      support: ascending flat positions already sent forward here, shape ``(B, K)`` (index reuse);
-        a position ``p`` that was sent as a zero stands there as ``~p``.
-      microbatch: number of the micro-batch within its step, from 0 (`jaxmp.feedback`'s slots).
+      key: random key of this crossing, the same at both ends.
+      ids: positions of the examples in the training set, shape ``(B,)`` (for AQ-SGD).
+      indices: ascending flat positions that the forward message of this crossing has sent, shape
+        ``(B, K)`` (for index reuse). A position ``p`` that was sent as a zero is given as ``~p``.
+      microbatch: number of the micro-batch within its step, from 0 (for the slots of
+        `jaxmp.feedback`).
+      tokens: ids of the model's input at the tensor's positions, integers of the tensor's shape
+        without its last axis (for `anchored`).
     """
 
     key: Array | None = None
     ids: Int[Array, ' B'] | None = None
-    support: Int[Array, 'B K'] | None = None
+    indices: Int[Array, 'B K'] | None = None
     microbatch: Any = 0
+    tokens: Int[Array, 'B ...'] | None = None
+
+    def reading(self, x: Any) -> Ctx:
+        """The same context with ``x``, the model's input, as its tokens if it has integers."""
+        dtype = getattr(x, 'dtype', None)
+        ids = self.tokens is None and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+        return self._replace(tokens=x) if ids else self
+
+    @classmethod
+    def example(cls, x: Array | Like) -> Ctx:
+        """A context that a tensor like ``x`` may have, without indices."""
+        ids, tokens = (jnp.zeros(shape, jnp.int32) for shape in (x.shape[:1], x.shape[:-1]))
+        return cls(jax.random.key(0), ids, tokens=tokens)
 
     def fold(self, n: int | Array) -> Ctx:
         """The same context with the key of sub-stream ``n``."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, n))
 
 
-def _no_support(payload: Payload, like: Like, ctx: Ctx) -> None:
+def _no_indices(payload: Payload, like: Like, ctx: Ctx) -> None:
     del payload, like, ctx
 
 
 @known
 class Codec(NamedTuple):
-    """Stateless: what bits are sent for a tensor.
+    """A codec: a pair of stateless functions between tensors and payloads.
 
     Attributes:
-      encode: tensor to payload.
-      decode: payload to a tensor of ``like``'s shape and dtype. The two ends of ``ef21`` and
-        ``aqsgd`` hold equal states only if it gives equal bits in both their programs: see
-        `jaxmp.codecs.exact`.
-      support: the positions a receiver of the payload knows, ``(B, K)``, or None if it knows none.
-      numbers: where messages can be added (of equal keys, ``C(a) + C(b) = C(a + b)`` but for
-        rounding): a payload as arrays that add, and back; None where they cannot.
-      halves: where a message has a number of places: ``x`` with all but the elements that half of
-        them would hold set to zero, and the codec that sends the sum of two such; else None.
-      origin: the call that made it, its text and identity (`jaxmp.words`).
+      encode: ``(tensor, ctx) -> payload``.
+      decode: ``(payload, like, ctx) -> tensor`` of the shape and dtype of ``like``. The two ends of
+        ``ef21``, ``aqsgd`` and ``anchored`` have equal states only if it returns equal bits in both
+        programs; see `jaxmp.codecs.exact`.
+      indices: ``(payload, like, ctx) -> positions`` ``(B, K)`` that a receiver of the payload
+        knows, or None if it knows none.
+      additive: if messages with equal keys can be added (``C(a) + C(b) = C(a + b)`` up to
+        rounding), a function from a payload to arrays that add, and its inverse; else None.
+      halves: if a message has a fixed number of elements, a function that keeps the elements of
+        ``x`` that half a message would send and sets the others to zero, and a codec that sends
+        the sum of two such tensors; else None.
+      origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
     encode: Callable[[Array, Ctx], Payload]
     decode: Callable[[Payload, Like, Ctx], Array]
-    support: Callable[[Payload, Like, Ctx], Array | None] = _no_support
-    numbers: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
+    indices: Callable[[Payload, Like, Ctx], Array | None] = _no_indices
+    additive: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
     halves: tuple[Callable[[Array], Array], Codec] | None = None
     origin: Origin | None = None
 
@@ -85,7 +105,7 @@ def like(x: Array | Like) -> Like:
     """
     if not (hasattr(x, 'shape') and hasattr(x, 'dtype')):
         raise TypeError(
-            f'a message is made of one array, got {type(x).__name__}; send the arrays of a pytree '
+            f'a message encodes one array, got {type(x).__name__}; send the arrays of a pytree '
             'one by one, and a number as jnp.array([number])'
         )
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -97,26 +117,26 @@ def nbytes(payload: Payload) -> int:
 
 
 def bits(channel: Any, x: Array | Like, ctx: Ctx | None = None) -> int:
-    """Bits of the message that ``channel.send`` makes of a tensor like ``x``, without computing it.
+    """Bits of the message of ``channel.send`` for a tensor like ``x``, without computing it.
 
     Args:
-      channel: a Channel.
-      x: a tensor or its shape and dtype.
-      ctx: a context; the default has a key and ids but no support.
+      channel: a `Channel`.
+      x: a tensor, or its shape and dtype.
+      ctx: a context; the default is `Ctx.example`.
 
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((4, 8, 8, 4), 'float32')
     >>> [jaxmp.bits(jaxmp.parse(t), x) for t in ('raw', 'top_k(0.1, values=fp16, indices=packed)')]
     [32768, 2496]
     """
-    given = Ctx(jax.random.key(0), jnp.zeros(x.shape[:1], jnp.int32)) if ctx is None else ctx
+    given = Ctx.example(x) if ctx is None else ctx
     tx = jax.eval_shape(lambda: channel.init(like(x))[0])
     payload, _ = jax.eval_shape(channel.send, like(x), tx, given)
     return 8 * nbytes(payload)
 
 
 def compute_dtype(x: Array | Like) -> jnp.dtype:
-    """The dtype in which a codec computes on ``x``: its own, but at least float32.
+    """The dtype in which a codec computes on ``x``: that of ``x``, but at least float32.
 
     Raises:
       TypeError: if ``x`` is not one array of real floats of 16 to 64 bits.
@@ -129,8 +149,8 @@ def compute_dtype(x: Array | Like) -> jnp.dtype:
         raise TypeError(f'a codec takes {", ".join(FLOATS)}, got {dtype.name}; send {cure}')
     if not shape or 0 in shape:
         raise ValueError(
-            f'a codec takes a tensor of one axis and one element at least, got shape {shape}; send '
-            f'{"x[None]" if not shape else "no empty tensor"}'
+            f'a codec takes a tensor with at least one axis and one element, got shape {shape}; '
+            f'{"send x[None]" if not shape else "do not send empty tensors"}'
         )
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -144,25 +164,25 @@ def samples(x: Array) -> Array:
     """``x`` as ``(samples, elements)``: axis 0 is the sample.
 
     Raises:
-      TypeError: as `compute_dtype`.
+      TypeError: if ``x`` is not an array of real floats, as in `compute_dtype`.
       ValueError: if ``x`` has no axis besides the samples, or no element.
     """
     compute_dtype(x)
     if x.ndim < 2:
         raise ValueError(
             f'a codec that works per sample got shape {x.shape}; axis 0 is the sample, '
-            'so give it at least two axes, for one vector x[None]'
+            'so give at least two axes, and x[None] for one vector'
         )
     return x.reshape(x.shape[0], -1)
 
 
 def half_bytes(x: Array) -> UInt8[Array, '...']:
-    """The bytes of a 16-bit array, as uint16 words that every backend sends as they are."""
+    """A 16-bit array as uint16, which collectives of all backends send without conversion."""
     return jax.lax.bitcast_convert_type(x, jnp.uint16)
 
 
 def _parts(width: int) -> list[tuple[int, int]]:
-    """The parts of a code, and the bits below each."""
+    """The widths of the parts of a code, each with the number of bits below it."""
     parts = [p for p in (16, 8, 4, 2, 1) if width & p]
     return [(p, sum(parts[:i])) for i, p in enumerate(parts)]
 
@@ -182,10 +202,10 @@ def pack(
     """Packs unsigned codes below ``2**width`` (1 to 31 bits) into bytes, along the last axis.
 
     Args:
-      x: the codes, of shape ``(..., n)``, or what ``code`` makes codes of.
-      width: bits a code.
-      code: elementwise function of a run and its number. XLA:CPU vectorises the coding of separate
-        runs, and not the cutting of what was coded whole.
+      x: codes of shape ``(..., n)``, or numbers that ``code`` maps to codes.
+      width: bits per code.
+      code: elementwise function of a run and its number. XLA:CPU vectorises it if it is applied to
+        separate runs, but does not vectorise the cutting of an array of codes into runs.
 
     Returns:
       The bytes, ``(..., m)`` with ``m = n * width / 8``, n rounded up to whole runs.
@@ -206,8 +226,8 @@ def pack(
 
 
 def _join(planes: list[Array]) -> Array:
-    """Concatenates along the last axis, by updates: XLA:CPU does not vectorise into a concat."""
-    if len({p.shape for p in planes}) > 1:  # 16-bit parts: only indices, which are few
+    """Concatenates along the last axis by updates, because XLA:CPU does not vectorise a concat."""
+    if len({p.shape for p in planes}) > 1:  # 16-bit parts occur only in indices, which are few
         return jnp.concatenate(planes, -1)
     out = jnp.zeros((len(planes), *planes[0].shape), jnp.uint8)
     for i, plane in enumerate(planes):
@@ -223,7 +243,7 @@ def _wide_plane(codes: list[Array], part: int) -> list[Array]:
 
 
 def _narrow_plane(codes: list[Array], part: int) -> list[Array]:
-    """Byte j of the plane holds a part of each of the runs j, j + step, j + 2 step, ..."""
+    """The plane of a narrow part: array j has one part of each of the runs j, j + step, ..."""
     codes = [c.astype(jnp.uint8) for c in codes]
     step = len(codes) * part // 8
     shifted = [c << (i // step * part) for i, c in enumerate(codes)]

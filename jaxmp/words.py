@@ -1,9 +1,10 @@
-"""`word`: what a call of the algebra makes is known by that call, its text and its identity.
+"""`word`: a decorator by which a codec or channel is printed, compared and hashed by its call.
 
-A codec or a channel is a tuple of functions, new ones at every call. Its `Origin` remembers the
-call: ``repr`` gives the text that `jaxmp.parse` reads, and what equal calls made is equal and has
-one hash, so that a program compiled for one serves the other. What was made in another way (an own
-codec, ``_replace``) is equal where its functions are the same objects.
+A codec or a channel is a tuple of functions, which are new objects at every call. Its `Origin`
+records the call: ``repr`` returns the text that `jaxmp.parse` reads, and the results of equal calls
+are equal and have the same hash, so that a program compiled for one is reused for the other.
+Objects built in another way (a codec of your own, or by ``_replace``) are equal if their functions
+are the same objects.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ T = TypeVar('T')
 
 
 class Origin(NamedTuple):
-    """The call that made a thing, or the name of a constant.
+    """The call that built an object, or the name of a constant.
 
     Attributes:
-      text: as `jaxmp.parse` reads it.
-      call: the function, the names of its arguments and these; of a constant, the fields.
-      fields: those of the thing that was made. Another thing (``_replace``) has another origin.
+      text: text that `jaxmp.parse` reads.
+      call: the function, the names of its arguments and the arguments; for a constant, its fields.
+      fields: fields of the object. An object with other fields (from ``_replace``) does not have
+        this origin.
     """
 
     text: str
@@ -32,7 +34,7 @@ class Origin(NamedTuple):
 
 
 def known(of: type[T]) -> type[T]:
-    """A class of named tuples, the last field ``origin``: printed, compared and hashed by it."""
+    """Makes a named tuple with a last field ``origin`` print, compare and hash by that field."""
     same = lambda a, b: type(a) is type(b) and _identity(a) == _identity(b)
     methods = {
         '__repr__': text,
@@ -46,7 +48,7 @@ def known(of: type[T]) -> type[T]:
 
 
 def word(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the algebra: what it returns is known by the call.
+    """Makes a function of the algebra record the call in the object that it returns.
 
     >>> import jaxmp
     >>> c = jaxmp.ef(jaxmp.top_k(0.1, jaxmp.fp16))
@@ -63,18 +65,18 @@ def word(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def called(name: str, function: Callable, bound: inspect.BoundArguments, made: T) -> T:
-    """``made`` as what ``function``, called ``name`` in texts, returned for ``bound``."""
+    """``made`` with its origin: the call of ``function``, ``name`` in texts, with ``bound``."""
     forms = bound.signature.parameters
     given = {k: v for k, v in bound.arguments.items() if not _same(v, forms[k].default)}
     said = (
-        _spell(v) if forms[k].default is inspect.Parameter.empty else f'{k}={_spell(v)}'
+        spell(v) if forms[k].default is inspect.Parameter.empty else f'{k}={spell(v)}'
         for k, v in given.items()
     )
     return named(f'{name}({", ".join(said)})', made, (function, tuple(given), *given.values()))
 
 
 def named(text: str, thing: T, call: tuple | None = None) -> T:
-    """``thing``, if it has a place for its origin, under a text; it stays equal to what it was."""
+    """``thing`` with a text as its origin, if it has such a field; equality does not change."""
     if 'origin' not in getattr(thing, '_fields', ()):
         return thing
     any_: Any = thing
@@ -83,7 +85,7 @@ def named(text: str, thing: T, call: tuple | None = None) -> T:
 
 
 def functions(thing: Any) -> Iterator[Callable]:
-    """The functions that made ``thing`` and its parts."""
+    """The functions whose calls built ``thing`` and its parts."""
     for part in _identity(thing):
         if inspect.isfunction(part):
             yield part
@@ -92,9 +94,9 @@ def functions(thing: Any) -> Iterator[Callable]:
 
 
 def text(thing: Any) -> str:
-    """The text of ``thing``, or what it is if no word names it."""
+    """The text of ``thing``, or a description of it if no word names it."""
     origin = _origin(thing)
-    return origin.text if origin else f'{type(thing).__name__}({_spell(thing[0])}, ...)'
+    return origin.text if origin else f'{type(thing).__name__}({spell(thing[0])}, ...)'
 
 
 def _origin(thing: Any) -> Origin | None:
@@ -111,5 +113,6 @@ def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def _spell(value: Any) -> str:
+def spell(value: Any) -> str:
+    """An argument as written in a text."""
     return value.__name__ if inspect.isfunction(value) else repr(value)

@@ -15,12 +15,17 @@
 # codec gets the same number of bytes, and makes the best of them.
 
 # %% [markdown]
-# From a clone of the repository, with Jupyter installed: open this file in its folder `notebooks/`
-# and run the cells in their order. In Colab: *File, Upload notebook*, then clone the repository in
-# a cell of your own and `%cd` into its `notebooks/`. The next cell installs jaxmp from the clone.
+# Open this file in the folder `notebooks/` of a clone, or upload it to Colab. The next cell
+# installs jaxmp where it is missing: `SOURCE` is the clone, or `git+` and the repository's address.
 
 # %%
-# %pip install -q ..
+import importlib.util
+import subprocess
+import sys
+
+SOURCE = '..'
+if importlib.util.find_spec('jaxmp') is None:
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', SOURCE], check=True)
 
 # %%
 from bisect import bisect_left
@@ -86,7 +91,7 @@ STEPS = len(y) // BATCH
 orders = np.stack(
     [[data.order(s, e, len(y))[: STEPS * BATCH] for e in range(EPOCHS)] for s in range(SEEDS)]
 ).reshape(SEEDS, EPOCHS * STEPS, BATCH)
-optimiser = optax.adam(1e-3)
+optimizer = optax.adam(1e-3)
 
 
 class Front(nn.Module):
@@ -111,22 +116,22 @@ def train(text):
     """Test accuracy in %, compressed, of each seed; and the weights."""
     cut = jaxmp.boundary(jaxmp.parse(text), jaxmp.parse('raw' if text == 'raw' else 'uniform(8)'))
 
-    def loss(weights, links, x, y):
-        h, links = cut.cross(Front().apply(weights[0], x), links)
+    def loss(weights, feedback, x, y):
+        h, feedback = cut.cross(Front().apply(weights[0], x), feedback)
         value, logits = nats(weights[1], h, y)
-        return value, (links, logits)
+        return value, (feedback, logits)
 
     def step(state, at):
-        weights, slots, links = state
-        _, grads, links = jaxmp.value_and_grad(loss)(weights, links, x[at], y[at])
-        updates, slots = optimiser.update(grads, slots)
-        return (optax.apply_updates(weights, updates), slots, links), None
+        weights, slots, feedback = state
+        _, grads, feedback = jaxmp.value_and_grad(loss)(weights, feedback, x[at], y[at])
+        updates, slots = optimizer.update(grads, slots)
+        return (optax.apply_updates(weights, updates), slots, feedback), None
 
     @jax.jit
     @jax.vmap
     def whole(key, order):
         weights = Front().init(key, x[:1]), Back().init(key, jnp.zeros((1, WIDTH)))
-        state = weights, optimiser.init(weights), cut.init(cut_like)
+        state = weights, optimizer.init(weights), cut.init(cut_like)
         (weights, _, _), _ = jax.lax.scan(step, state, order)
         h = Front().apply(weights[0], test_x)
         _, (_, logits) = loss(weights, cut.init(h), test_x, test_y)
@@ -175,6 +180,7 @@ for axes, name in zip(panels, tensors, strict=True):
     axes.set_xticks(BUDGETS)
 panels[0].set_ylabel('relative squared error')
 panels[0].legend(frameon=False, fontsize='small')
+plt.show()
 
 # %% [markdown]
 # ## What that does to training
@@ -204,6 +210,7 @@ axes.axhline(raw.mean(), color='gray', linestyle='--', label='raw')
 axes.set_xticks(range(len(BUDGETS)), [f'{b} bits an element' for b in BUDGETS])
 axes.set(ylabel='test accuracy, %', title=f'Digits, one cut, {SEEDS} seeds, mean and its error')
 axes.legend(frameon=False, fontsize='small')
+plt.show()
 
 # %% [markdown]
 # A small network on small images: the order of the codecs here is not that of every task. The

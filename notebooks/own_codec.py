@@ -16,15 +16,19 @@
 # trainer, the count of bits.
 
 # %% [markdown]
-# From a clone of the repository, with Jupyter installed: open this file in its folder `notebooks/`
-# and run the cells in their order. In Colab: *File, Upload notebook*, then clone the repository in
-# a cell of your own and `%cd` into its `notebooks/`. The next cell installs jaxmp from the clone.
+# Open this file in the folder `notebooks/` of a clone, or upload it to Colab. The next cell
+# installs jaxmp where it is missing: `SOURCE` is the clone, or `git+` and the repository's address.
 
 # %%
-# %pip install -q ..
-
-# %%
+import importlib.util
+import subprocess
 import sys
+
+SOURCE = '..'
+if importlib.util.find_spec('jaxmp') is None:
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', SOURCE], check=True)
+
+# %%
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +36,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxmp
+from jaxmp import testing as laws
 from jaxmp.wire import pack, samples, unpack
-
-sys.path.insert(0, '..')  # for the laws, which are part of the tests
-from tests import laws
 
 # %% [markdown]
 # ## A ternary quantiser, in 20 lines
 #
 # Of every sample, what exceeds half of its largest magnitude is sent as a sign, all else as zero;
-# one number a sample, the mean magnitude of what was sent, goes beside it. Codes 0, 1 and 2 take
-# two bits each, and `pack` puts four of them into a byte.
+# one number $s$ per sample, the mean magnitude of what was sent, goes beside it. Codes 0, 1 and 2
+# take two bits each, and `pack` puts four of them into a byte.
 #
-# $$C(x)_i = s \cdot \mathrm{sign}(x_i) \ \text{ if } |x_i| > t \max_j |x_j|, \text{ else } 0,
-# \qquad s = \text{mean of } |x_i| \text{ over the sent } i$$
+# $$C(x)_i = s \cdot \mathrm{sign}(x_i) \ \text{ if } |x_i| > t \max_j |x_j|, \text{ else } 0$$
 
 
 # %%
@@ -84,7 +85,7 @@ for text in ('ternary()', 'ef21(ternary(0.7))', 'top_k(0.2, values=ternary(), in
 # %% [markdown]
 # ## The laws
 #
-# `tests/laws.py` sends 16 tensors through a codec: zeros, constants, outliers, numbers at both
+# `jaxmp.testing` sends 16 tensors through a codec: zeros, constants, outliers, numbers at both
 # ends of the range, NaN and infinities, half precision. The message crosses as bytes between two
 # separately compiled programs, so a receiver that peeks at the sender's data fails. Every codec
 # keeps shape and dtype, reports the bits of its arrays, and keeps finite what is finite. A `Law`
@@ -133,6 +134,7 @@ received, _ = channel.recv(message, (), jaxmp.like(x), jaxmp.Ctx())
 figure, axes = plt.subplots(figsize=(5, 3.5), layout='constrained')
 axes.plot(x[:8].ravel(), received[:8].ravel(), '.', markersize=2)
 axes.set(xlabel='sent, $x$', ylabel='received, $C(x)$', title='ternary(0.5), eight samples')
+plt.show()
 
 # %% [markdown]
 # To keep it, put it in a file of `jaxmp/codecs/`, name it in `jaxmp/codecs/__init__.py`, and give

@@ -16,15 +16,19 @@
 # numbers.
 
 # %% [markdown]
-# From a clone of the repository, with Jupyter installed: open this file in its folder `notebooks/`
-# and run the cells in their order. In Colab: *File, Upload notebook*, then clone the repository in
-# a cell of your own and `%cd` into its `notebooks/`. The next cell installs jaxmp from the clone.
+# Open this file in the folder `notebooks/` of a clone, or upload it to Colab. The next cell
+# installs jaxmp where it is missing: `SOURCE` is the clone, or `git+` and the repository's address.
 
 # %%
-# %pip install -q ..
-
-# %%
+import importlib.util
+import subprocess
 import sys
+
+SOURCE = '..'
+if importlib.util.find_spec('jaxmp') is None:
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', SOURCE], check=True)
+
+# %%
 import tempfile
 from pathlib import Path
 
@@ -32,12 +36,13 @@ import flax.linen as nn
 import matplotlib.pyplot as plt
 from absl import logging
 
-from jaxmp import study, sweep, task
+from jaxmp import plugins
 from jaxmp.report import __main__ as report
 from jaxmp.report import page, results
+from jaxmp.sweep import runner as sweep
+from jaxmp.sweep import study
 
-sys.path.insert(0, '..')  # for the study
-from configs import paper_tables
+paper_tables = plugins.module(plugins.find('paper_tables'))
 
 logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
 SEEDS, EPOCHS = 2, 8
@@ -47,8 +52,9 @@ home = Path(tempfile.mkdtemp(prefix='table1-'))
 # %% [markdown]
 # ## A network of your own
 #
-# The paper's is ResNet-18 in four stages. Here two stages stand in for it; a model is a name and a
-# function of classes and width that gives the stages.
+# The paper's is ResNet-18 in four stages. Here two stages stand in for it; a model is a function of
+# the configuration and the data set that returns the stages, and a configuration names it by its
+# import path, here `__main__:network`.
 
 
 # %%
@@ -70,7 +76,9 @@ class Second(nn.Module):
         return nn.Dense(self.classes)(x)
 
 
-task.MODELS['two'] = lambda classes, width: (First(width), Second(width, classes))
+def network(config, dataset):
+    return First(config.model.width), Second(config.model.width, dataset.classes)
+
 
 # %% [markdown]
 # ## The plan
@@ -82,11 +90,12 @@ task.MODELS['two'] = lambda classes, width: (First(width), Second(width, classes
 # %%
 def runs(seed):
     """The rows of Table 1 for one seed."""
-    for _, config in paper_tables.get_study('smoke', tables=(1,)):
-        if config.name in ROWS:
-            config.update(model='two', width=16, train_examples=0, seed=seed)
-            config.update(epochs=EPOCHS, cosine_epochs=EPOCHS)
-            yield seed, config
+    for _, c in paper_tables.get_study('smoke', tables=(1,)):
+        if c.name in ROWS:
+            c.model.update(name='__main__:network', width=16)
+            c.update(data={'train_examples': 0}, seed=seed, epochs=EPOCHS)
+            c.optimizer.cosine_epochs = EPOCHS
+            yield seed, c
 
 
 plan = study.jobs(
@@ -98,8 +107,8 @@ sweep.show_plan(plan)
 # ## The runs
 #
 # Each leaves a result file. What is finished is not run again, and what was killed goes on:
-# execute the cell twice to see it. From a shell, and at full size, this is `python -m jaxmp.sweep
-# configs/paper_tables.py --scale=cpu --tables=1`.
+# execute the cell twice to see it. From a shell, and at full size, this is `jaxmp sweep
+# paper_tables --scale=cpu --tables=1`.
 
 # %%
 failed = sweep.sweep(plan)

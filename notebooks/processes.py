@@ -15,17 +15,20 @@
 # own, and the packed messages are all that travels between them during a step.
 
 # %% [markdown]
-# From a clone of the repository, with Jupyter installed: open this file in its folder `notebooks/`
-# and run the cells in their order. In Colab: *File, Upload notebook*, then clone the repository in
-# a cell of your own and `%cd` into its `notebooks/`. The next cell installs jaxmp from the clone.
+# Open this file in the folder `notebooks/` of a clone, or upload it to Colab. The next cell
+# installs jaxmp where it is missing: `SOURCE` is the clone, or `git+` and the repository's address.
 
 # %%
-# %pip install -q ..
+import importlib.util
+import subprocess
+import sys
+
+SOURCE = '..'
+if importlib.util.find_spec('jaxmp') is None:
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', SOURCE], check=True)
 
 # %%
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -42,16 +45,16 @@ home = Path(tempfile.mkdtemp(prefix='processes-'))
 
 # %%
 SETTINGS = {
-    'runtime': 'mpmd', 'model': 'lenet', 'width': 8, 'fwd': 'ef21(uniform(4))', 'bwd': 'uniform(8)',
-    'micro_batches': 2, 'epochs': EPOCHS, 'cosine_epochs': EPOCHS, 'train_examples': EXAMPLES,
-    'lr': 0.05,
+    'parallel.runtime': 'mpmd', 'parallel.num_microbatches': 2, 'model.name': 'lenet',
+    'model.width': 8, 'data.train_examples': EXAMPLES, 'fwd': 'ef21(uniform(4))',
+    'bwd': 'uniform(8)', 'epochs': EPOCHS, 'optimizer.cosine_epochs': EPOCHS, 'optimizer.lr': 0.05,
 }  # fmt: skip
 
 
 def command(name):
     """What trains in a workdir of that name, in one process."""
     given = [f'--config.{key}={value}' for key, value in SETTINGS.items()]
-    return [sys.executable, '../train.py', f'--workdir={home / name}', *given]
+    return [sys.executable, '-m', 'jaxmp', 'train', f'--workdir={home / name}', *given]
 
 
 def run(words):
@@ -70,7 +73,7 @@ def run(words):
 # command on each (`docs/running.md`).
 
 # %%
-launch = [sys.executable, '-m', 'jaxmp.launch', '--processes', '2', '--']
+launch = [sys.executable, '-m', 'jaxmp', 'launch', '--processes', '2', '--']
 run([*launch, *command('two')])
 
 # %% [markdown]
@@ -112,6 +115,7 @@ axes.plot(epochs, curves['two'], 'x--', label='two processes')
 axes.set(xlabel='epoch', ylabel='training loss, nats', title='Where the stages are changes nothing')
 axes.set_xticks(epochs)
 axes.legend(frameon=False)
+plt.show()
 
 # %% [markdown]
 # If a process dies, the others end with its name and the reason, and the same command goes on from

@@ -15,12 +15,17 @@
 # crosses it backward, are packed into a few bits, and the network learns with what arrives.
 
 # %% [markdown]
-# From a clone of the repository, with Jupyter installed: open this file in its folder `notebooks/`
-# and run the cells in their order. In Colab: *File, Upload notebook*, then clone the repository in
-# a cell of your own and `%cd` into its `notebooks/`. The next cell installs jaxmp from the clone.
+# Open this file in the folder `notebooks/` of a clone, or upload it to Colab. The next cell
+# installs jaxmp where it is missing: `SOURCE` is the clone, or `git+` and the repository's address.
 
 # %%
-# %pip install -q ..
+import importlib.util
+import subprocess
+import sys
+
+SOURCE = '..'
+if importlib.util.find_spec('jaxmp') is None:
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', SOURCE], check=True)
 
 # %%
 import flax.linen as nn
@@ -85,14 +90,14 @@ def score(logits, y):
 cut = jaxmp.boundary(
     jaxmp.parse('top_k(0.1, values=fp16, indices=bitmap)'), jaxmp.parse('uniform(6)')
 )
-links = cut.init(h)  # what the two channels remember: part of your train state
+feedback = cut.init(h)  # what the two channels remember: part of your train state
 
 
-def loss(weights, links, x, y, cut):
+def loss(weights, feedback, x, y, cut):
     h = front.apply(weights[0], scaled(x))
-    h, links = cut.cross(h, links)
+    h, feedback = cut.cross(h, feedback)
     nats, right = score(back.apply(weights[1], h), y)
-    return nats, (links, right)
+    return nats, (feedback, right)
 
 
 # %% [markdown]
@@ -109,7 +114,7 @@ for way, size in zip(('forward', 'backward'), cut.bits(h), strict=True):
 # will remember at the next step. The rest is as ever.
 
 # %%
-optimiser = optax.adam(2e-3)
+optimizer = optax.adam(2e-3)
 
 
 def train(cut):
@@ -117,10 +122,12 @@ def train(cut):
     x, y = jnp.asarray(digits.train.x), jnp.asarray(digits.train.y)
 
     def step(state, at):
-        weights, slots, links = state
-        (nats, _), grads, links = jaxmp.value_and_grad(loss)(weights, links, x[at], y[at], cut)
-        updates, slots = optimiser.update(grads, slots)
-        return (optax.apply_updates(weights, updates), slots, links), nats
+        weights, slots, feedback = state
+        (nats, _), grads, feedback = jaxmp.value_and_grad(loss)(
+            weights, feedback, x[at], y[at], cut
+        )
+        updates, slots = optimizer.update(grads, slots)
+        return (optax.apply_updates(weights, updates), slots, feedback), nats
 
     @jax.jit
     def epoch(state, order):
@@ -133,7 +140,7 @@ def train(cut):
         return [100 * score(back.apply(weights[1], z), digits.test.y)[1] for z in (h, received)]
 
     steps = len(y) // BATCH
-    state, found = (weights, optimiser.init(weights), cut.init(h)), []
+    state, found = (weights, optimizer.init(weights), cut.init(h)), []
     for number in range(EPOCHS):
         order = data.order(0, number, len(y))[: steps * BATCH].reshape(steps, BATCH)
         state = epoch(state, order)
@@ -165,6 +172,7 @@ for text, curve in curves.items():
 axes.set(xlabel='epoch', ylabel='test accuracy, %', title='Digits, one boundary, one seed')
 axes.legend(frameon=False, fontsize='small')
 axes.set_ylim(bottom=50)
+plt.show()
 
 # %% [markdown]
 # One seed and 360 test images: one image is 0.28 points, so small differences say nothing.

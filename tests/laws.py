@@ -1,132 +1,25 @@
-"""What every codec and every feedback rule promises, as laws over a table SPECS x INPUTS.
-
-For your own codec write ``laws.check('mine(3)', names={'mine': mine})`` in a test; a `Law` adds
-what yours promises beyond the common laws. A message crosses as bytes between two separate
-programs, so a receiver that peeks at the sender's data fails.
-"""
+"""The codecs and rules of the package as laws over a table SPECS x INPUTS; see `jaxmp.testing`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxmp
-from jaxmp import Ctx
-from tests.runs import QUICK
+from jaxmp.testing import *  # noqa: F403
+from jaxmp.testing import (
+    Law,
+    blocks,
+    element,
+    feature,
+    sample,
+    sent,
+    sent_of_sample,
+    sent_of_tensor,
+    tensor,
+)
 
-SAMPLES, INNER = 4, (7, 43)  # 301 elements a sample, 1204 in all: more than a block of 256, odd
-BAD = (1, 3, 20)  # where NaN and infinity stand: sample 1
 EPS = 2.0**-23
-
-
-def special(inner: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Float32 tensors of samples of shape ``inner``, a normal one and what codecs break on."""
-    r = np.random.default_rng(0)
-    normal = r.standard_normal((SAMPLES, *inner)).astype(np.float32)
-    largest = np.finfo(np.float32).max
-
-    def put(*values: float) -> np.ndarray:
-        x = normal.copy()
-        for i, value in enumerate(values):
-            x[BAD[0], BAD[1] + i, BAD[2]] = value
-        return x
-
-    return {
-        'normal': normal,
-        'relu': np.maximum(normal, 0),
-        'zeros': np.zeros_like(normal),
-        'constant': np.full_like(normal, -1.3),
-        'outlier': put(1e6),
-        'denormal': normal * np.float32(1e-40),
-        'huge': (r.uniform(-3, 3, normal.shape) * 1e38).astype(np.float32),
-        'largest': put(largest, -largest),
-        'nan': put(np.nan),
-        'inf': put(np.inf, -np.inf),
-    }
-
-
-def others() -> dict[str, np.ndarray]:
-    """Other shapes and dtypes."""
-    normal = FLOAT32['normal']
-    half = normal.astype(np.float16)
-    brain = jnp.asarray(normal, jnp.bfloat16)
-    return {
-        'tiny': normal[:2, :3, 0],
-        'float16': half,
-        'float16 largest': np.where(half > 1, np.finfo(np.float16).max, half),
-        'float16 nan': FLOAT32['nan'].astype(np.float16),
-        'bfloat16': np.asarray(brain),
-        'bfloat16 largest': np.asarray(jnp.where(brain > 1, jnp.finfo(jnp.bfloat16).max, brain)),
-    }
-
-
-FLOAT32 = special(INNER)
-INPUTS = FLOAT32 | others()
-
-
-class Law(NamedTuple):
-    """What a codec promises beyond shape, dtype, size and finiteness.
-
-    Attributes:
-      bound: float64 ``x -> max |x - C(x)|``, elementwise, in exact arithmetic; None promises none.
-      spoilt: ``(x, y) -> mask`` of what is not finite if ``x`` is not.
-      idempotent: ``C(C(x)) = C(x)`` to the bit.
-      kept: ``|x - C(x)|^2 <= (1 - kept) |x|^2`` for every sample; None promises nothing.
-      alone: a sample's result does not depend on the other samples.
-    """
-
-    bound: Callable[[np.ndarray], Any] | None = None
-    spoilt: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
-    idempotent: bool = False
-    kept: float | None = None
-    alone: bool = False
-
-
-# What a NaN or an infinity spoils.
-
-
-def element(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    del y
-    return ~np.isfinite(x)
-
-
-def tensor(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.full_like(element(x, y), element(x, y).any())
-
-
-def feature(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(element(x, y).any(0), x.shape)
-
-
-def sent_of_sample(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    bad = element(x, y).reshape(len(x), -1).any(1)
-    return bad.reshape(-1, *[1] * (x.ndim - 1)) & (y != 0) & (x != 0)
-
-
-def sample(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    bad = element(x, y).reshape(len(x), -1).any(1)
-    return np.broadcast_to(bad.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
-
-
-def sent(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return element(x, y) & (y != 0)
-
-
-def sent_of_tensor(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return tensor(x, y) & (y != 0)
-
-
-def blocks(size: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    def spoilt(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        flat = element(x, y).reshape(-1)
-        bad = np.pad(flat, (0, -flat.size % size)).reshape(-1, size).any(1)
-        return np.repeat(bad, size)[: flat.size].reshape(x.shape)
-
-    return spoilt
-
-
 # Error bounds. Each adds the rounding of its own float32 arithmetic.
 
 
@@ -158,6 +51,31 @@ def block_steps(bits: int, size: int = 64, of_a_step: float = 0.5) -> Callable[[
         return np.repeat(each, size)[: flat.size].reshape(x.shape)
 
     return bound
+
+
+def microscaled(mantissa: int, least: int, most: float) -> Callable[[np.ndarray], Any]:
+    """Rounding to a small float times the power of two of a block of 32, which saturates."""
+
+    def bound(x: np.ndarray) -> np.ndarray:
+        rows = np.abs(np.pad(x.reshape(-1), (0, -x.size % 32)).reshape(-1, 32))
+        below = np.log2(np.maximum(rows.max(1, keepdims=True), 1e-300))
+        finest = -126 - least + mantissa
+        unit = 2.0 ** np.maximum(np.floor(below) - np.floor(np.log2(most)), finest)
+        step = np.maximum(rows, unit * 2.0**least) * 2.0**-mantissa
+        each = np.maximum(step / 2, rows - most * unit)
+        return each.reshape(-1)[: x.size].reshape(x.shape)
+
+    return bound
+
+
+def nvfp4(x: np.ndarray) -> np.ndarray:
+    """Rounding to E2M1, whose scale is rounded to 4 bits, or to a step of the tensor's."""
+    rows = np.abs(np.pad(x.reshape(-1), (0, -x.size % 16)).reshape(-1, 16))
+    most = rows.max(1, keepdims=True)
+    finest = max(rows.max() / 2688, 2.0**-116) * 2.0**-10
+    unit = most / 6 * (1 + 2.0**-4) + finest
+    each = np.maximum(rows, unit) / 4 + 2.0**-4 * most + 6 * finest
+    return each.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def scaled(bits: int) -> Callable[[np.ndarray], Any]:
@@ -218,6 +136,10 @@ SPECS: dict[str, Law] = {
     'max_scaled(4)': Law(scaled(4), feature),
     'block(4)': Law(block_steps(4), blocks(64)),
     'block(3, 128, stochastic)': Law(block_steps(3, 128, 1.0), blocks(128)),
+    'lloyd(3)': Law(None, sample, kept=0.0, alone=True),
+    'trellis(2, 4)': Law(None, sample, kept=0.0, alone=True),
+    'mx(4)': Law(microscaled(1, 0, 6.0), blocks(32), True, kept=0.0),
+    'nvfp4': Law(nvfp4, blocks(16), kept=0.0),
     'log_scale(4)': Law(relative_steps(4), sent_of_sample, alone=True),
     'top_k(0.1)': Law(itself, element, True, 0.1, alone=True),
     'top_k(0.4, values=log_scale(4), indices=bitmap)': Law(None, sent_of_sample, alone=True),
@@ -236,6 +158,17 @@ FLOAT32_SPECS: dict[str, Law] = {
     **{f'block({b})': Law(block_steps(b), blocks(64)) for b in (1, 2, 3, 5, 6, 7, 8)},
     'block(2, size=32)': Law(block_steps(2, 32), blocks(32)),
     **{f'log_scale({b})': Law(relative_steps(b), sent_of_sample) for b in (2, 3, 5, 6, 7, 8)},
+    'lloyd(1)': Law(None, sample, kept=0.0),
+    'lloyd(2, signed=False)': Law(None, sample),
+    'lloyd(5)': Law(None, sample, kept=0.0),
+    'mx(6)': Law(microscaled(3, 0, 7.5), blocks(32), True, kept=0.0),
+    'mx(8)': Law(microscaled(3, -6, 448.0), blocks(32), True, kept=0.0),
+    'spikes(max_scaled(4), 3, values=fp16)': Law(None, element),
+    'spikes(uniform(4), 2)': Law(steps(4), element),
+    'spikes(uniform(4), 1000)': Law(nothing, element, True, 1.0),
+    'trellis(1)': Law(None, sample, kept=0.0),
+    'trellis(3)': Law(None, sample, kept=0.0),
+    'rotate(lloyd(2), 64)': Law(None, blocks(64)),
     'top_k(1.0)': Law(nothing, element, True, 1.0),
     'top_k(0.001, indices=int32)': Law(itself, sent, True, 0.001),
     'top_k(0.1, values=fp16, indices=packed)': Law(None, element, True),
@@ -248,6 +181,11 @@ FLOAT32_SPECS: dict[str, Law] = {
     'ef(polar(0.25, 32))': Law(None, blocks(32)),
     'random_k(0.3)': Law(itself, sent, True, alone=True),
     'per_token(top_k(0.1))': Law(itself, element, True),
+    'per_chunk(top_k(0.1), 128)': Law(itself, element, True),
+    'per_chunk(top_k(0.25, values=lloyd(2), indices=packed), 64)': Law(None, None),
+    'per_chunk(max_scaled(4), 5000)': Law(None, element),
+    'adaptive(lloyd(2), lloyd(4))': Law(None, sample, kept=0.0),
+    'per_chunk(adaptive(lloyd(1), mx(4)), 32)': Law(None, blocks(32)),
     'random_k(0.3, values=uniform(2, stochastic))': Law(),
     'unbiased_random_k(1.0)': Law(nothing, element, True, 1.0),
     'as_bool': Law(),
@@ -257,140 +195,3 @@ FLOAT32_SPECS: dict[str, Law] = {
     'same_support(values=fp16)': Law(None, sent, True),
     'ef21(top_k(0.1, values=fp16, indices=bitmap))': Law(None, element),
 }
-
-
-def context(like: jax.ShapeDtypeStruct) -> Ctx:
-    """A key, ids and (for same_support) six positions a sample, one of them sent as a zero."""
-    n = int(np.prod(like.shape[1:]))
-    at = np.linspace(0, n - 1, min(6, n)).astype(np.int32)
-    at[1] = ~at[1]
-    rows = like.shape[0]
-    return Ctx(jax.random.key(7), jnp.arange(rows), jnp.tile(at, (rows, 1)))
-
-
-class Ends(NamedTuple):
-    """The two ends of a channel, each a compiled program of its own."""
-
-    send: Callable
-    recv: Callable
-    init: Callable
-
-    def cross(self, x: Any, tx: Any, rx: Any, ctx: Ctx) -> tuple[Any, Any, Any, Any]:
-        """One message, as bytes: the payload, what arrives, and the next states."""
-        m, tx = self.send(x, tx, ctx)
-        y, rx = self.recv(as_bytes(m), rx, ctx)
-        return m, np.asarray(y), tx, rx
-
-
-def ends(channel: jaxmp.Channel, like: jax.ShapeDtypeStruct) -> Ends:
-    """Compiles sender and receiver for tensors like ``like``."""
-    recv = jax.jit(lambda m, rx, ctx: channel.recv(m, rx, like, ctx), compiler_options=QUICK)
-    send = jax.jit(channel.send, compiler_options=QUICK)
-    return Ends(send, recv, lambda: channel.init(like))
-
-
-def as_bytes(payload: Any) -> Any:
-    """The payload after a trip as bytes."""
-    raw = jax.tree.map(lambda a: (np.asarray(a).tobytes(), a.dtype, a.shape), payload)
-    return jax.tree.map(
-        lambda a: np.frombuffer(a[0], a[1]).reshape(a[2]),
-        raw,
-        is_leaf=lambda a: isinstance(a, tuple) and len(a) == 3 and isinstance(a[0], bytes),
-    )
-
-
-def check(
-    text: str,
-    law: Law = Law(),  # noqa: B008
-    inputs: dict[str, np.ndarray] = INPUTS,
-    names: dict[str, Any] | None = None,
-) -> None:
-    """Checks every law for one channel text over ``inputs``.
-
-    Args:
-      text: the channel, as `jaxmp.parse` reads it.
-      law: what it promises beyond the common laws.
-      inputs: name to tensor; those of one shape and dtype share a compilation.
-      names: your own codecs, as in `jaxmp.parse`.
-
-    Raises:
-      AssertionError: naming the law and the input.
-    """
-    channel = jaxmp.parse(text, names)
-    compiled: dict[tuple, Ends] = {}
-    results: dict[str, np.ndarray] = {}
-    for name, x in inputs.items():
-        like = jaxmp.like(x)
-        pair = compiled.setdefault((x.shape, x.dtype), ends(channel, like))
-        ctx = context(like)
-        m, y, _, _ = pair.cross(x, *pair.init(), ctx)
-        results[name] = y
-        where = f'{text} of {name}'
-        assert (y.shape, y.dtype) == (x.shape, x.dtype), f'{where}: shape and dtype are kept'
-        size = sum(np.asarray(a).nbytes for a in jax.tree.leaves(m))
-        assert 8 * size == jaxmp.bits(channel, like, ctx), f'{where}: bits are those of the payload'
-        _check_values(where, law, x.astype(np.float64), y.astype(np.float64), x.dtype)
-        if law.idempotent and np.isfinite(x.astype(np.float64)).all():
-            again = pair.cross(y, *pair.init(), ctx)[1]
-            assert (again == y).all(), f'{where}: idempotent'
-
-    if law.alone:
-        _check_alone(text, results)
-
-
-def check_together(laws: dict[str, Law], inputs: dict[str, np.ndarray]) -> None:
-    """Checks the values of codecs in one program for all of them, for long tensors.
-
-    Args:
-      laws: codec texts and what they promise.
-      inputs: name to tensor, all of one shape and dtype.
-
-    Raises:
-      AssertionError: naming the law, the codec and the input.
-    """
-    codecs = {text: jaxmp.parse(text).codec for text in laws}
-
-    def decode(ms: dict[str, Any], like: Any, ctx: Ctx) -> dict[str, Any]:
-        return {t: c.decode(ms[t], like, ctx) for t, c in codecs.items()}
-
-    def encode(x: Any, ctx: Ctx) -> dict[str, Any]:
-        return {t: c.encode(x, ctx) for t, c in codecs.items()}
-
-    like = jaxmp.like(inputs['normal'])
-    results = {}
-    pair = ends(jaxmp.direct(jaxmp.Codec(encode, decode)), like)
-    for name, x in inputs.items():
-        m, _ = pair.send(x, (), context(like))
-        results[name] = jax.tree.map(np.asarray, pair.recv(as_bytes(m), (), context(like))[0])
-    for text, law in laws.items():
-        for name, x in inputs.items():
-            y = results[name][text].astype(np.float64)
-            _check_values(f'{text} of {name}', law, x.astype(np.float64), y, x.dtype)
-        if law.alone:
-            _check_alone(text, {name: ys[text] for name, ys in results.items()})
-
-
-def _check_alone(text: str, results: dict[str, np.ndarray]) -> None:
-    rest = [i for i in range(SAMPLES) if i != BAD[0]]
-    for name in {'outlier', 'largest', 'nan', 'inf'} & results.keys():
-        same = results[name][rest] == results['normal'][rest]
-        assert same.all(), f'{text} of {name}: other samples are not touched'
-
-
-def _check_values(where: str, law: Law, x: np.ndarray, y: np.ndarray, dtype: Any) -> None:
-    if not np.isfinite(x).all():
-        if law.spoilt is not None:
-            spoilt, expected = ~np.isfinite(y), law.spoilt(x, y)
-            assert (spoilt == expected).all(), f'{where}: what is not finite'
-        return
-    assert np.isfinite(y).all(), f'{where}: finite stays finite'
-    info = jnp.finfo(dtype)
-    rounding = 0.0 if dtype == np.float32 else float(info.eps)
-    if law.bound is not None:
-        bound = law.bound(x)
-        slack = float(info.tiny) if np.any(bound) else 0.0
-        excess = np.abs(x - y) - bound - rounding * (np.abs(x) + bound) - slack
-        assert (excess <= 0).all(), f'{where}: error exceeds its bound by {excess.max():.3g}'
-    if law.kept is not None:
-        lost, all_ = (np.square(a).reshape(len(a), -1).sum(1) for a in (x - y, x))
-        assert (lost <= (1 - law.kept) * all_).all(), f'{where}: contraction'

@@ -6,6 +6,7 @@ from functools import cache
 from math import exp, log  # noqa: F401
 from statistics import mean, median  # noqa: F401
 
+from jaxmp.config import settings
 from jaxmp.report import claims, results
 from tests.runs import ROOT
 
@@ -51,8 +52,21 @@ def accuracies(study):
     ]
 
 
+def fewer(row, mode='on'):
+    """Points of accuracy that a row of few bits loses against none, of the same seeds."""
+    return last('few_bits_cpu', 'none', mode) - last('few_bits_cpu', row, mode)
+
+
+def again(row, what):
+    """Mean accuracy of a row's seeds: off, on, or off with statistics estimated again."""
+    paths = (ROOT / 'results' / 'few_bits' / 'statistics').glob(f'{row}-s*.json')
+    tables = [list(json.loads(path.read_text())['test'].values()) for path in paths]
+    pick = {'off': (0, 0), 'on': (0, 1), 'again': (1, 0)}[what]
+    return 100 * mean(list(t[pick[0]].values())[pick[1]]['accuracy'] for t in tables)
+
+
 def config(study, row):
-    return runs(study, row)[0]['config']
+    return settings(runs(study, row)[0]['config'])
 
 
 def steps(study, row):
@@ -122,7 +136,7 @@ def paper(row, mode='on'):
 
 def recipe(key):
     """A setting of the paper's."""
-    return int(found('configs/cifar10_resnet18.py', rf'c\.{key} = (\d+)'))
+    return int(found('configs/cifar10_resnet18.py', rf'c\.(?:model\.)?{key} = (\d+)'))
 
 
 def claimed(claim):
@@ -216,6 +230,13 @@ def memcpys(name):
     """What a bench says of a step on the largest tensor, in multiples of its memcpy."""
     text = (ROOT / SPEED).read_text()
     return float(re.search(rf'(?m)^{re.escape(name)} .*? ([\d.]+)(?: x .*)?$', text)[1])
+
+
+def environment(*packages):
+    """MB of packages in a new environment, of all if none is named."""
+    path = ROOT / 'bench' / 'results' / 'environment.json'
+    sizes = json.loads(path.read_text())['packages']
+    return sum(sizes[p] for p in packages or sizes)
 
 
 def command(name, score):

@@ -1,14 +1,17 @@
 """Three steps of a small uneven pipeline by any runtime; also run as one of several processes.
 
-python -m tests.pipelines address process processes case microbatches replicas out.npz
+python -m tests.pipelines address process processes case microbatches replicas delay out.npz
 """
 
 import functools
+import itertools
 import logging
 import operator
 import re
 import signal
 import sys
+import time
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -19,12 +22,14 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import boundary, exchange, parse
-from jaxmp.devices import place
+from jaxmp.distributed.placement import place
 from jaxmp.exchange import over
 from jaxmp.feedback import per_microbatch
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.plans import SCHEDULES
+from jaxmp.runtimes.schedule import place as devices_of
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model
 from jaxmp.training.step import Across, Rules, create, train_step
@@ -48,13 +53,23 @@ CASES = {
     'ef21': (
         'ef21(top_k(0.3)) | ef21(uniform(4))',
         'ef21(uniform(3)) | ef21(top_k(0.2))',
-        'aqsgd(uniform(4), examples) | ef_mixed(top_k(0.2))',
+        'aqsgd(uniform(4), examples, table=8) | ef_mixed(top_k(0.2))',
     ),
     'ef_mixed': (
         'ef_mixed(top_k(0.2)) | ef_mixed(top_k(0.3, uniform(4)))',
         'ef_mixed(top_k(0.4), True) | ef_mixed(top_k(0.3), True)',
         'random_k(0.5) | ef21(same_support(values=fp16))',
     ),
+}
+
+
+# With two replicas, of two stages each: every rule in either direction, and index reuse.
+REPLICATED = {
+    'direct': ('uniform(4, stochastic) | top_k(0.2)',),
+    'ef': ('ef(top_k(0.3)) | ef(uniform(4))',),
+    'ef21': ('ef21(top_k(0.3)) | ef21(uniform(4))',),
+    'ef_mixed': ('ef_mixed(top_k(0.2)) | ef_mixed(top_k(0.3), True)',),
+    'reuse': ('aqsgd(top_k(0.3), examples) | ef(same_support())',),
 }
 
 
@@ -83,7 +98,8 @@ def loss(y, target):
 
 
 def cuts(case, n, count):
-    pairs = [[parse(t, {'examples': EXAMPLES}) for t in p.split(' | ')] for p in CASES[case]]
+    texts = CASES[case] if count > 1 else REPLICATED[case]
+    pairs = [[parse(t, {'examples': EXAMPLES}) for t in p.split(' | ')] for p in texts]
     return tuple(boundary(*(per_microbatch(c, n) for c in pair)) for pair in pairs[:count])
 
 
@@ -110,6 +126,12 @@ def flat(means):
     return np.array([means[0], means[1]['size']])
 
 
+def scanned(body, carry, parts):
+    """`jaxmp.runtimes.microbatch.loop` as accelerators run it: it compiles one micro-batch."""
+    return jax.lax.scan(lambda carry, at: (body(carry, at), None), carry, parts)[0]
+
+
+@mock.patch('jaxmp.runtimes.local.loop', scanned)
 def local(case, n, replicas):
     """Means, and what a step leaves of each stage and replica, by the runtime of one program."""
     stages = STAGES if replicas == 1 else SHORT
@@ -147,30 +169,74 @@ def local(case, n, replicas):
     return found, [at(r) for r in range(replicas)]
 
 
-def apart(kind, case, n, replicas, processes=1):
-    """The same by stages that are apart; of this process's stages and replicas."""
+def parts_of(feedback, s, links):
+    """What stage s holds of the one-program runtime's states, shared ones at both ends."""
+    ends = lambda b, way: getattr(feedback, way)[b]
+    receiver = lambda b, way, shared_state: ends(b, way)[0 if shared_state else 1]
+    left = right = ((), ())
+    if s:
+        fwd = links[s - 1].fwd
+        left = receiver(s - 1, 'fwd', fwd.shared_state), ends(s - 1, 'bwd')[0]
+    if s < len(links):
+        bwd = links[s].bwd
+        right = ends(s, 'fwd')[0], receiver(s, 'bwd', bwd.shared_state)
+    return (*left, *right)
+
+
+def built(kind, case, n, replicas, processes=1, schedule='1f1b', remat=False, **options):
+    """The runtime of stages that are apart, of this process."""
     stages = STAGES if replicas == 1 else SHORT
-    columns = Columns(place(replicas, len(stages), apart=processes == 1), OPTIONS)
-    runtime = (Spmd if kind == 'spmd' else Mpmd)(model(case, n, stages), columns, options=OPTIONS)
+    whole = model(case, n, stages)._replace(remat=remat)
+    if kind == 'spmd':
+        columns = Columns(place(replicas, len(stages), apart=True), OPTIONS)
+        return Spmd(whole, columns, options=OPTIONS)
+    plan = SCHEDULES[schedule](len(stages), n)
+    homes = devices_of(plan)
+    spare = 0 if processes == 1 else jax.local_device_count() - 1
+    rows = place(replicas, 1 + max(homes), apart=processes == 1, spare=spare)
+    columns = Columns([[row[d] for d in homes] for row in rows], OPTIONS)
+    return Mpmd(whole, columns, plan, options=OPTIONS, **options)
+
+
+def added(mine, number, processes):
+    """The sum over processes, through the coordinator: a collective could wait for a lane's."""
+    if processes == 1:
+        return mine
+    from jax._src.distributed import global_state  # JAX has no public way to it
+
+    client, own = global_state.client, jax.process_index()
+    client.key_value_set(f'{number}/{own}', mine.tobytes().hex())
+    texts = [client.blocking_key_value_get(f'{number}/{i}', 60_000) for i in range(processes)]
+    return sum(np.frombuffer(bytes.fromhex(text)) for text in texts)
+
+
+def apart(kind, case, n, replicas, processes=1, **options):
+    """Three steps by `built`: means, what they leave, the runtime, and the seconds of each."""
+    runtime = built(kind, case, n, replicas, processes, **options)
+    return (*steps(runtime, n, processes), runtime)
+
+
+def steps(runtime, n, processes=1):
+    """Means, what is left, and the seconds of each step."""
+    columns, replicas, stages = runtime.columns, runtime.replicas, range(runtime.last + 1)
 
     def total(squares):
         mine = np.zeros(len(stages))
         for s, rows in squares.items():
             if 0 in columns.here[s]:
                 mine[s] = sum(float(r[0]) for r in rows)
-        if processes > 1:
-            from jax.experimental import multihost_utils
+        return jnp.sum(jnp.asarray(added(mine, next(counter), processes)))
 
-            mine = np.sum(np.asarray(multihost_utils.process_allgather(mine)), 0)
-        return jnp.sum(jnp.asarray(mine))
-
+    counter = itertools.count()
     rule, across = rules(replicas), Across(total, lambda grads, held, key: (grads, held))
-    state, found = create(rule, runtime, across, jax.random.key(0)), []
+    state, found, seconds = create(rule, runtime, across, jax.random.key(0)), [], []
     for batch in batches(n, replicas):
-        state, means = train_step(rule, runtime, across, (state, batch))
+        start = time.perf_counter()
+        state, means = jax.block_until_ready(train_step(rule, runtime, across, (state, batch)))
+        seconds.append(time.perf_counter() - start)
         found.append([flat(m) for m in means] if means else None)
     memory = runtime.unpack(state.model.feedback)
-    return found, state.model._replace(feedback=memory), runtime
+    return found, state.model._replace(feedback=memory), seconds
 
 
 class Compiled(logging.Handler):
@@ -188,13 +254,15 @@ class Compiled(logging.Handler):
         self.names += re.findall(r'^Compiling jit\((.*?)\)', record.getMessage())
 
 
-def main(address, process, processes, case, n, replicas, out):
+def main(address, process, processes, case, n, replicas, schedule, delay, lanes, out):
     signal.alarm(300)  # whatever becomes of the parent
     compiled = Compiled()
     jax.config.update('jax_enable_x64', True)
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.config.update('jax_num_cpu_devices', 1 + int(lanes))
     jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
-    found, state, _ = apart('mpmd', case, int(n), int(replicas), int(processes))
+    slow = {'emulated': (0.0, float(delay)), 'schedule': schedule}
+    found, state, seconds, _ = apart('mpmd', case, int(n), int(replicas), int(processes), **slow)
     arrays = {
         f'{name}/{s}/{r}/{i}': a
         for name, part in state._asdict().items()
@@ -202,7 +270,7 @@ def main(address, process, processes, case, n, replicas, out):
         for r, tree in rows.items()
         for i, a in enumerate(jax.tree.leaves(tree))
     }
-    arrays['compiled'] = np.array(compiled.names)
+    arrays |= {'compiled': np.array(compiled.names), 'seconds': np.array(seconds)}
     if found[0] is not None:
         arrays['means'] = np.array(found)
     np.savez(out, **{k: np.asarray(a) for k, a in arrays.items()})

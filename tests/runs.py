@@ -10,19 +10,40 @@ import time
 
 import pytest
 
-# Compiling dominates. The programs are XLA's as ever, with their machine code made in a hurry;
-# tests/test_golden.py runs what users run.
-QUICK = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
+from jaxmp import config
+from jaxmp.config import KEYS
+from jaxmp.testing import QUICK
+from jaxmp.training import task
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+SHORT = {n.rpartition('.')[2]: n for n in KEYS if not n.endswith(('.name', '.schedule'))}
+SHORT |= {n: f'{n}.name' for n in ('data', 'model', 'optimizer')} | {'data_dir': 'data.dir'}
+
+
+def keyed(changes):
+    """Short names of keys (``lr``, ``model``) as the schema's; a cosine has a length."""
+    values = {SHORT.get(k, k): v for k, v in changes.items()}
+    if (length := values.get('optimizer.cosine_epochs')) is not None:
+        values['optimizer.schedule'] = 'cosine' if length else 'constant'
+    return values
 
 
 def config_of(name='digits_resnet', **changes):
     spec = importlib.util.spec_from_file_location(name, ROOT / 'configs' / f'{name}.py')
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    config = module.get_config().lock()
-    config.update(changes)
-    return config
+    made = module.get_config()
+    made.update_from_flattened_dict(keyed(changes))
+    return made
+
+
+def known_model(monkeypatch, name, build):
+    """Lets ``config.model.name`` be ``name``; ``build`` is called with classes and width."""
+    key = config.KEYS['model.name']
+    monkeypatch.setitem(config.KEYS, 'model.name', key._replace(words=(*key.words, name)))
+    monkeypatch.setitem(task.MODELS, name, build)
 
 
 FLAGS = ' '.join(f'--{k}={v}' for k, v in QUICK.items())  # compiles in less than half the time
@@ -35,7 +56,7 @@ SMALL = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 2, 'cosi
 def command(workdir, name='digits_resnet', **changes):
     """The command line of a small run."""
     flags = [f'--config={ROOT / "configs" / name}.py', f'--workdir={workdir}']
-    flags += [f'--config.{k}={v}' for k, v in {**SMALL, **changes}.items()]
+    flags += [f'--config.{k}={v}' for k, v in keyed({**SMALL, **changes}).items()]
     return [sys.executable, str(ROOT / 'train.py'), *flags]
 
 

@@ -35,9 +35,9 @@ def test_a_table_with_missed_bars_is_the_exit_status(bench, monkeypatch, tmp_pat
     shutil.copy(RESULTS / 'epyc_2026-11-21_network.jsonl', tmp_path / 'rows.jsonl')
     nothing = lambda *_: contextlib.nullcontext()
     for module, name, new in (
-        (slow.netlab, 'obstacle', lambda: None),
-        (slow.netlab, 'lab', nothing),
-        (slow, 'crew', nothing),
+        (slow.emulated_network, 'obstacle', lambda: None),
+        (slow.emulated_network, 'lab', nothing),
+        (slow, 'workers', nothing),
         (slow, 'work', lambda *_: None),
         (slow.slow_report, 'draw', lambda *_: None),
     ):
@@ -123,3 +123,31 @@ def test_committed_pages_of_the_benches_are_made_of_their_rows(bench):
     paths = [RESULTS / f'epyc_2026-11-21_{kind}.jsonl' for kind in ('polar', 'gradients')]
     text = '\n'.join(polar.markdown(polar.load(paths))) + '\n'
     assert text == paths[0].with_suffix('.md').read_text()
+
+
+@pytest.mark.parametrize('end', ['svg', 'png'])
+def test_the_picture_of_the_readme_shows_the_committed_rows(end, bench):
+    """`bench/slow_picture.py` draws it again; rows or code that changed have another digest."""
+    picture = bench('slow_picture')
+    mark = picture.digest((RESULTS / 'epyc_2026-11-21_network.jsonl').read_text())
+    assert mark.encode() in (ROOT / 'docs' / f'slow_link.{end}').read_bytes()
+
+
+def test_the_titles_of_pictures_are_what_the_rows_say(bench):
+    """Of the committed rows, and of the same without the best."""
+    report = bench('slow_report')
+    title = lambda rows: report.headline(report.Results(rows))
+    rows = rows_of('network')
+    assert 'mlp 7.4 times at 100m (aqsgd2-bw2)' in title(rows)
+    assert 'mlp 5.4 times at 300m' in title([r for r in rows if r.get('link') != '100m'])
+    title = bench('slow_exchange').headline
+    rows = [r for r in rows_of('exchange') if r['kind'] == 'step']
+    assert title(rows).startswith('Over 100m, PowerSGD of rank 4 is fastest: 62 ms')
+    others = [r for r in rows if 'sgd' not in r['text']]
+    assert title(others).startswith('Over 100m, DGC over Top0.1 % is fastest: 126 ms')
+    alone = [r for r in rows if r['text'] == 'mean']
+    assert title(alone).splitlines()[1] == 'Without a limit, no compression is fastest: 263 ms'
+    rows = rows_of('polar')
+    assert 'N = 4096 are 7 % above the Shannon bound with scl(8)' in polar.headline(rows)
+    others = [r for r in rows if r.get('search', '')[:3] != 'scl']
+    assert '12 % above the Shannon bound with argmax' in polar.headline(others)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Ctx, Links, parse
+from jaxmp import Ctx, FeedbackState, parse
 from jaxmp.hlo import permuted
 from tests.laws import QUICK
 
@@ -51,20 +51,20 @@ def stage(w, x):
     return jnp.tanh(x @ w)
 
 
-def chain(boundaries, weights, links, x, ctx):
+def chain(boundaries, weights, feedback, x, ctx):
     """Stages and boundaries through the public `cross`."""
     crossed = []
     for i, w in enumerate(weights):
         if i:
-            x, at = boundaries[i - 1].cross(x, links.at(i - 1), ctx.fold(i))
+            x, at = boundaries[i - 1].cross(x, feedback.at(i - 1), ctx.fold(i))
             crossed.append(at)
         x = stage(w, x)
-    return x, Links.join(crossed)
+    return x, FeedbackState.join(crossed)
 
 
-def squared(boundaries, weights, links, x, target, ctx):
-    y, links = chain(boundaries, weights, links, x, ctx)
-    return jnp.mean((y - target) ** 2), (links, y)
+def squared(boundaries, weights, feedback, x, target, ctx):
+    y, feedback = chain(boundaries, weights, feedback, x, ctx)
+    return jnp.mean((y - target) ** 2), (feedback, y)
 
 
 # Oracle: stage by stage, with a jax.vjp of each stage and a hand loop of send and recv.
@@ -78,7 +78,7 @@ def by_hand(fwd, bwd, weights, states, x, target, ctx):
             s, at = states[i - 1], ctx.fold(i).fold(0)
             like = jaxmp.like(x)
             m, s[0] = fwd.send(x, s[0], at)
-            supports.append(fwd.codec.support(m, like, at))
+            supports.append(fwd.codec.indices(m, like, at))
             x, s[1] = fwd.recv(m, s[1], like, at)
         x, pull = jax.vjp(stage, w, x)
         pulls.append(pull)
@@ -89,7 +89,7 @@ def by_hand(fwd, bwd, weights, states, x, target, ctx):
         gw, g = pulls[i](g)
         grads.insert(0, gw)
         if i:
-            s, at = states[i - 1], ctx.fold(i).fold(1)._replace(support=supports[i - 1])
+            s, at = states[i - 1], ctx.fold(i).fold(1)._replace(indices=supports[i - 1])
             like = jaxmp.like(g)
             m, s[2] = bwd.send(g, s[2], at)
             g, s[3] = bwd.recv(m, s[3], like, at)
@@ -100,11 +100,11 @@ def as_links(fwd, bwd, states):
     """States of both ends as a local boundary holds them: one copy where they are equal."""
 
     def ends(channel, tx, rx):
-        if channel.mirrored:
+        if channel.shared_state:
             tree_close(tx, rx)  # to the bit: test_feedback.py
-        return (tx, () if channel.mirrored else rx)
+        return (tx, () if channel.shared_state else rx)
 
-    return Links(
+    return FeedbackState(
         tuple(ends(fwd, s[0], s[1]) for s in states), tuple(ends(bwd, s[2], s[3]) for s in states)
     )
 
@@ -119,21 +119,21 @@ def test_boundary_is_the_loop_by_hand(fwd, bwd, n):
         weights = weights[: n + 1]
         step = jit(jaxmp.value_and_grad(partial(squared, [b, b])))
         hand = jit(partial(by_hand, fwd, bwd))
-        links = jaxmp.init_feedback([b] * n, [x[0]] * n)
+        feedback = jaxmp.init_feedback([b] * n, [x[0]] * n)
         states = [(*fwd.init(jaxmp.like(x[0])), *bwd.init(jaxmp.like(x[0])))] * n
         for t in range(3):
             ctx = Ctx(jax.random.key(t), ids[t])
-            (loss, _), grads, links = step(weights, links, x[t], target[t], ctx)
+            (loss, _), grads, feedback = step(weights, feedback, x[t], target[t], ctx)
             want, want_grads, states = hand(weights, states, x[t], target[t], ctx)
             tree_close((loss, grads), (want, want_grads))
-            tree_close(links, as_links(fwd, bwd, states))
+            tree_close(feedback, as_links(fwd, bwd, states))
         assert all(np.abs(g).max() > 0 for g in grads)
 
 
 def test_raw_is_no_boundary_at_all():
     b = jaxmp.boundary(parse('raw'), parse('raw'))
     weights, x, target, _ = network()
-    links = jaxmp.init_feedback([b, b], [x[0], x[0]])
+    feedback = jaxmp.init_feedback([b, b], [x[0], x[0]])
 
     def plain(weights, x, target):
         for w in weights:
@@ -144,11 +144,11 @@ def test_raw_is_no_boundary_at_all():
         weights, x[0], target[0]
     )
 
-    def crossed(wx, links, target):
-        return squared([b, b], wx[0], links, wx[1], target, Ctx())
+    def crossed(wx, feedback, target):
+        return squared([b, b], wx[0], feedback, wx[1], target, Ctx())
 
     run = jax.jit(jaxmp.value_and_grad(crossed))
-    (loss, y), grads, _ = run((weights, x[0]), links, target[0])
+    (loss, y), grads, _ = run((weights, x[0]), feedback, target[0])
     tree_equal(((loss, y), grads), want)
 
 
@@ -162,13 +162,13 @@ def test_scanned_microbatches_are_the_loop_by_hand():
     with jax.enable_x64(True):
         (w, _, _), x, target, _ = network()
 
-        def loss(w, links, x, target):
-            def tick(links, batch):
-                y, links = b.cross(stage(w, batch[0]), links)
-                return links, jnp.mean((y - batch[1]) ** 2)
+        def loss(w, feedback, x, target):
+            def tick(feedback, batch):
+                y, feedback = b.cross(stage(w, batch[0]), feedback)
+                return feedback, jnp.mean((y - batch[1]) ** 2)
 
-            links, losses = jax.lax.scan(tick, links, (x, target))
-            return losses.sum(), (links, losses)
+            feedback, losses = jax.lax.scan(tick, feedback, (x, target))
+            return losses.sum(), (feedback, losses)
 
         def hand(w, x, target):
             (ftx, frx), (btx, brx) = (c.init(jaxmp.like(x[0])) for c in (fwd, bwd))
@@ -178,40 +178,40 @@ def test_scanned_microbatches_are_the_loop_by_hand():
                 like = jaxmp.like(h)
                 m, ftx = fwd.send(h, ftx, Ctx())
                 y, frx = fwd.recv(m, frx, like, Ctx())
-                kept.append((pull, 2 * (y - target[i]) / y.size, fwd.codec.support(m, like, Ctx())))
+                kept.append((pull, 2 * (y - target[i]) / y.size, fwd.codec.indices(m, like, Ctx())))
             for pull, g, support in reversed(kept):
-                m, btx = bwd.send(g, btx, Ctx(support=support))
-                g, brx = bwd.recv(m, brx, jaxmp.like(g), Ctx(support=support))
+                m, btx = bwd.send(g, btx, Ctx(indices=support))
+                g, brx = bwd.recv(m, brx, jaxmp.like(g), Ctx(indices=support))
                 total += pull(g)[0]
             return total, ftx, btx
 
-        _, grads, links = jit(jaxmp.value_and_grad(loss))(w, b.init(x[0]), x, target)
+        _, grads, feedback = jit(jaxmp.value_and_grad(loss))(w, b.init(x[0]), x, target)
         want, ftx, btx = jit(hand)(w, x, target)
-        tree_close((grads, links.fwd[0], links.bwd[0]), (want, ftx, btx))
+        tree_close((grads, feedback.fwd[0], feedback.bwd[0]), (want, ftx, btx))
         assert np.abs(btx).max() > 0
 
 
 # What value_and_grad is for.
 
 
-def linear(b, w, links, x, g, ctx=None):
-    y, links = b.cross(w * x, links, ctx)
+def linear(b, w, feedback, x, g, ctx=None):
+    y, feedback = b.cross(w * x, feedback, ctx)
     products = jax.lax.optimization_barrier(y * g)  # or some programs sum with FMA
-    return jnp.sum(products), (links, y)
+    return jnp.sum(products), (feedback, y)
 
 
 def test_a_bare_grad_forgets_the_backward_state():
     b = jaxmp.boundary(parse('raw'), parse('ef(uniform(2))'))
     _, x, g, _ = network()
     w = jnp.ones(D)
-    links = b.init(x[0])
+    feedback = b.init(x[0])
     step = jit(jaxmp.value_and_grad(partial(linear, b)))
     bare = jit(jax.grad(lambda *a: linear(b, *a)[0]))
-    _, first, links = step(w, links, x[0], g[0])
-    _, second, _ = step(w, links, x[1], g[1])
+    _, first, feedback = step(w, feedback, x[0], g[0])
+    _, second, _ = step(w, feedback, x[1], g[1])
     _, forgetful, _ = step(w, b.init(x[0]), x[1], g[1])
     np.testing.assert_array_equal(bare(w, b.init(x[0]), x[0], g[0]), first)
-    np.testing.assert_array_equal(bare(w, links, x[1], g[1]), forgetful)
+    np.testing.assert_array_equal(bare(w, feedback, x[1], g[1]), forgetful)
     assert not np.array_equal(second, forgetful)
 
 
@@ -220,16 +220,19 @@ def test_an_unused_boundary_keeps_its_state():
     weights, x, target, _ = network()
     both = jit(jaxmp.value_and_grad(partial(squared, [b, b])))
     start = jaxmp.init_feedback([b, b], [x[0], x[0]])
-    _, _, links = both(weights, start, x[0], target[0], Ctx())
+    _, _, feedback = both(weights, start, x[0], target[0], Ctx())
 
-    def first_only(weights, links, x, target):
-        one = Links(links.fwd[:1], links.bwd[:1])
+    def first_only(weights, feedback, x, target):
+        one = FeedbackState(feedback.fwd[:1], feedback.bwd[:1])
         loss, (one, y) = squared([b], weights[:2], one, x, target, Ctx())
-        return loss, (Links((one.fwd[0], links.fwd[1]), (one.bwd[0], links.bwd[1])), y)
+        return loss, (
+            FeedbackState((one.fwd[0], feedback.fwd[1]), (one.bwd[0], feedback.bwd[1])),
+            y,
+        )
 
-    _, _, after = jit(jaxmp.value_and_grad(first_only))(weights, links, x[1], target[1])
+    _, _, after = jit(jaxmp.value_and_grad(first_only))(weights, feedback, x[1], target[1])
     for side in ('fwd', 'bwd'):
-        before, now = getattr(links, side), getattr(after, side)
+        before, now = getattr(feedback, side), getattr(after, side)
         tree_equal(now[1], before[1])
         assert np.abs(now[1][0]).max() > 0
         assert not np.array_equal(now[0][0], before[0][0])
@@ -243,10 +246,10 @@ def test_checkpoint_changes_no_number():
 
         def run(wrap):
             step = jit(jaxmp.value_and_grad(wrap(partial(squared, [b]))))
-            links, results = jaxmp.init_feedback([b], [x[0]]), []
+            feedback, results = jaxmp.init_feedback([b], [x[0]]), []
             for t in range(2):
-                *result, links = step(weights, links, x[t], target[t], Ctx(jax.random.key(t)))
-                results.append((result, links))
+                *result, feedback = step(weights, feedback, x[t], target[t], Ctx(jax.random.key(t)))
+                results.append((result, feedback))
             return results
 
         tree_close(run(jax.checkpoint), run(lambda f: f))
@@ -256,9 +259,9 @@ def test_the_rule_needs_no_key_and_keeps_dtype():
     b = jaxmp.boundary(parse('uniform(4)'), parse('ef(uniform(4))'))
     x = jnp.ones((B, D), 'bfloat16')
     step = jit(jaxmp.value_and_grad(partial(linear, b)))
-    (_, y), grads, links = step(jnp.ones(D, 'bfloat16'), b.init(x), x, x)
+    (_, y), grads, feedback = step(jnp.ones(D, 'bfloat16'), b.init(x), x, x)
     assert y.dtype == grads.dtype == 'bfloat16'
-    assert links.bwd[0].dtype == 'float32'
+    assert feedback.bwd[0].dtype == 'float32'
 
 
 # Bad input.
@@ -266,18 +269,18 @@ def test_the_rule_needs_no_key_and_keeps_dtype():
 
 def cross(fwd, bwd, shape=(B, D), made_for=(B, D), ctx=None):
     b = jaxmp.boundary(parse(fwd), parse(bwd))
-    links = jax.eval_shape(lambda: b.init(jax.ShapeDtypeStruct(made_for, 'float32')))
+    feedback = jax.eval_shape(lambda: b.init(jax.ShapeDtypeStruct(made_for, 'float32')))
 
-    def grad(links, x):
-        return jax.grad(lambda x: jnp.sum(b.cross(x, links, ctx)[0]))(x)
+    def grad(feedback, x):
+        return jax.grad(lambda x: jnp.sum(b.cross(x, feedback, ctx)[0]))(x)
 
-    return jax.eval_shape(grad, links, jax.ShapeDtypeStruct(shape, 'float32'))
+    return jax.eval_shape(grad, feedback, jax.ShapeDtypeStruct(shape, 'float32'))
 
 
 REFUSED = [
     (
         ('raw', 'same_support()'),
-        'same_support reuses the positions of the forward message, and the',
+        'same_support reuses the positions of the forward message, and it has none',
     ),
     (
         ('uniform(4)', 'ef(same_support())'),
@@ -286,13 +289,13 @@ REFUSED = [
     (('same_support()', 'raw'), 'use it as bwd'),
     (
         ('ef(raw)', 'raw', (128, D), (100, D)),
-        r'links.fwd were made for buffers .*100.* a tensor of',
+        r'feedback.fwd has buffers .*100.* a tensor of',
     ),
     (
         ('raw', 'ef21(raw)', (3, D)),
-        r'links.bwd were made .* shape \(3, 24\) .* keep the batch size',
+        r'feedback.bwd has buffers .* shape \(3, 24\) .* keep the batch size',
     ),
-    (('aqsgd(raw, 9)', 'raw', (B, 5)), 'links.fwd were made for buffers'),
+    (('aqsgd(raw, 9)', 'raw', (B, 5)), 'feedback.fwd has buffers'),
     (('aqsgd(raw, 9)', 'raw'), "aqsgd needs ctx.ids; the data pipeline must yield 'id'"),
     (('raw', 'aqsgd(raw, 9)'), "aqsgd needs ctx.ids; the data pipeline must yield 'id'"),
     (('raw', 'random_k(0.1)'), 'random_k needs ctx.key'),
@@ -335,7 +338,7 @@ def test_second_order_and_forward_mode():
 
 def test_states_of_several_boundaries_need_a_shape_each():
     b = jaxmp.boundary(parse('ef(raw)'), parse('raw'))
-    with pytest.raises(ValueError, match='2 boundaries got 1 shapes; give the shape of what cross'):
+    with pytest.raises(ValueError, match='2 boundaries got 1 shapes; give one shape per boundary'):
         jaxmp.init_feedback([b, b], [jnp.ones((B, D))])
 
 
@@ -354,9 +357,9 @@ WIRES = [
 def over_devices(b, check_vma):
     """A crossing on each device and its gradient, of tensors stacked along the devices."""
 
-    def one(x, links, g, ctx):
-        x, links, g = jax.tree.map(lambda a: a[0], (x, links, g))
-        out = jaxmp.value_and_grad(partial(linear, b))(jnp.ones_like(x), links, x, g, ctx)
+    def one(x, feedback, g, ctx):
+        x, feedback, g = jax.tree.map(lambda a: a[0], (x, feedback, g))
+        out = jaxmp.value_and_grad(partial(linear, b))(jnp.ones_like(x), feedback, x, g, ctx)
         return jax.tree.map(lambda a: a[None], out)
 
     mesh = jax.make_mesh((DEVICES,), ('stage',), axis_types=(AxisType.Auto,))
@@ -377,19 +380,19 @@ def test_four_devices_are_one(pair, check_vma):
     r = np.random.default_rng(3)
     x, g = r.standard_normal((2, 2, DEVICES, B, LONG)).astype(np.float32)
     ids = jnp.asarray([[0, 3, 8, 2], [3, 1, 0, 7]])
-    links = jax.tree.map(lambda a: jnp.stack([a] * DEVICES), wire.init(x[0, 0]))
+    feedback = jax.tree.map(lambda a: jnp.stack([a] * DEVICES), wire.init(x[0, 0]))
     edges = [here.init(x[0, 0])] * (DEVICES - 1)
     run = jax.jit(over_devices(wire, check_vma))
-    run = run.lower(x[0], links, g[0], Ctx(jax.random.key(0), ids[0])).compile()
+    run = run.lower(x[0], feedback, g[0], Ctx(jax.random.key(0), ids[0])).compile()
     alone = jax.jit(jaxmp.value_and_grad(partial(linear, here)))
     for t in range(2):
         ctx = Ctx(jax.random.key(t), ids[t])
-        (loss, y), gx, links = run(x[t], links, g[t], ctx)
+        (loss, y), gx, feedback = run(x[t], feedback, g[t], ctx)
         for i, edge in enumerate(edges):
             (l, y_i), gx_i, edges[i] = alone(jnp.ones((B, LONG)), edge, x[t, i], g[t, i + 1], ctx)
             tree_equal((loss[i + 1], y[i + 1], gx[i]), (l, y_i, gx_i))
-            check_ends(links.fwd, edges[i].fwd, i, i + 1)
-            check_ends(links.bwd, edges[i].bwd, i + 1, i)
+            check_ends(feedback.fwd, edges[i].fwd, i, i + 1)
+            check_ends(feedback.bwd, edges[i].bwd, i + 1, i)
     moved = permuted(run.as_text())
     forward, backward = moved[0, 1], moved[1, 0]
     assert (8 * forward, 8 * backward) == here.bits(x[0, 0])
@@ -400,8 +403,8 @@ def check_ends(devices, here, sender, receiver):
     """The states of the two devices of an edge; a local boundary keeps one copy of equal states."""
     tx, rx = devices
     tree_equal(jax.tree.map(lambda a: a[sender], tx), here[0])
-    mirrored = isinstance(here[1], tuple) and not isinstance(rx, tuple)
-    tree_equal(jax.tree.map(lambda a: a[receiver], rx), here[0] if mirrored else here[1])
+    shared_state = isinstance(here[1], tuple) and not isinstance(rx, tuple)
+    tree_equal(jax.tree.map(lambda a: a[receiver], rx), here[0] if shared_state else here[1])
 
 
 # The pipeline.
@@ -424,7 +427,7 @@ def made(fwd, bwd, dropout=0.0):
 
 
 def named(pair):
-    return dict(zip(('variables', 'links'), pair, strict=True))
+    return dict(zip(('variables', 'feedback'), pair, strict=True))
 
 
 def test_open_boundaries_are_the_uncompressed_model():
@@ -432,11 +435,11 @@ def test_open_boundaries_are_the_uncompressed_model():
     x = p.x
     for stage, own in zip(p.model.stages, p.variables, strict=True):
         x = stage.apply(own, x)
-    y, variables, links = p.model.apply(p.variables, None, p.x)
+    y, variables, feedback = p.model.apply(p.variables, None, p.x)
     np.testing.assert_array_equal(y, x)
     tree_equal(variables, p.variables)
-    assert links is None
-    closed = jit(p.model.apply)(p.variables, p.links, p.x)[0]
+    assert feedback is None
+    closed = jit(p.model.apply)(p.variables, p.feedback, p.x)[0]
     assert np.abs(closed - x).max() > 0.1
 
 
@@ -445,13 +448,13 @@ def test_a_channel_a_boundary():
     model = jaxmp.pipeline([Stage(w) for w in (6, 7, 5)], *([*map(parse, c)] for c in (fwd, bwd)))
     one = [jaxmp.boundary(parse(f), parse(b)) for f, b in zip(fwd, bwd, strict=True)]
     x = jnp.ones((B, 8))
-    variables, links = jax.eval_shape(model.init, jax.random.key(0), x)
+    variables, feedback = jax.eval_shape(model.init, jax.random.key(0), x)
     likes = model.likes(variables, x)
     assert [l.shape for l in likes] == [(B, 6), (B, 7)]
     bits = [[b.bits(l) for b, l in zip(of, likes, strict=True)] for of in (model.boundaries, one)]
     assert bits[0] == bits[1]
-    shapes = jax.tree.map(jnp.shape, links)
-    assert shapes == Links((((B, 6), ()), ((), ())), (((), ()), ((B, 7), ())))
+    shapes = jax.tree.map(jnp.shape, feedback)
+    assert shapes == FeedbackState((((B, 6), ()), ((), ())), (((), ()), ((B, 7), ())))
 
 
 @pytest.mark.parametrize('side', ['fwd', 'bwd'])
@@ -467,36 +470,36 @@ def test_a_pipeline_needs_a_stage():
     with pytest.raises(ValueError, match='at least one stage'):
         jaxmp.pipeline([], parse('raw'), parse('raw'))
     lonely = jaxmp.pipeline([Stage(3)], parse('raw'), parse('raw'))
-    assert lonely.init(jax.random.key(0), jnp.ones((B, 2)))[1] == Links((), ())
+    assert lonely.init(jax.random.key(0), jnp.ones((B, 2)))[1] == FeedbackState((), ())
 
 
 def trainer(p):
-    """A training step on a key: loss and new variables, gradients, new links."""
+    """A training step on a key: loss and new variables, gradients, new feedback."""
 
-    def loss(variables, links, ctx):
-        y, variables, links = p.model.apply(variables, links, p.x, ctx, train=True)
-        return jnp.mean(y**2), (links, variables)
+    def loss(variables, feedback, ctx):
+        y, variables, feedback = p.model.apply(variables, feedback, p.x, ctx, train=True)
+        return jnp.mean(y**2), (feedback, variables)
 
     run = jit(jaxmp.value_and_grad(loss))
-    return lambda key: run(p.variables, p.links, Ctx(jax.random.key(key)))
+    return lambda key: run(p.variables, p.feedback, Ctx(jax.random.key(key)))
 
 
 def test_training_updates_statistics_and_states_and_evaluation_nothing():
     p = made('ef21(uniform(3))', 'ef(uniform(3))')
-    (_, variables), grads, links = trainer(p)(0)
+    (_, variables), grads, feedback = trainer(p)(0)
     for before, after, grad in zip(p.variables, variables, grads, strict=True):
         assert after.keys() == {'params', 'batch_stats'}
         tree_equal(after['params'], before['params'])
         mean = ('batch_stats', 'BatchNorm_0', 'mean')
         assert not np.array_equal(get(after, mean), get(before, mean))
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grad))
-    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), links, p.links)
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), feedback, p.feedback)
     assert all(jax.tree.leaves(changed))
 
-    kept = jax.tree.map(np.copy, (variables, links))
-    _, same, _ = jit(p.model.apply)(variables, links, p.x)
+    kept = jax.tree.map(np.copy, (variables, feedback))
+    _, same, _ = jit(p.model.apply)(variables, feedback, p.x)
     tree_equal(same, variables)
-    tree_equal((variables, links), kept)
+    tree_equal((variables, feedback), kept)
 
 
 def get(tree, path):

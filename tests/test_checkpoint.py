@@ -1,5 +1,6 @@
 """Checkpoints: what is damaged is passed over, and what cannot be written empties nothing."""
 
+import itertools
 import json
 import shutil
 import zlib
@@ -8,8 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmp import checkpoint, files
-from jaxmp.training import portable
+from jaxmp.training import checkpoint, files, portable
 from jaxmp.training.portable import Portable
 
 
@@ -50,11 +50,12 @@ def cut(path):
 
 
 def test_whatever_is_damaged_the_state_is_a_saved_one(saved, tmp_path):
-    """Every file of the newest: flipped bytes, cut in half, removed."""
+    """Every file of the newest: flipped bytes, and cut in half or removed in turns."""
     newest = saved / 'checkpoints' / '10'
     names = sorted(p.relative_to(newest) for p in newest.rglob('*') if p.is_file())
     passed_over = set()
-    for number, (name, damage) in enumerate((n, d) for n in names for d in (flip, cut, None)):
+    worse = itertools.cycle([cut, None])
+    for number, (name, damage) in enumerate((n, d) for n in names for d in (flip, next(worse))):
         workdir = tmp_path / str(number)
         shutil.copytree(saved, workdir)
         path = workdir / 'checkpoints' / '10' / name
@@ -114,7 +115,7 @@ def test_a_full_disk_is_one_line(saved, tmp_path, monkeypatch):
     kept = checkpoint.Checkpoints(tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=0))
-    with pytest.raises(files.WorkdirError, match=r'step 15 to .*, and 0 are; make room') as caught:
+    with pytest.raises(files.WorkdirError, match=r'step 15 to .*, and 0 are; free space') as caught:
         kept.save(15, state_at(15), {})
     assert '\n' not in str(caught.value)
     assert same(kept.restore(LIKE)[0], state_at(10))

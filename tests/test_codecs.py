@@ -173,7 +173,7 @@ def test_top_k_keeps_what_lax_top_k_keeps():
     @partial(jax.jit, compiler_options=laws.QUICK)
     def keep(x):
         m = codec.encode(x, Ctx())
-        return codec.decode(m, jaxmp.like(x), Ctx()), codec.support(m, jaxmp.like(x), Ctx())
+        return codec.decode(m, jaxmp.like(x), Ctx()), codec.indices(m, jaxmp.like(x), Ctx())
 
     y, support = keep(x)
     at = np.sort(jax.lax.top_k(jnp.abs(x), k)[1], axis=1)
@@ -195,6 +195,34 @@ def test_values_of_a_selection_go_through_their_codec():
     np.put_along_axis(want, at, kept, 1)
     y = round_trip('top_k(0.4, values=log_scale(4), indices=packed)', x)
     np.testing.assert_allclose(y, want.reshape(x.shape), rtol=1e-6)
+
+
+def test_chunks_are_samples():
+    """19 of 64 elements each, the last with 52 numbers; 8 of each chunk are sent."""
+    x = laws.INPUTS['normal']
+    text = 'top_k(0.125, values=lloyd(2), indices=packed)'
+    rows = np.pad(x.reshape(-1), (0, -x.size % 64)).reshape(-1, 64)
+    want = round_trip(text, rows).reshape(-1)[: x.size].reshape(x.shape)
+    np.testing.assert_array_equal(round_trip(f'per_chunk({text}, 64)', x), want)
+    assert ((want.reshape(-1)[:1152].reshape(18, 64) != 0).sum(1) == 8).all()
+
+
+def test_the_wider_codec_is_for_wide_ranges():
+    r = np.random.default_rng(3)
+    scales = r.permutation(10.0 ** np.arange(11))[:, None]
+    x = (r.uniform(0.5, 1, (11, 40)) * r.choice([-1, 1], (11, 40)) * scales).astype(np.float32)
+    high = scales > 1e7  # int(11 * 0.75) = 8 by the narrower codec
+    want = np.where(high, round_trip('lloyd(4)', x), round_trip('lloyd(1)', x))
+    np.testing.assert_array_equal(round_trip('adaptive(lloyd(1), lloyd(4), 0.25)', x), want)
+    channel = jaxmp.parse('per_chunk(adaptive(lloyd(3), lloyd(4)), 64)')
+    assert jaxmp.bits(channel, jaxmp.Like((64, 64), 'float32')) == 64 * (3.5 * 64 + 16 + 1)
+
+
+def test_sparseloco_sends_64_of_4096_values_in_two_bits():
+    like = jaxmp.Like((3, 64, 128), 'float32')
+    text = 'per_chunk(top_k(0.015625, values=lloyd(2), indices=packed), 4096)'
+    assert jaxmp.bits(jaxmp.parse(text), like) == 6 * (64 * (2 + 12) + 16)
+    assert str(jaxmp.parse(text)) == text
 
 
 def crossed(text):
@@ -295,6 +323,18 @@ def test_one_outlier_spoils_a_block_and_not_all():
     assert (error > 0.05).sum() <= 64
 
 
+def test_spikes_are_exact_and_leave_the_range_to_the_rest():
+    """The third of each sample is its largest other number; in the first it is an infinity."""
+    x = laws.INPUTS['normal'].reshape(4, -1).copy()
+    x[:, 40], x[:, 0], x[0, 99] = 1e6, -3e4, np.inf
+    spike = np.zeros(x.shape, bool)
+    np.put_along_axis(spike, np.argsort(-np.abs(x), 1)[:, :3], True, 1)
+    y, rest = round_trip('spikes(uniform(8), 3)', x), np.where(spike, 0, x)
+    np.testing.assert_array_equal(y[spike], x[spike])
+    np.testing.assert_array_equal(y[~spike], round_trip('uniform(8)', rest)[~spike])
+    assert np.abs(y[~spike] - x[~spike]).max() < 0.02
+
+
 @pytest.mark.parametrize('bits', [2, 5])
 def test_log_scale_keeps_signs_and_zeros(bits):
     x = laws.INPUTS['relu'] - laws.INPUTS['relu'][:, ::-1]
@@ -323,7 +363,7 @@ REFUSED = [  # text, shape, context, what the message says
     ('random_k(0.5)', (2, 8), Ctx(), r'random_k needs ctx.key; pass Ctx\(key=jax.random.key'),
     ('uniform(4, stochastic)', (2, 8), Ctx(), 'stochastic rounding needs ctx.key; pass Ctx'),
     ('block(4, 64, stochastic)', (2, 8), Ctx(), 'stochastic rounding needs ctx.key; pass Ctx'),
-    ('same_support()', (2, 8), Ctx(), 'forward message, and there are none; use it as bwd'),
+    ('same_support()', (2, 8), Ctx(), 'forward message, and it has none; use it as bwd'),
     ('aqsgd(raw, examples=4)', (2, 8), Ctx(), 'aqsgd needs ctx.ids; the data pipeline must yield'),
 ]
 
@@ -332,11 +372,11 @@ ARRAYS = {  # what came, and what the error says
     'a pytree': ({'a': np.zeros((2, 8), 'f4')}, TypeError, 'one array, got dict; send the arrays'),
     'a number': (1.0, TypeError, r'one array, got float; .* a number as jnp.array\(\[number\]\)'),
     'a scalar': (np.zeros((), 'f4'), ValueError, r'one axis .* got shape \(\); send x\[None\]'),
-    'no samples': (np.zeros((0, 8), 'f4'), ValueError, r'got shape \(0, 8\); send no empty tensor'),
+    'no samples': (np.zeros((0, 8), 'f4'), ValueError, r'got shape \(0, 8\); do not send empty'),
     'no elements': (
         np.zeros((4, 0), 'f4'),
         ValueError,
-        r'got shape \(4, 0\); send no empty tensor',
+        r'got shape \(4, 0\); do not send empty',
     ),
     'float8': (np.zeros((2, 8), jnp.float8_e4m3fn), TypeError, 'got float8_e4m3fn; send x.astype'),
     'complex': (

@@ -2,17 +2,19 @@
 
 import functools
 import io
+import json
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxmp import checkpoint, exchange, files, log, setting, team
+from jaxmp import exchange
+from jaxmp.distributed import process_group
 from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.models import gpt2
 from jaxmp.runtimes.mpmd import Mpmd
-from jaxmp.training import by_stage
+from jaxmp.training import by_stage, checkpoint, experiment, files, sizes, summary
 from tests.laws import QUICK
 from tests.runs import config_of
 
@@ -73,9 +75,9 @@ def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch)
     ends = lambda sizes, n: (gpt2.equal(sizes, 1)[0], gpt2.equal(sizes, 1)[2])  # without blocks
     monkeypatch.setattr(gpt2, 'gpt2', ends)
     quick = functools.partial(Mpmd, options=tuple(QUICK.items()))
-    monkeypatch.setitem(by_stage.RUNTIMES, 'mpmd', quick)
-    s = setting.setting(small(tied_exchange=SQUEEZED))
-    made, order = by_stage.by_stage(s, team.Team()), np.arange(48)
+    monkeypatch.setattr(by_stage, 'Mpmd', quick)
+    s = experiment.experiment_of(small(tied_exchange=SQUEEZED))
+    made, order = by_stage.by_stage(s, process_group.ProcessGroup()), np.arange(48)
     *_, (whole, _, _) = made.epoch(0)(made.create(s), order, lambda: False)
     first, last = tables(whole)
     np.testing.assert_array_equal(first, last)
@@ -91,7 +93,7 @@ def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch)
     unkeyed = (state.replace(key=jax.random.key_data(state.key)) for state in (cut, whole))
     jax.tree.map(np.testing.assert_array_equal, *unkeyed)
 
-    bytes_ = setting.table_bytes(s)['tied']
+    bytes_ = sizes.table_bytes(s)['tied']
     [*links, row] = made.moved()['moved']
     ways = [bytes_['forward'], bytes_['backward']]
     assert row == {'boundary': 'token table', 'payload': ways, 'collectives': ways}
@@ -104,10 +106,10 @@ def shown_tables(s, tied, moved):
     """Lines of the closing tables."""
     best = {'epoch': 1, 'loss': 1.0, 'accuracy': 0.5}
     test = {mode: {'best': best, 'last': best} for mode in ('off', 'on')}
-    summary = {'name': 'n', 'fwd': 'f', 'bwd': 'b', 'measure': 'accuracy', 'test': test}
-    summary |= {'bytes': setting.message_bytes(s), 'tied': tied, 'moved': moved}
+    found = {'name': 'n', 'fwd': 'f', 'bwd': 'b', 'measure': 'accuracy', 'test': test}
+    found |= {'bytes': sizes.message_bytes(s), 'tied': tied, 'moved': moved}
     console = Console(file=io.StringIO(), width=100)
-    for table in log.tables({**summary, 'processes': 2, 'interface': 0}):
+    for table in summary.tables({**found, 'processes': 2, 'interface': 0}):
         console.print(table)
     return console.file.getvalue().splitlines()
 
@@ -124,13 +126,13 @@ def shown_tables(s, tied, moved):
 )
 def test_an_exchange_that_does_not_fit_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        setting.setting(small(**{'tied_exchange': SQUEEZED, **change}))
+        experiment.experiment_of(small(**{'tied_exchange': SQUEEZED, **change}))
 
 
 def test_a_run_from_before_the_key_goes_on(tmp_path):
     """What lacks the key has the default; another value is another run."""
-    (tmp_path / 'config.json').write_text('{"lr": 0.1}')
-    files.claim(tmp_path, {'lr': 0.1, 'tied_exchange': 'mean'})
-    (tmp_path / 'config.json').write_text('{"lr": 0.1}')
+    old = {'optimizer': {'lr': 0.1}}
+    (tmp_path / 'config.json').write_text(json.dumps(old))
+    files.claim(tmp_path, {**old, 'tied_exchange': 'mean'})
     with pytest.raises(files.WorkdirError, match=r"tied_exchange='mean' \(now 'power_sgd"):
-        files.claim(tmp_path, {'lr': 0.1, 'tied_exchange': 'power_sgd(2)'})
+        files.claim(tmp_path, {**old, 'tied_exchange': 'power_sgd(2)'})

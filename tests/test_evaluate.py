@@ -9,12 +9,15 @@ import ml_collections
 import numpy as np
 import pytest
 
-from jaxmp import boundary, log, run, setting, task, team
+from jaxmp import boundary
 from jaxmp.codecs import raw
+from jaxmp.config import KEYS
+from jaxmp.distributed import process_group
 from jaxmp.feedback import direct
+from jaxmp.metrics import ACCURACY
 from jaxmp.pipeline import Pipeline
-from jaxmp.training import engine
-from tests.runs import SMALL, config_of
+from jaxmp.training import engine, experiment, loop, progress, records
+from tests.runs import SMALL, config_of, known_model
 
 
 class Dense(nn.Module):
@@ -38,14 +41,14 @@ def spying(seen):
     return direct(raw)._replace(send=send)
 
 
-@pytest.mark.parametrize('runtime', setting.RUNTIMES)
+@pytest.mark.parametrize('runtime', KEYS['parallel.runtime'].words)
 def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch):
     """Batch i of a test had the key of step i - 1."""
-    monkeypatch.setitem(task.MODELS, 'dense', lambda classes, width: (Dense(4), Dense(classes)))
-    s, seen = setting.setting(config_of(model='dense', runtime=runtime, **SMALL)), []
+    known_model(monkeypatch, 'dense', lambda classes, width: (Dense(4), Dense(classes)))
+    s, seen = experiment.experiment_of(config_of(model='dense', runtime=runtime, **SMALL)), []
     model = Pipeline(s.model.stages, (boundary(spying(seen), direct(raw)),))
     s = s._replace(model=model)
-    made = run.engine_of(s, team.Team())
+    made = loop.engine_of(s, process_group.ProcessGroup())
     state = made.create(s)
     made.evaluate(state, True)
     jax.effects_barrier()
@@ -63,8 +66,8 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
     """A step of 100 examples takes 20 s, a test 1,000 s: 5 a second from the first to the last."""
     now = [0.0]
     clock = SimpleNamespace(time=lambda: now[0])
-    monkeypatch.setattr(log, 'time', clock)
-    monkeypatch.setattr(run, 'time', clock)
+    monkeypatch.setattr(progress, 'time', clock)
+    monkeypatch.setattr(loop, 'time', clock)
 
     def steps(state, order, stopped):
         for i in range(len(order) // 100):
@@ -80,19 +83,28 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
         return {'loss': 1.0, 'accuracy': 0.5}
 
     config = ml_collections.ConfigDict(
-        {'epochs': 3, 'seed': 0, 'batch_size': 100, 'checkpoint_every': 9}
+        {
+            'epochs': 3,
+            'seed': 0,
+            'batch_size': 100,
+            'checkpoint_every': 9,
+            'fwd': 'raw',
+            'bwd': 'raw',
+        }
     )
     s = SimpleNamespace(
-        config=config, epoch_steps=4, task=SimpleNamespace(measure='accuracy'),
+        config=config, epoch_steps=4,
+        task=SimpleNamespace(metric=ACCURACY, scores=('loss', 'accuracy'), stages=()),
         data=SimpleNamespace(train=SimpleNamespace(y=np.zeros(400))),
     )  # fmt: skip
     r = SimpleNamespace(
-        s=s, signals=[],
+        exp=s, signals=[],
         engine=engine.Engine(None, lambda n: steps, evaluate, lambda state: None, None, dict),
-        checkpoints=SimpleNamespace(save=lambda *given: None), metrics=log.Metrics(None, 0),
-        display=log.Display(12, 0, 100),
+        checkpoints=SimpleNamespace(save=lambda *given: None),
+        records=records.Records(None, 0),
+        display=progress.Display(ACCURACY, 12, 0, 100),
     )  # fmt: skip
-    run.train(
+    loop.train(
         r, SimpleNamespace(step=0), {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
     )
     rates = re.findall(r'(\S+) ex/s', capsys.readouterr().err)

@@ -16,13 +16,18 @@ from jaxmp import Codec, Ctx
 from jaxmp.codecs import exact
 from tests import laws
 
-STEPS, EXAMPLES = 3, 20
+STEPS, EXAMPLES, TOKENS = 3, 20, 5
 CODECS = (
     *('raw', 'fp16', 'bf16', 'max_scaled(4)', 'one_bit', 'as_bool', 'natural', 'qsgd(3)'),
     *('uniform(1)', 'uniform(4)', 'uniform(8, stochastic)', 'block(4)', 'block(8, size=32)'),
     *('log_scale(2)', 'log_scale(4)', 'log_scale(8)', 'polar(0.5, 32)', 'rotate(uniform(4), 32)'),
+    *('lloyd(3)', 'lloyd(2, signed=False)', 'trellis(2, 4)'),
+    *('mx(8)', 'mx(6)', 'mx(4)', 'nvfp4', 'spikes(block(2), 5)'),
+    'per_chunk(adaptive(lloyd(2), mx(4)), 50)',
 )
-HURRIED = {'xla_backend_optimization_level': 1, 'xla_cpu_use_fusion_emitters': False}  # with FMA
+FULL = {**laws.QUICK, 'xla_backend_optimization_level': 3}
+FULL |= dict.fromkeys(FULL.keys() & {'xla_cpu_use_fusion_emitters'}, True)
+HURRIED = {**laws.QUICK, 'xla_backend_optimization_level': 1}  # with FMA
 
 
 def mean(texts):
@@ -62,8 +67,9 @@ def tensors(shape, dtype):
 
 def context(shape, step):
     """Another key and other ids in every step."""
-    ids = np.random.default_rng(step).choice(EXAMPLES, shape[0], replace=False)
-    return Ctx(jax.random.key(step), jnp.asarray(ids))
+    r = np.random.default_rng(step)
+    ids, tokens = r.choice(EXAMPLES, shape[0], replace=False), r.integers(0, TOKENS, shape[:-1])
+    return Ctx(jax.random.key(step), jnp.asarray(ids), tokens=jnp.asarray(tokens))
 
 
 def drift(text, shape, dtype='float32', options=HURRIED):
@@ -81,10 +87,11 @@ def drift(text, shape, dtype='float32', options=HURRIED):
         ctx, before = context(shape, step), tx
         m, tx = sender(x, tx, ctx)
         y, rx = receiver(laws.as_bytes(m), rx, ctx)
-        want = rx if channel.mirrored else np.float32(x) + before - np.float32(y)
-        unequal += np.count_nonzero(np.asarray(tx) != want)
-    assert (tx.dtype, y.dtype) == ('float32', dtype)
-    assert np.abs(tx).max() > 0
+        want = rx if channel.shared_state else np.float32(x) + before - np.float32(y)
+        for a, b in zip(jax.tree.leaves(tx), jax.tree.leaves(want), strict=True):
+            unequal += np.count_nonzero(np.asarray(a) != b)
+            assert np.abs(a).max() > 0
+    assert y.dtype == dtype
     return unequal
 
 
@@ -93,9 +100,13 @@ def drift(text, shape, dtype='float32', options=HURRIED):
     [
         ('ef(top_k(0.4, values=all))', (8, 4096), 'float32', HURRIED),
         ('ef21(top_k(0.4, values=all))', (4, 301), 'bfloat16', HURRIED),
-        ('ef21(top_k(0.4, values=all))', (8, 4096), 'float32', None),  # as users compile
+        ('ef21(top_k(0.4, values=all))', (8, 4096), 'float32', FULL),  # as users compile
         ('ef_mixed(top_k(0.4, values=all), True)', (4, 301), 'float32', HURRIED),
         (f'aqsgd(random_k(0.4, values=all), {EXAMPLES})', (8, 4096), 'float32', HURRIED),
+        (f'aqsgd(uniform(4), {EXAMPLES}, table=4)', (8, 301), 'float32', HURRIED),
+        (f'aqsgd(uniform(4), {EXAMPLES}, table=2)', (8, 301), 'float32', FULL),
+        (f'anchored(block(4), {TOKENS})', (8, 9, 30), 'float32', HURRIED),
+        (f'anchored(block(4), {TOKENS}, window=7)', (8, 9, 30), 'bfloat16', FULL),
     ],
 )
 def test_both_ends_hold_the_same_bits(text, shape, dtype, options):
@@ -104,6 +115,26 @@ def test_both_ends_hold_the_same_bits(text, shape, dtype, options):
     (`direct` keeps nothing, and its receiver is that of `ef`.)
     """
     assert drift(text, shape, dtype, options) == 0
+
+
+@pytest.mark.parametrize('text', [f'anchored(raw, {TOKENS})', f'aqsgd(raw, {EXAMPLES}, table=4)'])
+def test_a_warm_up_leaves_the_same_bits(text):
+    """Though the sender makes what it sends, a sum of products, in the same program."""
+    shape = (8, 9, 30)
+    channel = jaxmp.warm(jaxmp.parse(text))
+    w, *xs = tensors((4, *shape), 'float32').reshape(-1, *shape)
+    sender = jax.jit(lambda x, tx, ctx: channel.send(x * w + x[::-1] * 3.3, tx, ctx))
+    like = jax.ShapeDtypeStruct(shape, 'float32')
+    receiver = jax.jit(
+        lambda m, rx, ctx: channel.recv(m, rx, like, ctx)[1], compiler_options=HURRIED
+    )
+    tx, rx = channel.init(like)
+    for step in range(STEPS):
+        ctx = context(shape, step)
+        m, tx = sender(xs[step], tx, ctx)
+        rx = receiver(m, rx, ctx)
+        for a, b in zip(jax.tree.leaves(tx), jax.tree.leaves(rx), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_a_careless_decoder_is_found():

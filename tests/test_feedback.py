@@ -95,6 +95,28 @@ def check_law(rule, xs, ys, states):
             before = np.asarray(after)
 
 
+def test_ef_decays_what_was_not_sent():
+    with jax.enable_x64(True):
+        xs = tensors('float64')
+        ys, es, _ = run('ef(top_k(0.25), decay=0.5)', xs)
+    e = np.zeros(SHAPE)
+    for x, y, e_sent in zip(xs, ys, es, strict=True):
+        p = x + 0.5 * e
+        e = p - largest(p, 10)
+        np.testing.assert_allclose(y, p - e, rtol=1e-15, atol=0)
+        np.testing.assert_allclose(e_sent, e, rtol=0, atol=1e-14)
+
+
+def test_a_decay_of_1_is_error_feedback_and_others_are_refused():
+    assert jaxmp.parse('ef(top_k(0.1), decay=1.0)') == jaxmp.parse('ef(top_k(0.1))')
+    assert str(jaxmp.ef(jaxmp.fp16, decay=1.0)) == 'ef(fp16)'
+    for decay in ('0', '1.5'):
+        with pytest.raises(ValueError, match=rf'ef decay {decay} is not in \(0, 1\]; write ef'):
+            jaxmp.parse(f'ef(fp16, decay={decay})')
+    with pytest.raises(ValueError, match=r'ef decay must be a number in \(0, 1\], got True'):
+        jaxmp.parse('ef(fp16, decay=True)')
+
+
 def test_ef_remembers_what_bfloat16_rounds_off():
     xs = tensors('bfloat16')
     ys, es, _ = run('ef(log_scale(3))', xs)
@@ -148,7 +170,7 @@ def test_ef_mixed_is_one_message_of_k_values_whose_positions_are_known():
     @jax.jit
     def known(x):
         m, _ = mixed.send(x, jnp.zeros(SHAPE), Ctx())
-        return mixed.codec.support(m, jaxmp.like(x), Ctx())
+        return mixed.codec.indices(m, jaxmp.like(x), Ctx())
 
     at = known(x)
     assert at.shape == (3, 4)
@@ -242,3 +264,112 @@ def test_states_have_the_batch_shape_or_one_slot_an_example():
 def test_a_rule_takes_a_codec(rule, wrong):
     with pytest.raises(TypeError, match=f'{rule.__name__} takes a codec'):
         rule(wrong)
+
+
+# Tables in few bits.
+
+
+def rounded(m, bits):
+    """The rows of ``m``, of at most 64 elements, at ``2**bits`` levels from least to largest."""
+    low, high = np.float16(m.min(1, keepdims=True)), m.max(1, keepdims=True)
+    step = np.float16((high - np.float32(low)) * np.float32(1 / (2**bits - 1)))
+    codes = np.clip(np.round((m - np.float32(low)) * (1 / np.float32(step))), 0, 2**bits - 1)
+    return np.float32(low) + np.float32(codes) * np.float32(step)
+
+
+@pytest.mark.parametrize('bits', [8, 4, 2])
+def test_a_lean_table_is_its_equation_and_corrects_its_own_rounding(bits):
+    """``y = Q(m) + C(x - Q(m))``, ``m = y``; under the raw codec y is x whatever Q lost."""
+    xs, lost = tensors('float32'), []
+    for codec in ('log_scale(3)', 'raw'):
+        pair = laws.ends(jaxmp.parse(codec), jaxmp.like(xs[0]))
+        ys, txs, rxs = run(f'aqsgd({codec}, examples=7, table={bits})', xs)
+        table = np.zeros((7, SHAPE[1]), np.float32)
+        for step, (x, y, tx, rx) in enumerate(zip(xs, ys, txs, rxs, strict=True)):
+            known = table[IDS[step]]
+            want = known + pair.cross(x - known, (), (), at(step))[1]
+            np.testing.assert_array_equal(y, want)
+            table[IDS[step]] = rounded(want, bits)
+            jax.tree.map(np.testing.assert_array_equal, tx, rx)
+            lost.append(np.abs(table[IDS[step]] - want).max())
+            if codec == 'raw':
+                np.testing.assert_allclose(y, x, rtol=0, atol=1e-6)
+    assert {8: 1e-3, 4: 0.05, 2: 0.3}[bits] < max(lost) < {8: 0.05, 4: 0.5, 2: 2.5}[bits]
+
+
+def test_a_lean_table_takes_its_bits():
+    """And half a bit an element for the ends of the levels; a full one 32."""
+    x = Like((4, 8, 8, 64), 'float32')
+    for bits in (2, 4, 8, 32):
+        channel = jaxmp.parse(f'aqsgd(raw, 100, table={bits})')
+        size = sum(a.nbytes for a in jax.tree.leaves(channel.init(x)[0]))
+        assert 8 * size / (100 * 8 * 8 * 64) == bits + 0.5 * (bits < 32)
+    with pytest.raises(ValueError, match='table 3 is not 32, 8, 4 or 2 bits'):
+        jaxmp.aqsgd(jaxmp.raw, 5, table=3)
+
+
+# Anchors.
+
+WORDS, LENGTH = 6, 5
+
+
+def anchored_run(text, xs, tokens):
+    pair = laws.ends(jaxmp.parse(text), jaxmp.like(xs[0]))
+    tx, rx = pair.init()
+    for step, x in enumerate(xs):
+        _, y, tx, rx = pair.cross(x, tx, rx, at(step)._replace(tokens=tokens[step]))
+        jax.tree.map(np.testing.assert_array_equal, tx, rx)
+        yield y, tx
+
+
+def sentences():
+    r = np.random.default_rng(3)
+    xs = r.standard_normal((STEPS, 3, LENGTH, 8)).astype('f4')
+    return xs, r.integers(0, WORDS - 1, (STEPS, 3, LENGTH)).astype(np.int32)
+
+
+@pytest.mark.parametrize('window', [4, 1024])
+def test_anchors_are_their_equation(window):
+    """A loop over tokens; one of them never occurs, most occur several times in a batch."""
+    xs, tokens = sentences()
+    codec = 'block(2, size=32)'
+    pair = laws.ends(jaxmp.parse(codec), jaxmp.like(xs[0]))
+    anchors, weight = np.zeros((WORDS, 8)), np.zeros(WORDS)
+    rows = anchored_run(f'anchored({codec}, {WORDS}, window={window})', xs, tokens)
+    for step, (y, table) in enumerate(rows):
+        known = anchors[tokens[step]].astype('f4')
+        m = pair.cross((xs[step] - known).astype('f4'), (), (), at(step))[1]
+        np.testing.assert_allclose(y, known + m, rtol=0, atol=1e-5)
+        for t in range(WORDS):
+            here = m[tokens[step] == t].astype('f8')
+            weight[t] = max(len(here), min(weight[t] + len(here), window))
+            anchors[t] += here.sum(0) / max(weight[t], 1)
+        np.testing.assert_array_equal(table.weight, weight)
+        np.testing.assert_allclose(table.mean, anchors, rtol=0, atol=4e-3)  # 11 bits of 1 / w
+        anchors = np.asarray(table.mean, 'f8')
+    assert weight.max() > 4 or window == 4, 'the window has been reached'
+    assert not anchors[-1].any()
+
+
+def test_anchors_are_means_of_what_came_and_stay_in_the_vocabulary():
+    xs, tokens = sentences()
+    *_, (_, table) = anchored_run(f'anchored(raw, {WORDS})', xs, tokens)
+    for t in range(WORDS - 1):
+        np.testing.assert_allclose(table.mean[t], xs[tokens == t].mean(0), rtol=0, atol=4e-3)
+    tokens[0, 0, :2] = -1, WORDS  # have no anchor; NaN arrives
+    [(y, table)] = anchored_run(f'anchored(raw, {WORDS})', xs[:1], tokens)
+    assert np.isnan(y[0, :2]).all()
+    assert np.isnan(y).sum() == 2 * 8
+    for t in range(WORDS - 1):
+        want = xs[0][tokens[0] == t].mean(0) if (tokens[0] == t).any() else 0
+        np.testing.assert_allclose(table.mean[t], want, rtol=0, atol=4e-3)
+
+
+def test_anchors_need_a_token_for_each_position():
+    x = Like((3, LENGTH, 8), 'float32')
+    channel = jaxmp.parse(f'anchored(raw, {WORDS})')
+    for ctx in (Ctx(), Ctx(tokens=jnp.zeros((3, 4), int))):
+        with pytest.raises(ValueError, match=r'needs ctx.tokens of shape \(3, 5\).*use ef21'):
+            jax.eval_shape(channel.send, x, channel.init(x)[0], ctx)
+    with pytest.raises(ValueError, match='vocabulary 0 is not a positive integer'):
+        jaxmp.anchored(jaxmp.raw, 0)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxmp import files, log, run
+from jaxmp.training import files, loop, records
 from tests.runs import SMALL, config_of
 
 GONE = 2**22 + 1  # above any process number of Linux
@@ -54,7 +54,7 @@ def full_disk(size=0):
 def test_two_runs_in_one_workdir_are_refused(tmp_path):
     me = f'process {os.getpid()} on {socket.gethostname()}; wait'
     with held(tmp_path), pytest.raises(files.WorkdirError, match=f'is in use by {me}'):
-        run.run(small(), tmp_path)
+        loop.train_and_evaluate(small(), tmp_path)
     assert os.listdir(tmp_path) == ['lock']
     with files.locked(tmp_path) as mine:
         assert mine
@@ -87,7 +87,7 @@ def test_without_locks_the_process_in_the_file_counts(tmp_path, monkeypatch, tex
     with files.locked(tmp_path) as mine:
         assert mine == free
     if 'elsewhere' in text:
-        with pytest.raises(files.WorkdirError, match=r'1 on elsewhere \(if that is dead, remove'):
+        with pytest.raises(files.WorkdirError, match=r'1 on elsewhere \(if it has ended, remove'):
             files.owned(tmp_path).__enter__()
 
 
@@ -99,7 +99,10 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
             part.mkdir()
             (part / text).write_text(text)
     assert os.listdir(folder) == ['two']
-    with full_disk(4), pytest.raises(files.WorkdirError, match=r'cannot write .*a\.json: .*make'):
+    with (
+        full_disk(4),
+        pytest.raises(files.WorkdirError, match=r'cannot write .*a\.json: .*; free space'),
+    ):
         files.write(path, 'new and long')
     with pytest.raises(ZeroDivisionError), files.whole(folder) as part:
         part.mkdir(mode=0o700 // 0)
@@ -113,7 +116,7 @@ def record(step):
 
 
 def test_a_record_is_appended_whole_or_dropped(tmp_path):
-    metrics = log.Metrics(tmp_path, 0)
+    metrics = records.Records(tmp_path, 0)
     metrics.write(record(1))
     path = tmp_path / 'metrics.jsonl'
     size = path.stat().st_size
@@ -122,27 +125,30 @@ def test_a_record_is_appended_whole_or_dropped(tmp_path):
     metrics.close()
     assert path.stat().st_size == size + 9
     with full_disk(), pytest.raises(files.WorkdirError, match=r'cannot write .*metrics'):
-        log.Metrics(tmp_path, 2)
-    assert log.read(path) == [record(1)]
-    log.Metrics(tmp_path, 2).close()
+        records.Records(tmp_path, 2)
+    assert records.read(path) == [record(1)]
+    records.Records(tmp_path, 2).close()
     assert path.stat().st_size == size
 
 
 def test_a_failed_start_empties_nothing_and_does_not_bind(tmp_path, monkeypatch):
-    kept = {'config.json': '{"lr": 0.5}', 'metrics.jsonl': json.dumps(record(1)) + '\n'}
+    kept = {
+        'config.json': '{"optimizer": {"lr": 0.5}}',
+        'metrics.jsonl': json.dumps(record(1)) + '\n',
+    }
     for name, text in kept.items():
         (tmp_path / name).write_text(text)
     with full_disk(), pytest.raises(files.WorkdirError, match='cannot use the workdir'):
-        run.run(small(), tmp_path)
+        loop.train_and_evaluate(small(), tmp_path)
     assert {n: (tmp_path / n).read_text() for n in kept} == kept
     (tmp_path / 'config.json').unlink()
 
     def full(s):
         raise MemoryError
 
-    made = run.prepare(small(), run.Team())
+    made = loop.prepare(small(), loop.ProcessGroup())
     made = made._replace(engine=made.engine._replace(create=full))
     for lr in (0.1, 0.2):
         with pytest.raises(MemoryError):
-            run.run(small(lr=lr), tmp_path, made=made)
+            loop.train_and_evaluate(small(lr=lr), tmp_path, made=made)
     assert not (tmp_path / 'config.json').exists()

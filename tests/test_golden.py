@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxmp
-from jaxmp import Ctx, Links
+from jaxmp import Ctx, FeedbackState
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 CASES = json.loads((GOLDEN / 'manifest.json').read_text())['cases']
@@ -51,9 +51,9 @@ def tolerance(case, x):
 def stepper(b):
     """One forward and one backward crossing; the gradient ``g`` arrives from the next stage."""
 
-    def loss(x, links, g, ids):
-        y, links = b.cross(x, links, Ctx(ids=ids))
-        return jnp.sum(y * g), (links, y)
+    def loss(x, feedback, g, ids):
+        y, feedback = b.cross(x, feedback, Ctx(ids=ids))
+        return jnp.sum(y * g), (feedback, y)
 
     return jax.jit(jaxmp.value_and_grad(loss))
 
@@ -69,21 +69,21 @@ def test_operator(case):
     fwd, bwd = map(jaxmp.parse, channels(case))
     b = jaxmp.boundary(fwd, bwd)
     steps = {w: stepper(jaxmp.boundary(jaxmp.warm(fwd) if w else fwd, bwd)) for w in (False, True)}
-    links = b.init(data['x'][0])
+    feedback = b.init(data['x'][0])
     for call in range(case['calls']):
         x, g = data['x'][call], data['g'][call]
         ids = data['ids'][call] if 'ids' in data else None
         warm = first_visits(case, data, call)
-        (_, y), gx, links = steps[warm](x, links, g, ids)
+        (_, y), gx, feedback = steps[warm](x, feedback, g, ids)
         for ours, theirs, near in ((y, data['y'][call], x), (gx, data['gx'][call], g)):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance(case, near))
             if 'quant' not in case['op'] and not warm:
                 assert ((np.asarray(ours) != 0) == (theirs != 0)).all(), 'same support'
-        check_buffers(case, data, links, call)
+        check_buffers(case, data, feedback, call)
 
 
-def check_buffers(case, data, links, call):
-    names = {'buf': links.fwd, 'fw_buf': links.fwd, 'bw_buf': links.bwd}
+def check_buffers(case, data, feedback, call):
+    names = {'buf': feedback.fwd, 'fw_buf': feedback.fwd, 'bw_buf': feedback.bwd}
     if case['op'] == 'ef_published':
         del names['fw_buf']
     for name, (tx, _) in names.items():
@@ -118,20 +118,20 @@ def test_chain(case):
     data = load(case)
     fwd, bwd = map(jaxmp.parse, CHAIN[case['op']])
     model = jaxmp.pipeline([Layer(w, w == 5) for w in (40, 40, 40, 5)], fwd, bwd)
-    _, links = model.init(jax.random.key(0), data['x'][0])
+    _, feedback = model.init(jax.random.key(0), data['x'][0])
     variables = tuple(
         {'params': {'Dense_0': {'kernel': data[f'W{i}'], 'bias': data[f'b{i}']}}} for i in range(4)
     )
 
-    def loss(variables, links, x, labels):
-        logits, _, links = model.apply(variables, links, x)
+    def loss(variables, feedback, x, labels):
+        logits, _, feedback = model.apply(variables, feedback, x)
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        return nll, (links, logits)
+        return nll, (feedback, logits)
 
     grad = jax.jit(jaxmp.value_and_grad(loss))
     near = {'rtol': 0, 'atol': 1e-5}
     for t in range(case['calls']):
-        (nll, logits), grads, links = grad(variables, links, data['x'][t], data['labels'][t])
+        (nll, logits), grads, feedback = grad(variables, feedback, data['x'][t], data['labels'][t])
         np.testing.assert_allclose(nll, data['losses'][t], **near)
         np.testing.assert_allclose(logits, data['logits'][t], **near)
         for i, layer in enumerate(grads):
@@ -142,7 +142,7 @@ def test_chain(case):
                 layer['params']['Dense_0']['bias'], data[f'db{i}'][t], **near
             )
         for i in range(3):
-            for name, side in (('fw_buf', links.fwd), ('bw_buf', links.bwd)):
+            for name, side in (('fw_buf', feedback.fwd), ('bw_buf', feedback.bwd)):
                 if f'{name}{i}' in data:
                     np.testing.assert_allclose(side[i][0], data[f'{name}{i}'][t], **near)
         variables = jax.tree.map(lambda p, g: p - case['lr'] * g, variables, grads)
@@ -156,6 +156,6 @@ def check_evaluation(model, variables, data, near):
     if 'eval_logits_plain' in data:
         plain = model.apply(variables, None, x)[0]
         np.testing.assert_allclose(plain, data['eval_logits_plain'], **near)
-        links = Links(((((), ()),) * 3), ((((), ()),) * 3))
-        compressed = model.apply(variables, links, x)[0]
+        feedback = FeedbackState(((((), ()),) * 3), ((((), ()),) * 3))
+        compressed = model.apply(variables, feedback, x)[0]
         np.testing.assert_allclose(compressed, data['eval_logits_compressed'], **near)

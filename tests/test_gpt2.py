@@ -89,7 +89,7 @@ def test_equals_torch(directory, tmp_path, n, double):
         (loss, logits), grads = f(params)
         np.testing.assert_allclose(logits, GOLDEN['logits'], atol=1e-5)
         np.testing.assert_allclose(loss, GOLDEN['loss'], atol=1e-12 if double else 1e-6)
-        found = as_file(tmp_path, stages, tied.tie(grads))
+        found = as_file(tmp_path, stages, tied.WTE.add(grads))
         assert difference(found, part('grad')) < 1e-6
         for name, wanted in part('grad').items():
             bound = (1e-6 if double else 4e-6) * np.abs(wanted).max()
@@ -207,29 +207,29 @@ def test_recomputing_sends_nothing_twice():
     via = transport.Transport(counted, counted)
     stages = gpt2.gpt2(dataclasses.replace(SMALL, remat=True), 2)
     model = jaxmp.pipeline(stages, jaxmp.parse('top_k(0.1)'), jaxmp.parse('same_support()'), via)
-    variables, links = model.init(jax.random.key(0), jnp.asarray(TOKENS))
+    variables, feedback = model.init(jax.random.key(0), jnp.asarray(TOKENS))
 
-    def loss(params, links):
+    def loss(params, feedback):
         variables = tuple({'params': p} for p in params)
-        logits, _, links = model.apply(variables, links, jnp.asarray(TOKENS))
-        return gpt2.next_token_loss(logits, jnp.asarray(TOKENS)).mean(), (links, None)
+        logits, _, feedback = model.apply(variables, feedback, jnp.asarray(TOKENS))
+        return gpt2.next_token_loss(logits, jnp.asarray(TOKENS)).mean(), (feedback, None)
 
     params = tuple(v['params'] for v in variables)
-    jax.block_until_ready(jit(jaxmp.value_and_grad(loss))(params, links))
+    jax.block_until_ready(jit(jaxmp.value_and_grad(loss))(params, feedback))
     jax.effects_barrier()
     assert len(sent) == 2
 
 
 def clipped_sgd(grads, params):
     """Plain SGD after clipping by the norm that counts the table once."""
-    scale = jnp.minimum(1.0, 0.5 / tied.global_norm(grads))
+    scale = jnp.minimum(1.0, 0.5 / tied.WTE.global_norm(grads))
     return jax.tree.map(lambda p, g: p - 0.3 * scale * g, params, grads)
 
 
 def trained(stages, params):
     """Parameters after three clipped steps."""
     loss = lambda p: score(stages, p, TOKENS)[0]
-    step = jit(lambda p: clipped_sgd(tied.tie(jax.grad(loss)(p)), p))
+    step = jit(lambda p: clipped_sgd(tied.WTE.add(jax.grad(loss)(p)), p))
     return step(step(step(params)))
 
 
@@ -252,20 +252,20 @@ def test_tied_stages_learn_as_one(n):
 def test_tied_tables_stay_equal_under_adam():
     """By `tie` alone to rounding, since two equal updates may be fused in two ways."""
     stages, params = made(stages=2)
-    optimiser = optax.adamw(1e-2, weight_decay=0.1)
-    state = optimiser.init(params)
+    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    state = optimizer.init(params)
 
     @jit
     def step(params, state):
-        grads = tied.tie(jax.grad(lambda p: score(stages, p, TOKENS)[0])(params))
-        updates, state = optimiser.update(grads, state, params)
+        grads = tied.WTE.add(jax.grad(lambda p: score(stages, p, TOKENS)[0])(params))
+        updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     alone, alone_state = params, state
     for _ in range(5):
         alone, alone_state = step(alone, alone_state)
         params, state = step(params, state)
-        params = tied.share(params)
+        params = tied.WTE.share(params)
     np.testing.assert_allclose(alone[0]['wte'], alone[1]['wte'], rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(params[0]['wte'], params[1]['wte'])
     moments = state[0].mu
@@ -279,7 +279,7 @@ def test_share_and_table():
     variables, _ = model.init(key, jnp.asarray(TOKENS))
     params = tuple(v['params'] for v in variables)
     assert np.abs(params[0]['wte'] - params[1]['wte']).max() > 0
-    shared = tied.share(params)
+    shared = tied.WTE.share(params)
     np.testing.assert_array_equal(shared[1]['wte'], params[0]['wte'])
     own = jax.jit(lambda k: tied.table(stages[0], jax.random.fold_in(k, 0)))(key)
     np.testing.assert_array_equal(own, params[0]['wte'])
@@ -297,24 +297,24 @@ def test_equal_stages():
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
-        (lambda: gpt2.gpt2(CONFIG, 5), '5 stages of a GPT-2 with 4 blocks; .*ask for 1 to 4'),
+        (lambda: gpt2.gpt2(CONFIG, 5), '5 stages of a GPT-2 with 4 blocks; .*give 1 to 4'),
         (lambda: gpt2.gpt2(CONFIG, 0), '0 stages'),
         (lambda: gpt2.gpt2(CONFIG, cuts=(2, 2)), r'cuts=\(2, 2\) .*ascend strictly within 1 to 3'),
         (lambda: gpt2.gpt2(CONFIG, cuts=(4,)), 'ascend strictly'),
-        (lambda: gpt2.equal(CONFIG, 3), '3 equal stages .*ask for a divisor of 4'),
+        (lambda: gpt2.equal(CONFIG, 3), '3 equal stages .*give a divisor of 4'),
         (lambda: gpt2.Config(width=100), '12 heads do not divide width 100; .*a multiple of 12'),
         (lambda: gpt2.Config(blocks=0), 'blocks=0; give 1 or more'),
         (lambda: gpt2.Config(dropout=(0.1, 1.0, 0.1)), r'three rates in \[0, 1\)'),
         (
             lambda: gpt2.gpt2(CONFIG)[0].init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32)),
-            '17 tokens came to a GPT-2 with 16 positions; cut the text into blocks of at most 16',
+            '17 tokens is too long for a GPT-2 with 16 positions; cut the text .* at most 16',
         ),
         (
             lambda: gpt2.next_token_loss(jnp.zeros((1, 1, 3)), jnp.zeros((1, 1), int)),
             'one token has nothing to predict',
         ),
-        (lambda: tied.tie([{}, {'wte': 1}]), 'missing in 2 stages; give the params'),
-        (lambda: weights.check_vocabulary(CONFIG, 256), '67 tokens .* in 256; use the tokeniser'),
+        (lambda: tied.WTE.add([{}, {'wte': 1}]), 'missing in 2 stages; give the params'),
+        (lambda: weights.check_vocabulary(CONFIG, 256), '67 tokens .* has 256; use the tokeniser'),
     ],
 )
 def test_errors(call, message):
@@ -419,12 +419,16 @@ DAMAGES = {
         FileNotFoundError,
         'no weights in .*index.json',
     ),
-    'a pickle': (pickled, FileNotFoundError, 'only pytorch_model.bin, pickles, which are not read'),
-    'truncated': (cut, ValueError, r'[\d,]+ bytes that are no whole safetensors file .*fetch'),
+    'a pickle': (pickled, FileNotFoundError, 'only pytorch_model.bin; pickles are not read'),
+    'truncated': (
+        cut,
+        ValueError,
+        r'[\d,]+ bytes that are not a complete safetensors file .*download',
+    ),
     'empty': (
         lambda d: (d / 'model.safetensors').write_bytes(b''),
         ValueError,
-        '0 bytes that are no whole',
+        '0 bytes that are not a complete',
     ),
     'another model': (foreign, ValueError, r'52 missing .*1 unknown \(bert.embeddings.weight\)'),
     'a block too few': (
@@ -435,17 +439,17 @@ DAMAGES = {
     'another vocabulary': (
         replace(**{'transformer.wte.weight': np.ones((99, 24), np.float32)}),
         ValueError,
-        r'wte.weight has shape \(99, 24\), and config and stages want \(67, 24\)',
+        r'wte.weight has shape \(99, 24\), and config and stages need \(67, 24\)',
     ),
     'another head': (
         replace(**{'lm_head.weight': np.ones((67, 24), np.float32)}),
         ValueError,
-        'lm_head.weight is not wte.weight',
+        'lm_head.weight differs from wte.weight',
     ),
     'config of text': (
         lambda d: (d / 'config.json').write_text('<html>'),
         ValueError,
-        'config.json is no JSON',
+        'config.json is not JSON',
     ),
     'config of BERT': (
         lambda d: describe(d, model_type='bert'),
@@ -462,7 +466,7 @@ DAMAGES = {
     'index of nothing': (
         index('{"weight_map": {"wte.weight": "a.safetensors"}}'),
         FileNotFoundError,
-        'names a.safetensors, which is not there',
+        'names a.safetensors, which is missing',
     ),
     'index that leaves': (
         index('{"weight_map": {"wte.weight": "../a.safetensors"}}'),

@@ -5,8 +5,11 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 
 import pytest
 
@@ -19,39 +22,34 @@ FILES = sorted(p for p in ROOT.rglob('*.py'))
 BELOW = {
     'version': '',
     'words': '',
-    'defaults': '',
+    'config': '',
+    'metrics': '',
+    'plugins': '',
     'wire': 'words',
     'codecs': 'wire words',
     'feedback': 'wire codecs words',
     'spec': 'wire codecs feedback words',
+    'testing': 'wire feedback spec',
     'transport': 'wire',
     'boundary': 'wire codecs feedback transport',
     'pipeline': 'wire codecs feedback transport boundary',
-    'microbatch': 'wire',
+    'nnx': 'wire boundary',
     'hlo': '',
-    'devices': '',
+    'distributed': '',
     'exchange': 'wire codecs feedback transport spec hlo words',
-    'runtimes': 'wire feedback transport boundary pipeline microbatch hlo devices exchange',
-    'watch': '',
-    'rendezvous': 'watch',
-    'team': 'devices watch rendezvous',
-    'launch': 'rendezvous',
-    'files': 'defaults',
+    'grammar': 'wire codecs spec exchange words plugins',
+    'codecs.__main__': 'grammar',  # an entry point; nothing imports one
+    'runtimes': 'wire feedback transport boundary pipeline hlo distributed exchange',
+    'launch': 'distributed',
     'models': '',
     'data': '',
-    'report': 'defaults',
-    'hub': '',
+    'report': 'config metrics',
 }
 ABOVE = {  # may import everything below
-    'task',
-    'setting',
+    '__main__',
     'training',
-    'checkpoint',
-    'resume',
-    'run',
+    'plan',
     'sweep',
-    'study',
-    'generate',
     '__init__',
 }
 INSIDE_CODECS = [
@@ -61,18 +59,29 @@ INSIDE_CODECS = [
     'dense',
     'uniform',
     'logscale',
+    'indices',
     'sparse',
     'sign',
     'view',
 ]
-INSIDE_CODECS += ['rotate', 'polarcode', 'polarsearch', 'polar']
+INSIDE_CODECS += [
+    'rotate',
+    'polarcode',
+    'polarsearch',
+    'polar',
+    'microscaling',
+    'spikes',
+    'adaptive',
+]
 HEAVY = (
+    'flax.nnx',
     'orbax',
     'tensorflow_datasets',
     'transformers',
     'sklearn',
     'matplotlib',
     'tensorboardX',
+    'wandb',
     'tokenizers',
     'safetensors',
     'huggingface_hub',
@@ -81,25 +90,25 @@ HEAVY = (
 
 def room(path):
     parts = path.relative_to(ROOT).with_suffix('').parts
-    return parts[0]
+    return '.'.join(parts) if '.'.join(parts) in BELOW else parts[0]
 
 
-def imported(path):
-    """Rooms of jaxmp that a file names in any import, also inside functions."""
-    rooms = set()
+def names(path):
+    """All that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
+            yield from (a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f'{path.name}: imports are absolute'
             inner = [f'{node.module}.{a.name}' for a in node.names]
-            names = inner if node.module == 'jaxmp' else [node.module]
-        else:
-            continue
-        rooms |= {n.split('.')[1] for n in names if n.startswith('jaxmp.')}
-        if 'jaxmp' in names:
-            rooms.add('__init__')
-    return rooms
+            yield from inner if node.module == 'jaxmp' else [node.module]
+
+
+def imported(path):
+    """Rooms of jaxmp that a file imports."""
+    found = [n.split('.') for n in names(path) if n.partition('.')[0] == 'jaxmp']
+    assert not any('__main__' in n for n in found), f'{path.name} imports an entry point'
+    return {n[1] if n[1:] else '__init__' for n in found}
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -169,3 +178,27 @@ def test_all_lists_what_is_there():
         assert len(set(module.__all__)) == len(module.__all__)
     public = 'parse bits boundary local ppermute pipeline value_and_grad Ctx Channel Codec'
     assert set(public.split()) <= set(jaxmp.__all__)
+
+
+UNDECLARED = {'importlib-resources', 'pillow'}  # tensorflow-datasets imports them
+
+
+def test_every_dependency_is_imported_where_the_page_says():
+    """The table of docs/install.md has a line per dependency, with its rooms if they are few."""
+    project = tomllib.loads((ROOT.parent / 'pyproject.toml').read_text())['project']
+    declared = {re.match(r'[\w-]+', line)[0] for line in project['dependencies']}
+    rooms = {package: set() for package in declared}
+    owners = metadata.packages_distributions()
+    for path in FILES:
+        for name in {n.partition('.')[0] for n in names(path)}:
+            for package in owners.get(name, ()):
+                rooms.setdefault(package.lower().replace('_', '-'), set()).add(room(path))
+    page = (ROOT.parent / 'docs' / 'install.md').read_text()
+    rows = dict(re.findall(r'^\| `([\w-]+)` \| (.*?) \|', page, re.MULTILINE))
+    said = {package: set(re.findall(r'`(\w+)`', where)) for package, where in rows.items()}
+    few = {package: rooms[package] if len(rooms[package]) < 8 else set() for package in declared}
+    assert said == few
+    assert {package for package in declared if not rooms[package]} == UNDECLARED
+    tfds = metadata.distribution('tensorflow-datasets')
+    needs = ' '.join(line for line in tfds.requires if ';' not in line).lower()
+    assert not any(package in needs.replace('_', '-') for package in UNDECLARED)

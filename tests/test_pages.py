@@ -1,9 +1,18 @@
-"""Every number of the README and of the findings comes from a committed file (numbers.txt)."""
+"""The pages: every number has a source (numbers.txt), the code runs, the commands are right."""
 
+import doctest
+import itertools
 import re
+import shlex
+import sys
 
 import pytest
 
+from jaxmp import __main__ as console
+from jaxmp import config, plugins
+from jaxmp.sweep.study import put, study_of
+from jaxmp.training.command import described
+from jaxmp.training.experiment import experiment_of
 from tests import numbers
 from tests.runs import ROOT
 
@@ -19,7 +28,7 @@ NAMES = (  # numbers that belong to a name; code
     r'ResNet-18|GPT-2|CIFAR-10|cifar10_small|WikiText-2 v1|EF21|1F1B|float32|fp16',
     r'Apache-2\.0|CC BY 4\.0',
     r'Tables? \d(-\d)?|Top\d+ %|fw\d-bw\d|(\d to )?\d-bit|largest 10 %|\d+ [GM]bit/s|\d+ cores',
-    r'\(arXiv 2401\.07788\)|\(2106\.05203\)|\(2206\.01299\)',
+    r'arXiv 2401\.07788|\(2106\.05203\)|\(2206\.01299\)',
     r'\(1905\.13727\)|\(1905\.05957\)|\(0903\.0307\)',
     r'none < 50 < 30 < 20 < 10 <',
 )
@@ -70,7 +79,9 @@ def faults(text, entries):
     return [*wrong, *(f'no source: {text[max(0, m.start() - 40) : m.end()]}' for m in loose)]
 
 
-@pytest.mark.parametrize('page', ['README.md', 'docs/findings.md'])
+@pytest.mark.parametrize(
+    'page', ['README.md', 'docs/install.md', 'docs/findings.md', 'docs/speed.md']
+)
 def test_every_number_of_a_page_has_a_source(page):
     assert faults(read(page), entries(page)) == []
 
@@ -94,3 +105,95 @@ def test_every_row_of_a_table_stands_in_one():
 
 def test_what_is_built_is_no_part_of_the_repository():
     assert {'site/', 'build/', 'runs/'} <= {*(ROOT / '.gitignore').read_text().split()}
+
+
+PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').glob('*.md'))]
+BLOCK = re.compile(r'^```(python|pycon|sh)(?: title="(\S+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+CODED = [p for p in PAGES if BLOCK.search(p.read_text()) and p.name != 'nnx.md']  # test_nnx.py
+
+
+def commands(text):
+    """The commands of jaxmp in a block of shell, as arguments; what launches them is one too."""
+    for line in text.replace('\\\n', ' ').splitlines():
+        words = shlex.split(line, comments=True)
+        ends = [-1, *(i for i, w in enumerate(words) if w in ('&&', '--')), len(words)]
+        for a, b in itertools.pairwise(ends):
+            part = words[a + 1 : b]
+            if part[:2] == ['python', 'train.py']:
+                yield ['train', *part[2:]]
+            elif part[:1] == ['jaxmp']:
+                yield part[1:]
+
+
+def check_commands(text, capsys):
+    for words in commands(text):
+        check_command(words, capsys)
+
+
+def check_command(words, capsys):
+    """A command exists, and so do its flags; of a training also keys and values, the parts too."""
+    name, *rest = words
+    flags = {w.partition('=')[0] for w in rest if w.startswith('-') and '--config' not in w}
+    if name == 'train':
+        text = described('digits_resnet').replace('dry_run', 'dry-run')
+        check_training(rest)
+    else:
+        assert name in console.COMMANDS
+        with pytest.raises(SystemExit):
+            console.main([name, '--help'])
+        text = capsys.readouterr().out
+    assert [f for f in flags if not re.search(rf'{f}\b', text)] == [], words
+    if name == 'sweep':
+        scale = next(w.partition('=')[2] for w in rest if w.startswith('--scale'))
+        assert study_of(rest[0]).get_study(scale)
+
+
+def check_training(words):
+    given = dict(w.removeprefix('--').partition('=')[::2] for w in words)
+    c = config.complete(plugins.load(given.pop('config', 'digits_resnet')))
+    for key in [k for k in given if k.startswith('config.')]:
+        put(c, f'{key.removeprefix("config.")}={given[key]}')
+    if c.data.dir == 'DIR':  # files that nobody has
+        config.check(c)
+    else:
+        experiment_of(c)
+
+
+@pytest.mark.parametrize('page', CODED, ids=lambda p: p.stem)
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    """Blocks with a title are files of the folder in which the others run, one after another."""
+    blocks = BLOCK.findall(page.read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _, title, code in blocks:
+        if title:
+            (tmp_path / title).write_text(code)
+            monkeypatch.delitem(sys.modules, title.removesuffix('.py'), raising=False)
+    (tmp_path / 'configs').symlink_to(ROOT / 'configs')
+    names = {'__name__': page.stem}
+    for kind, title, code in blocks:
+        if kind == 'python' and not title:
+            exec(compile(code, page.name, 'exec', dont_inherit=True), names)
+        elif kind == 'pycon':
+            test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), 0)
+            assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
+        elif kind == 'sh':
+            check_commands(code, capsys)
+
+
+@pytest.mark.parametrize(
+    'line',
+    [
+        'jaxmp trian',
+        'jaxmp train --config.widht=8',
+        'jaxmp train --config.epochs=many',
+        "jaxmp train --config.fwd='topk(0.1)'",
+        'jaxmp train --config=digits_dataparallel --config.exchange=nothing --dry-run',
+        'jaxmp launch --processes 2 -- jaxmp train --dry-runs',
+        'jaxmp compare runs/* --into x',
+        'jaxmp sweep paper_tables --scale=none',
+    ],
+)
+def test_a_command_that_is_wrong_is_found(line, capsys):
+    with pytest.raises((AssertionError, ValueError, KeyError, SystemExit)):
+        check_commands(line, capsys)

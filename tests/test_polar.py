@@ -348,13 +348,13 @@ def test_report(tmp_path, capsys):
     text = (tmp_path / 'out.md').read_text()
     assert text in capsys.readouterr().out
     assert '**0.1264 ± 0.00100** | 0.1194 ± 0.00100 FAIL | 0.1090 ± 0.00100 FAIL | 0.1400' in text
-    assert 'Bars: 1 of 3 met' in text
+    assert 'Targets: 1 of 3 met' in text
     assert 'below the Shannon bound: 1 of 4' in text
     assert '| 1024 | 0.5 | 0.1300 | 0.1400 ± 0.00100 | -1.0 |' in text
     assert 'encode 9.0 ns <= 200' in text
     assert 'FAIL: `polar` decode 21.0 ns <= 20' in text
     assert '`bench`, 1 call(s): commit c, h, jax 0' in text
-    assert 'pass: `polar(0.5)` on normal data 0.5370, bar 0.537' in text
+    assert 'pass: `polar(0.5)` on normal data 0.5370, target 0.537' in text
     assert '| `polar(0.5)` | 0.500 | 0.5 | 0.537 | 9.0 | 21.0 |' in text
     assert (tmp_path / 'out.png').read_bytes()[:4] == b'\x89PNG'
 

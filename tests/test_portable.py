@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import checkpoint, run, setting, task, team
-from tests.runs import config_of
+from jaxmp.distributed import process_group
+from jaxmp.training import checkpoint, experiment, loop
+from tests.runs import config_of, known_model
 
 RUNTIMES = ('local', 'spmd', 'mpmd')
 CUT = 2 * 32  # examples before the checkpoint
@@ -25,7 +26,7 @@ class Flat(nn.Module):
 
 def small(runtime, replicas):
     words = {'model': 'flat', 'width': 24, 'train_examples': 160, 'batch_size': 32, 'epochs': 1}
-    words |= {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))', 'micro_batches': 2}
+    words |= {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))', 'num_microbatches': 2}
     words |= {'warmup_epochs': 0, 'exchange': 'all_gather(ef21(uniform(4)))', 'clip_norm': 1.0}
     return config_of('digits_dataparallel', **words, runtime=runtime, replicas=replicas)
 
@@ -45,10 +46,13 @@ def saved(request, tmp_path_factory):
     found, order = {}, np.random.default_rng(0).permutation(160)
     with pytest.MonkeyPatch.context() as patch:
         made = lambda classes, width: (Flat(width), Flat(classes))
-        patch.setitem(task.MODELS, 'flat', made)
+        known_model(patch, 'flat', made)
         for runtime in RUNTIMES:
-            s = setting.setting(small(runtime, request.param))
-            engine, folder = run.engine_of(s, team.Team()), tmp_path_factory.mktemp(runtime)
+            s = experiment.experiment_of(small(runtime, request.param))
+            engine, folder = (
+                loop.engine_of(s, process_group.ProcessGroup()),
+                tmp_path_factory.mktemp(runtime),
+            )
             first, state = steps(engine, engine.create(s), order[:CUT])
             kept = checkpoint.Checkpoints(folder)
             kept.save(2, engine.export(state), {})

@@ -12,14 +12,15 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxmp import Ctx, boundary, parse
-from jaxmp.devices import place
+from jaxmp.distributed.placement import place
 from jaxmp.feedback import per_microbatch
 from jaxmp.runtimes.columns import Columns
-from jaxmp.runtimes.links import remote_link
+from jaxmp.runtimes.links import pair, remote_move
 from jaxmp.runtimes.mpmd import Mpmd
-from jaxmp.runtimes.schedule import gpipe
+from jaxmp.runtimes.plans import SCHEDULES, gpipe
 from jaxmp.runtimes.spmd import Spmd
-from jaxmp.runtimes.stage import MicroBatch, StageState
+from jaxmp.runtimes.stage import programs
+from jaxmp.runtimes.state import MicroBatch, StageState
 from jaxmp.runtimes.types import Model
 from tests import pipelines
 from tests.runs import ENV, ROOT
@@ -39,20 +40,6 @@ def wanted(case, n, replicas):
     return pipelines.local(case, n, replicas)
 
 
-def parts_of(feedback, s, links):
-    """What stage s holds of the one-program runtime's states, mirrored ones at both ends."""
-    ends = lambda b, way: getattr(feedback, way)[b]
-    receiver = lambda b, way, mirrored: ends(b, way)[0 if mirrored else 1]
-    left = right = ((), ())
-    if s:
-        fwd = links[s - 1].fwd
-        left = receiver(s - 1, 'fwd', fwd.mirrored), ends(s - 1, 'bwd')[0]
-    if s < len(links):
-        bwd = links[s].bwd
-        right = ends(s, 'fwd')[0], receiver(s, 'bwd', bwd.mirrored)
-    return (*left, *right)
-
-
 def assert_equal(leaves, case, n, replicas):
     """``(name, stage, replica) -> leaves`` equal the one-program runtime's; all are there."""
     _, states = wanted(case, n, replicas)
@@ -61,7 +48,11 @@ def assert_equal(leaves, case, n, replicas):
     seen = 0
     for r, state in enumerate(states):
         for s in range(len(stages)):
-            want = state.params[s], state.model_state[s], parts_of(state.feedback, s, links)
+            want = (
+                state.params[s],
+                state.model_state[s],
+                pipelines.parts_of(state.feedback, s, links),
+            )
             check = close, rounded, close
             for name, tree, same in zip(state._fields, want, check, strict=True):
                 found = leaves(name, s, r)
@@ -72,12 +63,13 @@ def assert_equal(leaves, case, n, replicas):
 
 
 RUNS = [(kind, case, n, 1) for kind in ('mpmd', 'spmd') for case in pipelines.CASES for n in (1, 4)]
-RUNS += [(kind, 'ef21', n, 2) for kind in ('mpmd', 'spmd') for n in (1, 4)]
+RUNS += [(kind, 'ef21', 1, 2) for kind in ('mpmd', 'spmd')]
+RUNS += [(kind, case, 4, 2) for kind in ('mpmd', 'spmd') for case in pipelines.REPLICATED]
 
 
 @pytest.mark.parametrize(('kind', 'case', 'n', 'replicas'), RUNS)
 def test_a_runtime_equals_one_program(kind, case, n, replicas):
-    found, model, runtime = pipelines.apart(kind, case, n, replicas)
+    found, model, _, runtime = pipelines.apart(kind, case, n, replicas)
     close(np.array(found), np.array(wanted(case, n, replicas)[0]))
     leaves = lambda name, s, r: jax.tree.leaves(getattr(model, name)[s][r])
     assert assert_equal(leaves, case, n, replicas)
@@ -85,6 +77,50 @@ def test_a_runtime_equals_one_program(kind, case, n, replicas):
         for r, tree in rows.items():
             device = runtime.columns.devices[r, s]
             assert all(a.devices() == {device} for a in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize('kind', ['mpmd', 'spmd'])
+def test_a_stage_run_again_gives_the_same(kind):
+    """``remat``: the dropout of a micro-batch and its statistics too."""
+    found, model, *_ = pipelines.apart(kind, 'direct', 1, 1, remat=True)
+    close(np.array(found), np.array(wanted('direct', 1, 1)[0]))
+    leaves = lambda name, s, r: jax.tree.leaves(getattr(model, name)[s][r])
+    assert assert_equal(leaves, 'direct', 1, 1)
+
+
+@pytest.mark.parametrize(('remat', 'times'), [(False, 3.1), (True, 4.1)])
+def test_operations_of_a_stage(remat, times):
+    """Forward and backward of a stage in the middle, in units of its forward alone."""
+    x = jax.ShapeDtypeStruct((64, 96), np.float32)
+    cut, layer = boundary(parse('raw'), parse('raw')), pipelines.Layer(96)
+    _, program, _ = programs([layer] * 3, [cut] * 2, pipelines.loss, x, {'train': True}, remat)
+    state, message = jax.eval_shape(program.init, jax.random.key(0)), program.left.messages(x)[0]
+    batch = MicroBatch(None, None, Ctx(jax.random.key(0)))
+    sums = jax.eval_shape(program.init_accumulator, state.params, None)
+    count = lambda f, *given: jax.jit(f).lower(*given).compile().cost_analysis()['flops']
+    after, _, residuals = jax.eval_shape(program.forward, state, batch, message)
+    backward = count(program.backward, after, sums, residuals, (batch, message))
+    forward = count(program.predict, state, batch, message)
+    total = count(program.forward, state, batch, message) + backward
+    assert times - 1 < total / forward < times
+    if not remat:  # cut in two, it is as much
+        _, later, _ = jax.eval_shape(program.backward_input, after, residuals, (batch, message))
+        parts = [count(program.backward_input, after, residuals, (batch, message))]
+        parts.append(count(program.backward_weights, state.params, sums, later))
+        assert 0.4 < parts[0] / sum(parts) < 0.6
+        assert sum(parts) < 1.05 * backward
+
+
+def test_every_schedule_equals_one_program():
+    """Each split or not, under its own order of the same compiled stages."""
+    runtime = pipelines.built('mpmd', 'ef21', 4, 1)
+    [driver] = runtime.drivers.values()
+    for name, schedule in SCHEDULES.items():
+        runtime.drivers[0] = driver.follow(schedule(4, 4))
+        found, model, _ = pipelines.steps(runtime, 4)
+        close(np.array(found), np.array(wanted('ef21', 4, 1)[0]), err_msg=name)
+        leaves = lambda part, s, r, model=model: jax.tree.leaves(getattr(model, part)[s][r])
+        assert assert_equal(leaves, 'ef21', 4, 1)
 
 
 def free_port():
@@ -118,17 +154,28 @@ def run_processes(folder, count, *what):
 
 
 @pytest.mark.parametrize(
-    ('processes', 'case', 'n', 'replicas'), [(2, 'ef', 4, 1), (4, 'ef21', 1, 1), (4, 'ef21', 4, 2)]
+    ('processes', 'case', 'n', 'replicas', 'schedule', 'delay', 'lanes'),
+    [
+        (2, 'ef', 4, 1, 'zb_v', 0, 8),
+        (4, 'ef21', 1, 1, '1f1b', 80, 0),
+        (4, 'ef21', 4, 2, 'zb_h2', 0, 0),
+    ],
 )
-def test_processes_equal_one_program(tmp_path, processes, case, n, replicas):
-    saved = run_processes(tmp_path, processes, case, n, replicas)
+def test_processes_equal_one_program(
+    tmp_path, processes, case, n, replicas, schedule, delay, lanes
+):
+    """Two connections per lane; links that take 80 ms per message; lanes in turns."""
+    saved = run_processes(tmp_path, processes, case, n, replicas, schedule, delay, lanes)
+    waits = 2 * (processes - 1) * delay / 1e3
+    assert min(saved[0]['seconds'][1:]) >= waits  # the first step compiles
     for i, one in enumerate(saved if replicas == 1 else ()):
         # Every link is open before what takes long is compiled.
         names = one['compiled'].tolist()
         opened = [k for k, name in enumerate(names) if name == 'open_links']
-        assert len(opened) == (i > 0) + (i < processes - 1)
-        assert max(opened) < min(names.index(n) for n in ('init', '_forward', 'swap'))
-    found = {k: a for one in saved for k, a in one.items() if k not in ('means', 'compiled')}
+        assert len(opened) == (8 if schedule == 'zb_v' else 2 * ((i > 0) + (i < processes - 1)))
+        assert max(opened) < min(names.index(n) for n in ('init', '_forward', 'shift'))
+    extra = ('means', 'compiled', 'seconds')
+    found = {k: a for one in saved for k, a in one.items() if k not in extra}
     means = [one['means'] for one in saved if 'means' in one]
     close(np.concatenate(means, 1), np.array(wanted(case, n, replicas)[0]))
 
@@ -144,7 +191,7 @@ def test_processes_equal_one_program(tmp_path, processes, case, n, replicas):
 
 def test_what_travels_over_a_mesh_is_the_payload():
     """Bits of the channels, messages handed over and operands of the compiled permutes agree."""
-    _, _, runtime = pipelines.apart('spmd', 'direct', 1, 1)
+    *_, runtime = pipelines.apart('spmd', 'direct', 1, 1)
     links = pipelines.cuts('direct', 1, 3)
     sizes = [b.bits(jax.ShapeDtypeStruct((pipelines.SAMPLES, s.width), float)) for b, s in zip(
         links, pipelines.STAGES, strict=False)]  # fmt: skip
@@ -222,7 +269,7 @@ def test_a_step_lowers_for_cuda(kind):
             ctx = Ctx(jax.random.wrap_key_data(words), batch['id'])
             given = MicroBatch(x, y, ctx)
             state, out, residuals = program.forward(own, given, message)
-            total = program.init_total(own.params, batch['y'])
+            total = program.init_accumulator(own.params, batch['y'])
             return out, program.backward(state, total, residuals, (given, after))
 
         assert lower(both, words, own, message, after) == ('cuda',)
@@ -241,7 +288,7 @@ def test_numbers_that_do_not_fit_are_refused():
     runtime = Mpmd(model, columns)
     with pytest.raises(ValueError, match='x of a batch of 5 came to a pipeline built for 1 micro'):
         runtime.drivers[0].step(runtime._of(runtime.init(jax.random.key(0)), 0), np.ones((5, 9)), 0)
-    with pytest.raises(ValueError, match='remote_link links this process'):
-        remote_link(*jax.devices()[:2], (None, None))
+    with pytest.raises(ValueError, match='remote_move links this process'):
+        remote_move(pair(*jax.devices()[:2]), None, jax.devices()[1])
     with pytest.raises(ValueError, match='8 stages of 2 replicas need 8 devices in a process, the'):
         place(2, 4, apart=True)

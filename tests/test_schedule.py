@@ -1,80 +1,253 @@
 """Schedules as data: the rules they keep, what they cost, what travels."""
 
+import importlib
+import random
+
 import pytest
 
-from jaxmp.runtimes import schedule
-from jaxmp.runtimes.schedule import Action, Transfer
+from jaxmp.config import KEYS
+from jaxmp.runtimes import plans, schedule
+from jaxmp.runtimes.plans import SCHEDULES, Plan
+from jaxmp.runtimes.schedule import Action, Costs, timed
+from jaxmp.runtimes.timeline import draw
+from tests.runs import ROOT
 
-BOTH = [schedule.gpipe, schedule.one_f_one_b]
-SIZES = [(s, m) for s in (1, 2, 3, 4, 7) for m in (1, 2, 4, 8, 11)]
-
-
-@pytest.mark.parametrize('make', BOTH)
-@pytest.mark.parametrize(('stages', 'micros'), SIZES)
-def test_schedules_keep_the_rules(make, stages, micros):
-    actions = make(stages, micros)
-    schedule.check(actions)
-    assert schedule.size(actions) == (stages, micros, 2 * (stages + micros - 1))
-    assert len(actions) == 2 * stages * micros
-    assert schedule.bubble(actions) == pytest.approx((stages - 1) / (micros + stages - 1))
+DEVICES = (1, 2, 3, 4, 5, 8)
+UNEQUAL = Costs(1.0, 1.4, 0.9)
 
 
-@pytest.mark.parametrize(('stages', 'micros'), SIZES)
-def test_saved_inputs(stages, micros):
-    assert schedule.saved_inputs(schedule.gpipe(stages, micros)) == (micros,) * stages
-    saved = schedule.saved_inputs(schedule.one_f_one_b(stages, micros))
-    assert saved == tuple(min(micros, stages - s) for s in range(stages))
-    assert all(n <= max(1, 2 * (stages - 1 - s)) for s, n in enumerate(saved))
+def sizes(name):
+    """Stages and micro-batches that a schedule takes."""
+    chunks = 2 if name in ('interleaved', 'zb_v') else 1
+    for d in DEVICES:
+        for m in (d, 2 * d, 3 * d) if name == 'interleaved' else (1, 2, d, 2 * d + 3):
+            yield chunks * d, m
 
 
-@pytest.mark.parametrize('make', BOTH)
-@pytest.mark.parametrize(('stages', 'micros'), SIZES)
-def test_links_carry_everything_once_and_in_time(make, stages, micros):
-    actions = make(stages, micros)
-    found = schedule.transfers(actions)
-    assert list(found) == sorted(found, key=lambda e: (e.tick, e.link))
-    assert len({(e.tick, e.link) for e in found}) == len(found)
-    at = {(t.kind, t.stage, t.microbatch): t.tick for t in actions}
-    for link in range(stages - 1):
-        for way, kind, sender, reader in (
-            ('forward', 'F', link, link + 1),
-            ('backward', 'B', link + 1, link),
-        ):
-            sent = [e for e in found if e.link == link and getattr(e, way) is not None]
-            assert sorted(getattr(e, way) for e in sent) == list(range(micros))
-            for e in sent:
-                assert at[kind, sender, getattr(e, way)] == e.tick
-                assert at[kind, reader, getattr(e, way)] > e.tick
+def near(value):
+    return pytest.approx(value, abs=1e-9)
 
 
-@pytest.mark.parametrize('make', BOTH)
-def test_both_ends_of_a_link_agree_on_its_order(make):
+@pytest.mark.parametrize('costs', [Costs(), UNEQUAL, Costs(1, 2, 1, 0.4)], ids=str)
+@pytest.mark.parametrize('name', SCHEDULES)
+def test_schedules_keep_the_rules(name, costs):
+    for stages, microbatches in sizes(name):
+        actions = SCHEDULES[name](stages, microbatches, costs)
+        schedule.check(actions)
+        assert schedule.size(actions)[:2] == (stages, microbatches)
+        kinds = 3 if name.startswith('zb') else 2
+        assert len(actions) == kinds * stages * microbatches
+        ends = {(a.kind, a.stage, a.microbatch): a.end for a in actions}
+        for a in actions:  # a message takes its time, but not within a device
+            step = {'F': -1, 'B': 1, 'W': 0}[a.kind]
+            sent = ends.get((a.kind, a.stage + step, a.microbatch)) if step else None
+            if sent is not None:
+                apart = schedule.place(actions)[a.stage + step] != a.device
+                assert a.start >= sent + costs.message * apart
+
+
+# Bubbles, as time without work of one device: the formulas of the papers.
+
+
+def inside(actions):
+    """Time without an action of each device between its first and its last."""
+    for d in {*schedule.place(actions)}:
+        own = schedule.order(actions, d)
+        yield own[-1].end - own[0].start - sum(a.end - a.start for a in own)
+
+
+@pytest.mark.parametrize('costs', [Costs(), UNEQUAL], ids=str)
+@pytest.mark.parametrize('make', [plans.gpipe, plans.one_f_one_b, plans.eager_1f1b])
+def test_bubble_of_1f1b(make, costs):
+    """(D - 1)(F + B + W), arXiv 2401.10241 table 2, of M + D - 1 times that sum."""
+    for d in DEVICES:
+        for m in (1, d, 3 * d + 1):
+            actions = make(d, m, costs)
+            assert schedule.bubble(actions) == near((d - 1) / (m + d - 1))
+            assert schedule.size(actions)[2] == near((m + d - 1) * sum(costs))
+
+
+@pytest.mark.parametrize('chunks', [1, 2, 3])
+def test_bubble_of_interleaved(chunks):
+    """(D - 1) / V of the M of one device, arXiv 2104.04473 section 2.2."""
+    for d in DEVICES:
+        for m in (d, 4 * d):
+            actions = plans.interleaved(chunks * d, m, UNEQUAL, chunks)
+            assert schedule.bubble(actions) == near((d - 1) / (chunks * m + d - 1))
+
+
+def test_bubbles_of_zero_bubble_schedules():
+    """H1: (D - 1)(F + B - W), H2: none between the actions of a device, arXiv 2401.10241 table 2.
+
+    No schedule ends before the last device could, which begins after (D - 1) F / V.
+    """
+    for d in DEVICES:
+        for m in (2 * d, 3 * d + 1, 4 * d + 2):
+            bound = 3 * m + d - 1
+            one, two, vee = plans.zb_h1(d, m), plans.zb_h2(d, m), plans.zb_v(2 * d, m)
+            assert schedule.size(one)[2] == 3 * m + (d - 1) * (1 + 1 - 1) == bound
+            assert schedule.size(two)[2] == bound
+            assert [*inside(two)] == [0] * d
+            more = schedule.size(vee)[2] - (3 * m + (d - 1) / 2)
+            assert 0 <= more <= 0.5
+    assert max(inside(plans.zb_h1(4, 8))) == 3
+
+
+def test_messages_of_eager_1f1b_are_hidden():
+    """They take 2 (D - 1) times c in all; 1F1B waits for them in each round."""
+    for c in (0.5, 1.0, 1.5):
+        costs = Costs(message=c)
+        assert schedule.size(plans.eager_1f1b(4, 20, costs))[2] == 3 * 20 + 3 * (3 + 2 * c)
+        assert schedule.bubble(plans.one_f_one_b(4, 20, costs)) > 0.1 + schedule.bubble(
+            plans.eager_1f1b(4, 20, costs)
+        )
+
+
+def test_saved_inputs():
+    for d in DEVICES:
+        for m in (1, d, 3 * d):
+            most = {
+                'gpipe': [m] * d,
+                '1f1b': [d - s for s in range(d)],
+                'eager_1f1b': [2 * (d - s) - 1 for s in range(d)],
+                'zb_h1': [d] * d,
+                'zb_h2': [2 * d - 1] * d,
+                'zb_v': [2 * d] * d,
+            }
+            for name, counts in most.items():
+                chunks = 1 + (name == 'zb_v')
+                found = schedule.saved_inputs(SCHEDULES[name](chunks * d, m))
+                assert all(
+                    n <= min(chunks * m, most) for n, most in zip(found, counts, strict=True)
+                )
+                assert m < 3 * d or found == tuple(counts), name
+        found = schedule.saved_inputs(plans.interleaved(2 * d, 3 * d))
+        assert found == tuple(2 * (d - s - 1) + d + 1 for s in range(d))
+
+
+def test_any_plan_ends():
+    draw = random.Random(0)
+    for _ in range(60):
+        devices = draw.randint(1, 4)
+        place = [*range(devices), *(draw.randrange(devices) for _ in range(draw.randint(0, 4)))]
+        draw.shuffle(place)
+        own = [place.count(d) for d in range(devices)]
+        caps = ([draw.randint(n, n + 4) for n in own] for _ in range(2))
+        plan = Plan(place, draw.random() < 0.5, *caps)
+        costs = Costs(*(draw.choice([0.3, 1, 2]) for _ in range(3)), draw.choice([0, 0.7, 5]))
+        actions = plans.run(plan, draw.randint(1, 7), costs)
+        schedule.check(actions)
+        assert schedule.place(actions) == tuple(place)
+
+
+@pytest.mark.parametrize(
+    'plan',
+    [
+        Plan((0, 1), False, (1, 0), (1, 1)),
+        Plan((0, 1), True, (1, 1), (1,)),
+        Plan((0, 2), True, (1, 1), (1, 1)),
+        Plan((0, 0), True, (2, 2), (2, 2)),
+        Plan((0, 1, 0), True, (2, 1), (1, 1)),
+    ],
+)
+def test_a_plan_has_a_stage_and_caps_for_every_device(plan):
+    with pytest.raises(ValueError, match=r'devices 0, 1, \.\.\. need stages, and two caps'):
+        plans.run(plan, 2)
+
+
+# Orders of one's own.
+
+
+def test_an_order_alone_makes_the_same_schedule():
+    for name in SCHEDULES:
+        costs = Costs(1, 1.5, 0.5, 0.25)
+        actions = SCHEDULES[name](4, 8, costs)
+        orders = {
+            d: [(a.kind, a.stage, a.microbatch) for a in schedule.order(actions, d)]
+            for d in {*schedule.place(actions)}
+        }
+        assert timed(orders, costs) == actions
+
+
+DEADLOCKS = [
+    ({0: [('B', 0, 0), ('F', 0, 0)]}, 'B of micro-batch 0 in stage 0 can .* F of micro-batch 0 in'),
+    (
+        {0: [('F', 0, 0), ('B', 0, 0)], 1: [('B', 1, 0), ('F', 1, 0)]},
+        'B of micro-batch 0 in stage 1 can never run: F of micro-batch 0 in stage 1 does not',
+    ),
+    ({0: [('F', 0, 0), ('F', 1, 1)]}, 'F of micro-batch 1 in stage 1 can never .* in stage 0 does'),
+    (
+        {0: [('F', 0, 0), ('F', 2, 0), ('F', 0, 1)], 1: [('F', 1, 1), ('F', 1, 0)]},
+        'F of micro-batch 0 in stage 2 can never run: F of micro-batch 0 in stage 1 does not',
+    ),
+]
+
+
+@pytest.mark.parametrize(('orders', 'message'), DEADLOCKS)
+def test_an_order_that_never_ends_is_refused(orders, message):
+    with pytest.raises(ValueError, match=message):
+        timed(orders)
+
+
+def test_costs_are_times():
+    for costs in (Costs(0), Costs(1, 1, -1), Costs(message=-1)):
+        with pytest.raises(ValueError, match='F, B and W take some time'):
+            timed({0: [('F', 0, 0)]}, costs)
+
+
+# What travels.
+
+
+@pytest.mark.parametrize('name', SCHEDULES)
+def test_messages_are_sent_once_when_their_sender_ends(name):
+    actions = SCHEDULES[name](4, 8, Costs(message=0.5))
+    found = schedule.messages(actions)
+    assert list(found) == sorted(found, key=lambda m: (m.sent, m.source))
+    ends = {(a.kind, a.stage, a.microbatch): a.end for a in actions}
+    assert len(found) == 2 * 3 * 8 == len({m[1:] for m in found})
+    for m in found:
+        assert ends[m.kind, m.source, m.microbatch] == m.sent
+        assert m.target - m.source == {'F': 1, 'B': -1}[m.kind]
+
+
+def test_both_ends_of_a_link_agree_on_its_order():
     """What an end derives from the actions of its own stage and its neighbour's alone."""
-    actions = make(4, 5)
-    for link in range(3):
-        pair = [t._replace(stage=t.stage - link) for t in actions if t.stage in (link, link + 1)]
-        alone = [e._replace(link=link) for e in schedule.transfers(pair) if e.link == 0]
-        assert alone == [e for e in schedule.transfers(actions) if e.link == link]
+    for make in (plans.gpipe, plans.one_f_one_b, plans.zb_h2):
+        actions = make(4, 5)
+        for link in range(3):
+            pair = [a._replace(stage=a.stage - link) for a in actions if a.stage - link in (0, 1)]
+            alone = [m[3:] for m in schedule.messages(pair)]
+            ends = (link, link + 1)
+            assert alone == [
+                m[3:] for m in schedule.messages(actions) if {m.source, m.target} == {*ends}
+            ]
 
 
-def test_1f1b_uses_a_message_at_once_and_links_both_ways():
-    actions = schedule.one_f_one_b(4, 8)
-    at = {(t.kind, t.stage, t.microbatch): t.tick for t in actions}
-    for (kind, s, m), tick in at.items():
-        after = (kind, s + (1 if kind == 'F' else -1), m)
-        assert at.get(after, tick + 1) == tick + 1
-    assert Transfer(6, 0, 3, 0) in schedule.transfers(actions)
+# What is refused.
+
+
+def action(start, stage, microbatch, kind, device=0):
+    return Action(start, stage, microbatch, kind, device, start + 1)
 
 
 BROKEN = [
     ([], 'at least one action'),
-    ([Action(1, 0, 0, 'F'), Action(0, 0, 0, 'B')], 'not in order'),
-    ([Action(0, 0, 0, 'F'), Action(1, 0, 0, 'W')], 'kind is F or B'),
-    ([Action(0, 0, 0, 'F'), Action(0, 0, 0, 'B')], 'two actions at tick 0'),
-    ([Action(0, 0, 0, 'F'), Action(1, 0, 0, 'F')], 'is there twice'),
-    ([Action(0, 0, 0, 'B'), Action(1, 0, 0, 'F')], 'needs F of micro-batch 0 in stage 0'),
-    ([Action(0, 0, 0, 'F'), Action(0, 1, 0, 'F')], 'needs F of micro-batch 0 in stage 0'),
-    ([Action(0, 0, 0, 'F')], 'have 2 actions, got 1'),
+    ([action(1, 0, 0, 'F'), action(0, 0, 0, 'B')], 'not in order'),
+    ([action(0, 0, 0, 'F'), action(1, 0, 0, 'FB')], 'kind is F, B or W'),
+    ([action(-1, 0, 0, 'F')], 'numbers start at 0'),
+    ([action(0, 0, 0, 'F')._replace(end=0)], 'the end is after the start'),
+    ([action(0, 0, 0, 'F'), action(0.5, 0, 1, 'F')], 'its device is busy'),
+    ([action(0, 0, 0, 'F'), action(1, 0, 0, 'F')], 'is there twice'),
+    ([action(0, 0, 0, 'F'), action(1, 0, 1, 'F', 1)], 'its stage is on device 0 too'),
+    ([action(0, 0, 0, 'B'), action(1, 0, 0, 'F')], 'needs F of micro-batch 0 in stage 0'),
+    ([action(0, 0, 0, 'F'), action(0, 1, 0, 'F', 1)], 'needs F of micro-batch 0 in stage 0'),
+    ([action(0, 0, 0, 'F'), action(1, 0, 0, 'W')], 'needs B of micro-batch 0 in stage 0'),
+    ([action(0, 0, 0, 'F')], 'have 2 actions, got 1; every stage runs FB'),
+    (plans.zb_h1(2, 2)[:-1], 'have 12 actions, got 11; every stage runs FBW'),
+    (
+        [a for a in plans.gpipe(2, 1) if a[1:4] != (1, 0, 'B')],
+        'needs B of micro-batch 0 in stage 1',
+    ),
 ]
 
 
@@ -84,20 +257,34 @@ def test_check_names_what_is_broken(actions, message):
         schedule.check(actions)
 
 
-def test_backward_waits_for_the_next_stage():
-    good = [t for t in schedule.gpipe(2, 1) if t != Action(2, 1, 0, 'B')]
-    with pytest.raises(ValueError, match='needs B of micro-batch 0 in stage 1'):
-        schedule.check(good)
-
-
-@pytest.mark.parametrize('make', BOTH)
-@pytest.mark.parametrize('numbers', [(0, 1), (1, 0), (2.0, 1), (True, 1)])
+@pytest.mark.parametrize('make', SCHEDULES.values())
+@pytest.mark.parametrize('numbers', [(0, 2), (2, 0), (2.0, 2), (True, 2)])
 def test_sizes_are_positive_integers(make, numbers):
     with pytest.raises(ValueError, match='positive number of'):
         make(*numbers)
 
 
-def test_draw_writes_a_picture(tmp_path):
+def test_stages_and_microbatches_divide():
+    for make in (plans.zb_v, plans.interleaved):
+        with pytest.raises(ValueError, match='3 stages cannot be placed as 2 on each device'):
+            make(3, 4)
+    with pytest.raises(ValueError, match='takes micro-batches in groups of 2, and there are 3'):
+        plans.interleaved(4, 3)
+
+
+def test_the_configuration_has_the_names_of_all_schedules():
+    assert {*KEYS['parallel.schedule'].words} == {*SCHEDULES}
+
+
+def test_the_page_has_the_tables_that_the_code_computes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'docs'))
+    tables = importlib.import_module('schedules').tables()
+    assert '| `1f1b` | 0.273 |' in tables
+    assert tables in (ROOT / 'docs' / 'runtimes.md').read_text()
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb_v'])
+def test_draw_writes_a_picture(name, tmp_path):
     path = tmp_path / 'timeline.png'
-    schedule.draw(schedule.one_f_one_b(3, 4), path)
+    draw(SCHEDULES[name](4, 3), path)
     assert path.read_bytes()[:4] == b'\x89PNG'

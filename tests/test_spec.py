@@ -27,7 +27,7 @@ def test_round_trip(text):
     x = jax.ShapeDtypeStruct((4, 33), 'float32')
     at, once, again = laws.context(x), parse(text), parse(spelt)
     assert isinstance(once, Channel)
-    assert once.mirrored == again.mirrored
+    assert once.shared_state == again.shared_state
     assert jaxmp.bits(once, x, at) == jaxmp.bits(again, x, at)
     shapes = [jax.eval_shape(lambda c=c: c.init(x)) for c in (once, again)]
     assert shapes[0] == shapes[1]
@@ -70,10 +70,13 @@ def test_exchanges_are_known_by_their_text_too():
         assert str(e) == text
         assert exchange.parse(str(e)) == e
     assert exchange.parse('power_sgd(2)') != exchange.parse('power_sgd(3)')
+    assert exchange.parse('all_gather(own)', {'own': jaxmp.raw}) == exchange.parse(
+        'all_gather(raw)'
+    )
 
 
 def test_every_public_codec_and_rule_is_a_word():
-    rules = {'direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd'}
+    rules = {'direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored'}
     assert set(NAMES) == rules | {n for n in codecs.__all__ if n != 'IndexCoding'}
 
 
@@ -81,8 +84,8 @@ FORM = 'not an expression of names, numbers and calls such as ef21'
 WORDS = 'is not allowed; write names, numbers and calls such as'
 REFUSED = {
     # words
-    'topk(0.1)': r"unknown word 'topk' \(did you mean top_k\?\); known: aqsgd, .*, uniform$",
-    'top_k(0.1, values=pf16)': r"unknown word 'pf16' \(did you mean fp16\?\); known: ",
+    'topk(0.1)': r"unknown word 'topk' \(did you mean top_k\?\); allowed are adapt.*, uniform$",
+    'top_k(0.1, values=pf16)': r"unknown word 'pf16' \(did you mean fp16\?\); allowed are ",
     'zip': "unknown word 'zip'",
     '__import__("os")': "unknown word '__import__'",
     'IndexCoding(int32, int32)': "unknown word 'IndexCoding'",
@@ -93,8 +96,8 @@ REFUSED = {
     'top_k(0.1, value=raw)': "top_k: got an unexpected keyword argument 'value'; its form",
     'top_k(0.1, fraction=0.1)': "top_k: multiple values for argument 'fraction'; its form",
     'top_k(0.1, values=raw, values=fp16)': 'top_k: an argument is given twice; its form',
-    'ef(raw, raw)': r'ef: too many positional arguments; its form is ef\(codec\)',
-    'aqsgd(raw)': r"missing a required argument: 'examples'; its form is aqsgd\(codec, examples\)",
+    'ef21(raw, raw)': r'ef21: too many positional arguments; its form is ef21\(codec\)',
+    'aqsgd(raw)': r"missing a required argument: 'examples'; its form is aqsgd\(codec, ex",
     'fp16()': 'fp16 takes no arguments; write fp16',
     'raw(3)': 'raw takes no arguments; write raw',
     'top_k': r'top_k needs its arguments: top_k\(fraction, values=..., indices=...\)',

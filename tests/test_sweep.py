@@ -11,9 +11,10 @@ import time
 
 import pytest
 
-from jaxmp import files, study, sweep
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
+from jaxmp.sweep import runner, study
+from jaxmp.training import files
 from tests.runs import ENV, ROOT
 
 TWO_A_TABLE = (
@@ -27,7 +28,7 @@ def words(tmp_path, *more):
 
 
 def plan(tmp_path, *more):
-    return sweep.plan_of(sweep.arguments(words(tmp_path, *more)))
+    return runner.plan_of(runner.arguments(words(tmp_path, *more)))
 
 
 def process(tmp_path, *more):
@@ -62,15 +63,15 @@ def test_the_smoke_study_runs_and_is_reported(smoke):
 def test_a_finished_study_is_not_run_again(smoke, capsys):
     before = {p: p.stat().st_mtime_ns for p in (smoke / 'results').rglob('*.json')}
     jobs = plan(smoke, '--tables=1,2,3,4,5', f'--rows={TWO_A_TABLE}')
-    assert sweep.sweep(jobs) == {}
+    assert runner.sweep(jobs) == {}
     assert before == {p: p.stat().st_mtime_ns for p in before}
     assert '7 runs, 0 to do' in capsys.readouterr().out
 
 
 def test_a_result_of_other_settings_is_not_taken_for_this_one(smoke):
-    jobs = plan(smoke, '--tables=1', '--rows=none', '--seeds=1', '--set', 'lr=0.5')
-    with pytest.raises(ValueError, match=r'made with other settings: lr=0.02 \(now 0.5\)'):
-        sweep.sweep(jobs)
+    jobs = plan(smoke, '--tables=1', '--rows=none', '--seeds=1', '--set', 'optimizer.lr=0.5')
+    with pytest.raises(ValueError, match=r'other settings: optimizer.lr=0.02 \(now 0.5\)'):
+        runner.sweep(jobs)
 
 
 def test_the_report_follows_the_results(smoke, tmp_path):
@@ -94,20 +95,20 @@ def test_the_report_follows_the_results(smoke, tmp_path):
 
 def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=1')
-    jobs[0].config.lr = 1e30
-    failed = sweep.sweep(jobs)
+    jobs[0].config.optimizer.lr = 1e30
+    failed = runner.sweep(jobs)
     assert list(failed) == ['none-s0']
     assert failed['none-s0'].startswith('DivergedError: the loss')
     assert jobs[1].result.exists()
-    assert '1 finished, 0 at work elsewhere, 1 failed' in capsys.readouterr().out
+    assert '1 finished, 0 running in other processes, 1 failed' in capsys.readouterr().out
 
 
 def test_two_sweeps_share_the_work(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--seeds=1')
     with files.locked(jobs[0].workdir) as mine:
         assert mine
-        assert sweep.sweep(jobs) == {}
-    assert '0 finished, 1 at work elsewhere' in capsys.readouterr().out
+        assert runner.sweep(jobs) == {}
+    assert '0 finished, 1 running in other processes' in capsys.readouterr().out
 
 
 def records(workdir):
@@ -127,11 +128,11 @@ def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
     assert running.wait() == -9
     done, at = first.result.stat().st_mtime_ns, records(second.workdir)[-1]['epoch']
     capfd.readouterr()
-    assert sweep.sweep([first, second], quiet=False) == {}
+    assert runner.sweep([first, second], quiet=False) == {}
     assert first.result.stat().st_mtime_ns == done
     out, err = capfd.readouterr()
     assert '1/2 done, 1 begun' in out
-    going_on = re.search(r'going on from step (\d+)', err)
+    going_on = re.search(r'resuming from step (\d+)', err)
     assert going_on, err
     step = int(going_on[1])
     assert step >= (at - 1) * 10
@@ -142,7 +143,7 @@ def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
 @pytest.mark.parametrize(
     ('more', 'message'),
     [
-        (['--rows=fw9-bw9'], 'no rows fw9-bw9; there are none, fw4-bw8'),
+        (['--rows=fw9-bw9'], 'no rows fw9-bw9; allowed are none, fw4-bw8'),
         (['--set', 'widht=3'], "no key 'widht'"),
         (['--tables=9'], 'the tables 1, 2, 3, 4, 5'),
     ],
@@ -154,4 +155,4 @@ def test_a_plan_that_makes_no_sense_is_refused(tmp_path, more, message):
 
 def test_a_file_without_a_study_is_refused(tmp_path):
     with pytest.raises(ValueError, match='has no get_study'):
-        study.study_of(ROOT / 'tests' / 'runs.py')
+        study.study_of(str(ROOT / 'tests' / 'runs.py'))

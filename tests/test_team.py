@@ -11,20 +11,23 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxmp import alike, launch, rendezvous, team, watch
+from jaxmp import launch
 from jaxmp.data import Dataset, Split
+from jaxmp.distributed import monitor as monitor
+from jaxmp.distributed import process_group, rendezvous
+from jaxmp.distributed.rendezvous import Meeting
 from jaxmp.exchange.copies import Copies
-from jaxmp.rendezvous import Meeting
-from jaxmp.run import team_of
-from jaxmp.runtimes import driver
-from jaxmp.setting import setting
-from jaxmp.training import by_stage, one_program
+from jaxmp.runtimes import lanes
+from jaxmp.training import agreement, by_stage, replicated
+from jaxmp.training.experiment import experiment_of
+from jaxmp.training.loop import process_group_of
 from tests.runs import (
     ENV,
     LAUNCH,
@@ -54,8 +57,8 @@ def joined(port, arrivals, **changes):
 
     def arrive(index, about):
         try:
-            got[index] = rendezvous.join(meeting(port, about=about, **changes), index)
-        except watch.TeamError as error:
+            got[index] = rendezvous.join_rendezvous(meeting(port, about=about, **changes), index)
+        except monitor.ProcessGroupError as error:
             got[index] = str(error)
 
     threads = [threading.Thread(target=arrive, args=a, daemon=True) for a in arrivals]
@@ -71,7 +74,7 @@ def together(*calls):
     def run(i, call):
         try:
             got[i] = call()
-        except watch.TeamError as error:
+        except monitor.ProcessGroupError as error:
             got[i] = str(error)
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(calls)]
@@ -87,7 +90,7 @@ def three():
     """The watches of three processes that have met."""
     port = launch.free_port()
     got, threads = joined(port, [(1, ABOUT), (2, ABOUT)])
-    lead = rendezvous.hub(meeting(port))
+    lead = rendezvous.serve_rendezvous(meeting(port))
     for t in threads:
         t.join(20)
     assert sorted(got) == [1, 2]
@@ -107,19 +110,19 @@ def test_all_come_and_share(three):
 @pytest.mark.parametrize(
     ('arrivals', 'timeout', 'problem'),
     [
-        ([(1, ABOUT)], 1.0, r'process 2 \(stages 2, 3\) did not come within 1 s'),
-        ([], 0.5, r'process 1 \(stage 1\) and process 2 \(stages 2, 3\) did not come'),
+        ([(1, ABOUT)], 1.0, r'process 2 \(stages 2, 3\) did not connect within 1 s'),
+        ([], 0.5, r'process 1 \(stage 1\) and process 2 \(stages 2, 3\) did not connect'),
         ([(1, {**ABOUT, 'lr': 0.2})], 9.0, r'process 1 .* with lr=0.2 \(process 0: 0.1\)'),
-        ([(1, {'lr': 0.1, 'jaxmp': '2'})], 9.0, "jaxmp='2'.*start all processes alike"),
-        ([(1, ABOUT), (1, ABOUT)], 9.0, 'two processes came as process 1'),
-        ([(7, ABOUT)], 9.0, '3 processes are 0..2'),
+        ([(1, {'lr': 0.1, 'jaxmp': '2'})], 9.0, "jaxmp='2'.*start all with the same settings"),
+        ([(1, ABOUT), (1, ABOUT)], 9.0, 'two processes connected as process 1'),
+        ([(7, ABOUT)], 9.0, '--process=7; give 0 to 2 for 3 processes'),
     ],
 )
 def test_who_does_not_fit_is_named_to_all(arrivals, timeout, problem):
     port = launch.free_port()
     got, threads = joined(port, arrivals)
-    with pytest.raises(watch.TeamError, match=problem):
-        rendezvous.hub(meeting(port, timeout=timeout))
+    with pytest.raises(monitor.ProcessGroupError, match=problem):
+        rendezvous.serve_rendezvous(meeting(port, timeout=timeout))
     for t in threads:
         t.join(20)
     assert len(got) == len({index for index, _ in arrivals})
@@ -146,7 +149,9 @@ STRANGERS = [
 def test_strangers_neither_end_nor_delay_a_start(capfd):
     """They come before anybody else does, and more silent ones than are kept."""
     port, lead = launch.free_port(), []
-    waiting = threading.Thread(target=lambda: lead.append(rendezvous.hub(meeting(port))))
+    waiting = threading.Thread(
+        target=lambda: lead.append(rendezvous.serve_rendezvous(meeting(port)))
+    )
     waiting.start()
     strangers = []
     for text in STRANGERS + [b''] * (rendezvous.PENDING + 10):
@@ -180,13 +185,17 @@ def connected(port):
 def test_a_wrong_token_is_told_and_who_leaves_may_come_again():
     port = launch.free_port()
     lead = []
-    waiting = threading.Thread(target=lambda: lead.append(rendezvous.hub(meeting(port))))
+    waiting = threading.Thread(
+        target=lambda: lead.append(rendezvous.serve_rendezvous(meeting(port)))
+    )
     waiting.start()
     connected(port).close()
-    with pytest.raises(watch.TeamError, match=r'process 0 .* has another token; give all'):
-        rendezvous.join(meeting(port, token='other'), 1)
+    with pytest.raises(
+        monitor.ProcessGroupError, match=r'process 0 .* has another token; give all'
+    ):
+        rendezvous.join_rendezvous(meeting(port, token='other'), 1)
     early = connected(port)
-    early.sendall(watch.line_of(HELLO))
+    early.sendall(monitor.line_of(HELLO))
     early.close()
     time.sleep(0.2)
     got, threads = joined(port, [(1, ABOUT), (2, ABOUT)])
@@ -199,27 +208,31 @@ def test_a_wrong_token_is_told_and_who_leaves_may_come_again():
 def test_who_was_turned_away_stands_beside_who_is_missing():
     port = launch.free_port()
     got, threads = joined(port, [(1, ABOUT)], token='other')
-    missing = r'process 1 .*did not come within 0 s; turned away: 127.0.0.1, which has another tok'
-    with pytest.raises(watch.TeamError, match=missing):
-        rendezvous.hub(meeting(port, timeout=0.4))
+    missing = r'process 1 .*did not connect within 0 s; rejected 127.0.0.1, which has another tok'
+    with pytest.raises(monitor.ProcessGroupError, match=missing):
+        rendezvous.serve_rendezvous(meeting(port, timeout=0.4))
     threads[0].join(20)
     assert 'another token' in got[1]
 
 
 def test_no_answer_from_process_0():
-    with pytest.raises(watch.TeamError, match=r'process 0 \(stage 0\) did not come within 0 s'):
-        rendezvous.join(meeting(launch.free_port(), timeout=0.3), 1)
+    with pytest.raises(
+        monitor.ProcessGroupError, match=r'process 0 \(stage 0\) did not answer within 0 s'
+    ):
+        rendezvous.join_rendezvous(meeting(launch.free_port(), timeout=0.3), 1)
 
 
 @pytest.mark.parametrize('taken', [0, 1])
 def test_a_port_in_use_is_named(taken):
     port = launch.free_port()
-    address = team.Address(f'127.0.0.1:{port}', 2, 0)
+    address = process_group.Address(f'127.0.0.1:{port}', 2, 0)
     with (
         socket.create_server(('', port + taken)),
-        pytest.raises(watch.TeamError, match=rf'port {port + taken} cannot be used.*another'),
+        pytest.raises(
+            monitor.ProcessGroupError, match=rf'port {port + taken} cannot be used.*another'
+        ),
     ):
-        team.connect(address, 4, ABOUT)
+        process_group.connect(address, range(4), ABOUT)
 
 
 def test_where_process_0_listens(monkeypatch):
@@ -246,8 +259,10 @@ def test_where_process_0_listens(monkeypatch):
 def test_hosts_need_a_secret(tmp_path, monkeypatch):
     """From a file or the environment; on one machine it may be missing."""
     monkeypatch.delenv(rendezvous.TOKEN, raising=False)
-    with pytest.raises(watch.TeamError, match='same secret text, by the environment variable JAX'):
-        team.connect(team.Address('10.77.77.1:9000', 2, 0), 4, ABOUT)
+    with pytest.raises(
+        monitor.ProcessGroupError, match='same secret text, by the environment variable JAX'
+    ):
+        process_group.connect(process_group.Address('10.77.77.1:9000', 2, 0), range(4), ABOUT)
     (tmp_path / 'token').write_text(' of a file\n')
     (tmp_path / 'empty').write_text('\n')
     assert rendezvous.secret(None) == ''
@@ -255,7 +270,7 @@ def test_hosts_need_a_secret(tmp_path, monkeypatch):
     assert rendezvous.secret(None) == 'of the environment'
     assert rendezvous.secret(str(tmp_path / 'token')) == 'of a file'
     for name, problem in (('empty', 'is empty'), ('missing', 'cannot read the token file')):
-        with pytest.raises(watch.TeamError, match=problem):
+        with pytest.raises(monitor.ProcessGroupError, match=problem):
             rendezvous.secret(str(tmp_path / name))
 
 
@@ -273,40 +288,58 @@ def test_the_launcher_makes_a_secret(monkeypatch):
     assert len(told[0]) == 32
 
 
+class Watched(monitor.Monitor):
+    """A monitor that notes where it would end the process, also after its test."""
+
+    def __init__(self, names, index, lines, deadline):
+        self.ended = threading.Event()
+        super().__init__(names, index, lines, deadline)
+
+    def _exit(self):
+        self.ended.set()
+
+
 @pytest.fixture
-def ends(monkeypatch):
-    """Where `Watch` would end this process: waits for it and gives its status."""
-    ended = threading.Event()
-    monkeypatch.setattr(watch.os, '_exit', lambda code: ended.set())
-    monkeypatch.setattr(watch, 'GRACE', 0.1)
-    return ended
+def soon(monkeypatch):
+    """Less time for the others than a run gives them."""
+    monkeypatch.setattr(monitor, 'GRACE', 0.1)
 
 
 def pair(deadline):
     """Process 0's watch over process 1, and process 1's bare end of the line."""
     ours, theirs = socket.socketpair()
-    return watch.Watch(NAMES[:2], 0, {1: watch.Line(ours)}, deadline), watch.Line(theirs)
+    lead = Watched(NAMES[:2], 0, {1: monitor.Connection(ours)}, deadline)
+    return lead, monitor.Connection(theirs)
 
 
-def test_heartbeats_keep_the_line(ends):
+def test_heartbeats_keep_the_line():
     """For several deadlines nobody says anything else."""
     names, socks = NAMES[:2], socket.socketpair()
-    both = [watch.Watch(names, i, {1 - i: watch.Line(s)}, 0.5) for i, s in enumerate(socks)]
-    assert not ends.wait(1.2)
+    both = [Watched(names, i, {1 - i: monitor.Connection(s)}, 0.5) for i, s in enumerate(socks)]
+    time.sleep(1.2)
+    assert not any(w.ended.is_set() for w in both)
     together(*(w.close for w in both))
 
 
-def test_a_silent_process_is_named_after_the_deadline_and_not_before(ends, capfd):
+def test_closing_ones_own_line_loses_nobody(soon):
+    """The other has not said that it is done, within the time that it is given."""
+    lead, other = pair(deadline=60.0)
+    lead.close()
+    assert not lead.ended.wait(0.5)
+    other.close()
+
+
+def test_a_silent_process_is_named_after_the_deadline_and_not_before(soon, capfd):
     """A pause below the deadline is survived; one above ends all, who are told."""
-    lead, other = pair(deadline=1.0)
+    lead, other = pair(deadline=2.0)
     for _ in range(2):
         other.send(beat=True)
-        assert not ends.wait(0.6)
+        assert not lead.ended.wait(0.6)
     began = time.monotonic()
-    assert ends.wait(10)
-    assert time.monotonic() - began < 5
-    silent = 'process 1 (stage 1) has been silent for 1 s: stopped, hung, swapping, or cut off'
-    assert f'process 0 (stage 0): stopped, because {silent}' in capfd.readouterr().err
+    assert lead.ended.wait(10)
+    assert time.monotonic() - began < 8
+    silent = 'no heartbeat from process 1 (stage 1) for 2 s: it is suspended, hangs or swaps'
+    assert f'process 0 (stage 0): stopped: {silent}' in capfd.readouterr().err
     while 'fault' not in (told := other.read(5)):
         assert told == {'beat': True}
     assert told['fault'].startswith(silent)
@@ -314,35 +347,35 @@ def test_a_silent_process_is_named_after_the_deadline_and_not_before(ends, capfd
     lead.close()
 
 
-def test_who_stood_still_does_not_judge(ends, monkeypatch):
+def test_who_stood_still_does_not_judge(soon, monkeypatch):
     """After a stop of its own a process waits another deadline for the others."""
     now, sleep = [0.0], time.sleep
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(watch, 'time', clock)
+    monkeypatch.setattr(monitor, 'time', clock)
     lead, other = pair(deadline=0.5)
     now[0] = 3600.0
-    assert not ends.wait(0.3)
+    assert not lead.ended.wait(0.3)
     for _ in range(40):
         now[0] += 0.05
-        if ends.wait(0.07):
+        if lead.ended.wait(0.07):
             break
     assert 3600.4 < now[0] < 3601.5
     other.close()
     lead.close()
 
 
-def test_a_network_that_gives_up_is_a_process_that_is_gone(ends, capfd):
+def test_a_network_that_gives_up_is_a_process_that_is_gone(soon, capfd):
     """TCP's ETIMEDOUT is a TimeoutError, which once ended the thread that listens."""
     silent, theirs = socket.socketpair()
-    line = watch.Line(silent)
+    line = monitor.Connection(silent)
 
     def readline(most):
         raise OSError(errno.ETIMEDOUT, 'Connection timed out')
 
     line._file = SimpleNamespace(readline=readline, close=line._file.close)
-    lead = watch.Watch(NAMES[:2], 0, {1: line}, 60.0)
-    assert ends.wait(5)
-    assert 'process 1 (stage 1) has gone without a word' in capfd.readouterr().err
+    lead = Watched(NAMES[:2], 0, {1: line}, 60.0)
+    assert lead.ended.wait(5)
+    assert 'lost connection to process 1 (stage 1): it was killed' in capfd.readouterr().err
     lead.close()
     theirs.close()
 
@@ -360,21 +393,21 @@ def text_data(seed, length=40):
 def test_processes_with_other_data_are_named(three, other, arrays):
     """Of equal lengths, which trained on a mixture, and of unequal, which waited for ever."""
     given = text_data(0), text_data(0), text_data(*other)
-    teams = [team.Team(w.index, 3, w) for w in three]
-    calls = [lambda t=t, d=d: alike.check_data(t, d) for t, d in zip(teams, given, strict=True)]
+    teams = [process_group.ProcessGroup(w.index, 3, w) for w in three]
+    calls = [lambda t=t, d=d: agreement.check_data(t, d) for t, d in zip(teams, given, strict=True)]
     want = f'process 2 (stages 2, 3) has other data than process 0 (stage 0), in {arrays} (train.x'
     for told in together(*calls):
         assert told is None if not arrays else told.startswith(want), told
 
 
 def test_a_workdir_that_is_not_shared_is_named(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(alike, 'PATIENCE', 0.3)
-    teams = [team.Team(w.index, 3, w) for w in three]
+    monkeypatch.setattr(agreement, 'PATIENCE', 0.3)
+    teams = [process_group.ProcessGroup(w.index, 3, w) for w in three]
     for folders, wrong in (('aaa', False), ('aba', True), ('acc', True)):
         for name in 'ab':
             (tmp_path / name).mkdir(exist_ok=True)
         calls = [
-            lambda t=t, f=f: alike.check_workdir(t, tmp_path / f)
+            lambda t=t, f=f: agreement.check_workdir(t, tmp_path / f)
             for t, f in zip(teams, folders, strict=True)
         ]
         want = f'process 1 (stage 1) does not see the workdir of process 0 (stage 0), {tmp_path}/a'
@@ -388,17 +421,21 @@ def test_every_link_is_opened_before_anything_compiles(monkeypatch):
     config = config_of(
         'text_gpt2', runtime='mpmd', width=8, heads=2, sequence_length=16, train_examples=64
     )
-    places, opened = [SimpleNamespace(process_index=i) for i in range(4)], []
+    place = make_dataclass('Place', ['process_index'], frozen=True)
+    places, opened = [place(i) for i in range(4)], []
     note = lambda *ends: opened.append(tuple(d.process_index for d in ends))
-    monkeypatch.setattr(by_stage, 'place', lambda replicas, stages, apart: [places])
+    monkeypatch.setattr(by_stage, 'place', lambda replicas, stages, spare: [places])
     monkeypatch.setattr(Copies, 'mesh', property(lambda self: self.devices))
-    monkeypatch.setattr(driver, 'remote_link', lambda a, b, like: note(a, b))
+    monkeypatch.setattr(lanes, 'pair', lambda *ends: ends)
+    monkeypatch.setattr(lanes, 'remote_move', lambda ends, like, to: (note(*ends), lambda: 0))
     monkeypatch.setattr(by_stage, 'open_links', lambda mesh: note(*mesh))
-    by_stage.by_stage(setting(config), team.Team())
-    assert opened == [(0, 1), (0, 3)]
-    monkeypatch.setattr(one_program, 'open_links', lambda mesh: opened.append(mesh.size))
-    one_program.one_program(setting(config_of('digits_dataparallel')), team.Team(0, 2))
-    assert opened[2:] == [2]
+    by_stage.by_stage(experiment_of(config), process_group.ProcessGroup())
+    assert opened == [(0, 1), (1, 0), (0, 3)]
+    monkeypatch.setattr(replicated, 'open_links', lambda mesh: opened.append(mesh.size))
+    replicated.replicated(
+        experiment_of(config_of('digits_dataparallel')), process_group.ProcessGroup(0, 2)
+    )
+    assert opened[3:] == [2]
 
 
 @pytest.mark.parametrize(
@@ -412,16 +449,17 @@ def test_every_link_is_opened_before_anything_compiles(monkeypatch):
 )
 def test_a_wrong_address_is_refused(address, problem):
     with pytest.raises(ValueError, match=problem):
-        team.connect(team.Address(*address), 4, ABOUT)
+        process_group.connect(process_group.Address(*address), range(4), ABOUT)
 
 
 def test_one_process_needs_no_team_and_one_program_takes_none():
-    nobody = team.Address(None, None, None)
-    assert team_of(config_of(runtime='mpmd'), nobody) == team.Team()
+    nobody = process_group.Address(None, None, None)
+    assert process_group_of(config_of(runtime='mpmd'), nobody) == process_group.ProcessGroup()
     with pytest.raises(
-        ValueError, match=r'processes need --config\.runtime=mpmd or --config\.replicas'
+        ValueError,
+        match=r'processes need --config\.parallel\.runtime=mpmd or --config\.parallel\.replicas',
     ):
-        team_of(config_of(), team.Address('h:1', 2, 0))
+        process_group_of(config_of(), process_group.Address('h:1', 2, 0))
 
 
 @pytest.mark.parametrize('signals', [[-9], [1], [143, 143]])
@@ -436,7 +474,7 @@ def test_the_launcher_lets_nobody_outlive(signals, monkeypatch, capfd):
         for i in range(2)
     ]  # fmt: skip
     began = time.time()
-    code = launch.watch(running, [])
+    code = launch.monitor(running, [])
     assert code == (137 if signals[0] == -9 else signals[0])
     assert time.time() - began < 30
     assert all(p.poll() is not None for p in running)
@@ -451,7 +489,7 @@ MPMD = {
     'runtime': 'mpmd',
     'fwd': 'ef21(uniform(2))',
     'bwd': 'ef(uniform(4))',
-    'micro_batches': 2,
+    'num_microbatches': 2,
 }
 
 
@@ -469,7 +507,7 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
     And on one machine nothing listens but on loopback: JAX's coordinator, the stages' links.
     """
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-    out, code = text_of(start(whole, epochs=10, **MPMD))
+    out, code = text_of(start(whole, *LAUNCH, epochs=10, **MPMD))
     assert code == 0, out[-2000:]
     process = start(cut, *LAUNCH, epochs=10, **MPMD)
     wait_for_steps(process, cut, 5)
@@ -487,20 +525,21 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
     out, code = text_of(process)
     assert code == 137, out[-2000:]
     assert time.time() - began < 60
-    assert 'because process 1 (stage 1) has gone' in out
+    assert 'stopped: lost connection to process 1 (stage 1)' in out
     assert subprocess.run(['pgrep', '-f', str(cut)], check=False).returncode == 1, 'nobody is left'
     alone = tmp_path / 'alone'
     shutil.copytree(cut, alone)
     out, code = text_of(start(alone, epochs=10, **MPMD))
     assert code == 0, out[-2000:]
-    assert 'going on from step' in out
-    assert records(whole) == records(alone), 'one process goes on where two were'
+    assert 'resuming from step' in out
+    for a, b in zip(records(whole), records(alone), strict=True):  # one goes on where two were
+        assert {**a, 'loss': pytest.approx(a['loss'], rel=1e-4)} == b  # with fewer threads
     step = damage_newest(cut, 1)
     out, code = text_of(start(cut, *LAUNCH, epochs=10, **MPMD))
     assert code == 0, out[-2000:]
     damaged = rf'checkpoint at step {step} is damaged \(process 0: .*, process 1: '
     assert re.search(damaged, out), out
-    assert 'going on from step' in out
+    assert 'resuming from step' in out
     assert records(whole) == records(cut)
     summary = json.loads((cut / 'summary.json').read_text())
     for row, sent in zip(summary['bytes'], summary['moved'], strict=True):
@@ -510,15 +549,17 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
 
 
 TIED = """
-from configs import text_gpt2
+from jaxmp.plugins import load
 
 
 def get_config():
-    c = text_gpt2.get_config()
-    c.update(width=8, heads=2, sequence_length=16, train_examples=64, micro_batches=2, epochs=1)
+    c = load('text_gpt2')
+    c.model.update(width=8, heads=2)
+    c.data.update(sequence_length=16, train_examples=64)
+    c.update(parallel={'num_microbatches': 2}, epochs=1)
     c.update(fwd='ef21(uniform(2))', bwd='ef(uniform(4))')
     # Adam divides a key bias's gradient, which is rounding noise about 0, by its own size.
-    c.update(optimiser='sgd', momentum=0.9, cosine_epochs=2, weight_decay=0.0)
+    c.optimizer.update(name='sgd', momentum=0.9, schedule='cosine', cosine_epochs=2)
     return c
 """
 
@@ -529,7 +570,7 @@ def test_tied_tables_in_four_processes_are_one_parameter(tmp_path):
     config = f'--config={tmp_path / "tied.py"}'
     env = {**ENV, 'JAX_ENABLE_X64': '1'}
     train = [sys.executable, str(ROOT / 'train.py'), config, f'--workdir={tmp_path / "one"}']
-    four = [*LAUNCH[:4], '4', '--', *train[:3], '--config.runtime=mpmd']
+    four = [*LAUNCH[:4], '4', '--', *train[:3], '--config.parallel.runtime=mpmd']
     four.append(f'--workdir={tmp_path / "four"}')
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
     for process in [subprocess.Popen(c, env=env, **pipes) for c in (train, four)]:
@@ -567,10 +608,10 @@ def test_a_cluster_is_found(cluster, monkeypatch):
     for i in range(2):
         for name, value in CLUSTERS[cluster].items():
             monkeypatch.setenv(name, value.format(i))
-        coordinator, processes, process = team.found()
+        coordinator, processes, process = process_group.found()
         assert (processes, process) == (2, i)
         assert coordinator.split(':')[0] in ('localhost', '127.0.0.1')
-        assert 1024 < team._beside(int(coordinator.split(':')[1])) < 65536
+        assert 1024 < process_group._beside(int(coordinator.split(':')[1])) < 65536
 
 
 def test_a_loss_that_is_not_finite_ends_all(tmp_path):

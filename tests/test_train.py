@@ -15,12 +15,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import checkpoint, files, generate, run, setting, task, team
+from jaxmp import data
+from jaxmp.config import KEYS
+from jaxmp.distributed import process_group
 from jaxmp.models import resnet18
 from jaxmp.runtimes.types import ModelState
-from jaxmp.training import engine, one_program
+from jaxmp.training import (
+    checkpoint,
+    engine,
+    experiment,
+    files,
+    generate,
+    loop,
+    one_program,
+    sizes,
+    task,
+)
 from jaxmp.training.step import TrainState
-from tests.runs import ROOT, SMALL, config_of, damage_newest, records, start, wait_for_steps
+from tests.runs import (
+    ROOT,
+    SMALL,
+    config_of,
+    damage_newest,
+    known_model,
+    records,
+    start,
+    wait_for_steps,
+)
 
 
 class TinyStage(nn.Module):
@@ -43,7 +64,7 @@ def tiny(monkeypatch):
         TinyStage(4 * width),
         TinyStage(4 * width, classes),
     )
-    monkeypatch.setitem(task.MODELS, 'tiny', stages)
+    known_model(monkeypatch, 'tiny', stages)
 
 
 # Searching for the largest takes longest to compile, and is not what is tested here.
@@ -79,7 +100,7 @@ def leaves_equal(a, b):
     [('ef21(uniform(2))', 'ef(uniform(2))'), ('aqsgd(uniform(4), examples=examples)', 'raw')],
 )
 def test_a_step_changes_parameters_statistics_and_links(fwd, bwd):
-    s = setting.setting(small(fwd=fwd, bwd=bwd))
+    s = experiment.experiment_of(small(fwd=fwd, bwd=bwd))
     before = one_program.create(s)
     after, metrics = jax.jit(alone(s))(before, batch_of(s))
     assert int(after.step) == 1
@@ -97,7 +118,7 @@ def test_a_step_changes_parameters_statistics_and_links(fwd, bwd):
 
 
 def test_scan_and_loop_are_the_same_epoch():
-    s = setting.setting(small(fwd='ef21(uniform(2))', bwd='uniform(8)', train_examples=64))
+    s = experiment.experiment_of(small(fwd='ef21(uniform(2))', bwd='uniform(8)', train_examples=64))
     order = np.arange(64, dtype=np.int32)[::-1]
     *_, (looped, a, _) = one_program.epoch_by_step(s, alone(s))(one_program.create(s), order)
     [(scanned, b, _)] = one_program.epoch_by_scan(s, alone(s))(one_program.create(s), order)
@@ -109,7 +130,7 @@ def test_scan_and_loop_are_the_same_epoch():
 
 
 def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
-    summary = run.run(small(), tmp_path)
+    summary = loop.train_and_evaluate(small(), tmp_path)
     written = json.loads((tmp_path / 'summary.json').read_text())
     assert written == json.loads(json.dumps(summary))
     assert {'commit', 'hardware', 'seed', 'seconds', 'config', 'versions'} <= set(written)
@@ -122,21 +143,22 @@ def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
     best = max(r['accuracy'] for r in records if r.get('compression') == 'on')
     assert written['test']['on']['best']['accuracy'] == best
     assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
-    assert json.loads((tmp_path / 'config.json').read_text())['width'] == 2
+    assert b'<svg' in (tmp_path / 'curves.svg').read_bytes()
+    assert json.loads((tmp_path / 'config.json').read_text())['model']['width'] == 2
     # Given again it is not made again, and fewer epochs do not undo it.
     kept = {n: (tmp_path / n).read_text() for n in ('config.json', 'metrics.jsonl')}
     (tmp_path / 'summary.json').write_text(json.dumps({**written, 'commit': 'of then'}))
-    assert run.run(small(), tmp_path) == {**written, 'commit': 'of then'}
-    with pytest.raises(files.WorkdirError, match=r'holds 2 epochs, .*epochs=1 are fewer'):
-        run.run(small(epochs=1), tmp_path)
+    assert loop.train_and_evaluate(small(), tmp_path) == {**written, 'commit': 'of then'}
+    with pytest.raises(files.WorkdirError, match=r'has 2 epochs, more than config\.epochs=1'):
+        loop.train_and_evaluate(small(epochs=1), tmp_path)
     assert json.loads((tmp_path / 'summary.json').read_text())['commit'] == 'of then'
     assert {n: (tmp_path / n).read_text() for n in kept} == kept
 
 
 def test_evaluation_sees_every_example_and_leaves_the_state_alone():
     scores, states = {}, {}
-    for mode in setting.EVALUATIONS:
-        s = setting.setting(small(fwd='ef(uniform(1))', bwd='raw', eval_feedback=mode))
+    for mode in KEYS['eval_feedback'].words:
+        s = experiment.experiment_of(small(fwd='ef(uniform(1))', bwd='raw', eval_feedback=mode))
         state = one_program.create(s)
         *_, (state, _, _) = one_program.epoch_by_step(s, alone(s))(state, np.arange(64))
         before = jax.tree.map(np.array, state.model)
@@ -150,8 +172,8 @@ def test_evaluation_sees_every_example_and_leaves_the_state_alone():
 
 
 def test_aqsgd_evaluates_without_buffers():
-    s = setting.setting(small(fwd='aqsgd(uniform(2), examples=examples)', bwd='raw'))
-    plain = setting.setting(small(fwd='uniform(2)', bwd='raw'))
+    s = experiment.experiment_of(small(fwd='aqsgd(uniform(2), examples=examples)', bwd='raw'))
+    plain = experiment.experiment_of(small(fwd='uniform(2)', bwd='raw'))
     state, other = one_program.create(s), one_program.create(plain)
     assert one_program.evaluator(s)(state, True) == one_program.evaluator(plain)(other, True)
 
@@ -159,16 +181,17 @@ def test_aqsgd_evaluates_without_buffers():
 def test_warm_up_sends_raw_and_primes(tmp_path):
     text = 'aqsgd(uniform(2), examples=examples)'
     config = small(fwd=text, bwd='ef21(top_k(0.1))', warmup_epochs=1, epochs=1)
-    run.run(config, tmp_path)
-    s = setting.setting(config)
+    loop.train_and_evaluate(config, tmp_path)
+    s = experiment.experiment_of(config)
     state = last_state(tmp_path, s)
     links = state.model.feedback
     assert np.asarray(links.fwd[0][0]).any(axis=(1, 2, 3)).all()  # every example was seen
     gradient = np.asarray(links.bwd[0][0])
     assert (gradient != 0).mean() > 0.3  # the dense gradient, not a tenth of it
-    metrics = (tmp_path / 'metrics.jsonl').read_text()
-    raw = run.run(small(epochs=1, fwd='raw', bwd='raw'), tmp_path / 'raw')
-    assert f'{raw["test"]["off"]["last"]["loss"]}' in metrics  # same training as without
+    raw = loop.train_and_evaluate(small(epochs=1, fwd='raw', bwd='raw'), tmp_path / 'raw')
+    off = next(r for r in records(tmp_path) if r.get('compression') == 'off')
+    same = pytest.approx(off['loss'], rel=1e-5)  # the training of another program
+    assert raw['test']['off']['last']['loss'] == same
 
 
 def test_augmentation_shifts_and_mirrors():
@@ -183,7 +206,7 @@ def test_augmentation_shifts_and_mirrors():
 
 
 def test_resnet18_is_the_published_network():
-    s = setting.setting(config_of(width=64, data='digits', fwd='raw', bwd='raw'))
+    s = experiment.experiment_of(config_of(width=64, data='digits', fwd='raw', bwd='raw'))
     shapes = jax.eval_shape(
         lambda k: s.model.init(k, jnp.zeros((100, 32, 32, 3)), train=True)[0], jax.random.key(0)
     )
@@ -196,7 +219,7 @@ def test_resnet18_is_the_published_network():
 
 
 def test_the_step_lowers_for_cuda():
-    s = setting.setting(small(model='resnet18', fwd='ef21(top_k(0.1))', bwd='uniform(4)'))
+    s = experiment.experiment_of(small(model='resnet18', fwd='ef21(top_k(0.1))', bwd='uniform(4)'))
     state = jax.eval_shape(lambda: one_program.create(s))
     step = jax.jit(lambda m, o, e, batch: alone(s)(make(m, o, e), batch)[1])
     make = lambda m, o, e: TrainState(jnp.int32(0), ModelState(*m), o, e, jax.random.key(0))
@@ -214,7 +237,7 @@ GOLDEN_LOSSES = {  # five steps, width 4, batch 32 of digits; a change here is a
 
 @pytest.mark.parametrize(('what', 'losses'), GOLDEN_LOSSES.items(), ids=lambda v: str(v[0]))
 def test_five_step_losses(what, losses):
-    s = setting.setting(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
+    s = experiment.experiment_of(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
     ran = one_program.epoch_by_step(s, alone(s))(one_program.create(s), np.arange(160))
     np.testing.assert_allclose([float(m['loss']) for _, m, _ in ran], losses, rtol=5e-3)
 
@@ -225,37 +248,37 @@ def test_five_step_losses(what, losses):
         ({'fwd': 'top_k(10)'}, 'for 10 % write top_k'),
         ({'bwd': 'aqsgd(raw, examples=9)'}, 'aqsgd is for activations'),
         ({'fwd': 'aqsgd(raw, examples=9)'}, 'buffers for 9 examples and the training set has 160'),
-        ({'model': 'resnet19'}, 'not one of resnet18'),
-        ({'augment': 'flip'}, 'none, crop_flip'),
-        ({'eval_feedback': 'x'}, 'carry, direct, frozen'),
+        ({'model': 'resnet19'}, "not one of 'resnet18'.*mean resnet18"),
+        ({'augment': 'flip'}, "'none', 'crop_flip'"),
+        ({'eval_feedback': 'x'}, "'carry', 'direct', 'frozen'"),
         ({'warmup_epochs': 3}, 'not between 0 and epochs'),
         ({'batch_size': 161}, r'not in 1\.\.160'),
         ({'train_examples': 10**6}, '1437'),
-        ({'data': 'imagenet'}, 'known are'),
+        ({'data': 'imagenet'}, "not one of 'digits', 'mnist'"),
         ({'data': 'cifar10'}, 'data_dir'),
     ],
 )
 def test_a_bad_setting_is_refused(change, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        setting.setting(small(**change))
+        experiment.experiment_of(small(**change))
 
 
 TEXT = {'width': 16, 'heads': 2, 'blocks': 2, 'stages': 2, 'sequence_length': 16}
-TEXT |= {'train_examples': 128, 'batch_size': 32}
-ALIKE = {'fwd': 'raw', 'bwd': 'raw', 'clip_norm': 0.5, 'micro_batches': 2, 'epochs': 1}
+TEXT |= {'train_examples': 128, 'test_examples': 64, 'batch_size': 32}
+ALIKE = {'fwd': 'raw', 'bwd': 'raw', 'clip_norm': 0.5, 'num_microbatches': 2, 'epochs': 1}
 
 
 @pytest.mark.parametrize('make', [small, lambda **c: config_of('text_gpt2', **TEXT, **c)])
 def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys):
     """Float32, other fusions: losses to 1e-4, not to the bit; tied tables stay one to the bit."""
     found = []
-    for runtime in setting.RUNTIMES:
+    for runtime in KEYS['parallel.runtime'].words:
         config = make(**ALIKE, runtime=runtime)
-        run.run(config, tmp_path / runtime)
+        loop.train_and_evaluate(config, tmp_path / runtime)
         found.append(records(tmp_path / runtime))
-        s = setting.setting(config)
+        s = experiment.experiment_of(config)
         if s.task.tied:
-            made = run.engine_of(s, team.Team())
+            made = loop.engine_of(s, process_group.ProcessGroup())
             before = made.export(made.create(s))
             after, _ = checkpoint.Checkpoints(tmp_path / runtime).restore(before)
             a, b, c, d = (
@@ -278,50 +301,87 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
             np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-4)
 
 
+def test_anchors_of_tokens_train_alike():
+    """Tokens reach every stage, in training and in a test; both ends' tables agree to the bit."""
+    found = []
+    for runtime in ('local', 'mpmd'):
+        changes = {**ALIKE, 'fwd': 'anchored(block(4), vocabulary)', 'runtime': runtime}
+        exp = experiment.experiment_of(config_of('text_gpt2', **TEXT, **changes))
+        engine = loop.engine_of(exp, process_group.ProcessGroup())
+        order = data.order(0, 0, TEXT['train_examples'])
+        *_, (state, _, _) = engine.epoch(0)(engine.create(exp), order, lambda: False)
+        found.append((state.model.feedback, engine.evaluate(state, True)['loss']))
+        assert sizes.feedback_rows(exp) == [256 * (16 + 1) * 4]
+    (local, loss), (apart, same) = found
+    sent, received = apart[0][0].right_tx, apart[1][0].left_rx
+    jax.tree.map(np.testing.assert_array_equal, sent, received)
+    occurred = np.bincount(exp.data.train.x.ravel(), minlength=256)
+    np.testing.assert_array_equal(sent.weight, occurred)  # each fewer times than the window
+    np.testing.assert_allclose(local.fwd[0][0].mean, sent.mean, atol=0.02)
+    np.testing.assert_allclose(loss, same, rtol=1e-3)
+
+
+def test_anchors_are_for_tokens_and_not_for_one_program_over_a_mesh():
+    for make, changes, message in (
+        (small, {'fwd': 'anchored(raw, 5)'}, 'the input of this model has no tokens'),
+        (config_of, {'fwd': 'anchored(raw, 9)'}, 'anchors for 9 tokens and the data has 256'),
+        (config_of, {'bwd': 'anchored(raw, vocabulary)'}, 'anchored is for activations'),
+    ):
+        config = make('text_gpt2', **TEXT, **changes) if make is config_of else make(**changes)
+        with pytest.raises(ValueError, match=message):
+            experiment.experiment_of(config)
+    spmd = {'fwd': 'anchored(raw, vocabulary)', 'runtime': 'spmd', 'bwd': 'raw'}
+    exp = experiment.experiment_of(config_of('text_gpt2', **TEXT, **spmd))
+    with pytest.raises(ValueError, match=r'a table per token, and runtime spmd .*; use mpmd'):
+        loop.engine_of(exp, process_group.ProcessGroup()).create(exp)
+
+
 def test_a_diverging_run_stops_and_keeps_its_checkpoint(tmp_path):
-    run.run(small(epochs=1), tmp_path)
+    loop.train_and_evaluate(small(epochs=1), tmp_path)
     config = json.loads((tmp_path / 'config.json').read_text())
-    (tmp_path / 'config.json').write_text(json.dumps({**config, 'lr': 1e38}))
-    with pytest.raises(run.DivergedError, match=r'at step (6|7|8).*checkpoint'):
-        run.run(small(lr=1e38), tmp_path)
+    (tmp_path / 'config.json').write_text(
+        json.dumps({**config, 'optimizer': {**config['optimizer'], 'lr': 1e38}})
+    )
+    with pytest.raises(loop.DivergedError, match=r'at step (6|7|8).*checkpoint'):
+        loop.train_and_evaluate(small(lr=1e38), tmp_path)
     assert os.listdir(tmp_path / 'checkpoints') == ['5']
 
 
 def test_a_workdir_of_another_run_is_refused(tmp_path):
-    run.run(small(epochs=1), tmp_path)
+    loop.train_and_evaluate(small(epochs=1), tmp_path)
     kept = (tmp_path / 'metrics.jsonl').read_text()
     with pytest.raises(files.WorkdirError, match=r"fwd='uniform\(2\)' \(now 'raw'\)"):
-        run.run(small(fwd='raw'), tmp_path)
+        loop.train_and_evaluate(small(fwd='raw'), tmp_path)
     (tmp_path / 'config.json').unlink()
     with pytest.raises(files.WorkdirError, match='another model or channel'):
-        run.run(small(width=3), tmp_path)
+        loop.train_and_evaluate(small(width=3), tmp_path)
     assert (tmp_path / 'metrics.jsonl').read_text() == kept
 
 
 def test_an_unwritable_workdir_is_refused(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(files.WorkdirError, match='writable folder'):
-        run.run(small(), tmp_path / 'file' / 'run')
+        loop.train_and_evaluate(small(), tmp_path / 'file' / 'run')
 
 
 def test_every_config_key_is_read_and_headed():
-    folders = ROOT / 'jaxmp', ROOT / 'jaxmp' / 'training'
-    source = '\n'.join(p.read_text() for folder in folders for p in folder.glob('*.py'))
-    source += (ROOT / 'train.py').read_text()
+    """No key is dead; a configuration says how it is run and how long it takes."""
+    source = '\n'.join(p.read_text() for p in (ROOT / 'jaxmp').rglob('*.py'))
+    for name in KEYS:
+        last = name.rpartition('.')[2]
+        read = rf"[\w)]\.{last}\b|'{last}'"
+        assert re.search(read, source), f'{name} is not read'
     for path in (ROOT / 'configs').glob('[!_]*.py'):
-        if path.stem == 'paper_tables':  # a study: rows for other configs
+        if path.stem in ('paper_tables', 'common'):  # a study; the schema
             continue
-        config = config_of(path.stem)
-        assert len(config) <= 30
-        for key in config:
-            assert re.search(rf"config\.{key}\b|'{key}'", source), f'{path.name}: {key} is not read'
+        config_of(path.stem)
         header = path.read_text().split('"""')[1]
         assert 'python train.py' in header
         assert 'minute' in header or 'takes' in header
 
 
 def last_arrays(workdir, config):
-    state = last_state(workdir, setting.setting(config))
+    state = last_state(workdir, experiment.experiment_of(config))
     return state.replace(key=jax.random.key_data(state.key))
 
 
@@ -344,7 +404,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     assert process.wait(300) == 0
     out = process.stdout.read().decode()
     assert f'checkpoint at step {step} is damaged' in out
-    assert 'going on from step' in out
+    assert 'resuming from step' in out
     process.stdout.close()
     config = small(model='resnet18', **changes)
     assert leaves_equal(last_arrays(whole, config), last_arrays(cut, config))

@@ -2,8 +2,9 @@
 
 import flax.linen as nn
 
-from configs import paper_tables
-from jaxmp import task
+from jaxmp import plugins
+
+paper_tables = plugins.module(plugins.find('paper_tables'))
 
 
 class First(nn.Module):
@@ -24,17 +25,22 @@ class Second(nn.Module):
         return nn.Dense(self.classes)(x.reshape(len(x), -1))
 
 
-task.MODELS['tiny'] = lambda classes=10, width=64: (First(), Second(classes))
+def build(config, dataset):
+    """The network, for ``config.model.name``."""
+    return First(), Second(dataset.classes)
+
+
+TINY = 'tests.tiny_study:build'
 
 
 def get_study(scale, tables=(1, 2, 3, 4)):
     study = paper_tables.get_study(scale, tables)
-    for _, config in study:
-        if 'sequence_length' not in config:
-            config.model = 'tiny'
+    for _, c in study:
+        if c.model.name != 'gpt2':
+            c.model.name = TINY
     if tables == (1,):  # a second seed
         again = paper_tables.get_study(scale, tables)
-        for _, config in again:
-            config.update(model='tiny', seed=1)
-        study += [(1, config) for _, config in again]
+        for _, c in again:
+            c.update(model={'name': TINY}, seed=1)
+        study += [(1, c) for _, c in again]
     return study

@@ -1,30 +1,28 @@
-"""What bits are sent: the codecs and the parts they are made of.
+"""Codecs, which say what bits are sent for a tensor, and the parts that codecs are built from.
 
-All take one array of float16, bfloat16, float32 or float64 (`raw` takes any), and all decode a
-message to the same bits in every program and on every CPU, as `jaxmp.codecs.exact` explains.
+Every codec takes one array of float16, bfloat16, float32 or float64 (`raw` takes any dtype). Every
+codec decodes a message to the same bits in every program and on every CPU; `jaxmp.codecs.exact`
+explains how.
 """
 
+from jaxmp.codecs.adaptive import adaptive
 from jaxmp.codecs.dense import bf16, fp16, raw
+from jaxmp.codecs.indices import IndexCoding, bitmap, block_local, int32, packed
+from jaxmp.codecs.lloyd import lloyd
 from jaxmp.codecs.logscale import log_scale
+from jaxmp.codecs.microscaling import mx, nvfp4
 from jaxmp.codecs.polar import argmax, polar, polar_sign, randomised, scl
 from jaxmp.codecs.rotate import rotate
 from jaxmp.codecs.sign import as_bool, natural, one_bit, qsgd
-from jaxmp.codecs.sparse import (
-    IndexCoding,
-    bitmap,
-    block_local,
-    int32,
-    packed,
-    random_k,
-    same_support,
-    top_k,
-    unbiased_random_k,
-)
+from jaxmp.codecs.sparse import random_k, same_support, top_k, unbiased_random_k
+from jaxmp.codecs.spikes import spikes
+from jaxmp.codecs.trellis import trellis
 from jaxmp.codecs.uniform import block, max_scaled, nearest, stochastic, uniform
-from jaxmp.codecs.view import per_token
+from jaxmp.codecs.view import per_chunk, per_token
 
 __all__ = [
     'IndexCoding',
+    'adaptive',
     'argmax',
     'as_bool',
     'bf16',
@@ -33,12 +31,16 @@ __all__ = [
     'block_local',
     'fp16',
     'int32',
+    'lloyd',
     'log_scale',
     'max_scaled',
+    'mx',
     'natural',
     'nearest',
+    'nvfp4',
     'one_bit',
     'packed',
+    'per_chunk',
     'per_token',
     'polar',
     'polar_sign',
@@ -49,8 +51,10 @@ __all__ = [
     'rotate',
     'same_support',
     'scl',
+    'spikes',
     'stochastic',
     'top_k',
+    'trellis',
     'unbiased_random_k',
     'uniform',
 ]

@@ -1,4 +1,4 @@
-"""Every element sent, in its own or in a 16-bit float format."""
+"""Dense codecs: every element is sent, in its own format or in a 16-bit float format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _decode_raw(m: Array, like: Like, ctx: Ctx) -> Array:
 
 
 def saturated(x: Array, dtype: jnp.dtype) -> Array:
-    """``x`` in ``dtype``; finite values beyond its largest become the largest."""
+    """``x`` in ``dtype``; finite values beyond its largest number become that number."""
     x = x.astype(jnp.promote_types(jnp.promote_types(x.dtype, dtype), jnp.float32))
     largest = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
@@ -41,10 +41,10 @@ def _sixteen(dtype: jnp.dtype) -> Codec:
     def view(dtype: Any) -> Any:
         return lambda m: jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, dtype), m)
 
-    return Codec(encode, decode, numbers=(view(dtype), view(jnp.uint16)))
+    return Codec(encode, decode, additive=(view(dtype), view(jnp.uint16)))
 
 
-raw = named('raw', Codec(_encode_raw, _decode_raw, numbers=(lambda m: m, lambda m: m)))
+raw = named('raw', Codec(_encode_raw, _decode_raw, additive=(lambda m: m, lambda m: m)))
 """The tensor itself, in its own dtype: ``C(x) = x``."""
 
 fp16 = named('fp16', _sixteen(jnp.float16))
@@ -53,4 +53,4 @@ fp16 = named('fp16', _sixteen(jnp.float16))
 bf16 = named('bf16', _sixteen(jnp.bfloat16))
 """bfloat16, rounded to nearest even: float32's range with 8 bits of precision.
 
-Finite values beyond its largest, 3.39e38, saturate."""
+Finite values beyond 3.39e38, its largest number, saturate."""

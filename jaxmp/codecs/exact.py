@@ -1,13 +1,13 @@
 """Arithmetic with the same bits in every program and on every CPU.
 
-Sender and receiver decode a message in two programs, perhaps on two kinds of CPU, and a feedback
-rule that both follow must not let them drift apart. IEEE operations round alike everywhere; what
-differs is which operations a compiler chooses. It may fuse a product with the sum after it (FMA),
-which rounds once instead of twice; exp and log are polynomials of the compiler's; the order of a
-long sum is its own. A decoder is exact if it has none of that: a product that feeds a sum has few
-enough bits to need no rounding, a product that rounds feeds no sum, and sums are of two. (Numbers
-below the smallest normal one, 1.2e-38, are excepted: a product is flushed to zero, and inside an
-FMA it is not.)
+Sender and receiver decode a message in two programs, perhaps on two kinds of CPU. A feedback rule
+keeps equal buffers at both ends only if both programs decode to equal bits. An IEEE operation
+rounds in the same way everywhere, but the compiler chooses the operations: it may fuse a product
+with the sum after it (FMA), which rounds once instead of twice; it computes exp and log by
+polynomials of its own; and it chooses the order of a long sum. A decoder is exact if it avoids all
+three: a product that feeds a sum has few enough bits to need no rounding, a product that rounds
+feeds no sum, and every sum has two terms. (One exception: a product below the smallest normal
+number, 1.2e-38, is flushed to zero, but not inside an FMA.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 
 def short(x: Array, bits: int) -> Array:
-    """``x`` without its last significant bits, so that products with so short a number are exact.
+    """``x`` cut to ``bits`` significant bits, so that its products with short numbers are exact.
 
     >>> float(short(jnp.float32(1.999), 2) * 2)
     3.0
@@ -29,7 +29,7 @@ def short(x: Array, bits: int) -> Array:
 
 
 def product(a: Array, b: Array) -> Array:
-    """``a b``, rounded even where a sum follows; a of float16's precision, 11 bits."""
+    """``a b``, rounded also where a sum follows; ``a`` has at most 11 significant bits."""
     high = short(b, jnp.finfo(b.dtype).nmant - 10)
     return a * high + a * (b - high)
 

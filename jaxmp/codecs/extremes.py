@@ -1,10 +1,11 @@
-"""Smallest and largest of a group, by which quantisers scale: NaN if one of it is NaN.
+"""Smallest and largest element of a group, the range of a quantiser; NaN if an element is NaN.
 
-`jnp.max` of floats does not do: XLA:CPU reduces a long row, from some 2,000 elements on, in pieces,
-and then skips NaN. Magnitudes are compared as integers here, for bit patterns order as they do, NaN
-above infinity; and two extremes are found in one pass, where `jnp.min` and `jnp.max` make two. They
-are jitted, because a reduction by a Python function is else compiled anew at every eager call.
-(`qsgd` and `polar` take `jnp.max` and find NaN by a sum of the same numbers.)
+`jnp.max` of floats is not sufficient: XLA:CPU reduces a row of more than about 2,000 elements in
+pieces and then ignores NaN. The functions here compare magnitudes as integers: bit patterns have
+the order of magnitudes, with NaN above infinity. One pass finds both extremes, where `jnp.min` and
+`jnp.max` take two. The functions are jitted, because JAX would otherwise compile a reduction by a
+Python function again at every eager call. (`qsgd` and `polar` use `jnp.max` and detect NaN by a sum
+of the same numbers.)
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from jaxtyping import Array
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def span(x: Array, axis: int) -> tuple[Array, Array]:
-    """Smallest and largest along ``axis``, NaN where either is not finite."""
+    """Smallest and largest element along ``axis``; both are NaN where either is not finite."""
     lo, hi = _ends(x, x, axis, (-jnp.inf, jnp.inf))
     finite = jnp.isfinite(lo) & jnp.isfinite(hi)
     return jnp.where(finite, lo, jnp.nan), jnp.where(finite, hi, jnp.nan)
 
 
 def largest(x: Array, axis: int) -> Array:
-    """The largest magnitude along an axis.
+    """The largest magnitude along ``axis``; NaN if there is one.
 
     >>> largest(jnp.array([[1.0, jnp.nan, -3.0], [1.0, -jnp.inf, 3.0]]), 1).tolist()
     [nan, inf]
@@ -35,9 +36,9 @@ def largest(x: Array, axis: int) -> Array:
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def magnitudes(x: Array, axis: int) -> tuple[Array, Array]:
-    """Smallest and largest magnitude of normal numbers along an axis.
+    """Smallest and largest magnitude of the normal numbers along an axis.
 
-    Without a normal number the smallest is infinite, and the largest is below all of them.
+    Without a normal number the smallest is infinite, and the largest is below every normal number.
     """
     words = _words(x)
     normal, inf = (_words(jnp.array(v, x.dtype)) for v in (jnp.finfo(x.dtype).tiny, jnp.inf))

@@ -1,4 +1,4 @@
-"""Sign and magnitude on a geometric scale: equal relative, not absolute, steps."""
+"""Quantiser on a geometric scale: neighbouring levels have a constant ratio, not a distance."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxmp.words import word
 
 
 def _geometric(a: Array, ratio: Array, n: Array, digits: int) -> Array:
-    """``a ratio**n`` for integers n of so many binary digits: products, which round alike anywhere.
+    """``a ratio**n`` for integers n of ``digits`` bits, by products, which round alike everywhere.
 
-    The highest power would leave the range of floats first, so it is taken as two factors.
+    The highest power could leave the range of floats, so it is applied as two factors.
     """
     for i in range(digits):
         factor = jnp.where(n >> i & 1, ratio, 1)
@@ -27,14 +27,15 @@ def _geometric(a: Array, ratio: Array, n: Array, digits: int) -> Array:
 
 @word
 def log_scale(bits: int) -> Codec:
-    """Sign and ``bits - 1`` bits of magnitude between a sample's smallest and largest non-zero.
+    """Sign and ``bits - 1`` bits of magnitude, on a geometric scale over each sample's non-zeros.
 
     With ``L = 2**(bits - 1) - 1`` levels and ``a = |x|``:
     ``q = 0`` if ``a = 0``, else ``1 + round((L - 1) log(a / lo) / log(hi / lo))``;
-    ``C(x) = sign(x) lo (hi / lo)**((q - 1) / (L - 1))``; with ``L = 1`` the level is
-    ``sqrt(lo hi)``. Zeros stay exact; numbers below the smallest normal count as zeros; a
-    sample that holds NaN or an infinity has NaN for its non-zeros. The lowest level and the ratio
-    of two neighbours travel as float32, and the receiver multiplies.
+    ``C(x) = sign(x) lo (hi / lo)**((q - 1) / (L - 1))``. ``lo`` and ``hi`` are the smallest and the
+    largest non-zero ``a`` of the sample; with ``L = 1`` the only level is ``sqrt(lo hi)``. Zeros
+    are exact. Numbers below the smallest normal number count as zeros. If a sample holds NaN or an
+    infinity, its non-zeros decode to NaN. ``lo`` and the ratio of two neighbouring levels are sent
+    as float32, and the receiver computes the levels by products.
 
     Args:
       bits: 2 to 8.

@@ -1,15 +1,15 @@
-"""Below one bit an element: signs as a codeword of a polar code, and one scale a block.
+"""Codecs below one bit per element: signs as a codeword of a polar code, and one scale per block.
 
-A tensor is cut into blocks of N elements. Each is reproduced as ``c s``, where the signs s form a
-codeword that K bits name: `successive` search finds one that agrees with the elements where they
-are large. ``c = <x, s> / N``, the best scale for these signs, travels as bfloat16, 16 bits with
-float32's range, so that gradients of 1e-8 keep their scale. A message costs ``K / N + 16 / N`` bits
-an element.
+A tensor is cut into blocks of N elements. Each block is reproduced as ``c s``. The signs s are a
+codeword that K bits select; `successive` search finds one that agrees with the elements where they
+are large. ``c = <x, s> / N`` is the best scale for these signs. It is sent as bfloat16, which has
+float32's range in 16 bits, so that gradients of 1e-8 keep their scale. A message takes
+``K / N + 16 / N`` bits per element.
 
-`polar_sign` looks at signs alone; `polar` also at magnitudes, which pays at every rate. Both first
-multiply the tensor by signs drawn from the crossing's key, at both ends, so that data of one sign,
-or otherwise structured, meet the code as random data do. The codewords of two tensors do not add:
-average what is decoded.
+`polar_sign` uses the signs of the elements only; `polar` also uses their magnitudes, which lowers
+the error at every rate. Both first multiply the tensor by random signs that both ends draw from the
+crossing's key, so that structured data, such as data of one sign, compress as well as random data.
+The sum of two codewords does not decode to the sum of two tensors: average what is decoded.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, pack, unpack, wide
 from jaxmp.words import Origin, known, named, word
 
-WORD, NOISE = 0, 1  # streams of the crossing's key
+WORD, NOISE = 0, 1  # sub-streams of the crossing's key
 
 
 @known
 class Search(NamedTuple):
-    """How an encoder chooses the codeword.
+    """The rule by which an encoder chooses the codeword.
 
     Attributes:
-      word: ``(code, ratios, ctx) -> signs`` of a codeword, both of shape ``(N, blocks)``.
-      origin: the call that made it (`jaxmp.words`).
+      word: ``(code, ratios, ctx) -> signs`` of a codeword; ratios and signs are ``(N, blocks)``.
+      origin: the call that built it (`jaxmp.words`).
     """
 
     word: Callable[[Code, Ratios, Ctx], Ratios]
@@ -51,18 +51,19 @@ def _randomised(code: Code, llr: Ratios, ctx: Ctx) -> Ratios:
 
 
 argmax = named('argmax', Search(lambda code, llr, ctx: successive(code, llr)))
-"""Every bit takes its likelier value: 3 to 10 % less distortion than `randomised`."""
+"""Every bit gets its more likely value: 3 to 10 % less distortion than `randomised`."""
 
 randomised = named('randomised', Search(_randomised))
-"""Every bit is drawn from its posterior, ``P(u = 1) = 1 / (1 + e^L)``: what the proofs assume."""
+"""Every bit is drawn from its posterior, ``P(u = 1) = 1 / (1 + e^L)``, as the proofs assume."""
 
 
 @word
 def scl(paths: int) -> Search:
-    """A list of ``paths`` candidates and the likeliest of them in the end: 2 to 8 % below `argmax`.
+    """The most likely of ``paths`` candidates: 2 to 8 % less distortion than `argmax`.
 
     Args:
-      paths: 2 to 32; 4 to 8 are usual. 8 take about 15 times as long as `argmax`.
+      paths: number of candidates, 2 to 32; 4 to 8 are usual. 8 take about 15 times as long as
+        `argmax`.
 
     Raises:
       ValueError: if ``paths`` is out of range.
@@ -74,16 +75,16 @@ def scl(paths: int) -> Search:
 
 @word
 def polar(rate: float, block: int = 1024, search: Search = argmax) -> Codec:
-    """Signs as a polar codeword chosen by signs and magnitudes, and one scale a block.
+    """Signs as a polar codeword chosen by signs and magnitudes, and one scale per block.
 
-    ``C(x) = c s``, ``c = <x, s> / N``, s the codeword that ``search`` finds for the log-likelihood
-    ratios ``beta x / rms(x)``, beta from ``1 - E h2(sigma(beta x)) = rate``, x normal. On normal
-    data of rates .1, .25 and .5 the relative squared error is .89, .74 and .54; data with heavy
-    tails need ``rotate(polar(...))``. A NaN or an infinity spoils its block.
+    ``C(x) = c s`` with ``c = <x, s> / N``. s is the codeword that ``search`` finds for the
+    log-likelihood ratios ``beta x / rms(x)``, with ``1 - E h2(sigma(beta x)) = rate``, x normal. On
+    normal data the relative squared error is .89, .74 and .54 at rates .1, .25 and .5. Data with
+    heavy tails need ``rotate(polar(...))``. A NaN or an infinity makes its whole block useless.
 
     Args:
-      rate: message bits an element, in (0, 1]; ``floor(rate block)`` bits a block are sent.
-      block: N, a power of two. The last block of a tensor is filled up with zeros.
+      rate: message bits per element, in (0, 1]; ``floor(rate block)`` bits are sent per block.
+      block: N, a power of two. The last block of a tensor is padded with zeros.
       search: ``argmax``, ``randomised`` or ``scl(paths)``.
 
     Raises:
@@ -107,14 +108,14 @@ def polar(rate: float, block: int = 1024, search: Search = argmax) -> Codec:
 
 @word
 def polar_sign(rate: float, block: int = 1024, search: Search = argmax) -> Codec:
-    """Signs as a polar codeword chosen by the signs alone, and one scale a block.
+    """Signs as a polar codeword chosen by the signs alone, and one scale per block.
 
-    As `polar` with log-likelihood ratios ``sign(x) ln((1 - D) / D)``, ``1 - h2(D) = rate``,
-    ``sign(0) = 1``: lossy compression of a fair bit source, which reproduces a sign wrongly with a
-    probability near D. It loses to `polar` at every rate below 1.
+    It is `polar` with the log-likelihood ratios ``sign(x) ln((1 - D) / D)``, ``1 - h2(D) = rate``,
+    ``sign(0) = 1``: lossy compression of a fair bit source. A reproduced sign is wrong with a
+    probability near D. The error is larger than that of `polar` at every rate below 1.
 
     Args:
-      rate: message bits an element, in (0, 1].
+      rate: message bits per element, in (0, 1].
       block: N, a power of two.
       search: ``argmax``, ``randomised`` or ``scl(paths)``.
 
@@ -139,11 +140,11 @@ def _check(name: str, rate: object, block: Any, search: object) -> None:
     polarcode.check_rate(name, rate, block)
 
 
-def _codec(made: Callable[[], Code], ratios: Callable[[Array], Array], search: Search) -> Codec:
-    """Blocks, signs of the key, search, scale."""
+def _codec(code_of: Callable[[], Code], ratios: Callable[[Array], Array], search: Search) -> Codec:
+    """The steps of both codecs: cut into blocks, apply random signs, search, compute the scale."""
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        x, code, size = wide(x), made(), x.size
+        x, code, size = wide(x), code_of(), x.size
         x, rms = _blocks(x, code.size)
         flip = _flips(ctx, x.shape)
         llr = jnp.nan_to_num(jnp.where(flip, -1, 1) * ratios(x)).astype(jnp.float32)
@@ -154,7 +155,7 @@ def _codec(made: Callable[[], Code], ratios: Callable[[Array], Array], search: S
         return {'word': pack(word, 1), 'scale': bf16.encode(c, ctx)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        code = made()
+        code = code_of()
         word = unpack(m['word'], 1, len(code.sent)).T
         inputs = jnp.zeros((code.size, word.shape[1]), jnp.uint8)
         bits = polarcode.transform(inputs.at[np.array(code.sent)].set(word))
@@ -168,12 +169,12 @@ def _codec(made: Callable[[], Code], ratios: Callable[[Array], Array], search: S
 
 
 def _blocks(x: Array, n: int) -> tuple[Float[Array, 'n blocks'], Float[Array, ' blocks']]:
-    """The tensor in blocks of n elements, one a column, over their root mean squares."""
+    """The tensor in blocks of n elements, one per column, divided by their root mean squares."""
     flat = x.reshape(-1)
     x = jnp.pad(flat, (0, -flat.size % n)).reshape(-1, n).T
     peak = jnp.max(jnp.abs(x), axis=0)
     some = ~(peak < jnp.finfo(x.dtype).tiny)
-    # In two halves: squares leave float32, and so does 1 / peak (XLA divides by multiplying).
+    # Two factors, because 1 / peak may overflow float32 (XLA divides by multiplying).
     root = jnp.where(some, jax.lax.rsqrt(jnp.where(some, peak, 1)), 0)
     x = x * root * root
     rms = jnp.sqrt(_mean(x * x, flat.size))
@@ -181,13 +182,13 @@ def _blocks(x: Array, n: int) -> tuple[Float[Array, 'n blocks'], Float[Array, ' 
 
 
 def _mean(x: Float[Array, 'n blocks'], size: int) -> Float[Array, ' blocks']:
-    """Mean of every block; the last of a tensor of ``size`` elements may hold fewer than n."""
+    """Mean of each block; the last block of a tensor of ``size`` elements may hold fewer than n."""
     n, blocks = x.shape
     return x.sum(0) / np.minimum(n, size - n * np.arange(blocks)).astype(x.dtype)
 
 
 def _flips(ctx: Ctx, shape: tuple[int, ...]) -> Array:
-    """Random signs of the crossing, true for minus."""
+    """Random signs of the crossing; true means minus."""
     size, blocks = shape
     words = jax.random.bits(_key(ctx, WORD), (-(-size // 8), blocks), jnp.uint8)
     bits = words[:, None] >> jnp.arange(8, dtype=jnp.uint8)[None, :, None] & 1

@@ -1,14 +1,14 @@
-"""Polar codes: the transform, and which of its inputs carry the message.
+"""Polar codes: the transform, and the set of its inputs that carry the message.
 
 A word u of N bits, N a power of two, becomes ``x = u F^(kron n)`` over GF(2), ``F = [[1, 0],
 [1, 1]]``, in natural order; the transform is its own inverse. As a source code, K of the inputs
-carry the message and N - K are frozen to zero. Seen through successive cancellation the inputs
-polarise: given the source and the inputs before it, input i is nearly decided (entropy ``H_i`` near
-0: it must follow the source, so it is sent) or nearly a coin (``H_i`` near 1: it may as well be
-zero). A construction estimates all ``H_i``; the K smallest are sent.
+carry the message and N - K are frozen to zero. Under successive cancellation the inputs polarise:
+given the source and the inputs before it, input i is either nearly determined (entropy ``H_i`` near
+0; it must follow the source, so it is sent) or nearly uniform (``H_i`` near 1; it can be zero). A
+construction estimates all ``H_i``; the inputs with the K smallest are sent.
 
-Sender and receiver build the set themselves and must agree to the last index. `genie` therefore
-counts in integers, from a generator whose stream is fixed.
+Sender and receiver compute the set separately and must get identical indices. `genie` therefore
+uses integers, and a random generator whose stream is fixed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float64, UInt8
 
-UNIT = 1024  # of a log-likelihood ratio, in the integers of `genie`
-SAMPLES = 1 << 22  # of `genie`: log-likelihood ratios of all blocks
+UNIT = 1024  # the integer with which `genie` represents a log-likelihood ratio of 1
+SAMPLES = 1 << 22  # log-likelihood ratios that `genie` draws, over all blocks
 SIZES = [2**n for n in range(1, 17)]
-COLUMNS = 1 << 18  # of those, at once: they stay in the cache
+COLUMNS = 1 << 18  # samples computed at once; so many fit the cache
 
 Bits = UInt8[Array, 'N ...']
 Levels = Float64[np.ndarray, ' levels']
@@ -35,7 +35,7 @@ Construction = Callable[[int, Levels], Float64[np.ndarray, ' N']]
 
 
 class Code(NamedTuple):
-    """Which inputs of a polar transform of N bits carry the message.
+    """A polar code: the inputs of a transform of N bits that carry the message.
 
     Attributes:
       size: N.
@@ -82,7 +82,7 @@ def check_rate(name: str, rate: float, size: int) -> None:
     if not 0 < rate <= 1 or size * rate < 1:
         cure = f'; for {rate:g} % write {name}({rate / 100:g})' if 1 < rate <= 100 else ''
         raise ValueError(
-            f'{name} rate {rate} is not in [{1 / size:g}, 1], bits an element in blocks of '
+            f'{name} rate {rate} is not in [{1 / size:g}, 1], in bits per element for blocks of '
             f'{size}{cure}'
         )
 
@@ -98,7 +98,7 @@ def entropy(p: Float64[np.ndarray, '...']) -> Float64[np.ndarray, '...']:
 
 
 def bisect(rising: Callable[[float], float], target: float, high: float) -> float:
-    """Where ``rising`` reaches ``target`` in ``[0, high]``, rounded to 2**-20."""
+    """The argument in ``[0, high]`` at which ``rising`` reaches ``target``, rounded to 2**-20."""
     low = 0.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -116,17 +116,17 @@ def distortion(rate: float) -> float:
 
 
 def ratio(rate: float) -> float:
-    """``ln((1 - D) / D)``, the log-likelihood ratio of a bit that is wrong with `distortion` D."""
+    """``ln((1 - D) / D)``, the log-likelihood ratio of a bit that is wrong with probability D."""
     d = max(distortion(rate), 2.0**-20)
     return math.log((1 - d) / d)
 
 
 @functools.lru_cache(64)
 def slope(rate: float) -> float:
-    """The inverse temperature that leaves ``rate`` bits of a normal number in its sign.
+    """The inverse temperature at which the sign of a normal number carries ``rate`` bits.
 
-    beta with ``1 - E h2(sigma(beta x)) = rate``, x standard normal: the test channel
-    ``P(s = 1 | x) = sigma(beta x)``, whose output costs ``rate`` bits an element.
+    It is beta with ``1 - E h2(sigma(beta x)) = rate``, x standard normal: the test channel
+    ``P(s = 1 | x) = sigma(beta x)``, whose output costs ``rate`` bits per element.
 
     >>> round(slope(0.5), 2)
     3.17
@@ -136,17 +136,17 @@ def slope(rate: float) -> float:
     return bisect(known, rate, 4096.0)
 
 
-# A source, as the construction sees it: equally likely log-likelihood ratios of the all-zero word.
+# A source is given to a construction as equally likely log-likelihood ratios of the all-zero word.
 
 
 def hard_source(rate: float) -> Levels:
-    """Fair bits reproduced with `distortion` D: `ratio`, of the wrong sign in a share D."""
+    """Fair bits reproduced with `distortion` D: values `ratio`, a share D with the wrong sign."""
     wrong = round(distortion(rate) * 2**16)
     return ratio(rate) * np.where(np.arange(2**16) < wrong, -1.0, 1.0)
 
 
 def soft_source(rate: float) -> Levels:
-    """``beta x`` for normal x given that its reproduction is positive, beta of `slope`."""
+    """``beta x`` for normal x, given that its reproduction is positive; beta is `slope`."""
     beta, x = slope(rate), np.linspace(-8, 8, 2**16 + 1)
     mass = np.exp(-x * x / 2 - np.logaddexp(0, -beta * x))
     below = np.cumsum(mass) / mass.sum()
@@ -154,11 +154,12 @@ def soft_source(rate: float) -> Levels:
 
 
 def genie(size: int, source: Levels) -> Float64[np.ndarray, 'N']:
-    """``H(U_i | past)`` of every input, in bits, by Monte Carlo on the all-zero word.
+    """``H(U_i | past)`` of each input, in bits, by Monte Carlo on the all-zero word.
 
-    A genie tells successive cancellation the true past, so that all nodes of a level are computed
-    at once; ``H_i`` is the mean of ``h2(sigma(L_i))``. By the chain rule the mean over i is the
-    entropy of a source bit given what is known of it, ``h2(D)`` for `hard_source`.
+    The construction is genie-aided: successive cancellation uses the true past, so that all nodes
+    of a level are computed at once. ``H_i`` is the mean of ``h2(sigma(L_i))``. By the chain rule
+    the mean over i is the entropy of a source bit given its log-likelihood ratio, which is
+    ``h2(D)`` for `hard_source`.
 
     >>> round(float(genie(16, hard_source(0.5)).mean()), 2)
     0.5
@@ -185,7 +186,7 @@ def _split(a: np.ndarray) -> np.ndarray:
     while (size := a.shape[1]) > 1:
         first, second = a[:, : size // 2], a[:, size // 2 :]
         both, apart = first + second, np.abs(first - second)
-        f = (np.abs(both) - apart) // 2  # even: both and apart differ by an even number
+        f = (np.abs(both) - apart) // 2  # exact: both and apart differ by an even number
         f += soft[np.minimum(np.abs(both), len(soft) - 1)]
         f -= soft[np.minimum(apart, len(soft) - 1)]
         a = np.stack([f, both], 1).reshape(-1, size // 2, a.shape[2])
@@ -193,10 +194,10 @@ def _split(a: np.ndarray) -> np.ndarray:
 
 
 def bhattacharyya(size: int, source: Levels) -> Float64[np.ndarray, 'N']:
-    """``ln Z_i``, bounds of the Bhattacharyya parameters: quick, and up to 20 % worse than `genie`.
+    """``ln Z_i``, bounds of the Bhattacharyya parameters: fast, but up to 20 % worse than `genie`.
 
-    ``Z = E exp(-L / 2)``, that is ``2 sqrt(D (1 - D))`` for `hard_source`; ``Z`` goes to
-    ``2 Z - Z^2`` and to ``Z^2``, which is exact for erasures only.
+    ``Z = E exp(-L / 2)``, which is ``2 sqrt(D (1 - D))`` for `hard_source`. Each level maps ``Z``
+    to ``2 Z - Z^2`` and to ``Z^2``, which is exact only for erasures.
     """
     log_z = np.log(np.exp(-source / 2).mean(keepdims=True))
     while len(log_z) < size:
@@ -207,11 +208,11 @@ def bhattacharyya(size: int, source: Levels) -> Float64[np.ndarray, 'N']:
 
 @functools.lru_cache(64)
 def code(size: int, rate: float, source: Source, construction: Construction = genie) -> Code:
-    """The code that sends ``floor(rate size)`` of its inputs, those of the lowest score.
+    """The code that sends the ``floor(rate size)`` inputs with the lowest scores.
 
     Args:
       size: N, a power of two.
-      rate: message bits a source bit, in (0, 1].
+      rate: message bits per source bit, in (0, 1].
       source: `hard_source` or `soft_source`.
       construction: `genie` or `bhattacharyya`.
 
@@ -224,5 +225,5 @@ def code(size: int, rate: float, source: Source, construction: Construction = ge
     check_size('code', size)
     check_rate('code', rate, size)
     score = construction(size, source(rate))
-    order = np.argsort(score, kind='stable')  # a tie sends the lower index, at both ends
+    order = np.argsort(score, kind='stable')  # among equal scores, both ends take the lower index
     return Code(size, tuple(sorted(order[: int(size * rate)].tolist())))

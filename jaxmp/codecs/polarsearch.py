@@ -1,17 +1,17 @@
 """Successive cancellation: a codeword of a polar code close to given log-likelihood ratios.
 
-A node of the code's tree covers n neighbouring inputs and turns n log-likelihood ratios
-(LLR, ln P(x = 0) / P(x = 1)) into n bits of a codeword. From the halves a, b of its LLRs the left
-child gets ``f(a, b)``, the LLR of a bit of ``x_L xor x_R``; once its bits x_L are known the right
-child gets ``g = b + (1 - 2 x_L) a``; the node's word is ``[x_L xor x_R, x_R]``. Bits are written as
-signs ``s = 1 - 2x`` here: xor is a product, and ``g = b + s_L a``.
+A node of the code's tree covers n neighbouring inputs and maps n log-likelihood ratios
+(LLR, ln P(x = 0) / P(x = 1)) to n bits of a codeword. From the halves a, b of its LLRs the left
+child gets ``f(a, b)``, the LLR of a bit of ``x_L xor x_R``. Once the left child has found its bits
+x_L, the right child gets ``g = b + (1 - 2 x_L) a``. The node's word is ``[x_L xor x_R, x_R]``. Bits
+are represented by signs ``s = 1 - 2x``: xor is then a product, and ``g = b + s_L a``.
 
-Three kinds of node need no children, exactly: all inputs frozen, none frozen, and only the last
-one sent (a repetition). Nothing is unrolled: the two children of a level are two turns of one loop,
-so the program for N inputs is log2 N nested loops, and which kind a node is is read from a table.
-Arrays are ``(n, blocks)``, the blocks contiguous. The index of a node is never batched, so that a
-switch on its kind runs one branch. Both searches are jitted, because a loop is else compiled anew
-at every eager call.
+Three kinds of node need no children, without approximation: all inputs are frozen, no input is
+frozen, or only the last input is sent (a repetition). Nothing is unrolled: the two children of a
+level are two iterations of one loop, so the program for N inputs is log2 N nested loops. A table
+gives the kind of each node. Arrays are ``(n, blocks)`` with the blocks contiguous. The index of a
+node is never batched, so that a switch on the kind of a node runs one branch. Both searches are
+jitted, because JAX would otherwise compile a loop again at every eager call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Ratios = Float[Array, 'N blocks']
 
 
 def kinds(code: Code) -> list[np.ndarray]:
-    """The kind of every node: entry l of the list holds those of 2**l inputs."""
+    """The kinds of all nodes: entry l of the list holds those of the nodes with 2**l inputs."""
     sent = np.zeros(code.size, bool)
     sent[list(code.sent)] = True
     found = []
@@ -63,16 +63,16 @@ def _noise_of(noise: Array | None, start: Array, size: int) -> Array | float:
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def successive(code: Code, llr: Ratios, noise: Ratios | None = None) -> Ratios:
-    """The codeword of successive cancellation, as signs.
+    """The codeword that successive cancellation finds, as signs.
 
-    An input that is sent is 1 if its LLR lies below its noise. Without noise that is the likelier
+    An input that is sent is 1 if its LLR is below its noise. Without noise this is the more likely
     value (argmax); with standard logistic noise it is randomised rounding,
     ``P(u = 1) = 1 / (1 + e^L)``.
 
     Args:
-      code: which inputs are sent.
+      code: says which inputs are sent.
       llr: log-likelihood ratios of the source bits.
-      noise: one number an input.
+      noise: one number per input.
 
     Returns:
       Signs ``1 - 2x`` of the codeword x.
@@ -104,7 +104,7 @@ def _node(tree: list[np.ndarray], level: int, j: Array, llr: Array, noise: Array
 
 
 def _switch(kind: np.ndarray, j: Array, branches: tuple[Callable, ...], *args: Array):
-    """The branch of node j's kind, among the kinds that occur at its level."""
+    """The result of the branch for node j's kind; only the kinds at its level are compiled."""
     present = sorted(set(kind.tolist()))
     at = jnp.asarray(np.searchsorted(present, kind), jnp.int32)[j]
     return lax.switch(at, [branches[k] for k in present], *args)
@@ -124,7 +124,7 @@ def _split(tree: list[np.ndarray], level: int, j: Array, llr: Array, noise: Arra
 
 
 class _Paths(NamedTuple):
-    """What a node of the list search returns: words, where each came from, and its penalty."""
+    """The result of a node of the list search: words, the path each continues, its penalty."""
 
     word: Float[Array, 'n paths blocks']
     parent: Array
@@ -133,16 +133,16 @@ class _Paths(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 2), inline=True)
 def successive_list(code: Code, llr: Ratios, paths: int) -> Ratios:
-    """The best codeword of a successive cancellation that keeps several candidates.
+    """The most likely codeword found by successive cancellation with several candidates (paths).
 
-    Every input sent forks each path; the ``paths`` likeliest survive. The penalty of a path is
-    ``-ln P(word | llr) = sum ln(1 + e^(-s L))`` over the inputs decided so far, frozen ones
-    included; at the end it ranks words by their likelihood given the source.
+    Each input that is sent splits every path in two; the ``paths`` most likely ones are kept. The
+    penalty of a path is ``-ln P(word | llr) = sum ln(1 + e^(-s L))`` over the inputs decided so
+    far, including frozen ones. At the end it ranks words by their likelihood given the source.
 
     Args:
-      code: which inputs are sent.
+      code: says which inputs are sent.
       llr: log-likelihood ratios of the source bits.
-      paths: how many candidates; time grows with their number, and with its square the sorting.
+      paths: number of candidates; the time is linear in it, except for sorting, which is quadratic.
 
     Returns:
       Signs of the codeword.
@@ -153,7 +153,7 @@ def successive_list(code: Code, llr: Ratios, paths: int) -> Ratios:
     first = jnp.arange(paths)[:, None] == 0
     penalty = jnp.where(first, jnp.zeros_like(llr[:1]), jnp.inf)
     wide = jnp.broadcast_to(llr[:, None], (code.size, paths, llr.shape[1]))
-    # Forks at single inputs only: a fork at every level would dominate the program.
+    # Paths split at single inputs only: a split at every level would dominate the program.
     inputs, *above = kinds(code)
     tree = [inputs, *(np.where(kind == FROZEN, FROZEN, SPLIT) for kind in above)]
     found = _list_node(tree, len(above), jnp.int32(0), wide, penalty)
@@ -175,12 +175,12 @@ def _cost(signed: Array) -> Array:
 
 
 def _fork(llr: Array, penalty: Array) -> _Paths:
-    """Both values of an input that is sent, of all paths: the best of them."""
+    """The best paths among all paths with either value of an input that is sent."""
     paths = penalty.shape[0]
     both = jnp.concatenate([penalty + _cost(llr)[0], penalty + _cost(-llr)[0]])
     order = jnp.arange(2 * paths)[:, None, None]
     before = (both < both[:, None]) | ((both == both[:, None]) & (order[:, 0] < order))
-    rank = before.sum(1, dtype=jnp.int32)  # of each candidate: cheaper here than sorting
+    rank = before.sum(1, dtype=jnp.int32)  # the rank of each candidate; cheaper than sorting here
     at = jnp.zeros(penalty.shape, jnp.int32)
     for i in range(2 * paths):
         at = jnp.where(rank[i] == order[:paths, 0], i, at)
@@ -189,13 +189,13 @@ def _fork(llr: Array, penalty: Array) -> _Paths:
 
 
 def _same(penalty: Array) -> Array:
-    """Every path its own parent."""
+    """The parents where each path continues itself."""
     order = jnp.arange(penalty.shape[0], dtype=jnp.int32)[:, None]
     return order + jnp.zeros_like(penalty, jnp.int32)
 
 
 def _list_node(tree: list[np.ndarray], level: int, j: Array, llr: Array, penalty: Array) -> _Paths:
-    """The words of node j of a level, one for each path that survives it."""
+    """The words of node j of a level, one per path that is kept."""
 
     def frozen(llr: Array, penalty: Array) -> _Paths:
         return _Paths(jnp.ones_like(llr), _same(penalty), penalty + _cost(llr).sum(0))

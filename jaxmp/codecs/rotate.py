@@ -1,8 +1,8 @@
-"""A random rotation around another codec: heavy tails become normal.
+"""`rotate`: a random rotation around another codec, which makes heavy tails nearly normal.
 
-A Hadamard matrix mixes all the elements of a block with equal weights, so that a rotated element is
-a sum of many and nearly normal, whatever the block held; random signs, drawn from the crossing's
-key at both ends, keep structured data from aligning with a row of the matrix.
+A Hadamard matrix mixes all elements of a block with equal weights. A rotated element is therefore a
+sum of many elements and nearly normal, whatever the distribution in the block. Random signs, which
+both ends draw from the crossing's key, keep structured data from aligning with a row of the matrix.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ BLOCKS = [2**n for n in range(1, 21)]
 
 
 def hadamard(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
-    """Every row times the Hadamard matrix over ``sqrt(n)``: a rotation, its own inverse.
+    """Each row times the Hadamard matrix divided by ``sqrt(n)``: a rotation, its own inverse.
 
     >>> hadamard(jnp.array([[2.0, 0.0, 0.0, 0.0]])).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
     rows, n = x.shape
-    for level in range(n.bit_length() - 1):  # sums of two: the same bits on every CPU
-        halves = (x / 2).reshape(rows, -1, 2, 2**level)  # means: what is finite stays so
+    for level in range(n.bit_length() - 1):  # sums of two terms have the same bits on every CPU
+        halves = (x / 2).reshape(rows, -1, 2, 2**level)  # means, so that finite values stay finite
         a, b = halves[:, :, 0], halves[:, :, 1]
         x = jnp.stack([a + b, a - b], 2).reshape(rows, n)
     scaled = x * np.sqrt(n).astype(x.dtype)
@@ -44,13 +44,13 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
 
     .. math:: C(x) = D H\, C'(H D x)
 
-    H is the Hadamard rotation of every ``block`` elements, D a diagonal of random signs. The codec
-    gets the blocks as samples of ``block`` elements; it gets no ids.
+    H is the Hadamard rotation of each run of ``block`` elements, D a diagonal matrix of random
+    signs. The codec gets the blocks as samples of ``block`` elements; it gets no ids.
 
     Args:
-      codec: what codes the rotated tensor.
-      block: elements that are mixed, a power of two. The last block is filled up with zeros, and
-        what they become is sent too: choose a block no larger than the tensor.
+      codec: codec of the rotated tensor.
+      block: number of elements that are mixed, a power of two. The last block is padded with zeros,
+        and the rotated padding is sent too: choose a block no larger than the tensor.
 
     Raises:
       TypeError: if ``codec`` is not a codec.
@@ -75,8 +75,8 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
             raise ValueError('rotate needs ctx.key; pass Ctx(key=jax.random.key(seed))')
         return jax.random.rademacher(ctx.key, (rows, block), jnp.float32)
 
-    def part(ctx: Ctx) -> Ctx:  # the signs have used the key
-        return ctx.fold(1)._replace(ids=None, support=None)
+    def part(ctx: Ctx) -> Ctx:  # the signs are drawn from the key, so the codec gets another one
+        return ctx.fold(1)._replace(ids=None, tokens=None, indices=None)
 
     def encode(x: Array, ctx: Ctx) -> Any:
         flat = wide(x).reshape(-1)

@@ -4,13 +4,13 @@ The bit pattern of ``|x|``, read as an unsigned integer, orders as the magnitude
 after infinity), so the K-th largest magnitude is found by bisection on bits: set a bit, count how
 many keys reach the trial, keep the bit if at least K do. The keys are split into bytes from the
 top. Once a byte of the threshold is known, only the keys that share it can decide the next byte;
-the others become zero and no longer count. A counting pass therefore reads one byte an entry,
-whatever the dtype, and 7 + 8 + 8 + 8 passes fix a float32 threshold.
+the others are set to zero and no longer count. A counting pass therefore reads one byte per entry,
+whatever the dtype, and 7 + 8 + 8 + 8 passes determine a float32 threshold.
 
-The chosen entries leave as a bitmap, one bit an entry. Where entries tie at the threshold, the
-lowest indices win, which is the rule of `jax.lax.top_k`. The functions are integer work on bit
-patterns and are never differentiated: they belong inside a `custom_vjp`. Those with loops are
-jitted, because a loop is else compiled anew at every eager call.
+The chosen entries are returned as a bitmap, one bit per entry. Among entries equal to the threshold
+those with the lowest indices are chosen, as by `jax.lax.top_k`. The functions operate on bit
+patterns as integers and are never differentiated: call them inside a `custom_vjp`. Those with loops
+are jitted, because JAX would otherwise compile a loop again at every eager call.
 """
 
 import functools
@@ -29,11 +29,11 @@ FOLD = 8
 
 
 def count(n: int, fraction: float) -> int:
-    r"""How many of n entries a fraction keeps.
+    r"""The number K of entries, out of n, that a fraction keeps.
 
     .. math:: K = \max(1,\; n - \lfloor n (1 - \text{fraction}) \rfloor)
 
-    evaluated in Python floats, as the reference implementation does.
+    It is evaluated in Python floats, as in the reference implementation.
 
     >>> count(65536, 0.1), count(288, 0.05), count(7, 1.0)
     (6554, 15, 7)
@@ -43,7 +43,7 @@ def count(n: int, fraction: float) -> int:
 
 @partial(jax.jit, static_argnames='k', inline=True)
 def k_largest(x: Float[Array, 'B n'], k: int) -> UInt32[Array, 'B w']:
-    r"""Mark the k entries of largest magnitude in each row.
+    r"""A bitmap of the k entries of largest magnitude in each row.
 
     .. math:: S = \{i : |x_i| > t\} \cup \{\text{lowest } i : |x_i| = t\}, \qquad |S| = k
 
@@ -68,7 +68,7 @@ def k_largest(x: Float[Array, 'B n'], k: int) -> UInt32[Array, 'B w']:
 
 @partial(jax.jit, static_argnames='k', inline=True)
 def positions(words: UInt32[Array, 'B w'], k: int) -> Int32[Array, 'B k']:
-    """List the k set bits of each row of a bitmap, in ascending order.
+    """The positions of the k set bits of each row of a bitmap, in ascending order.
 
     >>> positions(jnp.array([[0b10110]], jnp.uint32), 3).tolist()
     [[1, 2, 4]]
@@ -78,7 +78,7 @@ def positions(words: UInt32[Array, 'B w'], k: int) -> Int32[Array, 'B k']:
 
 
 def bitmap(support: Int32[Array, 'B k'], n: int) -> UInt32[Array, 'B w']:
-    """Set the bits that `support` lists: the inverse of `positions`.
+    """A bitmap with the bits set that ``support`` lists: the inverse of `positions`.
 
     >>> bin(int(bitmap(jnp.array([[1, 2, 4]]), 5)[0, 0]))
     '0b10110'
@@ -92,14 +92,14 @@ def bitmap(support: Int32[Array, 'B k'], n: int) -> UInt32[Array, 'B w']:
 
 
 def gather(x: Shaped[Array, 'B n'], support: Int32[Array, 'B k']) -> Shaped[Array, 'B k']:
-    """Read the entries of each row that `support` lists."""
+    """The entries of each row that ``support`` lists."""
     return jax.vmap(lambda row, s: row.at[s].get(mode='clip'))(x, support)
 
 
 def scatter(
     values: Shaped[Array, 'B k'], support: Int32[Array, 'B k'], n: int
 ) -> Shaped[Array, 'B n']:
-    """Write values at the listed, distinct positions of rows of n zeros: undoes `gather`."""
+    """Rows of n zeros with the values written at distinct positions: the inverse of `gather`."""
 
     def row(v, s):
         return jnp.zeros(n, v.dtype).at[s].set(v, unique_indices=True)
@@ -108,7 +108,7 @@ def scatter(
 
 
 def _each_row(cpu, default, x):
-    """Row after row on a CPU, where a row fits the cache; all rows at once elsewhere."""
+    """Processes one row at a time on a CPU, where a row fits the cache; all at once elsewhere."""
     return lax.platform_dependent(x, cpu=partial(lax.map, cpu), default=jax.vmap(default))
 
 
@@ -132,7 +132,7 @@ def _key(x):
 
 
 def _threshold(key, k: int, count: Count):
-    """The k-th largest key, one byte after the other."""
+    """The k-th largest key, found byte by byte from the top."""
     t, left = _zero(key), k
     top = 8 * key.dtype.itemsize - 8
     for shift in range(top, -1, -8):
@@ -144,7 +144,7 @@ def _threshold(key, k: int, count: Count):
 
 
 def _zero(x):
-    # Made from the data: under shard_map a constant may not enter a loop whose result varies.
+    # Computed from the data: in shard_map a constant may not enter a loop whose result varies.
     return x[0] ^ x[0]
 
 
@@ -167,10 +167,10 @@ def _count(hits):
 
 
 def _vertical_count(hits):
-    """Count in bytes, down columns: at most FOLD * 16 = 128 a byte before they are widened.
+    """Counts in bytes, along columns: at most FOLD * 16 = 128 per byte before bytes are widened.
 
-    XLA:CPU vectorises sums over the leading axis only, and fuses the comparison into explicit
-    adds but not into a reduction.
+    XLA:CPU vectorises sums over the leading axis only. It fuses the comparison into explicit
+    additions, but not into a reduction.
     """
     rows = hits.astype(jnp.uint8).reshape(FOLD, -1)
     folded = functools.reduce(jnp.add, rows).reshape(-1, LANES)
@@ -189,7 +189,10 @@ def _ones(words):
 
 
 def _ones_before(words):
-    """Set bits in all earlier words: a product in blocks of 32, exact in any precision."""
+    """The number of set bits in all earlier words, by a matrix product in blocks of 32.
+
+    The products are small integers, which are exact in any precision.
+    """
     blocks = jnp.pad(_ones(words), (0, -words.size % 32)).reshape(-1, 32)
     inside = blocks.astype(jnp.float32) @ jnp.triu(jnp.ones((32, 32), jnp.float32), 1)
     total = blocks.sum(1, dtype=jnp.int32)
@@ -210,17 +213,17 @@ def _select(word, rank):
 
 
 def _lowest(words, m):
-    """Keep the m lowest set bits of a row."""
+    """The m lowest set bits of a row."""
     room = m - _ones_before(words)
     below = (jnp.uint32(1) << _select(words, jnp.maximum(room, 0)).astype(jnp.uint32)) - 1
     return jnp.where(room < _ones(words), words & below, words)
 
 
 def _positions(words, k: int):
-    """Give every output slot its word and its rank there, then select the bit.
+    """The positions of k set bits: find the word and the rank in it for each slot, then the bit.
 
-    A word marks the slot of its first bit with its number; the next slots inherit the mark, which
-    loses one a slot, so that its low five bits tell the rank.
+    Each word writes its number as a mark into the slot of its first bit. The following slots copy
+    the mark, less one per slot, so that its low five bits give the rank within the word.
     """
     number = jnp.arange(1, words.size + 1, dtype=jnp.int32)
     mark = jnp.zeros(k, jnp.int32).at[_ones_before(words)].max(32 * number + 31, mode='drop')

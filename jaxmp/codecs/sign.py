@@ -1,6 +1,6 @@
-"""Codes of a sign and little more, as gradients are sent between replicas.
+"""Codecs that send a sign and few more bits per element, mainly for gradients between replicas.
 
-All see a sample (axis 0) as one vector of D elements; a gradient is given to them as one sample.
+They treat each sample (axis 0) as one vector of D elements; a gradient is passed as one sample.
 `one_bit` is biased and needs feedback to train; `natural` and `qsgd` are unbiased and do not.
 """
 
@@ -32,7 +32,7 @@ def _elements(like: Like) -> int:
 
 
 def _mean_size(x: Array) -> Array:
-    """Mean magnitude of every row."""
+    """Mean magnitude of each row."""
     return jnp.sum(jnp.abs(x) * SMALL, 1, keepdims=True) / (x.shape[1] * SMALL)
 
 
@@ -49,10 +49,10 @@ def _decode_one_bit(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
 
 
 one_bit = named('one_bit', Codec(_encode_one_bit, _decode_one_bit))
-"""The sign of every element times their mean magnitude: ``C(x) = mean |x| sign(x)``, sign(0) = +1.
+"""The sign of each element times the mean magnitude: ``C(x) = mean |x| sign(x)``, sign(0) = +1.
 
-D / 8 + 4 bytes a sample. ``|x - C(x)|^2 = (1 - |x|_1^2 / (D |x|_2^2)) |x|^2``: a contraction, whose
-bias ``ef`` repairs.
+It takes D / 8 + 4 bytes per sample. ``|x - C(x)|^2 = (1 - |x|_1^2 / (D |x|_2^2)) |x|^2``: this is a
+contraction, and error feedback (``ef``) corrects its bias.
 
 References:
   1-Bit Stochastic Gradient Descent, Interspeech 2014; Error Feedback Fixes SignSGD, arXiv
@@ -72,15 +72,15 @@ def _decode_bool(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
 
 
 as_bool = named('as_bool', Codec(_encode_bool, _decode_bool))
-"""Whether an element is not zero, times the mean magnitude: the '1-bit' code of a thesis.
+"""The mean magnitude where an element is not zero, else 0: the '1-bit' code of a thesis.
 
-Kept to show why it fails: casting to a truth value loses the sign, and all gradients point up.
-(There the scale is a running mean over all tensors, here that of the tensor.)
+It is here to show why it fails: a cast to a truth value loses the sign, so that no decoded gradient
+is negative. (In the thesis the scale is a running mean over all tensors, here that of the tensor.)
 """
 
 
 def _float32_words(x: Array) -> Array:
-    """The bits of ``x`` in float32; finite values beyond its largest saturate."""
+    """The bits of ``x`` in float32; finite values beyond the largest float32 saturate."""
     if x.dtype == jnp.float64:
         largest = float(jnp.finfo(jnp.float32).max)
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
@@ -109,16 +109,17 @@ def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
     sign, exponent = code >> EXPONENT_BITS, code & (2**EXPONENT_BITS - 1)
     words = (sign << 31) | (exponent << MANTISSA_BITS)
     y = jax.lax.bitcast_convert_type(words, jnp.float32)
-    # Clipping would flush what is below the normal numbers.
+    # Clipping would flush numbers below the smallest normal number to zero.
     return y.reshape(like.shape) if like.dtype == jnp.float32 else _into(y, like)
 
 
 natural = named('natural', Codec(_encode_natural, _decode_natural))
-"""Natural compression: the magnitude goes to one of the two powers of two around it, at random.
+"""Natural compression: the magnitude is rounded at random to one of the two nearest powers of two.
 
-``sign(x) 2^floor(log2 |x|)``, doubled with probability ``|x| / 2^floor(log2 |x|) - 1``: unbiased,
-variance at most ``x^2 / 8``, exact on 0 and powers of two. 9 bits an element: float32's sign and
-exponent. (Below its smallest normal number it is still unbiased; at its largest it saturates.)
+``C(x) = sign(x) 2^floor(log2 |x|)``, doubled with probability ``|x| / 2^floor(log2 |x|) - 1``. It
+is unbiased, with a variance of at most ``x^2 / 8``, and exact on 0 and on powers of two. It takes 9
+bits per element: the sign and the exponent of float32. (Numbers below the smallest normal float32
+are still unbiased; the largest numbers saturate.)
 
 References:
   Natural Compression for Distributed Deep Learning, arXiv 1905.10988.
@@ -127,15 +128,15 @@ References:
 
 @word
 def qsgd(levels: int) -> Codec:
-    """QSGD: the share of the norm, rounded at random to one of ``s`` levels.
+    """QSGD: the quotient of magnitude and norm, rounded at random to one of ``s`` levels.
 
-    ``C(x)_i = |x|_2 sign(x_i) z_i / s``, ``z_i`` the floor or the ceiling of ``s |x_i| / |x|_2``,
-    the ceiling with probability of the rest: unbiased, ``E |x - C(x)|^2 <= min(D / s^2,
-    sqrt(D) / s) |x|^2``. Codes of fixed width: ``ceil(log2(2 s + 1))`` bits an element, and a norm
-    a sample.
+    ``C(x)_i = |x|_2 sign(x_i) z_i / s``. ``z_i`` is the floor or the ceiling of
+    ``s |x_i| / |x|_2``; the probability of the ceiling is the fractional part. It is unbiased, and
+    ``E |x - C(x)|^2 <= min(D / s^2, sqrt(D) / s) |x|^2``. Codes have a fixed width of
+    ``ceil(log2(2 s + 1))`` bits per element, and one norm is sent per sample.
 
     Args:
-      levels: s, from 1 to 32767.
+      levels: the number s, from 1 to 32767.
 
     Raises:
       ValueError: if ``levels`` is out of range or the context has no key.
@@ -153,7 +154,7 @@ def qsgd(levels: int) -> Codec:
     width = math.ceil(math.log2(2 * levels + 1))
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
-        # The barriers: XLA would reorder the products, and some overflow.
+        # Without the barriers XLA reorders the products, and some of them overflow.
         x = jax.lax.optimization_barrier(wide(samples(x)) * SMALL)
         top = jnp.max(jnp.abs(x), 1, keepdims=True)
         unit = x / jnp.where(top > 0, top, 1)

@@ -1,87 +1,24 @@
-"""Some elements sent, the rest taken as zero: which ones, and how their positions are written.
+"""Sparse codecs: some elements are sent with their positions, and the others are decoded as zero.
 
-A sparse codec is a selection and two parts: a codec for the kept values, and an *index coding* for
-their positions. All four codings have a static size, so that messages of one setting are equally
-long. For K of D positions a sample: `int32` takes 32 K bits, `packed` K ceil(log2 D), `bitmap` D,
-`block_local` 8 K + 9 D / 256.
+A sparse codec has a selection rule and two parts: a codec for the kept values, and an index coding
+for their positions (`jaxmp.codecs.indices`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array
 
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
-from jaxmp.words import Origin, known, named, word
-
-
-@known
-class IndexCoding(NamedTuple):
-    """How ascending positions below ``n`` are written.
-
-    Attributes:
-      encode: ``(words, support, n) -> payload`` from the bitmap and the positions; use either.
-      decode: ``(payload, n, k) -> support`` of shape ``(B, k)``.
-      origin: its name in texts (`jaxmp.words`).
-    """
-
-    encode: Callable[[UInt32[Array, 'B w'], Int[Array, 'B K'], int], Any]
-    decode: Callable[[Any, int, int], Int[Array, 'B K']]
-    origin: Origin | None = None
-
-
-def _width(n: int) -> int:
-    return max(1, math.ceil(math.log2(n)))
-
-
-int32 = named('int32', IndexCoding(lambda _, at, n: at.astype(jnp.int32), lambda m, n, k: m))
-"""Positions as 32-bit integers."""
-
-packed = named(
-    'packed',
-    IndexCoding(
-        encode=lambda words, support, n: pack(support.astype(jnp.uint32), _width(n)),
-        decode=lambda m, n, k: unpack(m, _width(n), k).astype(jnp.int32),
-    ),
-)
-"""Positions in ``ceil(log2 D)`` bits each."""
-
-bitmap = named(
-    'bitmap',
-    IndexCoding(
-        encode=lambda words, support, n: words,
-        decode=lambda m, n, k: select.positions(m, k),
-    ),
-)
-"""One bit an element, rounded up to 32 a sample."""
-
-
-def _encode_local(words: Array, support: Array, n: int) -> dict[str, Array]:
-    rows, blocks = len(words), -(-n // 256)
-    words = jnp.pad(words, ((0, 0), (0, blocks * 8 - words.shape[1])))
-    counts = jax.lax.population_count(words.reshape(rows, blocks, 8)).sum(2, dtype=jnp.uint32)
-    return {'counts': pack(counts, 9), 'low': (support & 255).astype(jnp.uint8)}
-
-
-def _decode_local(m: dict[str, Array], n: int, k: int) -> Array:
-    rows, blocks = len(m['low']), -(-n // 256)
-    counts = unpack(m['counts'], 9, blocks).astype(jnp.int32)
-    starts = jnp.cumsum(counts, axis=1) - counts
-    # A block's number is written at its first slot (later blocks win), then carried to the right.
-    mark = jnp.zeros((rows, k), jnp.int32).at[jnp.arange(rows)[:, None], starts]
-    high = mark.max(jnp.arange(blocks, dtype=jnp.int32), mode='drop')
-    return (jax.lax.cummax(high, axis=1) << 8) | m['low'].astype(jnp.int32)
-
-
-block_local = named('block_local', IndexCoding(_encode_local, _decode_local))
-"""One byte an index, local to its block of 256 elements, and a 9-bit count a block."""
+from jaxmp.codecs.indices import IndexCoding, bitmap
+from jaxmp.wire import Codec, Ctx, Like, samples, wide
+from jaxmp.words import word
 
 
 def check_parts(name: str, fraction: object, values: object, indices: object = bitmap) -> None:
@@ -123,9 +60,9 @@ def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -
     """Keeps the K largest magnitudes of each sample.
 
     ``C(x)_i = x_i`` if ``i`` is among the K largest ``|x_i|``, else 0, with
-    ``K = D - int(D (1 - fraction))`` for D elements a sample. Exactly K are kept: of equal
-    magnitudes the lower index wins. NaN counts as larger than infinity, and both stay inside
-    their sample.
+    ``K = D - int(D (1 - fraction))`` for D elements per sample. Exactly K are kept: among equal
+    magnitudes those with the lower indices. NaN counts as larger than infinity; neither affects
+    other samples.
 
     Args:
       fraction: K / D in (0, 1].
@@ -156,7 +93,7 @@ def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -
 
 
 def _largest(x: Array, count: Callable[[int], int]) -> tuple[Array, Array, Array]:
-    """Of every row the largest, their positions, and the bitmap of these."""
+    """The largest elements of each row, their positions, and the bitmap of the positions."""
     k = count(x.shape[1])
     words = select.k_largest(x, k)
     at = select.positions(words, k)
@@ -164,18 +101,18 @@ def _largest(x: Array, count: Callable[[int], int]) -> tuple[Array, Array, Array
 
 
 def _top(count: Callable[[int], int], values: Codec, indices: IndexCoding) -> Codec:
-    """TopK with ``count(D)`` of D elements."""
+    """TopK that keeps ``count(D)`` of D elements."""
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
         x = samples(x)
         kept, at, words = _largest(x, count)
-        kept = values.encode(kept, ctx._replace(support=None))
+        kept = values.encode(kept, ctx._replace(indices=None))
         return {'indices': indices.encode(words, at, x.shape[1]), 'values': kept}
 
     def read(m: dict[str, Any], like: Like, ctx: Ctx) -> tuple[Array, Array]:
         n = _elements(like)
         at = indices.decode(m['indices'], n, count(n))
-        kept = values.decode(m['values'], _inner(like, at.shape[1]), ctx._replace(support=None))
+        kept = values.decode(m['values'], _inner(like, at.shape[1]), ctx._replace(indices=None))
         return kept, at
 
     def support(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
@@ -190,10 +127,10 @@ def _top(count: Callable[[int], int], values: Codec, indices: IndexCoding) -> Co
 
 @word
 def random_k(fraction: float, values: Codec = raw) -> Codec:
-    """Keeps K positions drawn from the crossing's key; only values are sent.
+    """Keeps K random positions, which both ends draw from the crossing's key; sends only values.
 
-    Both ends draw the same positions from ``ctx.key``, one set for all samples of the tensor.
-    ``E |x - C(x)|^2 = (1 - K / D) |x|^2``: a contraction, not rescaled.
+    All samples of the tensor share one set of positions, drawn from ``ctx.key``. Values are not
+    rescaled, so this is a contraction: ``E |x - C(x)|^2 = (1 - K / D) |x|^2``.
 
     Args:
       fraction: K / D in (0, 1].
@@ -214,29 +151,28 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
         at = select.positions(select.k_largest(jax.random.uniform(ctx.key, (1, n)), k), k)
         return jnp.broadcast_to(at, (rows, k))
 
-    def part(ctx: Ctx) -> Ctx:  # the draw has used the key: stochastic values need another
-        return ctx.fold(1)._replace(support=None)
+    def part(ctx: Ctx) -> Ctx:  # positions are drawn from the key; stochastic values need another
+        return ctx.fold(1)._replace(indices=None)
 
     def encode(x: Array, ctx: Ctx) -> Any:
         x = samples(x)
         return values.encode(select.gather(x, draw(x.shape[0], x.shape[1], ctx)), part(ctx))
 
-    def support(m: Any, like: Like, ctx: Ctx) -> Array:
-        del m
+    def support(_: Any, like: Like, ctx: Ctx) -> Array:
         return draw(like.shape[0], _elements(like), ctx)
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
         at = support(m, like, ctx)
         return _scatter(values.decode(m, _inner(like, at.shape[1]), part(ctx)), at, like)
 
-    return Codec(encode, decode, support, values.numbers)
+    return Codec(encode, decode, support, values.additive)
 
 
 @word
 def unbiased_random_k(fraction: float, values: Codec = raw) -> Codec:
     """`random_k` times D / K: unbiased, ``E |x - C(x)|^2 = (D / K - 1) |x|^2``.
 
-    No contraction: for feedback rules take `random_k`.
+    It is not a contraction: use `random_k` under feedback rules.
 
     Args:
       fraction: K / D in (0, 1].
@@ -262,11 +198,11 @@ def unbiased_random_k(fraction: float, values: Codec = raw) -> Codec:
 
 @word
 def same_support(values: Codec = raw) -> Codec:
-    """Keeps the positions that the forward message of this crossing kept; only values are sent.
+    """Keeps the positions that the forward message of this crossing kept; sends only values.
 
-    ``C(g)_i = g_i`` if the activation at ``i`` was sent and not zero, else 0: the default of the
-    paper's GPT-2 runs, where independent positions diverge. (Fewer than K non-zeros leave places
-    in the message; the forward codec marks those positions by their complement.)
+    ``C(g)_i = g_i`` if the activation at ``i`` was sent and was not zero, else 0. The paper's GPT-2
+    runs use it; with independently chosen positions they diverge. (If fewer than K activations
+    were not zero, the forward codec marks the positions of zeros by their complement ``~i``.)
 
     Args:
       values: codec of the ``(B, K)`` kept values.
@@ -280,21 +216,21 @@ def same_support(values: Codec = raw) -> Codec:
     check_parts('same_support', 1.0, values)
 
     def known(ctx: Ctx) -> Array:
-        if ctx.support is None:
+        if ctx.indices is None:
             raise ValueError(
-                'same_support reuses the positions of the forward message, and there are none; '
+                'same_support reuses the positions of the forward message, and it has none; '
                 'use it as bwd with a forward channel over top_k or random_k'
             )
-        return ctx.support
+        return ctx.indices
 
     def encode(x: Array, ctx: Ctx) -> Any:
         s = known(ctx)
         kept = jnp.where(s < 0, 0, select.gather(samples(x), jnp.maximum(s, ~s)))
-        return values.encode(kept, ctx._replace(support=None))
+        return values.encode(kept, ctx._replace(indices=None))
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
         s = known(ctx)
-        kept = values.decode(m, _inner(like, s.shape[1]), ctx._replace(support=None))
+        kept = values.decode(m, _inner(like, s.shape[1]), ctx._replace(indices=None))
         return _scatter(kept, jnp.maximum(s, ~s), like)
 
     return Codec(encode, decode, lambda m, like, ctx: known(ctx))

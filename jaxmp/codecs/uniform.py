@@ -1,10 +1,10 @@
-"""Uniform quantisers: k-bit codes on evenly spaced levels, with the range sent beside them.
+"""Uniform quantisers: k-bit codes on evenly spaced levels, sent together with their range.
 
-`uniform` is the paper's: one range for the whole tensor. `max_scaled` is that of the AQ-SGD
-authors: one scale a feature. `block` gives every run of `size` elements its own range, so that one
-outlier spoils 64 elements and not all. A group (tensor, feature or block) that holds NaN or an
-infinity has no range: it decodes to NaN throughout, which the trainer's check of the loss then
-sees.
+`uniform` is that of the paper, with one range for the whole tensor. `max_scaled` is that of the
+AQ-SGD authors, with one scale per feature. `block` has one range per run of `size` elements, so
+that an outlier affects 64 elements instead of the whole tensor. A group (tensor, feature or block)
+that holds NaN or an infinity has no range: it decodes to NaN throughout, which the trainer's check
+of the loss detects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stochastic(x: Array, top: int, ctx: Ctx) -> Array:
         raise ValueError('stochastic rounding needs ctx.key; pass Ctx(key=jax.random.key(seed))')
     x = jnp.minimum(x, top)
     up = jnp.floor(x + jax.random.uniform(ctx.key, x.shape, x.dtype))
-    return jnp.minimum(up, jnp.ceil(x))  # for x + 0.99999994 may round to the next but one
+    return jnp.minimum(up, jnp.ceil(x))  # x + 0.99999994 may round above the next integer
 
 
 def check_bits(name: str, width: object, least: int, most: int = 8) -> None:
@@ -63,8 +63,8 @@ def check_rounding(name: str, rounding: object) -> None:
 
 
 def _to_unit(x: Array, lo: Array, hi: Array) -> Array:
-    """``(x - lo) / (hi - lo)``, also where that range exceeds the largest float."""
-    # XLA divides by one number through its reciprocal, which flushes to zero beyond 2**126.
+    """``(x - lo) / (hi - lo)``, also where ``hi - lo`` exceeds the largest float."""
+    # XLA divides by a scalar through its reciprocal, which is flushed to zero beyond 2**126.
     c = 1 / 16
     width = hi * c - lo * c
     return (x * c - lo * c) / jnp.where(width > 0, width, 1)
@@ -77,12 +77,12 @@ def _code(
 
 
 def _steps(lo: Array, hi: Array, levels: int) -> tuple[Array, Array]:
-    """A quarter of a step, for the range may exceed the largest float, and what rounding left."""
+    """A quarter of a step (``hi - lo`` may exceed the largest float), and its rounding error."""
     return quotient(hi / 4 - lo / 4, levels)
 
 
 def _level(q: Array, levels: int, lo: Array, hi: Array, *steps: Array) -> Array:
-    """Level ``q`` of ``0 .. levels``, counted from the nearer end; both ends are exact."""
+    """Level ``q`` of ``0 .. levels``, computed from the nearer end; both ends are exact."""
     q = q.astype(jnp.int32)
     upper = q > levels // 2
     y = jnp.where(upper, hi, lo)
@@ -93,7 +93,7 @@ def _level(q: Array, levels: int, lo: Array, hi: Array, *steps: Array) -> Array:
 
 
 def _written(*rows: Array) -> Array:
-    """The rows in one array: XLA:CPU would compute them again for every element that needs them."""
+    """The rows in one array; else XLA:CPU computes them again for each element that uses them."""
     out = jnp.zeros((len(rows), *rows[0].shape), rows[0].dtype)
     for i, row in enumerate(rows):
         out = out.at[i].set(row)
@@ -105,7 +105,7 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
     """k-bit min-max quantiser over the whole tensor.
 
     ``q = round((x - lo) / (hi - lo) * L)``, ``C(x) = lo + q / L * (hi - lo)``, ``L = 2**bits - 1``,
-    ``lo, hi = min x, max x``. A constant tensor is exact, and so are the two ends of the range.
+    ``lo, hi = min x, max x``. A constant tensor and the two ends of the range are exact.
 
     Args:
       bits: 1 to 8.
@@ -148,11 +148,10 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
 
 @word
 def max_scaled(bits: int) -> Codec:
-    """Signed quantiser with one float16 scale a feature, as in the AQ-SGD authors' code.
+    """Signed quantiser with one float16 scale per feature, as in the AQ-SGD authors' code.
 
-    ``s = max |x|`` over the batch, as float16; ``q = clip(round(x / (s + 1e-6) * 2**f),
-    -2**f, 2**f - 1)``, the divisor in float16 too;
-    ``C(x) = q / 2**f * s`` with ``f = bits - 1``.
+    ``C(x) = q / 2**f * s`` with ``f = bits - 1``, ``s = max |x|`` over the batch and
+    ``q = clip(round(x / (s + 1e-6) * 2**f), -2**f, 2**f - 1)``. ``s`` and the divisor are float16.
 
     Args:
       bits: 2 to 8.
@@ -191,17 +190,17 @@ def max_scaled(bits: int) -> Codec:
 
 @word
 def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
-    """k-bit min-max quantiser with its own range for every run of ``size`` elements.
+    """k-bit min-max quantiser with a separate range per run of ``size`` elements.
 
-    As `uniform` a block. The two ends travel as float16, 2**15 being the largest magnitude of the
-    tensor (one float32), so a block costs ``32 / size`` bits an element more, and its ends are
-    exact to 2**-11 of themselves, or to 2**-40 of that magnitude. An element beyond a rounded end
-    is sent as that end.
+    Each block is coded as by `uniform`. Its two ends are sent as float16, in units in which the
+    largest magnitude of the tensor, sent as one float32, is 2**15. They add ``32 / size`` bits per
+    element. Their error is at most 2**-11 of themselves, or 2**-40 of that magnitude. An element
+    beyond a rounded end is sent as that end.
 
     Args:
       bits: 1 to 8.
       size: 32, 64 or 128 elements.
-      rounding: ``nearest`` or ``stochastic`` (drawn from the crossing's key).
+      rounding: ``nearest`` or ``stochastic`` (which draws from the crossing's key).
 
     Raises:
       ValueError: if ``bits`` or ``size`` is out of range.

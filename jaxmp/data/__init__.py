@@ -1,11 +1,12 @@
-"""Data sets in memory: load one by name, shuffle it, cut it into batches.
+"""Data sets in memory: loading by name, shuffling, batches.
 
-A data set is two arrays a split, images as bytes and labels, so an epoch is a permutation and a
-batch is an indexing: nothing has a hidden state, and resuming at (epoch, step) is exact. The
-position of an example in its split is its id, the same whatever file it was read from; feedback
-rules with a memory per example (AQ-SGD) rely on it. Augmentation and scaling belong on the device.
+A split is two arrays: images as bytes, and labels. An epoch is a permutation of the examples, and a
+batch is an indexed selection. No iterator has a hidden state, so that resuming at (epoch, step) is
+exact. The id of an example is its position in the split, whatever file it was read from; feedback
+rules with a state per example (AQ-SGD) depend on that. Augmentation and scaling run on the device.
 
-A new data set is a file with ``load(data_dir, download) -> Dataset`` and a line in ``_loaders``.
+To add a data set, write a file with ``load(data_dir, download) -> Dataset`` and add a line to
+``_loaders``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 
 class Split(NamedTuple):
-    """One split in memory; the position of an example is its stable id.
+    """One split in memory; the position of an example is its id.
 
     Attributes:
       x: images, uint8 of shape ``(N, H, W, C)``.
@@ -30,13 +31,13 @@ class Split(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """A data set: two splits and what a model must know about them.
+    """A data set: two splits, the number of classes, and constants for normalisation.
 
     Attributes:
-      name: the word that ``load`` knows it by.
+      name: the name that ``load`` takes.
       train: the training split.
-      test: the split that is only evaluated.
-      classes: how many labels there are, 0 to ``classes - 1``.
+      test: the split for evaluation.
+      classes: number of classes; labels are 0 to ``classes - 1``.
       mean: mean of ``x / 255`` for each of the C channels.
       std: standard deviation of ``x / 255`` for each of the C channels.
     """
@@ -61,58 +62,58 @@ def load(name: str, data_dir: str | None = None, download: bool = False) -> Data
     Args:
       name: ``'digits'`` (embedded in the package), ``'cifar10'`` or ``'mnist'`` (files under
         ``data_dir``).
-      data_dir: folder to look in; each data set's module says for what, and in which order.
-      download: fetch the data set into ``data_dir`` if it is not there.
+      data_dir: folder of the files; the module of each data set lists the names and their order.
+      download: download the data set into ``data_dir`` if it is not there.
 
     Returns:
       The data set, images as uint8 of shape ``(N, H, W, C)``.
 
     Raises:
       ValueError: if the name is unknown, or the files are not those of the data set.
-      FileNotFoundError: if they are not there.
-      OSError: if they cannot be read, or not be fetched.
+      FileNotFoundError: if the files do not exist.
+      OSError: if the files cannot be read or downloaded.
 
     >>> load('digits').train.x.shape
     (1437, 8, 8, 1)
     """
     loaders = _loaders()
     if name not in loaders:
-        raise ValueError(f'no data set {name!r}; known are {", ".join(sorted(loaders))}')
+        raise ValueError(f'no data set {name!r}; allowed are {", ".join(sorted(loaders))}')
     with readable(name, data_dir):
         return loaders[name](data_dir, download)
 
 
 @contextmanager
 def readable(name: str, data_dir: str | None) -> Iterator[None]:
-    """Says what was to be read where the operating system refuses.
+    """A context that adds the data set and its folder to errors of the operating system.
 
     Args:
-      name: of the data set.
-      data_dir: folder of it.
+      name: name of the data set.
+      data_dir: its folder.
 
     Raises:
-      OSError: instead of one that names neither.
+      OSError: with both in its message, in place of the original error.
     """
     try:
         yield
     except (FileNotFoundError, ConnectionError):
-        raise  # ours, which say it
+        raise  # raised by a loader; the message is complete
     except OSError as error:
         raise OSError(
-            f'cannot read {name} in data_dir {data_dir}: {error}; mend what it names, or give '
+            f'cannot read {name} in data_dir {data_dir}: {error}; make it readable, or give '
             'another data_dir'
         ) from error
 
 
 def order(seed: int, epoch: int, examples: int) -> np.ndarray:
-    """The permutation of an epoch, ``(examples,)`` of int32: a pure function of its arguments.
+    """The permutation of an epoch, int32 ``(examples,)``: a pure function of its arguments.
 
-    It sorts raw Philox words, a stream that numpy guarantees (that of ``permutation`` it does not),
-    so a run resumed elsewhere sees the same batches.
+    It sorts raw Philox words, because numpy guarantees that stream across versions, but not that of
+    ``permutation``. A run that is resumed elsewhere therefore gets the same batches.
 
     Args:
-      seed: the run's seed, at least 0.
-      epoch: which epoch, at least 0.
+      seed: the seed of the run, at least 0.
+      epoch: number of the epoch, at least 0.
       examples: size of the training split, at least 1.
 
     >>> order(seed=0, epoch=1, examples=5).tolist()
@@ -128,46 +129,46 @@ def order(seed: int, epoch: int, examples: int) -> np.ndarray:
 
 
 def take(split: Split, examples: int) -> Split:
-    """The first ``examples`` examples of a split; their ids stay what they were.
+    """The first ``examples`` examples of a split; they keep their ids.
 
     Args:
       split: ``x`` of shape ``(N, H, W, C)`` and ``y`` of shape ``(N,)``.
-      examples: how many to keep, 1 to N.
+      examples: number of examples to keep, 1 to N.
     """
     if not 1 <= examples <= len(split.y):
         raise ValueError(
             f'cannot take {examples} examples of a split that has {len(split.y)}; '
-            f'ask for 1 to {len(split.y)}'
+            f'give 1 to {len(split.y)}'
         )
     return Split(split.x[:examples], split.y[:examples])
 
 
-def pool(found: Dataset, side: int) -> Dataset:
+def pool(dataset: Dataset, side: int) -> Dataset:
     """Images made ``side`` times smaller: the mean of each ``side x side`` square, rounded.
 
     Args:
-      found: splits with ``x`` of shape ``(N, H, W, C)``.
-      side: divides H and W; 1 leaves the images as they are.
+      dataset: splits with ``x`` of shape ``(N, H, W, C)``.
+      side: divisor of H and W; 1 leaves the images unchanged.
 
     Raises:
-      ValueError: if it does not divide them.
+      ValueError: if ``side`` does not divide H and W.
 
     >>> pool(load('digits'), 2).train.x.shape
     (1437, 4, 4, 1)
     """
-    _, height, width, channels = found.train.x.shape
+    _, height, width, channels = dataset.train.x.shape
     if side < 1 or height % side or width % side:
         raise ValueError(
-            f'pool {side} does not divide images of {height} x {width}; 1 leaves them as they are'
+            f'pool {side} does not divide images of {height} x {width}; 1 leaves them unchanged'
         )
     if side == 1:
-        return found
+        return dataset
 
     def smaller(split: Split) -> Split:
         x = split.x.reshape(-1, height // side, side, width // side, side, channels)
         return Split(np.rint(x.mean((2, 4), dtype=np.float32)).astype(np.uint8), split.y)
 
-    return found._replace(train=smaller(found.train), test=smaller(found.test))
+    return dataset._replace(train=smaller(dataset.train), test=smaller(dataset.test))
 
 
 def batches(
@@ -175,14 +176,14 @@ def batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Cuts a split into batches of one size.
 
-    Training drops a ragged last batch; evaluation (``pad=True``) sees every example, the last batch
-    being filled up with example 0 under mask 0.
+    Training drops an incomplete last batch. Evaluation (``pad=True``) uses all examples: the last
+    batch is padded with example 0, which has mask 0.
 
     Args:
       split: ``x`` of shape ``(N, H, W, C)`` and ``y`` of shape ``(N,)``.
-      batch_size: examples a batch, B.
-      order: ids in the order of visit, as ``order(...)`` gives them; by default 0 to N - 1.
-      pad: keep the ragged last batch, padded.
+      batch_size: number of examples per batch, B.
+      order: ids in the order in which they are used, as from ``order(...)``; default 0 to N - 1.
+      pad: keep an incomplete last batch, padded.
 
     Returns:
       An iterator over ``{'x': uint8 (B, H, W, C), 'y': int32 (B,), 'id': int32 (B,)}``, and with
@@ -193,8 +194,8 @@ def batches(
     whole = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind in 'iu'
     if not whole or ids.min() < 0 or ids.max() >= size:
         raise ValueError(
-            f'order, {ids.dtype} of shape {ids.shape}, does not name examples of a split that has '
-            f'{size}; pass ids 0 to {size - 1}, e.g. order(seed, epoch, {size})'
+            f'order, {ids.dtype} of shape {ids.shape}, does not list ids of a split of {size} '
+            f'examples; pass ids 0 to {size - 1}, e.g. order(seed, epoch, {size})'
         )
     if batch_size < 1 or (batch_size > ids.size and not pad):
         raise ValueError(

@@ -1,20 +1,21 @@
-"""CIFAR-10: 50,000 + 10,000 colour images, 32 x 32 pixels, from whichever form of it is at hand.
+"""CIFAR-10: 50,000 + 10,000 colour images, 32 x 32 pixels, read from any of its published formats.
 
-Under ``data_dir`` these are looked for, and the first one found is read:
+The first of these that exists under ``data_dir`` is read:
 
 1. the folder ``cifar-10-batches-py`` (or ``data_dir`` is that folder): the python version;
-2. the archive ``cifar-10-python.tar.gz``, read as it is;
+2. the archive ``cifar-10-python.tar.gz``, without unpacking it;
 3. the folder ``cifar-10-batches-bin`` (or ``data_dir`` is that folder): the binary version;
-4. the archive ``cifar-10-binary.tar.gz``, read as it is;
+4. the archive ``cifar-10-binary.tar.gz``, without unpacking it;
 5. ``cifar10/3.0.2``, prepared by tensorflow-datasets as array_record;
-6. nothing of these and ``download=True``: tensorflow-datasets downloads and prepares it there.
+6. if none exists and ``download=True``, the archive of the python version is downloaded there.
 
-All give the same arrays: ids are positions in the published order, ``data_batch_1`` to
-``data_batch_5`` one after another. (tensorflow-datasets shuffles when it prepares; the published
-position is restored from its ``id`` feature, ``train_16399``.)
+All formats give the same arrays: ids are positions in the published order, from ``data_batch_1`` to
+``data_batch_5``. (tensorflow-datasets shuffles the examples when it prepares them; the published
+position is restored from its ``id`` feature, such as ``train_16399``.)
 
-The python version is pickles, and a pickle can run anything. Ours are read by an unpickler for
-which numpy's names stand for inert records, and every other name is refused before it is imported.
+The python version consists of pickles, and loading a pickle can run arbitrary code. They are read
+by an unpickler that builds inert records for numpy's names, and refuses every other name before it
+is imported.
 """
 
 from __future__ import annotations
@@ -22,24 +23,23 @@ from __future__ import annotations
 import io
 import pickle
 import tarfile
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
-from http.client import HTTPException
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split
+from jaxmp.data import Dataset, Split, prepared
+from jaxmp.data.fetch import fetch
 
 _HOME = 'https://www.cs.toronto.edu/~kriz/cifar.html'
+_ADDRESS = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
+_DIGEST = 'md5:c58f30108f718f92721af3b95e74349a'
 _TRAIN = tuple(f'data_batch_{i}' for i in range(1, 6))
 _CLASSES = 10
 _PIXELS = 3 * 32 * 32
 _TFDS = ('cifar10', '3.0.2')
-_READ_AT_ONCE = 4096
 
 _Batch = tuple[np.ndarray, np.ndarray]  # uint8 (N, 3072), channels first; int32 (N,)
 
@@ -48,11 +48,11 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     """CIFAR-10, images ``(N, 32, 32, 3)``, labels 0 to 9, in the published order.
 
     Args:
-      data_dir: folder to look in, see the module's docstring.
-      download: let tensorflow-datasets fetch it into ``data_dir`` if nothing is found there.
+      data_dir: folder of the data set; see the module's docstring.
+      download: download the python version into ``data_dir`` if it is not there.
 
     Returns:
-      The data set; ``mean`` and ``std`` are the constants of the paper, not recomputed.
+      The data set; ``mean`` and ``std`` are the constants of the paper.
     """
     if data_dir is None:
         raise ValueError(
@@ -66,8 +66,9 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
         if not folder.is_dir() and (root.is_file() or not download):
             raise FileNotFoundError(_nothing_in(root))
         if not folder.is_dir():
-            _fetch(root)
-        splits = _prepared(folder)
+            fetch(_ADDRESS, root, _DIGEST)
+            splits = _published(root)
+        splits = splits or prepared.read(folder, _positions, _CLASSES)
     train, test = splits
     return Dataset(
         name='cifar10',
@@ -119,8 +120,8 @@ def _archive_files(archive: Path, names: list[str]) -> Iterator[tuple[str, bytes
                     yield name, file.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         size = archive.stat().st_size
-        came = f'{archive}: {size:,} bytes that cannot be read as a .tar.gz ({error})'
-        raise ValueError(f'{came}; allowed is the whole published archive; {_AGAIN}') from error
+        problem = f'{archive}: {size:,} bytes that cannot be read as a .tar.gz ({error})'
+        raise ValueError(f'{problem}; allowed is the published archive; {_AGAIN}') from error
 
 
 def _assemble(
@@ -142,14 +143,14 @@ def _split(parts: list[_Batch]) -> Split:
     start = 0
     for pixels, labels in parts:
         planes = pixels.reshape(-1, 3, 32 * 32)
-        for channel in range(3):  # three strided copies: 3 to 9 times as fast as one transpose
+        for channel in range(3):  # three strided copies are 3 to 9 times as fast as one transpose
             x[start : start + len(labels), :, channel] = planes[:, channel]
         start += len(labels)
     return Split(x.reshape(-1, 32, 32, 3), y)
 
 
 class _Record:
-    """Stands for numpy's array, dtype and array builder in a pickle: keeps what it is given."""
+    """A record in place of numpy's array, dtype and array builder; it keeps its arguments."""
 
     def __init__(self, *args: Any) -> None:
         self.args, self.state = args, None
@@ -159,21 +160,21 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds plain containers, numbers, text and ``_Record``; imports and calls nothing else."""
+    """An unpickler of containers, numbers, text and ``_Record``; it imports nothing else."""
 
     def find_class(self, module_name: str, global_name: str) -> type[_Record]:
         known = {'ndarray', 'dtype'} if module_name == 'numpy' else set()
         if module_name in ('numpy.core.multiarray', 'numpy._core.multiarray'):
             known = {'_reconstruct'}
         if global_name not in known:
-            raise pickle.UnpicklingError(f'it asks for {module_name}.{global_name}, refused unrun')
+            raise pickle.UnpicklingError(f'it would import {module_name}.{global_name}; refused')
         return _Record
 
 
 def _from_pickle(raw: bytes, source: str) -> _Batch:
     try:
         batch = _Unpickler(io.BytesIO(raw), encoding='bytes').load()
-    except Exception as error:  # a hostile or damaged pickle can raise nearly anything
+    except Exception as error:  # a hostile or damaged pickle can raise almost any exception
         raise _not_a_batch(source, raw, str(error)) from error
     if not isinstance(batch, dict):
         raise _not_a_batch(source, raw, f'it holds a {type(batch).__name__}')
@@ -183,11 +184,11 @@ def _from_pickle(raw: bytes, source: str) -> _Batch:
         case (_, (int(rows), int(width)), _Record(args=(b'u1' | 'u1', *_)), False, bytes(pixels)):
             shape, whole = (rows, width), rows >= 1 and len(pixels) == rows * width
         case _:
-            raise _not_a_batch(source, raw, "its 'data' is no uint8 array")
+            raise _not_a_batch(source, raw, "its 'data' is not a uint8 array")
     if shape[1] != _PIXELS or not whole:
         raise _not_a_batch(source, raw, f"its 'data' is {len(pixels):,} bytes of shape {shape}")
     if not isinstance(labels, list) or len(labels) != rows:
-        raise _not_a_batch(source, raw, f"its 'labels' are no list of {rows} numbers")
+        raise _not_a_batch(source, raw, f"its 'labels' are not a list of {rows} numbers")
     if not all(type(label) is int and 0 <= label < _CLASSES for label in labels):
         raise _not_a_batch(source, raw, "some of its 'labels' are not 0 to 9")
     return np.frombuffer(pixels, np.uint8).reshape(shape), np.array(labels, np.int32)
@@ -195,8 +196,8 @@ def _from_pickle(raw: bytes, source: str) -> _Batch:
 
 def _not_a_batch(source: str, raw: bytes, why: str) -> ValueError:
     return ValueError(
-        f'{source}: {len(raw):,} bytes that are no python batch of CIFAR-10: {why}; allowed is a '
-        f"pickled dict of 'data', uint8 (N, {_PIXELS}), and 'labels', N numbers 0 to 9; {_AGAIN}"
+        f'{source}: {len(raw):,} bytes that are not a python batch of CIFAR-10: {why}; allowed is '
+        f"a pickled dict of 'data', uint8 (N, {_PIXELS}), and 'labels', N numbers 0 to 9; {_AGAIN}"
     )
 
 
@@ -222,61 +223,12 @@ class _Layout(NamedTuple):
     decode: Callable[[bytes, str], _Batch]
 
 
-_AGAIN = f'fetch it again from {_HOME}'
+_AGAIN = f'download it again from {_HOME}'
 _LAYOUTS = (
     _Layout('cifar-10-batches-py', 'cifar-10-python.tar.gz', '', _from_pickle),
     _Layout('cifar-10-batches-bin', 'cifar-10-binary.tar.gz', '.bin', _from_records),
 )
 
 
-def _prepared(folder: Path) -> tuple[Split, Split]:
-    import tensorflow_datasets as tfds
-
-    try:
-        builder: Any = tfds.builder_from_directory(str(folder))
-        train, test = (builder.as_data_source(split=name) for name in ('train', 'test'))
-        return _in_published_order(train), _in_published_order(test)
-    except Exception as error:  # tensorflow-datasets and array_record raise nearly anything
-        raise ValueError(
-            f"{folder}: {error}; allowed is cifar10 prepared with file_format='array_record'; "
-            f'`tfds convert_format --out_file_format=array_record --dataset_version_dir={folder}` '
-            'converts another format, else remove the folder and prepare it again'
-        ) from error
-
-
-def _in_published_order(source: Any) -> Split:
-    size = len(source)
-    x, y = np.empty((size, 32, 32, 3), np.uint8), np.full(size, -1, np.int32)
-    for start in range(0, size, _READ_AT_ONCE):
-        for row in source.__getitems__(list(range(start, min(start + _READ_AT_ONCE, size)))):
-            position = int(row['id'].rpartition(b'_')[2])
-            x[position], y[position] = row['image'], row['label']
-    if size == 0 or y.min() < 0 or y.max() >= _CLASSES:
-        raise ValueError(f'{size} examples, whose ids are not 0 to {size - 1} or labels not 0 to 9')
-    return Split(x, y)
-
-
-def _fetch(root: Path) -> None:
-    instead = f'or put cifar-10-python.tar.gz from {_HOME} into {root}'
-    if find_spec('tensorflow') is None:
-        raise ImportError(
-            'download=True needs tensorflow, which is not installed: tensorflow-datasets prepares '
-            f'cifar10 with it; pip install tensorflow, {instead}'
-        )
-    try:
-        request = urllib.request.Request(_HOME, method='HEAD')
-        urllib.request.urlopen(request, timeout=3).close()
-    except (OSError, HTTPException) as error:  # once: tensorflow-datasets would try for minutes
-        raise ConnectionError(
-            f'download=True, but {_HOME} does not answer ({error}); check the network, {instead}'
-        ) from error
-    import tensorflow_datasets as tfds
-
-    try:
-        builder = tfds.builder(':'.join(_TFDS), data_dir=str(root), file_format='array_record')
-        builder.download_and_prepare()
-    except Exception as error:  # tensorflow-datasets raises nearly anything
-        raise ConnectionError(
-            f'download=True, but cifar10 could not be prepared in {root} ({error}); check the '
-            f'network and the room there, {instead}'
-        ) from error
+def _positions(_: str, columns: prepared.Columns) -> np.ndarray:
+    return np.array([int(name.rpartition(b'_')[2]) for name in columns['id']])

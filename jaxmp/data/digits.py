@@ -1,12 +1,12 @@
-"""The embedded data set: 1,797 handwritten digits, grey, 8 x 8 pixels.
+"""Digits, the embedded data set: 1,797 handwritten digits, grey, 8 x 8 pixels.
 
-The file beside this one is scikit-learn's ``load_digits``, the test part of UCI's "Optical
+The data file in this folder is scikit-learn's ``load_digits``, the test part of UCI's "Optical
 Recognition of Handwritten Digits"; ``digits.NOTICE`` names its authors and licences. It holds the
 published values, 0 to 16, in the published order; they are scaled to bytes without loss.
 
-There is no published split of this part. Ours draws nothing: of the n examples of a digit, 36 at
-even distances, numbers ``(2 k + 1) n // 72``, are for testing. Both splits keep the published
-order.
+There is no published split of this part. The split here is not random: of the n examples of a
+digit, 36 at equal distances, numbers ``(2 k + 1) n // 72``, are for testing. Both splits keep the
+published order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     """The digits: 1,437 for training, 360 for testing (36 of each), images ``(N, 8, 8, 1)``.
 
     Args:
-      data_dir: not needed, the data set is part of the package.
-      download: not needed either.
+      data_dir: ignored, because the data set is part of the package.
+      download: ignored.
 
     >>> load().test.y.tolist()[:10]
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]

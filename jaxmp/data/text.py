@@ -1,10 +1,9 @@
-"""Text as blocks of tokens: tokenisers, the grouping into blocks, and an embedded book.
+"""Text as blocks of tokens: tokenisers, the cutting into blocks, and an embedded book.
 
-An example is a block of ``length`` tokens, and its id is its number. Targets are the same tokens:
-shifting is the loss's business, so a block gives ``length - 1`` predictions, as in Hugging Face's
-fine-tuning script. That script tokenises the text row by row, joins the tokens, cuts them into
-blocks and drops what is left over; it does so for every 1,000 rows separately, and so does
-`blocks`, given ``rows=1000``.
+An example is a block of ``length`` tokens, and its id is its number. Targets are the same tokens,
+which the loss shifts by one: a block gives ``length - 1`` predictions, as in Hugging Face's
+fine-tuning script. That script tokenises the text row by row, joins the tokens of each 1,000 rows,
+cuts them into blocks and drops the rest. `blocks` does the same if ``rows=1000``.
 
 The embedded text is Alice's Adventures in Wonderland (``alice.NOTICE``): chapters I to X are for
 training, XI and XII for validation.
@@ -13,6 +12,7 @@ training, XI and XII for validation.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ _END = '<|endoftext|>'
 
 
 class Tokenizer(NamedTuple):
-    """Text to numbers and back.
+    """A tokeniser: a map from text to token ids and back.
 
     Attributes:
-      size: how many tokens it knows; ids are 0 to ``size - 1``.
-      encode: a list of texts to a list of int32 arrays, one each.
-      decode: ids to a text.
-      save: writes the files it can be read from again to a folder.
+      size: number of tokens; ids are 0 to ``size - 1``.
+      encode: maps a list of texts to a list of int32 arrays of ids, one per text.
+      decode: maps ids to a text.
+      save: writes the tokeniser's files to a folder.
     """
 
     size: int
@@ -42,13 +42,13 @@ class Tokenizer(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """A text before it is cut.
+    """A text before it is cut into blocks.
 
     Attributes:
-      name: the word that `load` knows it by.
-      train: its rows for training.
-      test: its rows for validation.
-      rows: how many rows are joined before they are cut into blocks; None is all.
+      name: the name that `load` takes.
+      train: the rows for training.
+      test: the rows for validation.
+      rows: number of rows that are joined before they are cut into blocks; None means all.
     """
 
     name: str
@@ -74,25 +74,25 @@ def load(
 
     Args:
       name: ``'alice'`` (embedded in the package), ``'wikitext-2'`` or ``'wikitext-2-raw'``.
-      length: tokens a block, T.
-      tokenizer: as `tokenizer_of`, which learns from the training text.
-      data_dir: folder to look in; not needed for ``'alice'``.
-      download: fetch the text into ``data_dir`` if it is not there.
+      length: number of tokens per block, T.
+      tokenizer: name of the tokeniser, as for `tokenizer_of`; it is trained on the training text.
+      data_dir: folder of the text; not needed for ``'alice'``.
+      download: download the text into ``data_dir`` if it is not there.
 
     Returns:
       The data set and its tokeniser. ``x`` and ``y`` of a split are the same int32 array
       ``(N, T)``, ``classes`` is the size of the vocabulary, ``mean`` and ``std`` are empty.
 
     Raises:
-      ValueError: if the name is unknown, or the text shorter than one block.
-      FileNotFoundError: if text or tokeniser are not there.
+      ValueError: if the name is unknown, or the text is shorter than one block.
+      FileNotFoundError: if the files of the text or the tokeniser do not exist.
 
     >>> load('alice', length=128)[0].train.x.shape
     (982, 128)
     """
     corpora = _corpora()
     if name not in corpora:
-        raise ValueError(f'no text {name!r}; known are {", ".join(sorted(corpora))}')
+        raise ValueError(f'no text {name!r}; allowed are {", ".join(sorted(corpora))}')
     with readable(name, data_dir):
         corpus = corpora[name](data_dir, download)
         chosen = tokenizer_of(tokenizer, corpus.train)
@@ -104,11 +104,11 @@ def load(
 
 
 def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
-    """The embedded text: 10 chapters for training, 2 for validation, each one row.
+    """The embedded text: 10 chapters for training, 2 for validation, one row per chapter.
 
     Args:
-      data_dir: not needed, the text is part of the package.
-      download: not needed either.
+      data_dir: ignored, because the text is part of the package.
+      download: ignored.
 
     >>> len(alice().train[0]), len(alice().test[0])
     (125802, 22679)
@@ -122,19 +122,19 @@ def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
 def blocks(
     tokens: Sequence[np.ndarray], length: int, rows: int | None = None, what: str = 'the text'
 ) -> np.ndarray:
-    """Joins rows of tokens, cuts them into blocks and drops what is left over.
+    """Joins rows of tokens, cuts them into blocks and drops the rest.
 
     Args:
-      tokens: for each row its ids.
-      length: tokens a block, T.
-      rows: how many rows are joined at a time; None joins all.
-      what: names the text in an error.
+      tokens: the ids of each row.
+      length: number of tokens per block, T.
+      rows: number of rows that are joined at a time; None joins all.
+      what: name of the text in an error message.
 
     Returns:
       int32 ``(N, T)``.
 
     Raises:
-      ValueError: if there is not one block.
+      ValueError: if there are fewer tokens than one block.
 
     >>> blocks([np.arange(4), np.arange(4, 7)], length=3).tolist()
     [[0, 1, 2], [3, 4, 5]]
@@ -142,7 +142,7 @@ def blocks(
     [[0, 1, 2], [4, 5, 6]]
     """
     if length < 2:
-        raise ValueError(f'blocks of {length} tokens predict nothing; give 2 or more')
+        raise ValueError(f'blocks of {length} tokens have no prediction; give 2 or more')
     step = rows or max(len(tokens), 1)
     found, longest = [], 0
     for start in range(0, len(tokens), step):
@@ -159,15 +159,15 @@ def blocks(
 
 
 def tokenizer_of(name: str, rows: Sequence[str] = ()) -> Tokenizer:
-    """The tokeniser that a text names.
+    """The tokeniser of a given name.
 
     Args:
-      name: ``'bytes'``; ``'bpe-4096'`` to learn as many tokens; or a directory for `bpe`.
-      rows: the text to learn from.
+      name: ``'bytes'``; ``'bpe-4096'`` to train one of 4,096 tokens; or a directory for `bpe`.
+      rows: the training text.
 
     Raises:
-      ValueError: if there is nothing to learn from, or fewer tokens are asked for than bytes.
-      FileNotFoundError: as `bpe`.
+      ValueError: if there is no training text, or the number of tokens is less than 257.
+      FileNotFoundError: if the directory lacks a file, as in `bpe`.
     """
     if name == 'bytes':
         return byte_level()
@@ -176,7 +176,7 @@ def tokenizer_of(name: str, rows: Sequence[str] = ()) -> Tokenizer:
 
 
 def learn(rows: Sequence[str], size: int) -> Tokenizer:
-    """A byte-level BPE of GPT-2's kind with ``size`` tokens, from a text; the same text, the same.
+    """A byte-level BPE of GPT-2's kind with ``size`` tokens, trained deterministically on a text.
 
     Raises:
       ValueError: if ``rows`` is empty or ``size`` below 257 (the bytes and the end of a text).
@@ -200,7 +200,7 @@ def learn(rows: Sequence[str], size: int) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """The UTF-8 bytes themselves: 256 tokens and no files.
+    """The tokeniser of UTF-8 bytes: 256 tokens, no files.
 
     >>> t = byte_level()
     >>> t.size, t.decode(t.encode(['Alice'])[0])
@@ -214,7 +214,8 @@ def bpe(directory: str) -> Tokenizer:
     """GPT-2's byte-level BPE from local files.
 
     Args:
-      directory: holds ``vocab.json`` and ``merges.txt``, as beside GPT-2's weights.
+      directory: folder with ``vocab.json`` and ``merges.txt``, as published with GPT-2's weights,
+        or with the ``tokenizer.json`` of any tokenizer that transformers saved.
 
     Raises:
       FileNotFoundError: if a file is missing.
@@ -225,6 +226,8 @@ def bpe(directory: str) -> Tokenizer:
     """
     root = Path(directory).expanduser()
     files = [root / 'vocab.json', root / 'merges.txt']
+    if (root / 'tokenizer.json').is_file() and not files[0].is_file():
+        return pretrained(root)
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise FileNotFoundError(
@@ -232,6 +235,27 @@ def bpe(directory: str) -> Tokenizer:
             "GPT-2's tokeniser, or tokenizer='bytes', which needs none"
         )
     return _bpe(root, _vocabulary(files[0]), files[1])
+
+
+def pretrained(root: Path) -> Tokenizer:
+    """Any tokenizer that transformers saved: a folder with ``tokenizer.json``.
+
+    Raises:
+      ValueError: if transformers cannot read it.
+    """
+    os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # about a missing torch
+    from transformers import AutoTokenizer
+
+    try:
+        auto: Any = AutoTokenizer.from_pretrained(str(root), local_files_only=True)
+    except Exception as error:  # transformers raises almost any exception
+        raise ValueError(
+            f'{root} is not a tokenizer that transformers can read ({error}); download it again'
+        ) from error
+    tokens = lambda texts: auto(list(texts), add_special_tokens=False, verbose=False)['input_ids']
+    encode = lambda texts: [np.array(ids, np.int32) for ids in tokens(texts)]
+    decode = lambda ids: auto.decode(list(map(int, ids)))
+    return Tokenizer(len(auto), encode, decode, lambda to: auto.save_pretrained(str(to)))
 
 
 def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
@@ -243,22 +267,22 @@ def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
             tuple(line.split(' ')) for line in lines if line and not line.startswith('#version')
         ]
         made = ByteLevelBPETokenizer(vocabulary, pairs)
-    except Exception as error:  # tokenizers raises plain Exception
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise ValueError(
-            f'{merges} does not belong to the vocab.json beside it ({error}); fetch both again'
+            f'{merges} does not belong to the vocab.json beside it ({error}); download both again'
         ) from error
     if _END in vocabulary:
         made.add_special_tokens([_END])
     if made.get_vocab_size() != len(vocabulary):
         raise ValueError(
             f'the tokeniser in {root} has {made.get_vocab_size()} tokens and its vocab.json '
-            f'{len(vocabulary)}; fetch both files again'
+            f'{len(vocabulary)}; download both files again'
         )
     return _wrapped(made)
 
 
 def _wrapped(made: Any) -> Tokenizer:
-    """A tokeniser of the library tokenizers as ours."""
+    """A `Tokenizer` from one of the tokenizers library."""
     encode = lambda texts: [np.array(e.ids, np.int32) for e in made.encode_batch(list(texts))]
     decode = lambda ids: made.decode(list(map(int, ids)), False)
     return Tokenizer(made.get_vocab_size(), encode, decode, lambda to: made.save_model(str(to)))
@@ -268,7 +292,7 @@ def _vocabulary(file: Path) -> dict[str, int]:
     try:
         found = json.loads(file.read_text(encoding='utf-8'))
     except ValueError as error:
-        raise ValueError(f'{file} is no JSON ({error}); fetch it again') from error
+        raise ValueError(f'{file} is not JSON ({error}); download it again') from error
     ids = [i for i in found.values() if type(i) is int] if isinstance(found, dict) else []
     if len(ids) != len(found) or sorted(ids) != list(range(len(ids))):
         raise ValueError(f'{file} does not number its tokens from 0 without gaps; fetch it again')

@@ -1,36 +1,21 @@
-"""How replicas share their gradients: exchanges, and the text that names one."""
+"""Exchanges: the rules by which replicas share their gradients, and the texts that name them."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from jaxmp import spec
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
 from jaxmp.exchange.collectives import AXIS, Collectives, metered, over, sent
 from jaxmp.exchange.delayed import dgc, local_sgd, momentum
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
+from jaxmp.exchange.text import RULES, parse
 from jaxmp.exchange.traffic import bytes_of
+from jaxmp.exchange.transformation import ExchangeState, transform
 from jaxmp.hlo import operands
-from jaxmp.words import named
 
-RULES = {
-    'all_gather': all_gather,
-    'all_reduce': all_reduce,
-    'bucketed': bucketed,
-    'dgc': dgc,
-    'double_squeeze': double_squeeze,
-    'local_sgd': local_sgd,
-    'mean': mean,
-    'momentum': momentum,
-    'per_layer': per_layer,
-    'power_sgd': power_sgd,
-    'scatter_gather': scatter_gather,
-}
 __all__ = [
     'AXIS',
+    'RULES',
     'Collectives',
     'Exchange',
+    'ExchangeState',
     'Rule',
     'all_gather',
     'all_reduce',
@@ -49,33 +34,5 @@ __all__ = [
     'power_sgd',
     'scatter_gather',
     'sent',
+    'transform',
 ]
-
-
-def parse(text: str) -> Exchange:
-    """The exchange that ``text`` names; a bare rule means ``per_layer``.
-
-    Args:
-      text: for example ``'all_gather(ef(top_k(0.01)))'``, ``'power_sgd(2)'``, ``'mean'``.
-
-    Raises:
-      SpecError: if the text is not such an expression, or what it says makes no sense.
-
-    >>> parse('all_reduce(one_bit)')
-    Traceback (most recent call last):
-    ...
-    jaxmp.spec.SpecError: in 'all_reduce(one_bit)': all_reduce adds messages, and these do not \
-add; raw, fp16, bf16 and random_k do; use all_gather(...) or scatter_gather(...)
-    """
-    return spec.read(text, {**spec.NAMES, **RULES}, _exchange)
-
-
-def _exchange(thing: Any, text: str) -> Exchange:
-    if isinstance(thing, Exchange):
-        return thing
-    if isinstance(spec.complete(thing, text), Rule):
-        return named(repr(thing), per_layer(thing))
-    raise TypeError(
-        f'{text} does not say how replicas exchange; write mean, all_gather({text}), '
-        f'all_reduce({text}) or double_squeeze({text})'
-    )

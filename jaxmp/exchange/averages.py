@@ -1,11 +1,12 @@
-"""Rules that share every step's gradient: added as it is, gathered in messages, or both ways.
+"""Rules that average the gradients of each step, by all-reduce, all-gather or reduce and broadcast.
 
-Messages that add travel by all-reduce, whose cost does not grow with the replicas. Others are
-gathered, every replica reading all of them, or go two ways: each replica is the reducing end of one
-n-th of the gradient, receives the messages of that part, and sends all a message of the mean.
+Messages that can be added are sent by all-reduce, whose cost does not grow with the number of
+replicas. Other messages are sent by all-gather, where each replica reads all of them, or in two
+phases: each replica reduces one n-th of the gradient, for which it receives all messages, and then
+sends a message of the mean to all replicas.
 
-The feedback rules are those of a stage boundary (`jaxmp.feedback`). What a receiver of EF21 does is
-an addition, so of all its senders' buffers it keeps the mean.
+The feedback rules are those of a stage boundary (`jaxmp.feedback`). A receiver of EF21 only adds to
+its buffers, so it keeps the mean of the buffers of all senders instead of each one.
 """
 
 from __future__ import annotations
@@ -27,59 +28,62 @@ from jaxmp.feedback import Channel, direct, ef
 from jaxmp.wire import Codec, Ctx, Like, Payload
 from jaxmp.words import functions, named, word
 
-UNROLLED = 4  # replicas whose messages are read without a loop
+UNROLLED = 4  # largest number of replicas whose messages are decoded without a loop
 
 
-def _apply_mean(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+def _reduce_mean(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
     del key
     via.own(grads)
-    return jax.tree.map(lambda a: a / via.size, via.total(grads)), state
+    return jax.tree.map(lambda a: a / via.size, via.all_reduce(grads)), state
 
 
-mean = named('mean', Exchange(lambda grads, n: (), _apply_mean))
-"""The mean of all gradients by one all-reduce: n replicas are one replica on the joined batch."""
+mean = named('mean', Exchange(lambda grads, n: (), _reduce_mean))
+"""The mean of all gradients by one all-reduce: n replicas equal one replica on the joined batch."""
 
 
 def channel_of(name: str, thing: Channel | Codec) -> Channel:
-    """A channel, or a codec as ``direct``; raises unless it can code gradients of replicas."""
-    given = direct(thing) if isinstance(thing, Codec) else thing
-    if not isinstance(given, Channel):
+    """``thing``, a codec wrapped in ``direct``; raises unless it can code gradients of replicas."""
+    channel = direct(thing) if isinstance(thing, Codec) else thing
+    if not isinstance(channel, Channel):
         raise TypeError(f'{name} takes a codec or a feedback rule such as ef(one_bit), got {thing}')
-    if given.per_example:
-        raise ValueError(f'{name}: aqsgd remembers activations by example; use ef or ef21')
-    if same_support in functions(given):
+    if channel.per_example:
+        raise ValueError(f'{name}: aqsgd stores activations per example; use ef or ef21')
+    if channel.per_token:
+        raise ValueError(f'{name}: anchored stores activations per token; use ef or ef21')
+    if same_support in functions(channel):
         raise ValueError(
             f'{name}: same_support reuses the positions of an activation, and a gradient between '
             'replicas has none; use top_k or random_k'
         )
-    return given
+    return channel
 
 
 def _row(x: Any) -> Like:
-    """A gradient as a codec sees it: one sample."""
+    """Shape and dtype of a gradient as it is passed to a codec: one sample."""
     return jax.ShapeDtypeStruct((1, math.prod(x.shape)), x.dtype)
 
 
 def _buffer(channel: Channel, like: Like) -> Any:
-    """The receivers' state: the mean of the senders' buffers, or nothing."""
-    return channel.init(like)[1] if channel.mirrored else ()
+    """The state of a receiver: the mean of the senders' buffers, or ``()`` if there are none."""
+    return channel.init(like)[1] if channel.shared_state else ()
 
 
 def _each(f: Any, rows: Any, n: int) -> Any:
-    """``f`` of every row; a loop only where there are many."""
+    """``f`` of each row; the loop is unrolled if there are few."""
     return lax.scan(lambda _, row: (None, f(row)), None, rows, unroll=n <= UNROLLED)[1]
 
 
 def _mean(
     channel: Channel, arrived: Payload, at: tuple[Like, Any], buffer: Any
 ) -> tuple[Array, Any]:
-    """The mean of what n senders' messages say, and the next buffer.
+    """The mean of the decoded messages of n senders, and the next buffer.
 
     Args:
-      channel: of the messages.
-      arrived: messages under a leading axis n.
-      at: what a message stands for, and the n contexts (a function of the sender's number).
-      buffer: from `_buffer`.
+      channel: channel of the messages.
+      arrived: messages with a leading axis n.
+      at: shape and dtype of the tensor that was sent, and a function from the number of a sender
+        to its context.
+      buffer: the receiver's buffer, as from `_buffer`.
     """
     like, context = at
     n = jax.tree.leaves(arrived)[0].shape[0]
@@ -92,7 +96,7 @@ def _mean(
     start = jnp.zeros_like(channel.recv(first, rx, like, context(0))[0])
     total, _ = lax.scan(add, start, (jnp.arange(n), arrived), unroll=n <= UNROLLED)
     y = total / n
-    if not channel.mirrored:
+    if not channel.shared_state:
         return y, buffer
     y = y + buffer
     return y.astype(like.dtype), y
@@ -100,71 +104,71 @@ def _mean(
 
 @word
 def all_reduce(channel: Channel | Codec) -> Rule:
-    """Messages that add, added on their way: ``mean C(x_i)`` by one all-reduce.
+    """The mean of compressed gradients by one all-reduce of messages: ``mean C(x_i)``.
 
-    All replicas use the same key, so that ``random_k`` keeps the same positions everywhere. What is
-    compressed is ``x / n``, so that a sum of fp16 cannot overflow.
+    All replicas use the same key, so that ``random_k`` keeps the same positions in all of them.
+    Each replica compresses ``x / n``, so that a sum in fp16 cannot overflow.
 
     Args:
-      channel: a codec whose messages add (raw, fp16, bf16, random_k), perhaps under ef or ef21.
+      channel: a codec whose messages can be added (raw, fp16, bf16, random_k), or ef or ef21 of it.
 
     Raises:
-      TypeError: if it is no codec or feedback rule.
-      ValueError: if its messages do not add, or their sums are rounded and a buffer would gather
-        what is lost.
+      TypeError: if ``channel`` is not a codec or feedback rule.
+      ValueError: if its messages cannot be added, or if their sums are rounded and a buffer would
+        accumulate the rounding error.
 
     References:
       Sparsified SGD with Memory, arXiv 1809.07599; Mixed Precision Training, arXiv 1710.03740.
     """
-    given = channel_of('all_reduce', channel)
-    if given.codec.numbers is None:
+    channel = channel_of('all_reduce', channel)
+    if channel.codec.additive is None:
         raise ValueError(
-            'all_reduce adds messages, and these do not add; raw, fp16, bf16 and random_k do; use '
-            'all_gather(...) or scatter_gather(...)'
+            'all_reduce adds messages, and these cannot be added; those of raw, fp16, bf16 and '
+            'random_k can; use all_gather(...) or scatter_gather(...)'
         )
-    numbers, words = given.codec.numbers
-    if given.mirrored and _narrow(given.codec):
+    numbers, words = channel.codec.additive
+    if channel.shared_state and _narrow(channel.codec):
         raise ValueError(
-            'all_reduce adds 16-bit messages in 16 bits, and the buffers of ef21 would keep that '
-            'error and gather it; take all_gather(ef21(...)) or all_reduce(ef(...))'
+            'all_reduce adds 16-bit messages in 16 bits, and the buffers of ef21 would accumulate '
+            'the rounding error; use all_gather(ef21(...)) or all_reduce(ef(...))'
         )
 
     def move(messages: Payload, via: Collectives) -> Payload:
-        total = words(via.total(numbers(messages)))
+        total = words(via.all_reduce(numbers(messages)))
         return jax.tree.map(lambda a: a[None], total)
 
-    return _one_way(given, move, lambda c, sender: c, lambda n: 1 / n)
+    return _one_way(channel, move, lambda c, sender: c, lambda n: 1 / n)
 
 
 def _narrow(codec: Codec) -> bool:
-    """Whether messages of float32 are added in fewer bits."""
+    """Whether messages of a float32 tensor are added in fewer than 32 bits."""
 
     def added() -> Any:
         ctx = Ctx(jax.random.key(0))
-        return codec.numbers[0](codec.encode(jnp.zeros((1, 8)), ctx))  # pyright: ignore
+        return codec.additive[0](codec.encode(jnp.zeros((1, 8)), ctx))  # pyright: ignore
 
     return any(a.dtype.itemsize < 4 for a in jax.tree.leaves(jax.eval_shape(added)))
 
 
 @word
 def all_gather(channel: Channel | Codec) -> Rule:
-    """Every replica reads the messages of all: ``mean C(x_i)`` by one all-gather.
+    """The mean of compressed gradients by one all-gather of messages: ``mean C(x_i)``.
 
-    With ``ef21`` all hold the mean of the senders' buffers: ``g_i += C(x_i - g_i)``, used is
-    ``mean g_i``.
+    Each replica decodes the messages of all replicas. With ``ef21`` each keeps the mean of the
+    senders' buffers: ``g_i += C(x_i - g_i)``, and the optimizer gets ``mean g_i``.
 
     Args:
       channel: a codec or a feedback rule.
 
     Raises:
-      TypeError: if it is no codec or feedback rule.
-      ValueError: if it has a state per example, or sends the positions of another message.
+      TypeError: if ``channel`` is not a codec or feedback rule.
+      ValueError: if it has a state per example, or reuses the positions of another message.
 
     References:
       Error Feedback Fixes SignSGD, arXiv 1901.09847; EF21, arXiv 2106.05203.
     """
-    given = channel_of('all_gather', channel)
-    return _one_way(given, lambda m, via: via.gather(m), lambda c, sender: c.fold(sender))
+    channel = channel_of('all_gather', channel)
+    return _one_way(channel, lambda m, via: via.all_gather(m), lambda c, sender: c.fold(sender))
 
 
 def _one_way(
@@ -173,20 +177,20 @@ def _one_way(
     context: Callable[[Ctx, Any], Ctx],
     share: Callable[[int], float] = lambda n: 1.0,
 ) -> Rule:
-    """A message an array, moved, and the mean of what arrived.
+    """The rule that sends one message per array and takes the mean of the received messages.
 
     Args:
-      channel: of the messages.
-      move: messages to what arrives, under an axis of the senders.
-      context: that of an array and its sender's number.
-      share: what arrays are multiplied with before they are compressed.
+      channel: channel of the messages.
+      move: a function from the messages sent to those received, with a leading axis of senders.
+      context: ``(context of an array, number of the sender) -> context`` of a message.
+      share: the factor, given n, by which an array is multiplied before it is compressed.
     """
 
     def init(xs: list[Any], n: int) -> State:
         del n
         return [(channel.init(_row(x))[0], _buffer(channel, _row(x))) for x in xs]
 
-    def apply(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
         at = [Ctx(key).fold(i) for i in range(len(xs))]
         sent = []
         for x, (tx, _), c in zip(xs, state, at, strict=True):
@@ -199,23 +203,23 @@ def _one_way(
             after.append((tx, rx))
         return out, after
 
-    return Rule(init, apply)
+    return Rule(init, reduce)
 
 
 @word
 def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
-    """Compressed on the way to the reducing ends and on the way back.
+    """The mean of gradients by a reduce-scatter and an all-gather, both of compressed messages.
 
-    Replica j adds up the j-th of n equal parts: a reduce-scatter of messages (all-to-all), then
-    an all-gather of messages. What travels does not grow with n.
+    Replica j computes the mean of the j-th of n equal parts. The reduce-scatter is an all-to-all of
+    messages. The bytes that a replica sends do not grow with n.
 
     Args:
-      up: of the parts of a gradient.
-      down: of the mean of a part.
+      up: channel of the parts of a gradient.
+      down: channel of the mean of a part.
 
     Raises:
-      TypeError: if one is no codec or feedback rule.
-      ValueError: if one has a state per example.
+      TypeError: if either is not a codec or feedback rule.
+      ValueError: if either has a state per example.
     """
     up, down = channel_of('scatter_gather up', up), channel_of('scatter_gather down', down)
 
@@ -231,7 +235,7 @@ def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
 
         return [one(part(x, n)) for x in xs]
 
-    def apply(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
         n = via.size
         likes, contexts = [part(x, n) for x in xs], [Ctx(key).fold(i) for i in range(len(xs))]
         messages, state = [], [dict(s) for s in state]
@@ -241,29 +245,31 @@ def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
             m, s['up'] = _each(send, (rows, s['up'], jnp.arange(n)), n)
             messages.append(m)
         replies = []
-        for m, s, like, c in zip(via.swap(messages), state, likes, contexts, strict=True):
+        for m, s, like, c in zip(via.all_to_all(messages), state, likes, contexts, strict=True):
             y, s['sum'] = _mean(up, m, (like, lambda i, c=c: c.fold(i).fold(via.index)), s['sum'])
             m, s['down'] = down.send(y, s['down'], c.fold(n + via.index))
             replies.append(m)
         out = []
-        for x, m, s, like, c in zip(xs, via.gather(replies), state, likes, contexts, strict=True):
+        for x, m, s, like, c in zip(
+            xs, via.all_gather(replies), state, likes, contexts, strict=True
+        ):
             read = lambda r, c=c, like=like: down.recv(r[0], r[1], like, c.fold(n + r[2]))
             y, s['read'] = _each(read, (m, s['read'], jnp.arange(n)), n)
             out.append(y.reshape(-1)[: x.size].reshape(x.shape))
         return out, state
 
-    return Rule(init, apply)
+    return Rule(init, reduce)
 
 
 @word
 def double_squeeze(codec: Codec) -> Rule:
-    """DoubleSqueeze: error feedback at the workers and at the reducing ends.
+    """DoubleSqueeze: error feedback when gradients are sent and again when their mean is returned.
 
-    ``scatter_gather(ef(C), ef(C))``. With errors e_i at the workers and E at the reducing ends,
+    It is ``scatter_gather(ef(C), ef(C))``. With errors e_i of the gradients and E of the mean,
     ``x_T = x_0 - lr sum_t mean_i g + lr (E + mean_i e_i)``.
 
     Args:
-      codec: C, both ways.
+      codec: the codec C in both directions.
 
     Raises:
       TypeError: if ``codec`` is not a codec.

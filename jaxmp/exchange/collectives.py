@@ -1,12 +1,12 @@
-"""How replicas reach each other: all-reduce, all-gather, all-to-all, and the bytes these move.
+"""`Collectives`: all-reduce, all-gather and all-to-all between replicas, and the bytes they move.
 
-A rule is written against `Collectives`, four functions. `over` makes them real, inside
-`jax.shard_map`; `metered` makes a twin that moves nothing and counts what it is handed, so that a
-report comes from the same lines that run. What the compiler makes of it, `jaxmp.hlo.operands`
-reads from the compiled program.
+An exchange calls the functions of `Collectives`. `over` implements them inside `jax.shard_map`.
+`metered` implements them without communication and counts the bytes of their operands, so that the
+reported bytes come from the same code that runs. `jaxmp.hlo.operands` reads the bytes of the
+compiled program.
 
-Messages travel in one piece, as bytes: a collective starts a round trip after the last one, and
-XLA:CPU widens bf16. Numbers that are added travel in one piece a dtype.
+All messages of a call are joined to one array of bytes, because each collective costs a round trip,
+and because XLA:CPU widens bf16. Numbers that are added are joined to one array per dtype.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ AXIS = 'replica'
 
 
 class Collectives(NamedTuple):
-    """What a replica can ask of the others; all must ask alike.
+    """The collectives of one replica; all replicas must make the same calls in the same order.
 
     Attributes:
       size: number of replicas n.
-      index: number of this one, from 0.
-      total: a tree of numbers, summed over the replicas (all-reduce).
-      gather: a payload, every array under a leading axis n: row i is replica i's (all-gather).
-      swap: a payload under a leading axis n; row j goes to replica j, and row i of the result
-        came from replica i (all-to-all).
-      own: raises unless gradients are this replica's own; every exchange asks first.
+      index: number of this replica, from 0.
+      all_reduce: sums the arrays of a tree over the replicas.
+      all_gather: returns a payload of all replicas with a leading axis n; row i is from replica i.
+      all_to_all: takes a payload with a leading axis n; row j is sent to replica j, and row i of
+        the result is from replica i.
+      own: raises ValueError if gradients have been summed over the replicas already; each exchange
+        calls it first.
     """
 
     size: int
     index: Any
-    total: Callable[[Any], Any]
-    gather: Callable[[Payload], Payload]
-    swap: Callable[[Payload], Payload]
+    all_reduce: Callable[[Any], Any]
+    all_gather: Callable[[Payload], Payload]
+    all_to_all: Callable[[Payload], Payload]
     own: Callable[[Any], None] = lambda grads: None
 
 
 def over(axis: str = AXIS) -> Collectives:
-    """The replicas along a mesh axis; call it inside `jax.shard_map`.
+    """The collectives along a mesh axis, for use inside `jax.shard_map`.
 
-    Under ``check_vma``, `jax.grad` by a replicated parameter gives the sum over all replicas, which
-    JAX has made in full precision: too late to compress. An exchange refuses such a gradient.
+    Under ``check_vma``, `jax.grad` with respect to a replicated parameter returns the sum over all
+    replicas, which JAX has computed without compression. An exchange refuses such a gradient.
 
     Args:
-      axis: name of the axis.
+      axis: name of the mesh axis.
     """
 
-    def total(tree: Any) -> Any:
+    def all_reduce(tree: Any) -> Any:
         leaves, form = jax.tree.flatten(tree)
         done: dict[int, Array] = {}
         for dtype in dict.fromkeys(a.dtype for a in leaves):
@@ -68,71 +69,74 @@ def over(axis: str = AXIS) -> Collectives:
                 done[i] = part.reshape(leaves[i].shape)
         return form.unflatten([done[i] for i in range(len(leaves))])
 
-    def gather(payload: Payload) -> Payload:
-        if not jax.tree.leaves(payload):  # nothing is large
+    def all_gather(payload: Payload) -> Payload:
+        if not jax.tree.leaves(payload):  # no array is large enough to be compressed
             return payload
         piece, back = one_piece(payload)
         return back(lax.all_gather(piece, axis))
 
-    def swap(payload: Payload) -> Payload:
+    def all_to_all(payload: Payload) -> Payload:
         if not jax.tree.leaves(payload):
             return payload
         piece, back = one_piece(payload, 1)
         return back(lax.all_to_all(piece, axis, 0, 0))
 
     def own(grads: Any) -> None:
-        checked = _varies(lax.axis_index(axis), axis)  # nothing is known under check_vma=False
-        if checked and not all(_varies(g, axis) for g in jax.tree.leaves(grads)):
+        checked = varies(lax.axis_index(axis), axis)  # False under check_vma=False
+        if checked and not all(varies(g, axis) for g in jax.tree.leaves(grads)):
             raise ValueError(
                 f'these gradients are the same in all replicas along {axis!r}: jax.grad has summed '
-                f'them, uncompressed, because the parameters are replicated; before jax.grad, take '
+                f'them, uncompressed, because the parameters are replicated; before jax.grad, set '
                 f"params = jax.lax.pcast(params, {axis!r}, to='varying'), or give jax.shard_map "
                 'check_vma=False'
             )
 
-    return Collectives(lax.axis_size(axis), lax.axis_index(axis), total, gather, swap, own)
+    return Collectives(
+        lax.axis_size(axis), lax.axis_index(axis), all_reduce, all_gather, all_to_all, own
+    )
 
 
-def _varies(x: Any, axis: str) -> bool:
+def varies(x: Any, axis: str) -> bool:
+    """Whether JAX treats ``x`` as varying along ``axis``; False if that is not known."""
     return axis in jax.typeof(x).manual_axis_type.varying
 
 
 def _sum(a: Array, axis: str) -> Array:
-    """All-reduce; the sum is the same everywhere, what it is mixed with is not, and JAX asks."""
+    """The sum over the replicas, marked as varying, as JAX requires of operands that are mixed."""
     return lax.pcast(lax.psum(a, axis), axis, to='varying')
 
 
 def metered(n: int, counts: dict[str, int]) -> Collectives:
-    """A twin of `over` for `jax.eval_shape`: shapes as of n replicas, operand bytes counted.
+    """Collectives for `jax.eval_shape`, with the shapes of `over`; they count operand bytes.
 
     Args:
       n: number of replicas.
-      counts: the bytes of every kind of collective are added here.
+      counts: operand bytes by kind of collective, to which each call adds.
     """
 
     def add(kind: str, tree: Any) -> None:
         counts[kind] = counts.get(kind, 0) + nbytes(tree)
 
-    def total(tree: Any) -> Any:
+    def all_reduce(tree: Any) -> Any:
         add('all-reduce', tree)
         return tree
 
-    def gather(payload: Payload) -> Payload:
+    def all_gather(payload: Payload) -> Payload:
         add('all-gather', payload)
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), payload)
 
-    def swap(payload: Payload) -> Payload:
+    def all_to_all(payload: Payload) -> Payload:
         add('all-to-all', payload)
         return payload
 
-    return Collectives(n, 0, total, gather, swap)
+    return Collectives(n, 0, all_reduce, all_gather, all_to_all)
 
 
 def sent(counts: dict[str, int], n: int) -> int:
-    """Bytes that a replica sends for such operands, by the best known algorithms (a ring).
+    """Bytes that a replica sends for operands of so many bytes, by ring algorithms.
 
-    All-reduce ``2 (n-1)/n``, all-gather ``n-1``, all-to-all and reduce-scatter ``(n-1)/n`` of its
-    operand.
+    They are ``2 (n-1)/n`` times the operand for all-reduce, ``n-1`` times for all-gather, and
+    ``(n-1)/n`` times for all-to-all and reduce-scatter.
 
     >>> sent({'all-reduce': 400}, 2), sent({'all-gather': 400}, 4)
     (400, 1200)

@@ -1,12 +1,14 @@
-"""Two copies of one parameter, each with a part of its gradient: both get the sum.
+"""`Copies`: two copies of one parameter, each with a part of its gradient, which get the sum.
 
-The token table of a GPT-2 is one, held by the first and by the last stage. To share gradients the
-copies do what two replicas do, so every `Exchange` that gives all replicas the same gradient will
-do, with what it compresses and remembers. Each copy hands over twice its part, and the mean of
-those is the sum; twice a number is exact, so that ``mean`` adds to the bit.
+An example is the token table of a GPT-2, of which the first and the last stage have a copy. The
+copies share gradients as two replicas do, so every `Exchange` that returns the same gradient to all
+replicas can be used, including its compression and its feedback states. Each copy passes twice its
+part to the exchange; the mean of both is the sum. Doubling is exact, so that with ``mean`` the sum
+is exact to the bit.
 
-Over two devices this is one program of a mesh of both, run by one process or by two, and both
-copies get the same bits. On a single device nothing travels, and one program works for both.
+If the copies are on two devices, one program runs on a mesh of both, in one process or in two, and
+both copies get the same bits. On a single device one program computes both sums without
+communication.
 """
 
 from __future__ import annotations
@@ -37,12 +39,13 @@ AXIS = 'end'
 
 @dataclass(frozen=True)
 class Copies:
-    """Two copies of a parameter, as one of their processes drives them.
+    """Two copies of a parameter, seen from a process that has one of them or both.
 
     Attributes:
-      exchange: how gradients are shared; nothing may follow the optimiser (local SGD).
-      like: the parameter.
-      devices: of the first and of the last copy, of any process.
+      exchange: the rule by which gradients are shared; exchanges of parameters (local SGD) are not
+        allowed.
+      like: shape and dtype of the parameter.
+      devices: the devices of the first and of the last copy, of any process.
     """
 
     exchange: Exchange
@@ -51,33 +54,33 @@ class Copies:
 
     @functools.cached_property
     def here(self) -> dict[str, Any]:
-        """The copies of this process, and their devices."""
+        """The copies in this process, with their devices."""
         both = zip(ENDS, self.devices, strict=True)
         return {end: d for end, d in both if d.process_index == jax.process_index()}
 
     def init(self) -> Any:
-        """States of the copies in this process, or ``()`` where nothing is remembered."""
-        made = {end: jax.device_put(self._fresh(), d) for end, d in self.here.items()}
-        return made if jax.tree.leaves(made) else ()
+        """States of the copies in this process, or ``()`` if the exchange has no state."""
+        states = {end: jax.device_put(self._fresh(), d) for end, d in self.here.items()}
+        return states if jax.tree.leaves(states) else ()
 
     def add(
         self, grads: Mapping[str, Array], states: Any, key: Array
     ) -> tuple[dict[str, Array], Any]:
-        """The sum of both gradients for every copy in this process, and the next states.
+        """The sum of both gradients for each copy in this process, and the next states.
 
         Args:
-          grads: of the copies in this process; taken over, as the states are.
-          states: from `init` or the last call.
-          key: of this step, the same in both processes.
+          grads: gradients of the copies in this process; donated, as the states are.
+          states: states from `init` or from the last call.
+          key: random key of this step, the same in both processes.
         """
-        held = states or {end: self._fresh() for end in self.here}
+        current = states or {end: self._fresh() for end in self.here}
         words = np.asarray(jax.random.key_data(key))
-        out = self._run({end: (grads[end], held[end]) for end in self.here}, words)
+        out = self._run({end: (grads[end], current[end]) for end in self.here}, words)
         totals = {end: total for end, (total, _) in out.items()}
         return totals, {end: state for end, (_, state) in out.items()} if states else ()
 
     def traffic(self) -> dict[str, Any]:
-        """Bytes a step that each copy sends: ``handed`` over, and ``compiled`` operands."""
+        """Bytes per step that each copy sends: ``handed`` by the exchange, ``compiled`` by XLA."""
         compiled = {} if self._alone else operands(self._lower().compile().as_text())
         handed = bytes_of(self.exchange, [self.like], 2)['sent']
         return {'handed': handed, 'compiled': sent(compiled, 2)}
@@ -92,7 +95,7 @@ class Copies:
     def _share(self, own: tuple[Array, State], words: Any, via: Collectives) -> tuple[Array, State]:
         grad, state = own
         key = jax.random.wrap_key_data(words)
-        [total], state = self.exchange.apply([2 * grad], state, key, via)
+        [total], state = self.exchange.reduce([2 * grad], state, key, via)
         return total, state
 
     @functools.cached_property
@@ -105,7 +108,7 @@ class Copies:
         @functools.partial(jax.jit, donate_argnums=0)
         def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
             rows = jax.tree.map(lambda *a: jnp.stack(a), *(own[end] for end in ENDS))
-            share = lambda own: self._share(own, words, over(AXIS)._replace(total=add))
+            share = lambda own: self._share(own, words, over(AXIS)._replace(all_reduce=add))
             out = jax.vmap(share, axis_name=AXIS)(rows)
             return {end: jax.tree.map(itemgetter(i), out) for i, end in enumerate(ENDS)}
 
@@ -113,7 +116,7 @@ class Copies:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Of both devices."""
+        """The mesh of both devices."""
         return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
 
     @functools.cached_property

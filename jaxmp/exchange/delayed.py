@@ -1,4 +1,4 @@
-"""Rules that share more than one step: momentum, what has gathered, parameters trained alone."""
+"""Rules that span several steps: momentum, accumulated gradients, averaged parameters."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxmp.codecs.sparse import check_parts, packed, top_k
+from jaxmp.codecs.indices import packed
+from jaxmp.codecs.sparse import check_parts, top_k
 from jaxmp.exchange.averages import all_gather
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, check_rule
 from jaxmp.wire import Codec, Ctx, like
 from jaxmp.words import word
 
-LEAST_SPARSE = 0.25  # share that is sent in the first epoch of a sparsity warm-up; then its powers
+LEAST_SPARSE = 0.25  # fraction sent in epoch 0 of a sparsity warm-up; in epoch t its power t + 1
 
 
 @word
 def dgc(
     fraction: float, momentum: float = 0.9, clip: float = 0.0, warmup: int = 0, masking: bool = True
 ) -> Rule:
-    """Deep Gradient Compression: what is not sent gathers, with its momentum.
+    """Deep Gradient Compression: elements that are not sent accumulate, with momentum.
 
-    ``g`` clipped; ``u <- m u + g``; ``v <- v + u``; the largest of v are sent, and there u and v
-    become zero (factor masking). What is sent and v add up to the sum of all u. The optimiser must
-    have no momentum of its own. In epoch t of the warm-up ``4^-(t+1)`` of a gradient is sent: 25 %,
-    6.25 %, 1.5625 %, ...
+    With ``g`` clipped, ``u <- m u + g`` and ``v <- v + u``. The largest elements of v are sent; at
+    their positions u and v are set to zero (factor masking). The elements sent so far plus v equal
+    the sum of all u. The optimizer must have no momentum of its own. In epoch t of the warm-up,
+    from 0, the fraction ``4^-(t+1)`` of a gradient is sent: 25 %, 6.25 %, 1.5625 %, ...
 
     Args:
-      fraction: share that is sent after the warm-up, in (0, 1]; the paper's is 0.001.
-      momentum: m, in [0, 1).
-      clip: the arrays that it is given (under `per_layer` the large ones) are clipped to a norm of
-        ``clip / sqrt(n)``; 0 does not clip.
-      warmup: epochs of the sparsity warm-up; the paper's is 4.
-      masking: whether u, too, becomes zero where v was sent. With all sent, momentum SGD without
-        and plain SGD with masking.
+      fraction: fraction that is sent after the warm-up, in (0, 1]; 0.001 in the paper.
+      momentum: the number m, in [0, 1).
+      clip: the gradients that the rule gets (under `per_layer` the large arrays) are clipped to a
+        norm of ``clip / sqrt(n)``; 0 does not clip.
+      warmup: epochs of the sparsity warm-up; 4 in the paper.
+      masking: whether u is also set to zero where v was sent. If everything is sent, the rule is
+        momentum SGD without masking and plain SGD with it.
 
     Raises:
       ValueError: if an argument is out of range.
@@ -48,8 +49,8 @@ def dgc(
     check_parts('dgc', fraction, top_k(1.0))
     if not 0 <= momentum < 1 or clip < 0 or warmup < 0:
         raise ValueError(
-            f'dgc momentum={momentum}, clip={clip}, warmup={warmup}: the momentum is in [0, 1), a '
-            'norm and a number of epochs are not negative'
+            f'dgc momentum={momentum}, clip={clip}, warmup={warmup}: the momentum is in [0, 1), '
+            'clip and warmup are not negative'
         )
     codec = top_k(fraction, indices=packed)
     gather = all_gather(codec)
@@ -59,12 +60,12 @@ def dgc(
         zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in xs]
         return {'u': zeros, 'v': zeros}
 
-    def apply(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
         xs = _clipped(xs, clip / via.size**0.5)
         u = [momentum * a + x for a, x in zip(state['u'], xs, strict=True)]
         v = [a + b for a, b in zip(state['v'], u, strict=True)]
         given = [a.astype(x.dtype) for a, x in zip(v, xs, strict=True)]
-        out, _ = gather.apply(given, gather.init(given, via.size), key, via)
+        out, _ = gather.reduce(given, gather.init(given, via.size), key, via)
         sent = [_kept(codec, a) for a in given]
         v = [jnp.where(s, 0, a) for a, s in zip(v, sent, strict=True)]
         u = [jnp.where(s, 0, a) for a, s in zip(u, sent, strict=True)] if masking else u
@@ -72,46 +73,46 @@ def dgc(
 
     shares = [max(fraction, LEAST_SPARSE ** (t + 1)) for t in range(warmup)]
     phases = [dgc(f, momentum, clip, 0, masking) for f in [*shares, fraction]] if warmup else []
-    return Rule(init, apply, tuple(phases), momentum)
+    return Rule(init, reduce, tuple(phases), momentum)
 
 
 @word
 def momentum(rule: Rule, m: float = 0.9) -> Rule:
-    """Momentum before compression: replicas share ``u <- m u + g`` in place of ``g``.
+    """Momentum before compression: replicas share ``u <- m u + g`` instead of ``g``.
 
-    A rule that follows its input (``ef21``) follows a mean of many steps in place of the noise of
-    one. Where nothing is lost this is momentum SGD; the optimiser must have no momentum of its own,
-    and what it does to its input, weight decay and clipping, comes after.
+    A rule that tracks its input (``ef21``) then tracks an average over many steps instead of a
+    single noisy gradient. With a lossless rule this is momentum SGD. The optimizer must have no
+    momentum of its own; it applies weight decay and clipping after the momentum.
 
     Args:
-      rule: what shares u.
-      m: in [0, 1).
+      rule: the rule that shares u.
+      m: the momentum, in [0, 1).
 
     Raises:
       TypeError: if ``rule`` is not a rule.
-      ValueError: if ``m`` is out of range, or the rule has a momentum already.
+      ValueError: if ``m`` is out of range, or the rule has momentum already.
 
     References:
       Momentum Provably Improves Error Feedback!, arXiv 2305.15155.
     """
     check_rule('momentum', rule)
     if not 0 <= m < 1 or rule.momentum:
-        raise ValueError(f'momentum m={m} is not in [0, 1), or its rule has a momentum already')
+        raise ValueError(f'momentum m={m} is not in [0, 1), or its rule has momentum already')
 
     def init(xs: list[Any], n: int) -> State:
         return rule.init(xs, n), [jnp.zeros(x.shape, x.dtype) for x in xs]
 
-    def apply(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
         held, u = state
         u = [m * a + x for a, x in zip(u, xs, strict=True)]
-        out, held = rule.apply(u, held, key, via)
+        out, held = rule.reduce(u, held, key, via)
         return out, (held, u)
 
-    return Rule(init, apply, tuple(momentum(r, m) for r in rule.phases), m)
+    return Rule(init, reduce, tuple(momentum(r, m) for r in rule.by_epoch), m)
 
 
 def _kept(codec: Codec, x: Array) -> Array:
-    """Where ``x`` is sent; what is sent as a zero stays, which changes nothing."""
+    """A mask of the elements of ``x`` that are sent; zeros may be missing, which has no effect."""
     row = x.reshape(1, -1)
     return (codec.decode(codec.encode(row, Ctx()), like(row), Ctx()) != 0).reshape(x.shape)
 
@@ -126,13 +127,13 @@ def _clipped(xs: list[Array], norm: float) -> list[Array]:
 
 @word
 def local_sgd(steps: int) -> Exchange:
-    """Local SGD: every replica takes ``steps`` steps alone, then parameters are averaged.
+    """Local SGD: replicas train independently and average their parameters every ``steps`` steps.
 
-    The optimiser's state stays each replica's own. With ``steps=1`` and an optimiser that is linear
-    in the gradient, plain or momentum SGD, this is synchronous SGD.
+    The state of the optimizer is not averaged. With ``steps=1`` and an optimizer that is linear in
+    the gradient, plain or momentum SGD, this is synchronous SGD.
 
     Args:
-      steps: H, 1 or more.
+      steps: the number H of steps between two averages, 1 or more.
 
     Raises:
       ValueError: if ``steps`` is not a positive integer.
@@ -143,14 +144,14 @@ def local_sgd(steps: int) -> Exchange:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f'local_sgd steps {steps!r} is not a positive integer')
 
-    def apply(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
         del key
         via.own(grads)
         return grads, state
 
-    def settle(params: Any, state: State, via: Collectives) -> tuple[Any, State]:
-        meet = lambda p: jax.tree.map(lambda a: a / via.size, via.total(p))
+    def after_update(params: Any, state: State, via: Collectives) -> tuple[Any, State]:
+        meet = lambda p: jax.tree.map(lambda a: a / via.size, via.all_reduce(p))
         count = (state + 1) % steps
         return lax.cond(count == 0, meet, lambda p: p, params), count
 
-    return Exchange(lambda grads, n: jnp.zeros((), jnp.int32), apply, settle, every=steps)
+    return Exchange(lambda grads, n: jnp.zeros((), jnp.int32), reduce, after_update, period=steps)

@@ -1,12 +1,13 @@
-"""What an exchange is, and how a gradient is laid out for it: by layers, or in one piece.
+"""`Exchange` and `Rule`, and the layout of a gradient for a rule: by layer or in buckets.
 
-An exchange turns every replica's gradient into one that all share. It is two pure functions:
-``init`` makes the state of one replica, which stands beside the optimiser's, and ``apply`` is
-called between the gradient and the optimiser, inside `jax.shard_map`. The two moments are
-kept apart because replicas may also meet after the optimiser (`settle`: local SGD).
+An exchange maps the gradients of all replicas to one gradient that all replicas share. It consists
+of pure functions: ``init`` returns the state of one replica, which is kept beside the optimizer's
+state; ``reduce`` runs between the gradient and the optimizer, inside `jax.shard_map`;
+``after_update`` runs after the optimizer, for exchanges of parameters (local SGD).
 
-A *rule* is an exchange for a list of arrays, every one compressed by itself. `per_layer` gives it
-the large arrays of a gradient and averages the small ones as they are; `bucketed` joins everything.
+A *rule* is an exchange for a list of arrays, each of which is compressed separately. `per_layer`
+gives it the large arrays of a gradient and averages the small ones uncompressed. `bucketed` joins
+all arrays first.
 """
 
 from __future__ import annotations
@@ -33,31 +34,36 @@ def _stay(params: Any, state: State, via: Collectives) -> tuple[Any, State]:
 
 @known
 class Exchange(NamedTuple):
-    """How replicas share their gradients.
+    """The rule by which replicas share their gradients.
 
     Attributes:
       init: ``(gradients or their shapes, n) -> state`` of one of n replicas.
-      apply: ``(gradients, state, key, via) -> (gradients, state)``: what the optimiser gets, the
-        same in all replicas. ``key`` must be the same in all replicas too.
-      settle: ``(params, state, via) -> (params, state)``, called after the optimiser.
-      phases: those of the first epochs, the last for all others; empty if nothing changes. States
-        are alike.
-      momentum: what the optimiser must leave out because the exchange does it; 0 for nothing.
-      every: settles in every so many steps.
-      origin: the call that made it, its text and identity (`jaxmp.words`).
+      reduce: ``(gradients, state, key, via) -> (gradients, state)``. It returns the gradients for
+        the optimizer, the same in all replicas. ``key`` must be the same in all replicas too.
+      after_update: ``(params, state, via) -> (params, state)``, called after the optimizer.
+      by_epoch: the exchanges of the first epochs, the last one also for all later epochs; empty if
+        the exchange does not depend on the epoch. Their states have the same structure.
+      momentum: the momentum that the exchange applies, so that the optimizer must not; else 0.
+      period: number of steps between two averages by ``after_update``.
+      origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
     init: Callable[[Any, int], State]
-    apply: Callable[[Any, State, Any, Collectives], tuple[Any, State]]
-    settle: Callable[[Any, State, Collectives], tuple[Any, State]] = _stay
-    phases: tuple[Exchange, ...] = ()
+    reduce: Callable[[Any, State, Any, Collectives], tuple[Any, State]]
+    after_update: Callable[[Any, State, Collectives], tuple[Any, State]] = _stay
+    by_epoch: tuple[Exchange, ...] = ()
     momentum: float = 0.0
-    every: int = 1
+    period: int = 1
     origin: Origin | None = None
 
+    @property
+    def shares_params(self) -> bool:
+        """Whether replicas share parameters after the optimizer's update."""
+        return self.after_update is not _stay
+
     def phase(self, epoch: int) -> Exchange:
-        """What is exchanged in an epoch, counted from 0."""
-        return self.phases[min(epoch, len(self.phases) - 1)] if self.phases else self
+        """The exchange of an epoch, counted from 0."""
+        return self.by_epoch[min(epoch, len(self.by_epoch) - 1)] if self.by_epoch else self
 
 
 @known
@@ -65,19 +71,19 @@ class Rule(NamedTuple):
     """An exchange for a list of arrays; see `Exchange` for the attributes."""
 
     init: Callable[[list[Any], int], State]
-    apply: Callable[[list[Array], State, Any, Collectives], tuple[list[Array], State]]
-    phases: tuple[Rule, ...] = ()
+    reduce: Callable[[list[Array], State, Any, Collectives], tuple[list[Array], State]]
+    by_epoch: tuple[Rule, ...] = ()
     momentum: float = 0.0
     origin: Origin | None = None
 
 
 @word
 def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
-    """Every array by itself; vectors (biases, norms) and small arrays are averaged as they are.
+    """Each array separately; vectors (biases, norms) and small arrays are averaged uncompressed.
 
     Args:
-      rule: for the other arrays.
-      smallest: arrays with fewer elements are small; 0 gives the rule everything.
+      rule: the rule for the other arrays.
+      smallest: arrays with fewer elements are small; with 0 the rule gets all arrays.
 
     Raises:
       TypeError: if ``rule`` is not a rule.
@@ -95,29 +101,29 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
         heavy = [jnp.zeros(a.shape, a.dtype) for a in leaves if not large(a) and rule.momentum]
         return rule.init([a for a in leaves if large(a)], n), heavy
 
-    def apply(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
         via.own(grads)
         leaves, form = jax.tree.flatten(grads)
         state, heavy = state
-        big, state = rule.apply([a for a in leaves if large(a)], state, key, via)
+        big, state = rule.reduce([a for a in leaves if large(a)], state, key, via)
         raw = [a for a in leaves if not large(a)]
-        few = [a / via.size for a in via.total(raw)] if raw else []
+        few = [a / via.size for a in via.all_reduce(raw)] if raw else []
         if rule.momentum:
             few = heavy = [rule.momentum * h + a for h, a in zip(heavy, few, strict=True)]
         rows = iter(big), iter(few)
         return form.unflatten([next(rows[not large(a)]) for a in leaves]), (state, heavy)
 
-    phases = tuple(per_layer(r, smallest) for r in rule.phases)
-    return Exchange(init, apply, phases=phases, momentum=rule.momentum)
+    phases = tuple(per_layer(r, smallest) for r in rule.by_epoch)
+    return Exchange(init, reduce, by_epoch=phases, momentum=rule.momentum)
 
 
 @word
 def bucketed(rule: Rule, elements: int = 0) -> Exchange:
-    """All arrays joined to one vector, biases too, and that cut into buckets.
+    """All arrays, including biases, joined to one vector that is cut into buckets.
 
     Args:
-      rule: for the buckets.
-      elements: of a bucket; 0 makes one of all.
+      rule: the rule for the buckets.
+      elements: number of elements per bucket; 0 means one bucket.
 
     Raises:
       TypeError: if ``rule`` is not a rule.
@@ -135,18 +141,18 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
     def init(grads: Any, n: int) -> State:
         return rule.init(jax.eval_shape(cut, jax.tree.leaves(grads)), n)
 
-    def apply(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
         via.own(grads)
         leaves, form = jax.tree.flatten(grads)
-        out, state = rule.apply(cut(leaves), state, key, via)
+        out, state = rule.reduce(cut(leaves), state, key, via)
         joined, parts = jnp.concatenate(out), []
         for a in leaves:
             parts.append(joined[: a.size].reshape(a.shape).astype(a.dtype))
             joined = joined[a.size :]
         return form.unflatten(parts), state
 
-    phases = tuple(bucketed(r, elements) for r in rule.phases)
-    return Exchange(init, apply, phases=phases, momentum=rule.momentum)
+    phases = tuple(bucketed(r, elements) for r in rule.by_epoch)
+    return Exchange(init, reduce, by_epoch=phases, momentum=rule.momentum)
 
 
 def check_rule(name: str, rule: object) -> None:

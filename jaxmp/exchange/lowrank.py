@@ -1,4 +1,4 @@
-"""PowerSGD: a gradient matrix as the product of two thin ones, which add."""
+"""PowerSGD: a gradient matrix as the product of two thin matrices, which can be all-reduced."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxmp.words import word
 
 
 def _sides(x: Any) -> tuple[int, int]:
-    """A kernel ``(..., in, out)`` as a matrix: all axes but the last, and the last."""
+    """The sizes n and m of a kernel ``(..., in, out)`` as an n x m matrix, with m its last axis."""
     return math.prod(x.shape[:-1]), x.shape[-1] if x.shape else 1
 
 
 def _thin(x: Any, rank: int) -> bool:
-    """Whether two factors are less than the matrix."""
+    """Whether the two factors have fewer elements than the matrix."""
     rows, columns = _sides(x)
     return rank * (rows + columns) < rows * columns
 
@@ -36,16 +36,16 @@ def _orthogonal(P: Float[Array, 'n r']) -> Float[Array, 'n r']:
 
 @word
 def power_sgd(rank: int) -> Rule:
-    """PowerSGD with warm start and error feedback: a step of subspace iteration, all-reduced.
+    """PowerSGD: one step of subspace iteration by all-reduce, with warm start and error feedback.
 
-    With ``M_i = g_i + e_i`` as a matrix, all axes but the last its rows: ``P = mean_i M_i Q``, made
-    orthonormal; ``Q = mean_i M_i^T P``; ``y = P Q^T``; ``e_i = M_i - y``. Q stays for the next step
-    (warm start). The factors add, so that n replicas are one replica on the mean; r (n + m) numbers
-    travel for an n x m matrix. A matrix of rank r or less is exact. Arrays that this would not
-    make smaller are averaged as they are.
+    ``M_i = g_i + e_i`` as an n x m matrix, with m the last axis: ``P = mean_i M_i Q``,
+    orthonormalised; ``Q = mean_i M_i^T P``; ``y = P Q^T``; ``e_i = M_i - y``. Q is kept for the
+    next step (warm start). The factors are linear in M_i, so that the result is that of one replica
+    with the mean gradient. r (n + m) numbers are sent per matrix. A matrix of rank r or less is
+    exact. An array whose factors would not be smaller is averaged uncompressed.
 
     Args:
-      rank: r, 1 or more.
+      rank: the rank r, 1 or more.
 
     Raises:
       ValueError: if ``rank`` is not a positive integer.
@@ -69,14 +69,14 @@ def power_sgd(rank: int) -> Rule:
                 made.append({})
         return made
 
-    def apply(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
         del key
         n, thin = via.size, [bool(s) for s in state]
         M = [x.reshape(_sides(x)) + s['e'] if s else x for x, s in zip(xs, state, strict=True)]
         first = [_dot(m, s['Q']) / n if s else m / n for m, s in zip(M, state, strict=True)]
-        P = [_orthogonal(p) if t else p for p, t in zip(via.total(first), thin, strict=True)]
+        P = [_orthogonal(p) if t else p for p, t in zip(via.all_reduce(first), thin, strict=True)]
         second = [_dot(m.T, p) / n for m, p, t in zip(M, P, thin, strict=True) if t]
-        rows = iter(via.total(second) if second else [])
+        rows = iter(via.all_reduce(second) if second else [])
         out, after = [], []
         for x, m, p, t in zip(xs, M, P, thin, strict=True):
             Q = next(rows) if t else None
@@ -85,4 +85,4 @@ def power_sgd(rank: int) -> Rule:
             after.append({} if Q is None else {'Q': Q, 'e': m - y})
         return out, after
 
-    return Rule(init, apply)
+    return Rule(init, reduce)

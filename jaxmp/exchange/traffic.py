@@ -1,40 +1,43 @@
-"""How many bytes an exchange moves: on a ring, and over a parameter server."""
+"""Bytes that an exchange sends: on a ring, and over a parameter server."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import metered, sent
+from jaxmp.exchange.collectives import AXIS, metered, over, sent
 from jaxmp.exchange.layout import Exchange
+from jaxmp.hlo import operands
 from jaxmp.wire import nbytes
 
 
 def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
-    """Bytes a step of one of n replicas; a mean over the steps between two averages of parameters.
+    """Bytes per step of one of n replicas; a mean over ``exchange.period`` steps.
 
     Args:
-      exchange: what is shared, and how.
-      params: of a replica, or their shapes.
+      exchange: the exchange.
+      params: parameters of a replica, or their shapes.
       n: number of replicas.
 
     Returns:
       ``uncompressed`` (the gradient), ``handed`` (operand bytes by kind of collective), ``sent``
-      (what a replica sends for them on a ring) and ``server`` (the same messages over a parameter
-      server: its bytes up and down).
+      (bytes that a replica sends for them on a ring) and ``server`` (bytes up and down if the same
+      messages go over a parameter server).
     """
     counts: dict[str, int] = {}
     via = metered(n, counts)
 
     def step(params: Any, state: Any, key: Array) -> Any:
-        grads, state = exchange.apply(params, state, key, via)
-        return exchange.settle(grads, state, via)
+        grads, state = exchange.reduce(params, state, key, via)
+        return exchange.after_update(grads, state, via)
 
     state = jax.eval_shape(lambda: exchange.init(params, n))
     jax.eval_shape(step, params, state, jax.random.key(0))
-    handed = {k: v // exchange.every for k, v in counts.items()}
+    handed = {k: v // exchange.period for k, v in counts.items()}
     return {
         'uncompressed': nbytes(params),
         'handed': handed,
@@ -44,14 +47,37 @@ def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
 
 
 def served(handed: dict[str, int], params: Any, n: int) -> dict[str, int]:
-    """The same messages of n replicas over a parameter server, as one's bytes up and down.
+    """Bytes up and down per replica if the same messages of n replicas go over a parameter server.
 
-    What all-reduce adds goes up and comes back as it is; messages that do not add (all-gather) go
-    up, and the server sends back their mean, uncompressed; of an exchange that compresses both ways
-    (all-to-all, then all-gather) the parts go up, and all replies come down.
+    Operands of an all-reduce go up, and their sum, of the same size, comes down. Messages of an
+    all-gather go up, and the server returns their mean uncompressed. If an exchange compresses in
+    both directions (all-to-all, then all-gather), the parts go up and all replies come down.
     """
     added, parts = handed.get('all-reduce', 0), handed.get('all-to-all', 0)
     alone = handed.get('all-gather', 0)
     if parts:
         return {'up': added + parts, 'down': added + n * alone}
     return {'up': added + alone, 'down': added + (nbytes(params) - added if alone else 0)}
+
+
+def compiled_operands(exchange: Exchange, params: Any, mesh: Mesh) -> dict[str, int]:
+    """Operand bytes per step of the compiled exchange's collectives, by kind.
+
+    Args:
+      exchange: the exchange.
+      params: parameters of a replica, or their shapes.
+      mesh: the devices of the replicas.
+    """
+
+    def device(grads: Any, state: Any, key: Array) -> Any:
+        grads, state = jax.tree.map(lambda a: a[0], (grads, state))
+        via = over()
+        grads, state = exchange.reduce(grads, state, key, via)
+        return jax.tree.map(lambda a: a[None], exchange.after_update(grads, state, via))
+
+    state = jax.eval_shape(lambda: exchange.init(params, mesh.size))
+    stack = lambda a: jax.ShapeDtypeStruct((mesh.size, *a.shape), a.dtype)
+    run = jax.shard_map(device, mesh=mesh, in_specs=(P(AXIS), P(AXIS), P()), out_specs=P(AXIS))
+    lowered = jax.jit(run).lower(*jax.tree.map(stack, (params, state)), jax.random.key(0))
+    program: Any = lowered.compile()
+    return {k: v // exchange.period for k, v in operands(program.as_text()).items()}

@@ -1,4 +1,4 @@
-"""Networks as tuples of stages, with no word about compression."""
+"""Networks as tuples of stages; none of them depends on compression."""
 
 from jaxmp.models.lenet import lenet
 from jaxmp.models.resnet import resnet18

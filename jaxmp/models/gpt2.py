@@ -1,10 +1,10 @@
-"""GPT-2 as a tuple of stages: tokens go in, logits come out, cut between any two blocks.
+"""GPT-2 as a tuple of stages, from tokens to logits, which can be cut between any two blocks.
 
 The arithmetic is that of Hugging Face's ``GPT2LMHeadModel``, so its weights can be read and written
-(`jaxmp.models.weights`). Parameters are float32; ``dtype`` is what the matrix products compute in,
-and the residual stream, which is what stages send each other, stays in the parameters' precision.
+(`jaxmp.models.weights`). Parameters are float32. ``dtype`` is the precision of the matrix products;
+the residual stream, which stages send to each other, has the precision of the parameters.
 
-The token table stands at both ends of the network; `jaxmp.models.tied` keeps the copies one.
+The first and the last stage both have the token table; `jaxmp.models.tied` keeps the copies equal.
 
 Shapes: B batch, T sequence, C width, H heads, D = C / H, V vocabulary.
 
@@ -36,15 +36,15 @@ class Config:
 
     Attributes:
       vocabulary: rows of the token table, V.
-      positions: rows of the position table, the longest sequence.
-      width: C.
+      positions: rows of the position table, the length of the longest sequence.
+      width: width of the residual stream, C.
       blocks: number of blocks.
-      heads: attention heads, H; divides ``width``.
-      inner: width inside the MLP; None is ``4 * width``.
+      heads: number of attention heads, H; must divide ``width``.
+      inner: width inside the MLP; None means ``4 * width``.
       epsilon: added to the variance in layer normalisation.
       dropout: rates of the embeddings, the attention weights and the residual branches.
-      dtype: of the matrix products, for example ``jnp.bfloat16``; None is the parameters'.
-      remat: recompute each block in the backward instead of keeping its activations.
+      dtype: dtype of the matrix products, such as ``jnp.bfloat16``; None means the parameters'.
+      remat: recompute each block in the backward pass instead of storing its activations.
     """
 
     vocabulary: int = 50257
@@ -60,10 +60,11 @@ class Config:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of new weights: 0.02 at the small model's width, as published.
+        """Standard deviation of initial weights: 0.02 at the small model's width, as published.
 
-        In proportion to ``1 / sqrt(width)``, so that a product keeps its variance at any width.
-        With 0.02 at width 96 a byte-level model stays at pairs of bytes for hundreds of steps.
+        It is proportional to ``1 / sqrt(width)``, so that the variance of a product does not depend
+        on the width. With 0.02 at width 96 a byte-level model learns nothing beyond pairs of bytes
+        for hundreds of steps.
         """
         return 0.02 * math.sqrt(768 / self.width)
 
@@ -74,8 +75,8 @@ class Config:
                 raise ValueError(f'GPT-2 with {name}={getattr(self, name)}; give 1 or more')
         if self.width % self.heads:
             raise ValueError(
-                f'{self.heads} heads do not divide width {self.width}; every head gets an equal '
-                f'part of it, so take a width that is a multiple of {self.heads}'
+                f'{self.heads} heads do not divide width {self.width}; each head gets an equal '
+                f'part of it, so give a width that is a multiple of {self.heads}'
             )
         if len(self.dropout) != 3 or not all(0 <= rate < 1 for rate in self.dropout):
             raise ValueError(
@@ -115,7 +116,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each normalised before and added to the residual stream."""
+    """Attention and an MLP, each with a normalised input and added to the residual stream."""
 
     config: Config
 
@@ -130,25 +131,25 @@ class Block(nn.Module):
 
 
 def _norm(c: Config, name: str) -> nn.LayerNorm:
-    # Not E[x^2] - E[x]^2, which is no faster here and loses digits.
+    # The variance is not E[x^2] - E[x]^2, which is no faster here and loses digits.
     return nn.LayerNorm(epsilon=c.epsilon, use_fast_variance=False, name=name)
 
 
 def _projection(c: Config, width: int) -> Dense:
-    """The layer that writes to the residual stream: its weights are smaller the more there are."""
+    """A layer that adds to the residual stream; the more such layers, the smaller their weights."""
     return Dense(width, c.deviation / math.sqrt(2 * c.blocks), c.dtype, name='c_proj')
 
 
 class Stage(nn.Module):
-    """Consecutive blocks, with the embedding before the first and the scores after the last.
+    """Consecutive blocks; the first stage also has the embedding, the last one the output layer.
 
-    Blocks are numbered from 0 in each stage, so that stages of as many blocks are equal modules.
+    Blocks are numbered from 0 in each stage, so that stages with as many blocks are equal modules.
 
     Attributes:
-      config: of the whole network.
-      blocks: how many of its blocks are here.
-      embeds: takes tokens, not activations.
-      scores: gives logits, not activations.
+      config: sizes of the whole network.
+      blocks: number of blocks in this stage.
+      embeds: whether the input is tokens instead of activations.
+      scores: whether the output is logits instead of activations.
     """
 
     config: Config
@@ -158,11 +159,11 @@ class Stage(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, train: bool = False) -> Array:
-        """Maps activations ``(B, T, C)``, or int tokens ``(B, T)``, to the same or to logits.
+        """Maps activations ``(B, T, C)``, or int tokens ``(B, T)``, to activations or logits.
 
         Args:
           x: tokens in the first stage, activations in the others.
-          train: switches dropout on (it needs the rng ``dropout``).
+          train: enables dropout, which needs the rng ``dropout``.
 
         Returns:
           ``(B, T, C)``, or ``(B, T, V)`` in the last stage.
@@ -185,8 +186,8 @@ class Stage(nn.Module):
         c, length = self.config, tokens.shape[1]
         if length > c.positions:
             raise ValueError(
-                f'a sequence of {length} tokens came to a GPT-2 with {c.positions} positions; cut '
-                f'the text into blocks of at most {c.positions}'
+                f'a sequence of {length} tokens is too long for a GPT-2 with {c.positions} '
+                f'positions; cut the text into blocks of at most {c.positions}'
             )
         wpe = self.param('wpe', _normal(c.deviation), (c.positions, c.width))
         return wte[tokens] + wpe[:length]
@@ -202,17 +203,18 @@ def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> 
     """The stages of a GPT-2.
 
     Args:
-      config: sizes.
-      stages: how many; blocks are dealt out evenly, the first stages getting what is left over.
-      cuts: instead, the numbers of blocks before each boundary; the paper's four stages of the
-        small model are ``(3, 6, 9)``.
+      config: sizes of the network.
+      stages: number of stages; blocks are distributed evenly, and the first stages get one more if
+        they do not divide.
+      cuts: number of blocks before each boundary, in place of ``stages``; ``(3, 6, 9)`` gives the
+        paper's four stages of the small model.
 
     Returns:
       Modules with ``__call__(x, train=False)``; the first takes int tokens ``(B, T)``, the last
       gives logits ``(B, T, V)``.
 
     Raises:
-      ValueError: if there are more stages than blocks, or cuts that leave a stage without blocks.
+      ValueError: if there are more stages than blocks, or a stage has no block.
 
     >>> [s.blocks for s in gpt2(Config(blocks=10), stages=4)]
     [3, 3, 2, 2]
@@ -222,8 +224,8 @@ def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> 
     if cuts is None:
         if not 1 <= stages <= config.blocks:
             raise ValueError(
-                f'{stages} stages of a GPT-2 with {config.blocks} blocks; every stage needs a '
-                f'block, so ask for 1 to {config.blocks}'
+                f'{stages} stages of a GPT-2 with {config.blocks} blocks; each stage needs a '
+                f'block, so give 1 to {config.blocks}'
             )
         each, more = divmod(config.blocks, stages)
         cuts = [each * s + min(s, more) for s in range(1, stages)]
@@ -231,7 +233,7 @@ def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> 
     sizes = [b - a for a, b in itertools.pairwise(edges)]
     if min(sizes) < 1:
         raise ValueError(
-            f'cuts={tuple(cuts)} of a GPT-2 with {config.blocks} blocks; cuts ascend strictly '
+            f'cuts={tuple(cuts)} of a GPT-2 with {config.blocks} blocks; cuts must ascend strictly '
             f'within 1 to {config.blocks - 1}'
         )
     last = len(sizes) - 1
@@ -239,14 +241,14 @@ def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> 
 
 
 def equal(config: Config, stages: int) -> tuple[Stage, tuple[Stage, ...], Stage]:
-    """An embedding, ``stages`` equal stages and the scores, for a program over many devices.
+    """An embedding, ``stages`` equal stages and an output layer, for one program on many devices.
 
     Args:
-      config: sizes.
-      stages: how many; divides ``config.blocks``.
+      config: sizes of the network.
+      stages: number of equal stages; must divide ``config.blocks``.
 
     Raises:
-      ValueError: if the blocks do not divide into that many stages.
+      ValueError: if ``stages`` does not divide the number of blocks.
 
     >>> first, middle, last = equal(Config(), 4)
     >>> first.blocks, middle[0].blocks, middle[0] == middle[3]
@@ -254,7 +256,7 @@ def equal(config: Config, stages: int) -> tuple[Stage, tuple[Stage, ...], Stage]
     """
     if stages < 1 or config.blocks % stages:
         raise ValueError(
-            f'{stages} equal stages of a GPT-2 with {config.blocks} blocks; ask for a divisor of '
+            f'{stages} equal stages of a GPT-2 with {config.blocks} blocks; give a divisor of '
             f'{config.blocks}'
         )
     middle = (Stage(config, config.blocks // stages),) * stages
@@ -264,16 +266,16 @@ def equal(config: Config, stages: int) -> tuple[Stage, tuple[Stage, ...], Stage]
 def next_token_loss(
     logits_BTV: Float[Array, 'B T V'], tokens_BT: Int[Array, 'B T']
 ) -> Float[Array, ' B']:
-    r"""Nats a token of each sequence: position ``t`` predicts token ``t + 1``, so T - 1 of them.
+    r"""Mean nats per predicted token of each sequence; position ``t`` predicts token ``t + 1``.
 
     .. math:: -\frac{1}{T-1} \sum_{t<T} \log p(token_{t+1} | token_{\le t})
 
     Args:
-      logits_BTV: scores, ``(B, T, V)``.
-      tokens_BT: the same tokens that went in, ``(B, T)``.
+      logits_BTV: logits, ``(B, T, V)``.
+      tokens_BT: the input tokens, ``(B, T)``.
 
     Returns:
-      ``(B,)``; its mean is the loss of ``GPT2LMHeadModel`` with ``labels=input_ids``.
+      Losses ``(B,)``; their mean is the loss of ``GPT2LMHeadModel`` with ``labels=input_ids``.
 
     Raises:
       ValueError: if a sequence has only one token.
@@ -284,8 +286,9 @@ def next_token_loss(
     """
     if tokens_BT.shape[1] < 2:
         raise ValueError('a sequence of one token has nothing to predict; give two or more')
-    # All T positions, the last one dropped at the end, and a masked sum: a slice of the logits and
-    # the scatter of an indexing's gradient would each cost a pass over the largest array there is.
+    # All T positions are computed, the last one is dropped at the end, and the token is chosen by a
+    # masked sum: slicing the logits, and the scatter in the gradient of an indexing, would each
+    # cost a pass over the logits, the largest array.
     targets = jnp.roll(tokens_BT, -1, axis=1)[..., None]
     here = jnp.arange(logits_BTV.shape[-1], dtype=targets.dtype) == targets
     true = jnp.where(here, logits_BTV, 0).sum(-1)

@@ -1,4 +1,4 @@
-"""Layers of a transformer, in the forms that are fast on CPU: product, dense, dropout, attention.
+"""Layers of a transformer in forms that are fast on CPU: product, dense, dropout, attention.
 
 Shapes: M, N, K any sizes; B batch, H heads, T queries, S keys, D width of a head.
 """
@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
-_ROWS = 128  # queries that attend together: see `attention`
+_ROWS = 128  # queries that are computed together; see `attention`
 
 
 @jax.custom_vjp
 def product(x_MK: Float[Array, 'M K'], w_NK: Float[Array, 'N K']) -> Float[Array, 'M N']:
-    """``x w'``, accumulated in float32 or better; its backward says in which order to multiply.
+    """``x w'``, accumulated in float32 or better; the backward pass fixes the order of products.
 
-    The derivative that JAX finds transposes a gradient instead of a result. For that XLA:CPU
-    writes each gradient of the residual stream transposed only, and computes the stream anew from
-    all later blocks in each block: a fifth of the step with 8 blocks.
+    The derivative by JAX transposes a gradient instead of a result. XLA:CPU then stores each
+    gradient of the residual stream only in transposed form, and computes the stream again in each
+    block from all later blocks, which takes a fifth of the step with 8 blocks.
 
     Args:
-      x_MK: a row an example.
+      x_MK: input with one example per row.
       w_NK: weights.
     """
     return _contract(x_MK, w_NK, 1, 1)
@@ -52,7 +52,7 @@ class Dense(nn.Module):
     Attributes:
       features: width of the output.
       scale: standard deviation of the initial weights.
-      dtype: what to multiply in; None is the parameters'.
+      dtype: dtype of the product; None means that of the parameters.
     """
 
     features: int
@@ -74,15 +74,15 @@ class Dense(nn.Module):
 class Dropout(nn.Module):
     """Zeroes elements with probability ``rate`` and scales the rest to keep the mean.
 
-    The rate is rounded to a multiple of 2^-16: a 32-bit random word decides two elements, which
-    halves the cost of the mask.
+    The rate is rounded to a multiple of 2^-16: each 32-bit random word is used for two elements,
+    which halves the cost of the mask.
     """
 
     rate: float
 
     @nn.compact
     def __call__(self, x: Float[Array, '...'], train: bool) -> Float[Array, '...']:
-        """The same shape; the identity unless ``train``."""
+        """Applies dropout if ``train``, else returns ``x``; the shape is unchanged."""
         dropped = round(self.rate * 2**16)
         if not (train and dropped):
             return x
@@ -100,16 +100,16 @@ def attention(
 ) -> Float[Array, 'B H T D']:
     """Causal attention, ``softmax(q k' / sqrt(D)) v`` over the keys up to the query's position.
 
-    Queries go in runs of 128, each against only the keys it can see, which halves the work, and the
-    product with ``v`` is divided by the softmax's sum, not the weights. On a CPU forward and
-    backward take a quarter to a half of the time of ``jax.nn.dot_product_attention``. The softmax
-    is in float32 or better.
+    Queries are processed in runs of 128, each with only the keys up to its last position, which
+    halves the work. The product with ``v`` is divided by the sum of the softmax, instead of the
+    weights. On a CPU forward and backward pass together take a quarter to a half of the time of
+    ``jax.nn.dot_product_attention``. The softmax is computed in float32 or better.
 
     Args:
       q_BHTD: queries.
       k_BHSD: keys.
       v_BHSD: values.
-      drop: applied to the weights.
+      drop: function applied to the attention weights.
 
     Returns:
       ``(B, H, T, D)``, in the values' dtype.

@@ -1,8 +1,9 @@
-"""A small convolutional network for digits, of LeNet's kind, in two stages.
+"""LeNet: a small convolutional network for digits in two stages.
 
-Two convolutions of 5 x 5 with max-pooling, then two dense layers; dropout of whole channels after
-the second convolution and of elements before the last layer. At width 10 and 28 x 28 pixels it has
-21,840 parameters. Weights start uniform with variance 1 / (3 fan_in), biases at zero.
+The network has two convolutions of 5 x 5 with max-pooling, then two dense layers, with dropout of
+whole channels after the second convolution and of elements before the last layer. At width 10 and
+28 x 28 pixels it has 21,840 parameters. Initial weights are uniform with variance 1 / (3 fan_in),
+initial biases are zero.
 
 Shapes: B batch, H W height and width, C channels.
 """
@@ -15,18 +16,18 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-SMALLEST = 16  # pixels a side that two convolutions of 5 x 5 with pooling need
+SMALLEST = 16  # pixels per side that two convolutions of 5 x 5 with pooling need
 start = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
 
 
 def pool(x: Float[Array, 'B H W C']) -> Float[Array, 'B h w C']:
-    """The largest of every 2 x 2 pixels; on CPU its gradient is cheaper than a window's."""
+    """The largest of each 2 x 2 pixels; its gradient is cheaper on CPU than that of a window."""
     B, H, W, C = x.shape
     return jnp.max(x.reshape(B, H // 2, 2, W // 2, 2, C), (2, 4))
 
 
 class Convolutions(nn.Module):
-    """Images to feature maps; images below 16 pixels a side are enlarged three times."""
+    """The convolutions; images below 16 pixels per side are first enlarged three times."""
 
     width: int
     dropout: float = 0.5
@@ -44,7 +45,7 @@ class Convolutions(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Feature maps to logits."""
+    """The dense layers, from feature maps to logits."""
 
     width: int
     classes: int
@@ -63,7 +64,7 @@ def lenet(classes: int = 10, width: int = 10) -> tuple[Convolutions, Classifier]
 
     Args:
       classes: number of logits.
-      width: channels of the first convolution; the network of 21,840 parameters has 10.
+      width: channels of the first convolution; with 10 the network has 21,840 parameters.
 
     Raises:
       ValueError: if ``width`` is not positive.

@@ -1,7 +1,7 @@
 """A stack of residual MLP blocks: an embedding, equal stages and a head.
 
-Every block is ``x + W2 gelu(W1 norm(x))``, so all stages map ``(B, C)`` to ``(B, C)`` and one
-program can run them on all devices; what differs, input and output, stands before and after them.
+Each block is ``x + W2 gelu(W1 norm(x))``. All stages map ``(B, C)`` to ``(B, C)``, so that one
+program can run them on all devices. The embedding before them and the head after them differ.
 
 Shapes: B batch, C channels.
 """
@@ -58,9 +58,9 @@ def mlp(
 
     Args:
       stages: number of equal stages.
-      channels: width of what the stages send each other, ``(B, channels)``.
+      channels: width of the activations between stages, ``(B, channels)``.
       classes: number of logits.
-      blocks: residual blocks a stage.
+      blocks: number of residual blocks per stage.
 
     Raises:
       ValueError: if ``stages`` is not positive.

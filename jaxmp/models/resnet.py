@@ -1,10 +1,10 @@
 """ResNet-18 for small images, as four stages cut after layer1, layer2 and layer3.
 
-The CIFAR form: a 3x3 stem without pooling, then four layers of two basic blocks, of which the last
-three halve the image. NHWC. Initialisation is that of the reference implementation (PyTorch's
-defaults), so that curves are comparable. BatchNorm has eps 1e-5 and a running average of decay 0.9;
-it is the biased batch variance that is averaged, as everywhere in Flax (PyTorch averages the
-unbiased one; for 100 x 32 x 32 values the two differ by 1e-5 of themselves).
+This is the form for CIFAR: a 3x3 stem without pooling, then four layers of two basic blocks, of
+which the last three halve the image. Arrays are NHWC. Initialisation is that of the reference
+implementation (PyTorch's defaults), so that curves are comparable. BatchNorm has eps 1e-5 and a
+running average with decay 0.9. Like Flax it averages the biased batch variance; PyTorch averages
+the unbiased one. For 100 x 32 x 32 values the relative difference is 1e-5.
 
 Shapes: B batch, H and W image, C channels.
 """
@@ -19,9 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmp.models.convolution import convolve
+
 # U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's default for kernels.
 _kernel_init = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
-_conv = functools.partial(nn.Conv, use_bias=False, kernel_init=_kernel_init)
+_conv = functools.partial(
+    nn.Conv, use_bias=False, kernel_init=_kernel_init, conv_general_dilated=convolve
+)
 
 
 def _norm(train: bool) -> nn.BatchNorm:
@@ -29,7 +33,7 @@ def _norm(train: bool) -> nn.BatchNorm:
 
 
 class Block(nn.Module):
-    """Basic residual block: two 3x3 convolutions around a shortcut."""
+    """Basic residual block: two 3x3 convolutions and a shortcut."""
 
     channels: int
     stride: int
@@ -48,7 +52,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """One layer of two blocks, with the stem before the first and the classifier after the last."""
+    """One layer of two blocks; the first stage also has the stem, the last one the classifier."""
 
     channels: int
     stride: int

@@ -1,25 +1,24 @@
-"""One token table in two stages: the embedding of the first, the scores of the last.
+"""`TiedParameter`: one parameter in two stages, such as GPT-2's token table in embedding and head.
 
-The first stage and the last are different programs, so each has a copy, ``wte``, and three
-functions keep the two one parameter: `share` makes them equal at the start, `tie` gives both the
-sum of both gradients before the optimiser, so that they stay equal, and `global_norm` counts that
-sum once. In one program these take the tuples of all stages; as the compiler may round two equal
-updates in two ways, `share` the parameters after the step too, which makes the copies equal to the
-bit.
+The two stages are different programs, so each has a copy. Three operations keep the copies equal:
+`TiedParameter.share` makes them equal at the start; `TiedParameter.add` gives both the sum of both
+gradients before the optimizer's update; `global_norm` counts that sum once. In one program these
+take the tuples of all stages. The compiler may round two equal updates differently, so call `share`
+on the parameters after the step too, which makes the copies equal to the bit.
 
-Where stages are processes, what must be exchanged is: once, the first stage's table, to the last
-(or both ends make it by `table`); every step, after the last micro-batch, the two gradients
-``(V, C)``, each end computing ``first + last``; for clipping, one number, the squared norm of all
-other gradients. The ends stay equal to the bit if the table's update is one small program of table,
-summed gradient and state, the same at both; else the last receives the table now and then. No
-boundary is involved: both gradients travel whole, unless ``config.tied_exchange`` names an exchange
-that compresses them (`jaxmp.exchange.copies`).
+If the stages are separate processes, they exchange three things. Once, they send the first stage's
+copy (or both ends compute it by `table`). At each step, after the last micro-batch, they send both
+gradients, and each end computes ``first + last``. For clipping they send one number, the squared
+norm of all other gradients. The copies stay equal to the bit if both ends update them by the same
+small program of copy, summed gradient and optimizer state. Both gradients are sent uncompressed,
+not through a boundary, unless ``config.tied_exchange`` names an exchange that compresses them
+(`jaxmp.exchange.copies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,78 +26,126 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def share(params: Sequence[Any]) -> tuple[Any, ...]:
-    """The parameters of all stages with the first stage's table also in the last.
+class TiedParameter(NamedTuple):
+    """A parameter of the first stage of which the last stage has a copy.
 
-    Args:
-      params: of each stage, or anything of that form (an average of them, for example).
-
-    >>> share([{'wte': 1}, {}, {'wte': 2}])
-    ({'wte': 1}, {}, {'wte': 1})
+    Attributes:
+      path: keys of the parameter in the parameters of either stage.
     """
-    return _set_tables(params, _tables(params)[0])
+
+    path: tuple[str, ...]
+
+    def get(self, tree: Any) -> Any:
+        """The parameter (or its gradient) in the tree of the first or the last stage."""
+        for key in self.path:
+            tree = tree[key]
+        return tree
+
+    def put(self, tree: Any, value: Any) -> Any:
+        """The tree of the first or the last stage with ``value`` in place of the parameter."""
+        return _changed(tree, self.path, lambda level, key: {**level, key: value})
+
+    def alone(self, tree: Any) -> Any:
+        """A tree of the parameter only, under its path."""
+        value = self.get(tree)
+        for key in reversed(self.path):
+            value = {key: value}
+        return value
+
+    def without(self, tree: Any) -> Any:
+        """The tree without the parameter."""
+        drop = lambda level, key: {k: v for k, v in level.items() if k != key}
+        return _changed(tree, self.path, drop)
+
+    def share(self, params: Sequence[Any]) -> tuple[Any, ...]:
+        """The parameters of all stages, with the first stage's copy also in the last.
+
+        Args:
+          params: one tree of parameters per stage, or of the same form (such as their average).
+
+        >>> WTE.share([{'wte': 1}, {}, {'wte': 2}])
+        ({'wte': 1}, {}, {'wte': 1})
+        """
+        return self._set(params, self._copies(params)[0])
+
+    def add(self, grads: Sequence[Any]) -> tuple[Any, ...]:
+        r"""The gradients of all stages, with the sum of both copies' gradients in both ends.
+
+        .. math:: g_{first}, g_{last} \leftarrow g_{first} + g_{last}
+
+        An optimizer that updates elements independently (SGD, Adam) then keeps the copies equal, up
+        to the rounding of its programs. A single stage has one copy, whose gradient is the sum.
+
+        Args:
+          grads: one tree of gradients per stage.
+
+        >>> WTE.add([{'wte': 1}, {}, {'wte': 2}])
+        ({'wte': 3}, {}, {'wte': 3})
+        """
+        copies = self._copies(grads)
+        return tuple(grads) if len(copies) == 1 else self._set(grads, copies[0] + copies[1])
+
+    def global_norm(self, grads: Sequence[Any]) -> Array:
+        """Norm of the gradients of all stages after `add`, with the shared parameter counted once.
+
+        Clipping must divide by it to equal clipping by the global norm in a model of one stage.
+
+        Args:
+          grads: one tree of gradients per stage.
+
+        >>> one = jnp.ones(4)
+        >>> round(float(WTE.global_norm([{'wte': one}, {'h': 2 * one}, {'wte': one}])) ** 2, 3)
+        20.0
+        """
+        single = len(self._copies(grads)) == 1
+        once = [*grads[:-1], grads[-1] if single else self.without(grads[-1])]
+        return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(once)))
+
+    def _copies(self, trees: Sequence[Any]) -> list[Any]:
+        ends = trees[:1] if len(trees) == 1 else (trees[0], trees[-1])
+        try:
+            return [self.get(tree) for tree in ends]
+        except (KeyError, TypeError):
+            raise ValueError(
+                f'the first and the last stage must have the tied parameter {"/".join(self.path)}, '
+                f'and it is missing in {len(trees)} stages; give the params (or their gradients) '
+                'of all stages in order'
+            ) from None
+
+    def _set(self, trees: Sequence[Any], value: Any) -> tuple[Any, ...]:
+        ends = (0, len(trees) - 1)
+        return tuple(self.put(t, value) if s in ends else t for s, t in enumerate(trees))
 
 
-def tie(grads: Sequence[Any]) -> tuple[Any, ...]:
-    r"""The gradients of all stages, with the sum of both tables' gradients in both.
+WTE = TiedParameter(('wte',))  # GPT-2's token table
 
-    .. math:: g_{first}, g_{last} \leftarrow g_{first} + g_{last}
 
-    An optimiser that treats elements alone (SGD, Adam) then keeps the copies equal, up to how its
-    programs round. A single stage has one table, and its gradient is already the sum.
+def merged(alone: Any, rest: Any) -> Any:
+    """The tree of which `TiedParameter.alone` and `TiedParameter.without` are the two parts.
 
-    Args:
-      grads: of each stage.
-
-    >>> tie([{'wte': 1}, {}, {'wte': 2}])
-    ({'wte': 3}, {}, {'wte': 3})
+    >>> merged({'a': {'x': 1}}, {'a': {'y': 2}, 'b': 3})
+    {'a': {'y': 2, 'x': 1}, 'b': 3}
     """
-    tables = _tables(grads)
-    return tuple(grads) if len(tables) == 1 else _set_tables(grads, tables[0] + tables[1])
-
-
-def global_norm(grads: Sequence[Any]) -> Array:
-    """Norm of the gradients of all stages after `tie`, the shared table counted once.
-
-    What clipping by the global norm must divide by to be that of the uncut model.
-
-    Args:
-      grads: of each stage.
-
-    >>> one = jnp.ones(4)
-    >>> round(float(global_norm([{'wte': one}, {'h': 2 * one}, {'wte': one}])) ** 2, 3)
-    20.0
-    """
-    tables = _tables(grads)
-    once = [*grads[:-1], {k: v for k, v in grads[-1].items() if k != 'wte' or len(tables) == 1}]
-    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(once)))
+    both = {k: merged(v, rest[k]) if k in rest else v for k, v in alone.items()}
+    return {**rest, **both}
 
 
 def table(first: nn.Module, key: Array) -> Float[Array, 'V C']:
-    """The table that ``first`` gets from ``key``; compiled, nothing else of the stage is made.
+    """The token table that ``first`` gets from ``key``, in a program that computes only the table.
 
-    Equal to the bit among processes that all call this; a compiled ``init`` of the whole stage may
-    round otherwise.
+    All processes that call it get equal bits; a compiled ``init`` of the whole stage may round
+    differently.
 
     Args:
       first: the stage that embeds.
-      key: as the rng ``params`` of its ``init``.
+      key: the rng ``params`` of its ``init``.
     """
     made: Any = first.init({'params': key}, jnp.zeros((1, 1), jnp.int32))
-    return made['params']['wte']
+    return WTE.get(made['params'])
 
 
-def _tables(trees: Sequence[Any]) -> list[Any]:
-    if len(trees) == 1:
-        return [trees[0]['wte']]
-    if 'wte' not in trees[0] or 'wte' not in trees[-1]:
-        raise ValueError(
-            'the first and the last stage of a GPT-2 hold the table wte, and it is missing in '
-            f'{len(trees)} stages; give the params (or their gradients) of all stages in order'
-        )
-    return [trees[0]['wte'], trees[-1]['wte']]
-
-
-def _set_tables(trees: Sequence[Any], value: Any) -> tuple[Any, ...]:
-    ends = (0, len(trees) - 1)
-    return tuple({**t, 'wte': value} if s in ends else t for s, t in enumerate(trees))
+def _changed(tree: Any, path: tuple[str, ...], change: Callable[[Any, str], Any]) -> Any:
+    """``tree`` with the level that has the last key of ``path`` replaced by ``change``."""
+    if len(path) == 1:
+        return change(tree, path[0])
+    return {**tree, path[0]: _changed(tree[path[0]], path[1:], change)}

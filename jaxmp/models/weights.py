@@ -1,9 +1,9 @@
-"""GPT-2 weights in Hugging Face's layout: a directory read into stages, and stages written back.
+"""GPT-2 weights in Hugging Face's layout, read from a directory into stages and written back.
 
-A directory holds ``config.json`` and ``model.safetensors``, or ``model.safetensors.index.json`` and
-the files it names. Names are those of ``GPT2LMHeadModel`` with or without ``transformer.`` in
-front; kernels are ``(in, out)`` on both sides, so nothing is transposed. No torch is needed, and a
-safetensors file, unlike a pickle, cannot run anything.
+The directory has ``config.json`` and ``model.safetensors``, or ``model.safetensors.index.json`` and
+the files that it names. Names are those of ``GPT2LMHeadModel`` with or without the prefix
+``transformer.``; kernels are ``(in, out)`` in both layouts, so nothing is transposed. PyTorch is
+not needed, and loading a safetensors file, unlike a pickle, cannot run code.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from jaxmp.models.gpt2 import Config, Stage
 _FILE = 'model.safetensors'
 _INDEX = f'{_FILE}.index.json'
 _GELU = ('gelu_new', 'gelu_pytorch_tanh')  # two names of one function
-_AGAIN = 'fetch the files again'
+_AGAIN = 'download the files again'
 
 
 def read_config(directory: str, **changes: Any) -> Config:
     """The sizes and dropout rates in ``config.json``.
 
     Args:
-      directory: holds ``config.json``.
-      **changes: fields of `Config` to have instead, for example ``dtype=jnp.bfloat16``.
+      directory: folder with ``config.json``.
+      **changes: fields of `Config` to replace, for example ``dtype=jnp.bfloat16``.
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: if it describes another model than a GPT-2 as it was published.
+      ValueError: if the file describes a model other than the published GPT-2.
     """
     file = _root(directory) / 'config.json'
     if not file.is_file():
@@ -51,7 +51,7 @@ def read_config(directory: str, **changes: Any) -> Config:
         if value not in allowed or type(value) is not type(allowed[0]):  # 1 == True
             raise ValueError(
                 f'{file} has {key}={value!r}; allowed is {" or ".join(map(repr, allowed))}, as in '
-                'the published GPT-2; give the directory of such a model'
+                'the published GPT-2; give the directory of a GPT-2'
             )
     _check_numbers(file, found)
     rates = tuple(found.get(k, 0.1) for k in _RATES)
@@ -65,7 +65,7 @@ def _check_numbers(file: Path, found: Mapping[str, Any]) -> None:
         fits = type(found[key]) in ((int,) if whole else (int, float)) and found[key] >= whole
         if not fits and (key, found[key]) != ('n_inner', None):
             raise ValueError(
-                f'{file} has {key}={found[key]!r}, which is no {"whole " * whole}number from '
+                f'{file} has {key}={found[key]!r}, which is not a {"whole " * whole}number from '
                 f'{int(whole)}; {_AGAIN}'
             )
 
@@ -83,16 +83,16 @@ _RATES = ('embd_pdrop', 'attn_pdrop', 'resid_pdrop')
 
 
 def check_vocabulary(config: Config, vocabulary: int) -> None:
-    """Raises ValueError unless the text's tokens are those of the weights.
+    """Raises ValueError unless the tokeniser of the text has as many tokens as the weights.
 
     Args:
-      config: of the weights.
-      vocabulary: how many tokens the text's tokeniser knows.
+      config: sizes of the model with these weights.
+      vocabulary: number of tokens of the text's tokeniser.
     """
     if config.vocabulary != vocabulary:
         raise ValueError(
-            f'the weights have a table of {config.vocabulary} tokens and the text comes in '
-            f'{vocabulary}; use the tokeniser of the weights (its files usually lie beside them)'
+            f'the weights have a table of {config.vocabulary} tokens and the tokeniser of the text '
+            f'has {vocabulary}; use the tokeniser of the weights (usually in the same folder)'
         )
 
 
@@ -100,23 +100,23 @@ def read(directory: str, stages: Sequence[Stage], only: int | None = None) -> tu
     """Variables of the stages, from the files in a directory.
 
     Args:
-      directory: in Hugging Face's layout.
-      stages: from `gpt2` with the config of this directory.
-      only: read the variables of this stage alone, a tuple of one.
+      directory: folder in Hugging Face's layout.
+      stages: stages from `gpt2` with the config of this directory.
+      only: number of the only stage to read, which gives a tuple of one; None reads all.
 
     Returns:
-      A ``{'params': ...}`` a stage, float32; first and last stage both with the table ``wte``.
+      One ``{'params': ...}`` per stage, float32; the first and the last stage both have ``wte``.
 
     Raises:
       FileNotFoundError: if there are no weights.
-      ValueError: if a file is damaged, or its tensors are not those of this model.
+      ValueError: if a file is damaged, or has other tensors than this model.
     """
     found = _tensors(_root(directory))
     head, wte = found.pop('lm_head.weight', None), found.get('wte.weight')
     if head is not None and wte is not None and not np.array_equal(head, wte):
         raise ValueError(
-            f'{directory}: lm_head.weight is not wte.weight; only a GPT-2 whose output table is '
-            'its input table can be read'
+            f'{directory}: lm_head.weight differs from wte.weight; only a GPT-2 with tied tables '
+            'can be read'
         )
     names = _names(stages)
     _check(directory, found, {n: s for stage in names for _, n, s in stage})
@@ -127,12 +127,12 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
     """Writes ``config.json`` and ``model.safetensors``, which transformers loads.
 
     Args:
-      directory: made if it is not there.
+      directory: target folder; it is created if it does not exist.
       stages: all stages of the model.
-      variables: of all stages, ``{'params': ...}``.
+      variables: one ``{'params': ...}`` per stage.
 
     Raises:
-      ValueError: if the two tables are not the same.
+      ValueError: if the token tables of the first and the last stage differ.
       OSError: if the files cannot be written.
     """
     from safetensors import SafetensorError
@@ -141,8 +141,8 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
     first, last = (np.asarray(variables[s]['params']['wte']) for s in (0, -1))
     if not np.array_equal(first, last):
         raise ValueError(
-            'the first and the last stage hold different tables wte, and the format has one; '
-            'make them equal at the start (share) and keep them so (tie)'
+            'the first and the last stage have different tables wte, and the format has one; '
+            'make them equal at the start (TiedParameter.share) and at each step (add)'
         )
     tensors = {}
     for stage, own in zip(_names(stages), variables, strict=True):
@@ -155,8 +155,8 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
     root.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, root / _FILE, metadata={'format': 'pt'})
-    except SafetensorError as error:  # its own kind, for a full disk too
-        raise OSError(f'cannot write {root / _FILE} ({error}); make room there') from error
+    except SafetensorError as error:  # safetensors raises it for a full disk too
+        raise OSError(f'cannot write {root / _FILE} ({error}); free space there') from error
     (root / 'config.json').write_text(json.dumps(_described(stages[0].config), indent=2) + '\n')
 
 
@@ -179,7 +179,7 @@ _Named = list[tuple[tuple[str, ...], str, tuple[int, ...]]]  # path, name in a f
 
 
 def _names(stages: Sequence[Stage]) -> list[_Named]:
-    """For every stage its parameters, and what they are called in a file."""
+    """The parameters of each stage, with their names in a file."""
     found, start = [], 0
     for stage in stages:
         c = stage.config
@@ -193,7 +193,7 @@ def _names(stages: Sequence[Stage]) -> list[_Named]:
 
 
 def _name(path: tuple[str, ...], start: int) -> str:
-    """What a parameter of a stage whose first block is number ``start`` is called in a file."""
+    """The name in a file of a parameter of a stage whose first block has number ``start``."""
     words = list(path)
     if words[0].startswith('h_'):
         words[0] = f'h.{start + int(words[0][2:])}'
@@ -218,14 +218,14 @@ def _check(directory: str, found: Mapping[str, np.ndarray], wanted: Mapping[str,
     missing, extra = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
     if missing or extra:
         raise ValueError(
-            f'{directory} holds other tensors than this GPT-2: {len(missing)} missing '
+            f'{directory} has other tensors than this GPT-2: {len(missing)} missing '
             f'{_some(missing)}, {len(extra)} unknown {_some(extra)}; give the weights of a GPT-2 '
             'and build the stages from their own config.json (read_config)'
         )
     for name, shape in wanted.items():
         if found[name].shape != shape:
             raise ValueError(
-                f'{directory}: {name} has shape {found[name].shape}, and config and stages want '
+                f'{directory}: {name} has shape {found[name].shape}, and config and stages need '
                 f'{shape}; build the stages from the config.json of these weights (read_config)'
             )
 
@@ -235,7 +235,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _tensors(root: Path) -> dict[str, np.ndarray]:
-    """All tensors by name, without ``transformer.`` and the causal masks old files carry."""
+    """All tensors by name without ``transformer.``; causal masks in old files are left out."""
     found = {}
     for file, names in _files(root):
         for name, tensor in _file(file, names):
@@ -246,20 +246,20 @@ def _tensors(root: Path) -> dict[str, np.ndarray]:
 
 
 def _files(root: Path) -> Iterator[tuple[Path, set[str] | None]]:
-    """The files, and what the index says is in them."""
+    """The files, each with the names of its tensors by the index, or None without an index."""
     if (root / _FILE).is_file():
         yield root / _FILE, None
         return
     if not (root / _INDEX).is_file():
         other = sorted(p.name for p in root.glob('*.bin'))
-        have = f' (only {", ".join(other)}, pickles, which are not read)' if other else ''
+        have = f' (only {", ".join(other)}; pickles are not read)' if other else ''
         raise FileNotFoundError(f'no weights in {root}{have}; {_wanted()}')
     where = _json(root / _INDEX).get('weight_map')
     if not isinstance(where, dict) or not where:
         raise ValueError(f'{root / _INDEX} has no weight_map; {_AGAIN}')
     for name in sorted({str(file) for file in where.values()}):
         if Path(name).name != name or not (root / name).is_file():
-            raise FileNotFoundError(f'{root / _INDEX} names {name}, which is not there; {_AGAIN}')
+            raise FileNotFoundError(f'{root / _INDEX} names {name}, which is missing; {_AGAIN}')
         yield root / name, {key for key, file in where.items() if file == name}
 
 
@@ -271,11 +271,11 @@ def _file(file: Path, names: set[str] | None) -> Iterator[tuple[str, np.ndarray]
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f'{file}: {file.stat().st_size:,} bytes that are no whole safetensors file ({error}); '
-            f'{_AGAIN}'
+            f'{file}: {file.stat().st_size:,} bytes that are not a complete safetensors file '
+            f'({error}); {_AGAIN}'
         ) from error
     if names is not None and names != tensors.keys():
-        raise ValueError(f'{file} holds other tensors than {_INDEX} says; {_AGAIN}')
+        raise ValueError(f'{file} has other tensors than {_INDEX} lists; {_AGAIN}')
     yield from tensors.items()
 
 
@@ -283,7 +283,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding='utf-8'))
     except ValueError as error:
-        raise ValueError(f'{file} is no JSON ({error}); {_AGAIN}') from error
+        raise ValueError(f'{file} is not JSON ({error}); {_AGAIN}') from error
     if not isinstance(found, dict):
         raise ValueError(f'{file} holds a {type(found).__name__}, not an object; {_AGAIN}')
     return found

@@ -1,1 +1,1 @@
-"""From log files to tables and pictures; of the rest it imports only how studies compare runs."""
+"""Tables and pictures from result files, for the paper's studies and for other runs."""

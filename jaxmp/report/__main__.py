@@ -1,10 +1,11 @@
-"""`python -m jaxmp.report FOLDER --out DIR [--into PAGE ...]`: what finished runs say.
+"""`jaxmp report FOLDER --out DIR [--into PAGE ...]`: a report of finished runs.
 
-Writes DIR/report.md, report.html (one file, pictures inside), the pictures, and a CSV for each
-study with every run, beside the paper's numbers. Nothing but the result files is read.
+The command reads only the result files in FOLDER. It writes DIR/report.md, DIR/report.html (one
+file with the pictures inside), the pictures as PNG and as SVG, and a CSV of all runs per study. The
+tables have the paper's numbers beside ours.
 
-`python -m jaxmp.report polar ROWS.jsonl ... --out NAME`: NAME.md and NAME.png of what the benches
-of the polar codes and of the gradient codecs wrote.
+`jaxmp report polar ROWS.jsonl ... --out NAME` writes NAME.md, NAME.png and NAME.svg from the rows
+of bench/polar.py and bench/gradients.py.
 """
 
 import argparse
@@ -23,7 +24,7 @@ MARKS = re.compile(
 
 
 def overview(study: Study) -> str:
-    """All rows of a study in one table, and where they are from."""
+    """A table of all rows of a study, and the settings of their runs."""
     rows = sorted(study.rows.values(), key=lambda r: -last(r, r.judged).mean)
     own = [r for r in rows if r.measure == rows[0].measure]
     table = [cells(r.name, {}, r, study.rows.get('none')) for r in own]
@@ -35,38 +36,38 @@ def overview(study: Study) -> str:
 
 
 def findings(study: Study) -> str:
-    """The paper's claims and what became of each."""
+    """A table of the paper's claims with a verdict on each."""
     rows = [[f'{v.claim} ({v.where})', v.verdict] for v in judge(study)]
     return markdown(['claim', 'verdict'], rows, words=2) + '\n'
 
 
 def renew(text: str, studies: list[Study]) -> str:
-    """``text`` with the tables of each study between their marks.
+    """``text`` with the tables of each study written between their marks.
 
     Raises:
-      ValueError: if a mark names no study.
+      ValueError: if a mark has the name of an unknown study.
     """
     known, make = {s.name: s for s in studies}, {'results': overview, 'verdicts': findings}
     if unknown := [m['study'] for m in MARKS.finditer(text) if m['study'] not in known]:
-        raise ValueError(f'no study {unknown[0]!r}; there are {", ".join(known)}')
+        raise ValueError(f'no study {unknown[0]!r}; allowed are {", ".join(known)}')
     return MARKS.sub(lambda m: m[1] + make[m['what']](known[m['study']]) + m[4], text)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads finished runs, writes the report."""
+    """Runs the command: reads finished runs and writes the report."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ['polar']:
         return _polar(words[1:])
     parser = argparse.ArgumentParser(
-        prog='python -m jaxmp.report',
+        prog='jaxmp report',
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument('folder', type=Path, help='results: of a study, or of several in folders')
-    parser.add_argument('--out', type=Path, required=True, help='where the report goes')
+    parser.add_argument('folder', type=Path, help='results of a study, or folders of results')
+    parser.add_argument('--out', type=Path, required=True, help='folder of the report')
     parser.add_argument(
         '--into', type=Path, nargs='+', default=[],
-        help='pages whose <!-- results STUDY --> and <!-- verdicts STUDY --> are renewed',
+        help='pages in which to replace <!-- results STUDY --> and <!-- verdicts STUDY -->',
     )  # fmt: skip
     args = parser.parse_args(words)
     try:
@@ -77,19 +78,19 @@ def main(argv: list[str] | None = None) -> None:
         for into in args.into:
             into.write_text(renew(into.read_text(), studies))
     except (OSError, ValueError) as error:
-        sys.exit(f'jaxmp.report: {error}')
+        sys.exit(f'jaxmp report: {error}')
     print(f'{sum(len(s.rows) for s in studies)} rows; {args.out / "report.html"}')
 
 
 def _polar(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog='python -m jaxmp.report polar')
-    parser.add_argument('rows', type=Path, nargs='+', help='what the benches wrote, *.jsonl')
-    parser.add_argument('--out', type=Path, required=True, help='the report without its ending')
+    parser = argparse.ArgumentParser(prog='jaxmp report polar')
+    parser.add_argument('rows', type=Path, nargs='+', help='files that the benches wrote, *.jsonl')
+    parser.add_argument('--out', type=Path, required=True, help='the report without its suffix')
     args = parser.parse_args(words)
     try:
         text, missed = polar.write(args.rows, args.out)
     except (OSError, ValueError) as error:
-        sys.exit(f'jaxmp.report: {error}')
+        sys.exit(f'jaxmp report: {error}')
     print(text)
     sys.exit(1 if missed else 0)
 

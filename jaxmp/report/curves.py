@@ -1,42 +1,112 @@
-"""One run's curves: training loss, and test accuracy with compression off and on."""
+"""Curves of one run: training loss, and the test metric by epoch and by bytes sent."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric, of_summary
+from jaxmp.report import style
 
-def draw(path: Path, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> None:
-    """Draws the curves of a run as a PNG file.
+Records = Sequence[Mapping[str, Any]]
+
+
+def draw(records: Records, summary: Mapping[str, Any]) -> Any:
+    """The curves of a run as a figure.
 
     Args:
-      path: of the picture.
-      records: of ``metrics.jsonl``.
-      config: of ``config.json``.
+      records: records of ``metrics.jsonl``.
+      summary: content of ``summary.json``.
     """
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display
-
-    text = 'sequence_length' in config
+    metric = of_summary(summary)
     train = [r for r in records if r['kind'] == 'train']
-    test = [r for r in records if r['kind'] == 'test']
-    figure = Figure(figsize=(9, 3.6), layout='constrained')
-    left, right = figure.subplots(1, 2)
-    left.plot([r['epoch'] for r in train], [r['loss'] for r in train], color='black')
-    left.set(title='Training loss', xlabel='epoch', ylabel='cross-entropy (nats)', yscale='log')
-    for mode, style in (('off', '--'), ('on', '-')):
-        epochs = [r['epoch'] for r in test if r['compression'] == mode]
-        rows = [r for r in test if r['compression'] == mode]
-        values = [math.exp(r['loss']) if text else 100 * r['accuracy'] for r in rows]
-        right.plot(epochs, values, style, marker='.', label=f'compression {mode}')
-    right.set(title='Validation', ylabel='perplexity') if text else right.set(
-        title='Test accuracy', ylabel='%'
+    moved = sent(summary)
+    with style.style():
+        figure = style.figure(12 if moved[0] else 8, 3.8)
+        loss, *tests = figure.subplots(1, 3 if moved[0] else 2)
+        loss.plot([r['epoch'] for r in train], [r['loss'] for r in train], color='black')
+        loss.set(title='training', ylabel='cross-entropy (nats), logarithmic')
+        style.logarithmic(loss)
+        for axes in tests:
+            paint_tests(axes, metric, records, summary, by_bytes=axes is not tests[0])
+        warmup = summary['config']['warmup_epochs'] * (moved[0] < moved[1])
+        for axes in (loss, *tests[:1]):
+            axes.set_xlabel('epoch')
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            if warmup:
+                axes.axvspan(0, warmup, color='gray', alpha=0.15, lw=0)
+        if warmup and tests[1:]:
+            tests[1].axvspan(0, gigabytes(summary, warmup), color='gray', alpha=0.15, lw=0)
+        warm = (
+            f'; gray: warm-up of {warmup} of {summary["config"]["epochs"]} epochs, not compressed'
+            * bool(warmup)
+        )
+        figure.suptitle(title(summary), fontsize=11)
+        style.caption(figure, f'n = 1 run (seed {summary["seed"]}), so no intervals{warm}')
+    return figure
+
+
+def title(summary: Mapping[str, Any]) -> str:
+    """The channels in words, and what they send compared with float32."""
+    config = summary['config']
+    words = style.human(summary['fwd'], summary['bwd'], config['warmup_epochs'])
+    if 'exchange' in summary:
+        words += f'; gradients: {style.exchange(summary["exchange"]["text"])}'
+    moved, full = sent(summary)
+    ratio = f', {full / moved:.1f} times fewer bytes per step' if 0 < moved < full else ''
+    return f'{summary["name"]}: {words}{ratio}'
+
+
+def paint_tests(
+    axes: Any, metric: Metric, records: Records, summary: Mapping[str, Any], by_bytes: bool
+) -> None:
+    """Draws the test metric with compression on and off; one line for a run without compression."""
+    moved, full = sent(summary)
+    same = moved == full or not moved
+    colour = style.FAMILIES['no compression' if same else 'quantisation']
+    for mode, kind in (('on', '-'), ('off', '--'))[: 1 if same else 2]:
+        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
+        x = [gigabytes(summary, r['epoch']) if by_bytes else r['epoch'] for r in rows]
+        said = 'no compression' if same else f'compression {mode}'
+        y = [value(metric, r) for r in rows]
+        axes.plot(x, y, kind, marker='.', label=said, color=colour if mode == 'on' else 'black')
+    axes.set(ylabel=f'test {metric.name}{" (%)" if metric is ACCURACY else ""}')
+    axes.set(title='test, by bytes sent' if by_bytes else 'test')
+    if by_bytes:
+        axes.set(xlabel='GB sent since the start of training')
+    axes.legend()
+
+
+def sent(run: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes per step over boundaries (both ways) and from one replica, sent and uncompressed."""
+    rows = run['bytes']
+    moved = sum(r['forward'] + r['backward'] for r in rows)
+    full = sum(2 * r['uncompressed'] for r in rows)
+    if exchange := run.get('exchange'):
+        n = exchange['replicas']
+        moved, full = moved + exchange['sent'], full + 2 * exchange['uncompressed'] * (n - 1) // n
+    return moved, full
+
+
+def gigabytes(summary: Mapping[str, Any], epoch: float) -> float:
+    r"""Bytes sent until the end of an epoch, in 1e9, with boundaries uncompressed in the warm-up.
+
+    >>> row = {'boundary': 1, 'uncompressed': 100, 'forward': 10, 'backward': 10}
+    >>> config = {'epochs': 4, 'warmup_epochs': 1}
+    >>> run = {'bytes': [row], 'steps': 40, 'config': config}
+    >>> round(1e9 * gigabytes(run, 1)), round(1e9 * gigabytes(run, 3))
+    (2000, 2400)
+    """
+    config, (moved, _) = summary['config'], sent(summary)
+    warm = min(epoch, config['warmup_epochs'])
+    more = sum(2 * r['uncompressed'] - r['forward'] - r['backward'] for r in summary['bytes'])
+    return (epoch * moved + warm * more) * summary['steps'] / config['epochs'] / 1e9
+
+
+def value(metric: Metric, scores: Mapping[str, Any]) -> float:
+    """The metric in the unit of its axis."""
+    number = scores[metric.score]
+    return (
+        100 * number if metric is ACCURACY else math.exp(number) if metric is PERPLEXITY else number
     )
-    right.set(xlabel='epoch')
-    right.legend()
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.suptitle(f'{config["name"]}\nfwd {config["fwd"]}   bwd {config["bwd"]}', fontsize=10)
-    figure.savefig(path, dpi=120, format='png')

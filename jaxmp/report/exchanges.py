@@ -1,7 +1,7 @@
-"""python -m jaxmp.report.exchanges WORKDIRS --out DIR: runs that differ in their exchange.
+"""`python -m jaxmp.report.exchanges WORKDIRS --out DIR`: a table of runs with different exchanges.
 
-Reads finished runs (workdirs, or a folder of their summaries), and writes one JSON file a run,
-``README.md`` with the table, and ``curves.png``.
+The command reads finished runs (workdirs, or a folder of their summaries). It writes one JSON file
+per run, ``README.md`` with the table, and ``curves.png``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from jaxmp.config import settings
+from jaxmp.report import style
 
 Run = dict[str, Any]
 NEAR = 0.005  # of the uncompressed accuracy
@@ -23,20 +26,20 @@ def load(folder: Path) -> list[Run]:
       FileNotFoundError: if there is none.
     """
     paths = sorted([*folder.glob('*.json'), *folder.glob('*/summary.json')])
-    found = [json.loads(p.read_text()) for p in paths]
-    found = [r for r in found if 'exchange' in r and 'history' in r]
-    if not found:
+    runs = [json.loads(p.read_text()) for p in paths]
+    runs = [r for r in runs if 'exchange' in r and 'history' in r]
+    if not runs:
         raise FileNotFoundError(
-            f'{folder} holds no finished run with replicas; give the folder of such workdirs'
+            f'{folder} has no finished run with replicas; give the folder of such workdirs'
         )
-    return sorted(found, key=lambda r: (-r['exchange']['sent'], r['name']))
+    return sorted(runs, key=lambda r: (-r['exchange']['sent'], r['name']))
 
 
 def table(runs: list[Run]) -> str:
-    """A Markdown table: accuracy, NLL, bytes and time of every exchange."""
-    heads = ['exchange', 'accuracy, %', 'best (epoch)', 'NLL', 'bytes a step', 'ratio']
+    """A Markdown table: accuracy, NLL, bytes and time of each exchange."""
+    heads = ['exchange', 'accuracy, %', 'best (epoch)', 'NLL', 'bytes per step', 'ratio']
     heads += ['server up', 'server down', 'seconds']
-    rates = len({r['config']['lr'] for r in runs}) > 1
+    rates = len({r['config']['optimizer']['lr'] for r in runs}) > 1
     heads += ['lr'] * rates
     lines = ['| ' + ' | '.join(heads) + ' |', '|---|' + '--:|' * (len(heads) - 1)]
     for r in runs:
@@ -46,52 +49,60 @@ def table(runs: list[Run]) -> str:
         cells += [f'{100 * best["accuracy"]:.2f} ({best["epoch"]})', f'{last["loss"]:.4f}']
         cells += [f'{e["sent"]:,}', f'{full / e["sent"]:.1f}']
         cells += [f'{e["server"]["up"]:,}', f'{e["server"]["down"]:,}', f'{r["seconds"]:.0f}']
-        cells += [f'{r["config"]["lr"]}'] * rates
+        cells += [f'{r["config"]["optimizer"]["lr"]}'] * rates
         lines.append('| ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines)
 
 
 def note(runs: list[Run]) -> str:
-    """Where the numbers are from."""
+    """The settings, commits and hardware of the runs, and a legend of the table."""
     same = lambda values: ', '.join(sorted({str(v) for v in values}))
-    words = ('data', 'model', 'width', 'replicas', 'epochs', 'batch_size', 'lr', 'momentum')
-    setting = ', '.join(f'{k} {same(r["config"][k] for r in runs)}' for k in words)
+    keys = ('data.name', 'model.name', 'model.width', 'parallel.replicas', 'epochs', 'batch_size')
+    found = [settings(r['config']) for r in runs]
+    words = *keys, 'optimizer.lr', 'optimizer.momentum'
+    setting = ', '.join(f'{k} {same(c[k] for c in found)}' for k in words)
     return (
         f'{setting} (batch over all replicas); {same(r["parameters"] for r in runs)} parameters; '
         f'seeds {same(r["seed"] for r in runs)}; commit {same(r["commit"] for r in runs)}; '
-        f'{same(r["hardware"] for r in runs)}. Accuracy and NLL: test, last epoch. *bytes a step*: '
-        'what a replica sends on a ring, of the messages in the compiled collectives; *ratio*: to '
-        'float32 by all-reduce; *server*: the same messages over a parameter server. *seconds*: '
-        'wall time of training and tests.'
+        f'{same(r["hardware"] for r in runs)}. Accuracy and NLL: test, last epoch. *bytes per '
+        'step*: bytes that a replica sends on a ring, from the operands of the compiled '
+        'collectives; *ratio*: float32 by all-reduce over these; *server*: the same messages over '
+        'a parameter server; *seconds*: wall time of training and tests.'
     )
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Test accuracy and NLL by epoch."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.8), layout='constrained')
-    axes = figure.subplots(1, 2)
-    for i, r in enumerate(runs):
-        off = r['history']['off']
-        epochs = range(1, 1 + len(off['loss']))
-        style = {'marker': 'o^sv'[i // 10], 'ms': 3, 'lw': 1, 'color': f'C{i % 10}'}
-        error = [100 * (1 - a) for a in off['accuracy']]
-        axes[0].plot(epochs, error, label=r['exchange']['text'], **style)
-        axes[1].plot(epochs, off['loss'], **style)
-    axes[0].set(title='Test error (%)', xlabel='epoch', yscale='log')
-    axes[1].set(title='Test NLL (nats)', xlabel='epoch', yscale='log')
-    for a in axes:
-        a.grid(alpha=0.3, which='both')
-    figure.legend(loc='outside right center', fontsize=7)
-    figure.savefig(path, dpi=130)
+    """Draws test error and NLL by epoch, in the order of the last error."""
+    runs = sorted(runs, key=lambda r: -r['history']['off']['accuracy'][-1])
+    with style.style():
+        figure = style.figure(12, 5)
+        axes = figure.subplots(1, 2)
+        for i, r in enumerate(runs):
+            off, text = r['history']['off'], r['exchange']['text']
+            epochs = range(1, 1 + len(off['loss']))
+            kind = {'marker': 'o^svDPX*'[i % 8], 'ms': 3, 'lw': 1}
+            kind |= {'color': style.FAMILIES[style.family(text)]}
+            error = [100 * (1 - a) for a in off['accuracy']]
+            axes[0].plot(epochs, error, label=f'{style.exchange(text)}: {error[-1]:.2f}', **kind)
+            axes[1].plot(epochs, off['loss'], **kind)
+        axes[0].set(title='test error', ylabel='error (%), logarithmic')
+        axes[1].set(title='test NLL', ylabel='NLL (nats), logarithmic')
+        for a in axes:
+            a.set(xlabel='epoch')
+            style.logarithmic(a)
+        best = style.exchange(runs[0]['exchange']['text'])
+        figure.suptitle(f'Lowest error in the last epoch: {best}', fontsize=11)
+        figure.legend(loc='outside right center', fontsize=7, title='last error (%)')
+        counts = {sum(o['name'] == r['name'] for o in runs) for r in runs}
+        style.caption(figure, f'n = {" or ".join(map(str, sorted(counts)))} run per exchange')
+        style.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads finished runs, writes their table, picture and JSON files."""
+    """Runs the command: reads finished runs, writes their table, picture and JSON files."""
     ask = argparse.ArgumentParser(prog='python -m jaxmp.report.exchanges')
-    ask.add_argument('folder', type=Path, help='a folder of workdirs, or of files made by this')
-    ask.add_argument('--out', type=Path, required=True, help='where the report goes')
+    ask.add_argument('folder', type=Path, help='folder of workdirs, or an earlier --out')
+    ask.add_argument('--out', type=Path, required=True, help='folder of the report')
     args = ask.parse_args(argv)
     try:
         runs = load(args.folder)

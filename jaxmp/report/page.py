@@ -1,4 +1,4 @@
-"""The report: Markdown from two templates, and one HTML page that needs no other file."""
+"""Pages of a report: Markdown from templates, and one HTML page with everything inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from jaxmp.defaults import settings
+from jaxmp.config import KEYS, settings
 from jaxmp.report import figures
 from jaxmp.report.claims import PAPER, Evidence, Verdict, judge
 from jaxmp.report.residuals import CONFIDENCE, POWER
@@ -21,48 +21,50 @@ TITLE = "The paper's tables and figures, run again"
 
 
 def template(file: str, **words: Any) -> str:
-    """A template of this folder, filled in."""
+    """A template of this folder with its variables replaced."""
     return Template((HERE / file).read_text()).substitute(words)
 
 
 def setting(study: Study) -> str:
-    """Where the numbers are from: what all runs share, commits, hardware, seeds."""
+    """The settings that all runs of a study share, their seeds, commits and hardware."""
     runs = [r for row in study.rows.values() for r in row.runs]
-    said = []
+    parts = []
     for measure in ('accuracy', 'perplexity'):
         own = [r for r in runs if r.get('measure', 'accuracy') == measure]
         if own:
-            said.append(common(own))
+            parts.append(common(own))
     same = lambda key: ', '.join(sorted({str(r[key]) for r in runs}))
     hours = sum(r['seconds'] for r in runs) / 3600
-    said.append(
+    parts.append(
         f'{len(runs)} runs; seeds {same("seed")}; commit {same("commit")}; {same("hardware")}; '
-        f'{plain(hours)} hours of wall time, the compilations of a row in its first seed.'
+        f'{plain(hours)} hours of wall time (compilation counts in the first seed of a row).'
     )
-    return '\n\n'.join(said)
+    return '\n\n'.join(parts)
 
 
 def common(runs: list[dict[str, Any]]) -> str:
-    """The settings that ``runs`` share, their steps, and which settings differ from row to row."""
-    found = [settings(r['config']) for r in runs]
-    keys = [k for k in runs[0]['config'] if k in found[0] and k not in UNSAID]
-    shared = [k for k in keys if all(c.get(k) == found[0][k] for c in found)]
+    """The settings that ``runs`` share, their steps, and the settings that vary between rows."""
+    configs = [settings(r['config']) for r in runs]
+    shown = lambda k: k in SAID or any(c[k] != KEYS[k].default for c in configs)
+    keys = [k for k in KEYS if k in configs[0] and k not in UNSAID and shown(k)]
+    shared = [k for k in keys if all(c[k] == configs[0][k] for c in configs)]
     differ = [k for k in keys if k not in shared]
     steps = ', '.join(sorted({f'{r["steps"]:,}' for r in runs}))
-    said = ', '.join([f'{k} {found[0][k]}' for k in shared])
+    values = ', '.join([f'{k} {configs[0][k]}' for k in shared])
     rows = f' By row: {", ".join(differ)}.' if differ else ''
-    return f'{steps} steps a run; {said}.{rows}'
+    return f'{steps} steps per run; {values}.{rows}'
 
 
-UNSAID = ('name', 'fwd', 'bwd', 'seed', 'warmup_epochs', 'runtime', 'micro_batches', 'remat')
+SAID = ('data.name', 'model.name', 'model.width')  # shown even if default
+UNSAID = ('name', 'fwd', 'bwd', 'seed', 'warmup_epochs', 'parallel.runtime')
 
 
-def verdicts(found: list[Verdict]) -> str:
-    """The claims as a table, a line a quantity."""
-    heads = ['claim', 'verdict', 'quantity: where it is claimed to lie', 'is', 'paper', 'ours']
-    heads += ['in points', 'p (Holm)', f'found at {100 * POWER:g} % power', 'seeds', 'df']
+def verdicts(judged: list[Verdict]) -> str:
+    """The claims as a table with one line per quantity."""
+    heads = ['claim', 'verdict', 'quantity and claimed side', 'is', 'paper', 'ours']
+    heads += ['in points', 'p (Holm)', f'detectable at {100 * POWER:g} % power', 'seeds', 'df']
     rows = []
-    for v in found:
+    for v in judged:
         for i, e in enumerate(v.evidence):
             first = [f'{v.claim} ({v.where})', f'**{v.verdict}**'] if i == 0 else ['', '']
             rows.append([*first, *weighed(e)])
@@ -70,7 +72,7 @@ def verdicts(found: list[Verdict]) -> str:
 
 
 def weighed(e: Evidence) -> list[str]:
-    """A quantity's cells."""
+    """The cells of a quantity."""
     more = lambda x: (
         NONE if math.isnan(x) else f'{x:+.2f}' if e.nats else f'{100 * math.expm1(x):+.1f} %'
     )
@@ -90,7 +92,7 @@ TINY = 0.001
 
 
 def section(study: Study, out: Path) -> str:
-    """A study's part of the report; draws its figures into ``out``."""
+    """The section of a study in the report; its figures are drawn into ``out``."""
     pictures = figures.draw(study, out)
     show = lambda title: f'![{title}]({pictures[title]})\n' if title in pictures else ''
     parts = []
@@ -100,7 +102,7 @@ def section(study: Study, out: Path) -> str:
             parts += [f'### {table["title"]}\n', body, '', f'{show(table["figure"])}']
     for measure, heads in HEADS.items():
         if rest := others(study, measure):
-            parts += [f'### Rows that the paper has not: {measure}\n', markdown(heads, rest), '']
+            parts += [f'### Rows that are not in the paper: {measure}\n', markdown(heads, rest), '']
     for title in pictures:
         if 'against' in title:
             parts += [f'### {title}\n', show(title)]
@@ -111,13 +113,13 @@ def section(study: Study, out: Path) -> str:
 
 
 def claims(study: Study) -> str:
-    """The verdicts on the paper's claims, if a row was run that one needs."""
-    found = judge(study)
-    if not any(e.ours for v in found for e in v.evidence):
+    """The verdicts on the paper's claims; empty if the study has no row of any claim."""
+    judged = judge(study)
+    if not any(e.ours for v in judged for e in v.evidence):
         return ''
     margin = PAPER['margin']
     return template(
-        'claims.md', verdicts=verdicts(found), margin=f'{100 * margin["errors"]:g}',
+        'claims.md', verdicts=verdicts(judged), margin=f'{100 * margin["errors"]:g}',
         why=margin['why'], confidence=f'{100 * CONFIDENCE:g}', power=f'{100 * POWER:g}',
     )  # fmt: skip
 
@@ -134,7 +136,7 @@ def write(studies: list[Study], folder: str, out: Path) -> None:
 
 
 def html(text: str, folder: Path) -> str:
-    """``text`` as a page with its style and the pictures of ``folder`` inside."""
+    """``text`` as an HTML page that includes its style and the pictures of ``folder``."""
     from markdown_it import MarkdownIt
 
     body = MarkdownIt().enable('table').render(text)
@@ -152,5 +154,5 @@ def html(text: str, folder: Path) -> str:
 
 
 def inline(path: Path) -> str:
-    """A picture as a data address."""
+    """A picture as a data URL."""
     return 'data:image/png;base64,' + base64.b64encode(path.read_bytes()).decode()

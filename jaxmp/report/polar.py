@@ -1,4 +1,4 @@
-"""Polar codes: distortion against rate, the thesis's table, speed, and all gradient codecs."""
+"""Report on polar codes: distortion against rate, the thesis's table, speed, gradient codecs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp.report import style
+
 Row = dict[str, Any]
 
-# Bars on the mean distortion at rates .1 .3 .5 .7 .9, and on nanoseconds a source bit.
+# Targets for the mean distortion at rates .1 .3 .5 .7 .9, and for nanoseconds per source bit.
 BARS = {
     (1024, 'argmax'): (0.3373, 0.2093, 0.1264, 0.0655, 0.0179),
     (1024, 'scl(8)'): (0.3293, 0.2012, 0.1193, 0.0605, 0.0170),
@@ -19,9 +21,9 @@ BARS = {
     (2048, 'argmax'): (0.3343, 0.2062, 0.1237, 0.0632, 0.0171),
     (2048, 'scl(8)'): (0.3276, 0.1991, 0.1177, 0.0591, 0.0161),
 }
-WITHIN = 0.01  # of the usual value, for randomised rounding
+WITHIN = 0.01  # allowed relative difference from the target, for randomised rounding
 SPEED = {'encode_ns': 200.0, 'decode_ns': 20.0}
-ERRORS = {  # on normal data, to three digits
+ERRORS = {  # targets for the relative squared error on normal data, to three digits
     'polar(0.1)': 0.893,
     'polar(0.25)': 0.739,
     'polar(0.5)': 0.537,
@@ -30,14 +32,14 @@ ERRORS = {  # on normal data, to three digits
     'polar(0.5, search=scl(8))': 0.525,
 }
 THEIR_BLOCKS = 3
-SAME = 0.001  # the probability below which the thesis's code is another one
+SAME = 0.001  # significance level of the test that the thesis's code is the same as ours
 
 
 def load(paths: Sequence[Path]) -> list[Row]:
     """The rows of all files.
 
     Raises:
-      ValueError: if a file holds no rows of `bench/polar.py` or `bench/gradients.py`.
+      ValueError: if a file has no rows of `bench/polar.py` or `bench/gradients.py`.
     """
     rows = []
     for path in paths:
@@ -45,8 +47,8 @@ def load(paths: Sequence[Path]) -> list[Row]:
         kinds = {r.get('kind') for r in found}
         if not kinds & {'distortion', 'speed', 'codec'}:
             raise ValueError(
-                f'{path} holds no rows about polar codes (kinds {sorted(map(str, kinds))}); '
-                'give what bench/polar.py or bench/gradients.py wrote'
+                f'{path} has no rows about polar codes (kinds {sorted(map(str, kinds))}); '
+                'give files that bench/polar.py or bench/gradients.py wrote'
             )
         rows += found
     return rows
@@ -57,7 +59,7 @@ def _of(rows: Sequence[Row], kind: str) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """The page, line by line."""
+    """The lines of the page."""
     yield from ('# Polar codes as a lossy source code', '')
     yield from _runs(_of(rows, 'run'))
     if found := _of(rows, 'distortion'):
@@ -71,11 +73,11 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _runs(rows: Sequence[Row]) -> Iterator[str]:
-    """A line a script, commit and machine; the rows hold the whole commands."""
-    made = [(r['command'].split()[0], r['commit'], r['hardware'], _versions(r)) for r in rows]
-    for run in dict.fromkeys(made):
-        script, commit, hardware, versions = run
-        yield f'* `{script}`, {made.count(run)} call(s): commit {commit}, {hardware}, {versions}'
+    """One line per script, commit and machine; the rows have the full commands."""
+    calls = [(r['command'].split()[0], r['commit'], r['hardware'], _versions(r)) for r in rows]
+    for call in dict.fromkeys(calls):
+        script, commit, hardware, versions = call
+        yield f'* `{script}`, {calls.count(call)} call(s): commit {commit}, {hardware}, {versions}'
 
 
 def _versions(row: Row) -> str:
@@ -86,9 +88,9 @@ def _distortion(rows: Sequence[Row]) -> Iterator[str]:
     searches = list(dict.fromkeys((r['search'], r['construction']) for r in rows))
     blocks = sorted({r['blocks'] for r in rows})
     yield from ('', '## Distortion of fair bits', '')
-    yield f'Share of wrong bits ± standard error over {", ".join(map(str, blocks))} blocks.'
-    yield 'Frozen inputs by `genie`, or by the Bhattacharyya bound (*bound*). Every word was'
-    yield 'checked to be one of the code. In bold: a bar is set and met.'
+    yield f'Fraction of wrong bits ± standard error over {", ".join(map(str, blocks))} blocks.'
+    yield 'Frozen inputs by `genie`, or by the Bhattacharyya bound (*bound*). Each word was'
+    yield 'checked to be one of the code. In bold: a target is set and met.'
     yield from ('', '| N | rate | Shannon | ' + ' | '.join(_title(*s) for s in searches) + ' |')
     yield '|--:|--:|--:|' + '--:|' * len(searches)
     cells = {(r['size'], r['rate'], r['search'], r['construction']): r for r in rows}
@@ -98,7 +100,7 @@ def _distortion(rows: Sequence[Row]) -> Iterator[str]:
     below = [r for r in rows if r['mean'] < r['bound']]
     missed = [r for r in rows if verdict(r) is False]
     set_ = [r for r in rows if verdict(r) is not None]
-    yield from ('', f'* Bars: {len(set_) - len(missed)} of {len(set_)} met.')
+    yield from ('', f'* Targets: {len(set_) - len(missed)} of {len(set_)} met.')
     yield f'* Means below the Shannon bound: {len(below)} of {len(rows)}.'
 
 
@@ -107,7 +109,7 @@ def _title(search: str, construction: str) -> str:
 
 
 def verdict(row: Row) -> bool | None:
-    """Whether a distortion meets its bar; None if none is set."""
+    """Whether a distortion meets its target; None if there is none."""
     bars = BARS.get((row['size'], row['search']))
     rates = (0.1, 0.3, 0.5, 0.7, 0.9)
     if bars is None or row['construction'] != 'genie' or row['rate'] not in rates:
@@ -127,8 +129,8 @@ def _thesis(rows: Sequence[Row]) -> Iterator[str]:
     from scipy.special import chdtrc
 
     yield from ('', "## The thesis's setting", '')
-    yield f'Randomised rounding, Bhattacharyya construction. Theirs: {THEIR_BLOCKS} blocks a cell.'
-    yield 'z: (theirs - ours) over the standard error of that difference.'
+    yield f'Randomised rounding, Bhattacharyya construction. Theirs: {THEIR_BLOCKS} blocks per'
+    yield 'cell. z: (theirs - ours) over the standard error of that difference.'
     yield from ('', '| N | rate | theirs | ours | z |', '|--:|--:|--:|--:|--:|')
     found = []
     for r in rows:
@@ -138,7 +140,7 @@ def _thesis(rows: Sequence[Row]) -> Iterator[str]:
         yield f'| {r["size"]} | {r["rate"]} | {r["thesis"]:.4f} | {ours} | {z:+.1f} |'
     square = float(np.sum(np.square(found)))
     chance = float(chdtrc(len(found), square))
-    same = 'nothing against the same code' if chance > SAME else 'theirs is another code than ours'
+    same = 'consistent with the same code' if chance > SAME else 'theirs is another code than ours'
     yield from (
         '',
         f'* Chi-square over the {len(found)} cells {square:.1f}, p = {chance:.0e}: {same}',
@@ -153,8 +155,8 @@ def _passed(passed: bool) -> str:
 def _speed(rows: Sequence[Row], constructions: Sequence[Row]) -> Iterator[str]:
     r = rows[0]
     yield from ('', '## Speed', '')
-    yield f'Whole codecs, CPU-nanoseconds a source bit: N = {r["size"]}, {r["blocks"]} blocks, one'
-    yield f'core, best of {r["repeats"]} interleaved runs; compiling in CPU-seconds.'
+    yield f'Whole codecs, CPU-nanoseconds per source bit: N = {r["size"]}, {r["blocks"]} blocks,'
+    yield f'one core, best of {r["repeats"]} interleaved runs; compilation in CPU-seconds.'
     yield from ('', '| codec | encode ns | decode ns | compile encoder s | compile decoder s |')
     yield '|---|--:|--:|--:|--:|'
     for r in rows:
@@ -167,15 +169,15 @@ def _speed(rows: Sequence[Row], constructions: Sequence[Row]) -> Iterator[str]:
         word = end.removesuffix('_ns')
         yield f'* {_passed(found <= bar)}: `{rows[0]["codec"]}` {word} {found:.1f} ns <= {bar:.0f}'
     took = ', '.join(f'{c["seconds"]:.2f} (N = {c["size"]})' for c in constructions)
-    yield f'* Construction by `genie`, once a code and process, seconds: {took}.'
+    yield f'* Construction by `genie`, once per code and process, seconds: {took}.'
 
 
 def _codecs(rows: Sequence[Row], scalars: Sequence[Row]) -> Iterator[str]:
     vectors = list(dict.fromkeys(r['vector'] for r in rows))
     yield from ('', '## Gradient codecs', '')
-    yield f'One message of {rows[0]["elements"]} elements: bits an element, `|x - C(x)|^2 / |x|^2`,'
-    yield 'CPU-nanoseconds an element on one core. Shannon: the least possible on normal data with'
-    yield 'these bits, `2^(-2 bits)`.'
+    yield f'One message of {rows[0]["elements"]} elements: bits per element,'
+    yield '`|x - C(x)|^2 / |x|^2`, CPU-nanoseconds per element on one core. Shannon: the least'
+    yield 'possible error on normal data with these bits, `2^(-2 bits)`.'
     yield from ('', f'| codec | bits | Shannon | {" | ".join(vectors)} | encode ns | decode ns |')
     yield '|---|--:|--:|' + '--:|' * (len(vectors) + 2)
     for r in {r['bits']: r for r in scalars}.values():
@@ -191,20 +193,37 @@ def _codecs(rows: Sequence[Row], scalars: Sequence[Row]) -> Iterator[str]:
     for codec, bar in ERRORS.items():
         if r := cells.get((codec, 'normal')):
             passed = _passed(round(r['nmse'], 3) <= bar)
-            yield f'* {passed}: `{codec}` on normal data {r["nmse"]:.4f}, bar {bar}'
+            yield f'* {passed}: `{codec}` on normal data {r["nmse"]:.4f}, target {bar}'
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Distortion of fair bits against rate, the same over its bound, and the codecs' errors."""
-    from matplotlib.figure import Figure
+    """Draws distortion of fair bits against rate, its ratio to the bound, and codecs' errors."""
+    with style.style():
+        figure = style.figure(15, 4.8)
+        left, middle, right = figure.subplots(1, 3)
+        found = [r for r in _of(rows, 'distortion') if r['construction'] == 'genie']
+        _draw_rates(found, [r for r in rows if 'thesis' in r], left)
+        _draw_gaps(found, middle)
+        _draw_codecs(rows, right)
+        figure.suptitle(headline(rows))
+        style.save(figure, path)
 
-    figure = Figure(figsize=(17, 5), layout='constrained')
-    left, middle, right = figure.subplots(1, 3)
+
+def headline(rows: Sequence[Row]) -> str:
+    """The finding: how far the longest code is from the Shannon bound, by search."""
     found = [r for r in _of(rows, 'distortion') if r['construction'] == 'genie']
-    _draw_rates(found, [r for r in rows if 'thesis' in r], left)
-    _draw_gaps(found, middle)
-    _draw_codecs(rows, right)
-    figure.savefig(path, dpi=110)
+    longest = [r for r in found if r['size'] == max(f['size'] for f in found)]
+    over: dict[str, float] = {}
+    for search in dict.fromkeys(r['search'] for r in longest):
+        own = [r['mean'] / r['bound'] for r in longest if r['search'] == search]
+        over[search] = 100 * (float(np.mean(own)) - 1)
+    if not over:
+        return 'No distortion of fair bits was measured'
+    best, worst = min(over, key=lambda s: over[s]), max(over, key=lambda s: over[s])
+    return (
+        f'Polar codes of N = {longest[0]["size"]} are {over[best]:.0f} % above the Shannon bound '
+        f'with {best}, {over[worst]:.0f} % with {worst} (means over rates)'
+    )
 
 
 def _draw_rates(rows: Sequence[Row], thesis: Sequence[Row], axes: Any) -> None:
@@ -217,21 +236,26 @@ def _draw_rates(rows: Sequence[Row], thesis: Sequence[Row], axes: Any) -> None:
     theirs = [r for r in thesis if r['size'] == 1024]
     at = [r['rate'] for r in theirs], [r['thesis'] for r in theirs]
     axes.plot(*at, 'kx', label='the thesis, N = 1024, 3 blocks')
-    axes.set(xlabel='message bits a source bit', ylabel='share of wrong bits', title='fair bits')
+    axes.set(
+        xlabel='message bits per source bit',
+        ylabel='share of wrong bits',
+        title='distortion of fair bits',
+    )
     axes.legend(fontsize=8)
 
 
 def _draw_gaps(rows: Sequence[Row], axes: Any) -> None:
     sizes = sorted({r['size'] for r in rows})
     for size in sizes:
-        for search, style in (('randomised', ':'), ('argmax', '--'), ('scl(8)', '-')):
+        for search, dashes in (('randomised', ':'), ('argmax', '--'), ('scl(8)', '-')):
             some = [r for r in rows if (r['size'], r['search']) == (size, search)]
             over = [r['mean'] / r['bound'] for r in some]
             label = f'N = {size}' if search == 'scl(8)' else None
-            colour = f'C{sizes.index(size)}'
-            axes.plot([r['rate'] for r in some], over, style, marker='.', color=colour, label=label)
+            colour = style.PALETTE[1 + sizes.index(size)]
+            kind = {'marker': '.', 'color': colour, 'label': label}
+            axes.plot([r['rate'] for r in some], over, dashes, **kind)
     axes.axhline(1, color='k')
-    axes.set(xlabel='message bits a source bit', title='... over the Shannon bound')
+    axes.set(xlabel='message bits per source bit', title='distortion over the Shannon bound')
     axes.set(ylabel='dotted: randomised, dashed: argmax, solid: list of 8')
     axes.legend(fontsize=8)
 
@@ -245,7 +269,7 @@ def _draw_codecs(rows: Sequence[Row], axes: Any) -> None:
         axes.plot(*line, 'k:', label='entropy-coded scalars, normal')
     found = _of(rows, 'codec')
     for vector, mark in (('normal', 'o'), ('Laplacian', 's'), ('gradient', '^')):
-        for part, colour in (('polar', 'tab:orange'), ('', 'tab:blue')):
+        for part, colour in (('polar', style.PALETTE[2]), ('', style.PALETTE[1])):
             some = [
                 r for r in found if r['vector'] == vector and ('polar' in r['codec']) == bool(part)
             ]
@@ -253,18 +277,20 @@ def _draw_codecs(rows: Sequence[Row], axes: Any) -> None:
             label = f'{vector}, {"with polar" if part else "others"}'
             axes.plot(*at, mark, ms=4, alpha=0.7, color=colour, label=label)
     axes.set(xscale='log', yscale='log', xlim=(0.08, 20), ylim=(1e-3, 1.2))
-    axes.set(xlabel='bits an element', ylabel='|x - C(x)|² / |x|²', title='gradient codecs')
+    axes.set(
+        xlabel='bits per element', ylabel='|x - C(x)|² / |x|²', title='error of gradient codecs'
+    )
     axes.legend(fontsize=7)
 
 
 def write(paths: Sequence[Path], out: Path) -> tuple[str, int]:
-    """Table ``out.md`` and picture ``out.png`` of the rows in ``paths``.
+    """Writes table ``out.md`` and picture ``out.png``, ``out.svg`` of the rows in ``paths``.
 
     Returns:
-      The table, and how many bars were missed.
+      The table, and the number of targets that were missed.
 
     Raises:
-      ValueError: as `load`.
+      ValueError: if a file has no rows of the benches, as in `load`.
     """
     rows = load(paths)
     text = '\n'.join(markdown(rows)) + '\n'

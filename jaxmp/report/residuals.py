@@ -1,8 +1,8 @@
-"""How far chance alone moves a difference: the residual that rows of equal variance share.
+"""Residual variance of scores between seeds, pooled over rows, and the tests that use it.
 
-A score is its row's mean, plus what its seed gives all rows, plus a residual. Few seeds tell little
-of one row's residual, so rows whose variances agree (Bartlett's test) are taken together; a row
-that does not agree keeps its own.
+A score is the sum of a row mean, a seed effect common to all rows, and a residual. A row has too
+few seeds to estimate the variance of its residual, so rows whose variances agree (Bartlett's test)
+are pooled; a row that does not agree is estimated separately.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-Column = dict[str, dict[int, float]]  # a value for each row and seed
+Column = dict[str, dict[int, float]]  # one value per row and seed
 LEVEL, POWER = 0.05, 0.8
 CONFIDENCE = 1 - LEVEL
 
 
 class Residual(NamedTuple):
-    """Standard deviation that ``rows`` share, and its degrees of freedom."""
+    """The standard deviation that ``rows`` share, and its degrees of freedom."""
 
     deviation: float
     freedom: int
@@ -26,15 +26,15 @@ class Residual(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Mean over seeds, its standard error and Student's interval; NaN where nothing tells them.
+    """Mean over seeds, its standard error and Student's interval; NaN if they cannot be estimated.
 
     Attributes:
-      mean: of the seeds' values.
-      error: its standard error.
+      mean: mean of the values of all seeds.
+      error: standard error of the mean.
       low: lower end of the interval.
       high: upper end of the interval.
-      seeds: how many there are.
-      freedom: degrees of freedom of the error.
+      seeds: number of seeds.
+      freedom: degrees of freedom of the standard error.
     """
 
     mean: float
@@ -49,7 +49,7 @@ def estimate(values: Sequence[float], deviation: float | None = None, freedom: i
     """Mean of ``values`` with its standard error and interval.
 
     Args:
-      values: one a seed.
+      values: one value per seed.
       deviation: standard deviation of a value; default that of ``values``.
       freedom: degrees of freedom of ``deviation``.
 
@@ -71,10 +71,11 @@ def estimate(values: Sequence[float], deviation: float | None = None, freedom: i
 def agreeing(column: Column) -> list[str]:
     """The rows whose variances agree.
 
-    A row whose variance stands out from those of all others together is left out (F, times the
-    number of rows: among many rows of two or three seeds Bartlett's test overlooks a single one).
-    Then, while Bartlett's test over all finds a difference, the row without which it finds least.
-    A row of one seed, or one that does not vary at all, tells nothing.
+    First, rows are left out one by one while an F test (with Bonferroni's correction for the number
+    of rows) finds that the largest variance exceeds that of all other rows together; with two or
+    three seeds per row Bartlett's test often misses a single such row. Then, while Bartlett's test
+    over all rows finds a difference, the row is left out without which its p-value is largest. Rows
+    with one seed, or with zero variance, are left out from the start.
     """
     left = {n: list(v.values()) for n, v in column.items() if len({*v.values()}) > 1}
     while len(left) > 1 and (name := standing_out(left) or disagreeing(left)):
@@ -83,7 +84,7 @@ def agreeing(column: Column) -> list[str]:
 
 
 def standing_out(rows: dict[str, list[float]]) -> str:
-    """The row of the largest variance, if it is larger than chance explains; else nothing."""
+    """The row with the largest variance if that is significantly larger; else ``''``."""
     from scipy.special import fdtrc
 
     variances = {n: float(np.var(v, ddof=1)) for n, v in rows.items()}
@@ -96,7 +97,7 @@ def standing_out(rows: dict[str, list[float]]) -> str:
 
 
 def disagreeing(rows: dict[str, list[float]]) -> str:
-    """The row without which the variances agree best, if they do not agree; else nothing."""
+    """The row without which the variances agree best if they do not agree; else ``''``."""
     from scipy.stats import bartlett
 
     if bartlett(*rows.values()).pvalue >= LEVEL:
@@ -106,11 +107,11 @@ def disagreeing(rows: dict[str, list[float]]) -> str:
 
 
 def residual(column: Column, seeds: bool) -> Residual | None:
-    """What is left of the agreeing rows without their means; None if no two rows agree.
+    """The residual of the agreeing rows without their means; None if no two rows agree.
 
     Args:
       column: values by row and seed.
-      seeds: also without what a seed gives all rows, as is right for differences seed by seed.
+      seeds: also subtract seed effects, as is right for differences seed by seed.
     """
     rows = agreeing(column)
     if len(rows) < 2:
@@ -127,8 +128,20 @@ def residual(column: Column, seeds: bool) -> Residual | None:
     return Residual(float(np.sqrt(left @ left / freedom)), freedom, tuple(rows))
 
 
+def intervals(column: Column) -> dict[str, Estimate]:
+    """The estimate of each row: rows that agree share a deviation, any other row has its own.
+
+    Args:
+      column: values by row and seed.
+    """
+    found = residual(column, seeds=False) or Residual(np.nan, 0, ())
+    pooled = found.deviation, found.freedom
+    own = {n: pooled if n in found.rows else (None, 0) for n in column}
+    return {n: estimate(list(v.values()), *own[n]) for n, v in column.items()}
+
+
 def p_value(e: Estimate, bound: float) -> float:
-    """Probability of an estimate so far from ``bound``, on either side, were that the truth."""
+    """Two-sided p-value of an estimate under the hypothesis that the true mean is ``bound``."""
     from scipy.special import stdtr
 
     if not e.error > 0:
@@ -137,7 +150,7 @@ def p_value(e: Estimate, bound: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values as they count among so many tests (Holm).
+    """The p-values with Holm's correction for the number of tests.
 
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
@@ -150,7 +163,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable(e: Estimate) -> float:
-    """How far from its bound a truth must lie for one test alone to find it with a power of 80 %.
+    """The distance from the bound that one test alone detects with a power of 80 %.
 
     >>> round(detectable(estimate([0.0, 1.8385])), 1)  # of standard deviation 1.3
     15.0

@@ -1,4 +1,4 @@
-"""The paper's tables beside ours, as columns and cells; Markdown and CSV of them."""
+"""Tables with the paper's numbers and ours, as cells, in Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jaxmp.config import settings
 from jaxmp.report.claims import PAPER, table_rows
 from jaxmp.report.residuals import Estimate
 from jaxmp.report.results import TUNED, Row, Study, best, best_epoch, difference, last, wire
@@ -17,7 +18,7 @@ NONE = '\N{EN DASH}'
 
 
 def plain(value: float | None, digits: int = 2) -> str:
-    r"""A number, or a dash.
+    r"""A number with ``digits`` digits, or a dash if there is none.
 
     >>> plain(3.14159), plain(None)
     ('3.14', '\u2013')
@@ -26,7 +27,7 @@ def plain(value: float | None, digits: int = 2) -> str:
 
 
 def with_error(e: Estimate, digits: int = 2) -> str:
-    """Mean and standard error; of one seed, the value alone.
+    """Mean and standard error; for one seed, only the value.
 
     >>> with_error(Estimate(3.0, 0.25, 2.0, 4.0, 3, 2))
     '3.00 ± 0.25'
@@ -35,7 +36,7 @@ def with_error(e: Estimate, digits: int = 2) -> str:
 
 
 def with_interval(e: Estimate | None, digits: int = 2) -> str:
-    """Mean and interval; of one seed, the value alone."""
+    """Mean and interval; for one seed, only the value."""
     if e is None:
         return NONE
     mean = f'{e.mean:+.{digits}f}'
@@ -45,22 +46,22 @@ def with_interval(e: Estimate | None, digits: int = 2) -> str:
 HEADS = {
     'accuracy': (
         'row', 'paper off', 'paper on', 'best off', 'best on', 'last off', 'last on',
-        'less none', 'bytes a step', 'ratio', 'bits an element', 'seeds',
+        'less none', 'bytes per step', 'ratio', 'bits per element', 'seeds',
     ),
     'perplexity': (
         'row', 'paper loss', 'paper perplexity', 'best loss', 'best perplexity', 'last loss off',
-        'last loss on', 'less none', 'bytes a step', 'ratio', 'bits an element', 'seeds',
+        'last loss on', 'less none', 'bytes per step', 'ratio', 'bits per element', 'seeds',
     ),
 }  # fmt: skip
 
 
 def cells(label: str, paper: dict[str, Any], row: Row | None, none: Row | None) -> Cells:
-    """One line of a table.
+    """The cells of one line of a table.
 
     Args:
-      label: how the line is called.
+      label: first cell of the line.
       paper: the paper's row, or an empty one.
-      row: our runs of it, if any.
+      row: our runs of the row, if any.
       none: our runs without compression, if any.
     """
     theirs = [plain(paper.get(k)) for k in ('off', 'on', 'loss', 'perplexity') if k in paper]
@@ -81,23 +82,23 @@ def cells(label: str, paper: dict[str, Any], row: Row | None, none: Row | None) 
 
 
 def shown(table: dict[str, Any], study: Study) -> list[tuple[str, dict[str, Any], Row | None]]:
-    """Label, the paper's row and ours, of each row of a table; of several readings each has one."""
-    made = []
+    """Label, the paper's row and ours for each row of a table; several readings give several."""
+    rows = []
     for name, paper in table_rows(table).items():
-        found, row = readings(name, study), study.rows.get(name)
-        made += [(paper['label'], paper, row)] * (row is not None or not found)
-        made += [(f'{paper["label"]}, {w}', paper, study.rows[n]) for n, w in found.items()]
-    return made
+        variants, row = readings(name, study), study.rows.get(name)
+        rows += [(paper['label'], paper, row)] * (row is not None or not variants)
+        rows += [(f'{paper["label"]}, {w}', paper, study.rows[n]) for n, w in variants.items()]
+    return rows
 
 
 def lines(table: dict[str, Any], study: Study) -> list[Cells]:
-    """One of the paper's tables."""
+    """The lines of one of the paper's tables."""
     none = study.rows.get(table['none'])
     return [cells(label, paper, row, none) for label, paper, row in shown(table, study)]
 
 
 def readings(name: str, study: Study) -> dict[str, str]:
-    """Rows that are another reading of the paper's row ``name``, and the words they add to it.
+    """Rows that implement another reading of the paper's row ``name``, with their extra words.
 
     >>> study = Study('', {'ef_mixed-top10-warm20': None, 'ef_mixed_formula-top10-warm20': None})
     >>> readings('ef_mixed-top10-warm20', study), readings('ef-top10-warm20', study)
@@ -127,7 +128,7 @@ KNOWN = {n for t in PAPER['tables'] for n in table_rows(t)}
 
 
 def others(study: Study, measure: str) -> list[Cells]:
-    """The rows of ``study`` of a measure that the paper has not."""
+    """Lines of the rows of ``study`` with a given measure that are not in the paper."""
     shown = KNOWN | {r for n in KNOWN for r in readings(n, study)}
     rest = [r for n, r in study.rows.items() if n not in shown and r.measure == measure]
     none = next(t['none'] for t in PAPER['tables'] if t['measure'] == measure)
@@ -135,18 +136,18 @@ def others(study: Study, measure: str) -> list[Cells]:
 
 
 def label(row: Row, study: Study) -> str:
-    """A row's name; of one that exchanges gradients the exchange, and what was tuned for it."""
+    """The name of a row; for a row with an exchange, the exchange and the settings tuned for it."""
     if 'exchange' not in row.runs[0]:
         return row.name
-    config = row.runs[0]['config']
+    config = settings(row.runs[0]['config'])
     differs = [
-        k for k in TUNED if len({r.runs[0]['config'].get(k) for r in study.rows.values()}) > 1
+        k for k in TUNED if len({settings(r.runs[0]['config'])[k] for r in study.rows.values()}) > 1
     ]
     return ', '.join([f'`{config["exchange"]}`', *(f'{k} {config[k]}' for k in differs)])
 
 
 def markdown(heads: Cells | tuple[str, ...], rows: list[Cells], words: int = 1) -> str:
-    """A Markdown table, its first ``words`` columns to the left and the others to the right.
+    """A Markdown table; its first ``words`` columns are aligned left, the others right.
 
     >>> print(markdown(['row', 'on'], [['none', '1.0']]))
     | row | on |
@@ -159,7 +160,7 @@ def markdown(heads: Cells | tuple[str, ...], rows: list[Cells], words: int = 1) 
 
 
 def write_csv(path: Path, study: Study) -> None:
-    """Every run, a line each: all that tables are computed from, in full precision."""
+    """Writes one line per run with all numbers of the tables, in full precision."""
     heads = ['row', 'seed', 'fwd', 'bwd', 'warmup_epochs', 'bits_an_element', 'bytes_a_step']
     heads += [f'{w}_{m}_{k}' for w in ('best', 'last') for m in ('off', 'on') for k in SCORES]
     with path.open('w', newline='') as file:
@@ -169,7 +170,7 @@ def write_csv(path: Path, study: Study) -> None:
             for r in row.runs:
                 size, tests = wire(row), r['test']
                 line = [r[k] for k in ('name', 'seed', 'fwd', 'bwd')]
-                line += [r['config'].get('warmup_epochs', 0), size['bits'], size['bytes']]
+                line += [r['config']['warmup_epochs'], size['bits'], size['bytes']]
                 line += [best_epoch(r, m)[k] for m in ('off', 'on') for k in SCORES]
                 line += [tests[m]['last'][k] for m in ('off', 'on') for k in SCORES]
                 writer.writerow([*line, r['commit'], r['hardware'], r['seconds']])

@@ -1,14 +1,19 @@
-"""`Link`: how two stage programs exchange messages, driven from Python.
+"""`Lane`: one direction between two stages, which carries its messages in order, beside compute.
 
 Between two devices of a process a message is copied; between two processes it is a ppermute on a
-mesh of their two devices, which only these two processes run.
+mesh of two devices, which only these two processes run, each in a thread of the lane. A lane has
+its own pair of devices where there are enough, since a device runs one program at a time and gloo
+has one connection for each set of devices: so messages overlap compute, and both directions of a
+link each other. Else all lanes of a process take turns, in one order for all processes.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,84 +22,148 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.devices import Device
+from jaxmp.distributed.placement import Device
 from jaxmp.hlo import permuted
 from jaxmp.transport import one_piece
-from jaxmp.wire import Payload
+from jaxmp.wire import Payload, nbytes
+
+Move = Callable[[Payload | None], Payload]
 
 
-class Link(NamedTuple):
-    """A link between two stages, as one of its ends drives it.
+class Lane:
+    """One direction of a link, as one of its ends (or both) uses it; see the module.
 
     Attributes:
-      exchange: ``((forward, backward), carries) -> (forward, backward)`` as they arrive; a
-        direction that does not carry is None, one that this end only sends comes back as zeros.
-      permuted: bytes that the compiled program's collectives move ``(forward, backward)``; zero
-        where there is none.
+      permuted: see `__init__`.
+      spans: when each message left and when it arrived, by its number and `time.monotonic`; None
+        notes nothing. A process that only receives does not know the former.
     """
 
-    exchange: Callable[[Sequence[Payload], Sequence[bool]], tuple[Payload, Payload]]
-    permuted: Callable[[], tuple[int, int]]
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        turns: Sequence[ThreadPoolExecutor] = (),
+        emulated: tuple[float, float] = (0.0, 0.0),
+        permuted: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Carries nothing yet.
+
+        Args:
+          moves: one per connection; they take the messages in turn, the same at both ends. Each is
+            called with a message where it is sent, with None where it is only received, and gives
+            the message on the receiver's device.
+          turns: the thread of each connection; none for copies, which JAX runs by itself.
+          emulated: rate in Mbit/s (0 for any) and delay in ms of a slow link: a message of n bytes
+            occupies the lane for ``8 n / (1e6 rate)`` s, and arrives ``delay / 1e3`` s later. No
+            protocol adds bytes.
+          permuted: bytes per message that the compiled program's collectives move.
+        """
+        rate, self._delay = emulated
+        self._seconds = lambda n: 8 * n / (1e6 * rate) if rate else 0.0
+        self._moves, self.permuted, self._number = moves, permuted, 0
+        self._turns = [ThreadPoolExecutor(1, 'lane')] if any(emulated) and not turns else turns
+        self.spans: dict[int, tuple[float, float]] | None = None
+
+    def carry(self, sent: Future[Payload] | None) -> Future[tuple[Payload, float]]:
+        """The next message, once it is there, and the time from which it may be used.
+
+        Args:
+          sent: the message, where it is sent; None in a process that only receives it.
+        """
+        n, self._number = self._number, self._number + 1
+        if self._turns:
+            return self._turns[n % len(self._turns)].submit(self._carry, n, sent)
+        assert sent is not None
+        arrived: Future[tuple[Payload, float]] = Future()
+        sent.add_done_callback(lambda done: self._follow(n, done, arrived))
+        return arrived
+
+    def _carry(self, n: int, sent: Future[Payload] | None) -> tuple[Payload, float]:
+        message = None if sent is None else jax.block_until_ready(sent.result())
+        start = time.monotonic()
+        arrived = jax.block_until_ready(self._moves[n % len(self._moves)](message))
+        time.sleep(self._seconds(nbytes(arrived if message is None else message)))
+        end = time.monotonic() + self._delay / 1e3
+        self._note(n, start, end)
+        return arrived, end
+
+    def _follow(self, n: int, done: Future[Payload], arrived: Future[Any]) -> None:
+        """Gives ``arrived`` the copy of the result of ``done``, or its exception."""
+        try:
+            start, moved = time.monotonic(), self._moves[0](done.result())
+            if self.spans is not None:
+                jax.block_until_ready(moved)
+            self._note(n, start, time.monotonic())
+            arrived.set_result((moved, 0.0))
+        except BaseException as error:  # whoever waits for the message gets it
+            arrived.set_exception(error)
+
+    def _note(self, n: int, start: float, end: float) -> None:
+        if self.spans is not None:
+            self.spans[n] = start, end
 
 
-def local_link(left: Device, right: Device) -> Link:
-    """A link inside this process: each payload is put on the other end's device."""
-
-    def exchange(payloads: Sequence[Payload], carries: Sequence[bool]) -> tuple[Payload, Payload]:
-        del carries
-        return jax.device_put(payloads[0], right), jax.device_put(payloads[1], left)
-
-    return Link(exchange, lambda: (0, 0))
+def wait(arrived: Future[tuple[Payload, float]]) -> Payload:
+    """The message of a lane, when it may be used."""
+    message, at = arrived.result()
+    if (left := at - time.monotonic()) > 0:
+        time.sleep(left)
+    return message
 
 
-def remote_link(left: Device, right: Device, like: Sequence[Payload]) -> Link:
-    """A link to another process: a ppermute that only the processes of the two devices run.
+def local_move(target: Device) -> Move:
+    """Puts messages on another device of this process."""
+    return lambda message: jax.device_put(message, target)
 
-    Both ends must call it in the same order with the same ``carries``, which
-    `jaxmp.runtimes.schedule.transfers` says. The connection is made here, by `open_links`.
+
+def remote_move(mesh: Mesh, like: Payload, target: Device) -> tuple[Move, Callable[[], int]]:
+    """Moves messages from the first device of a mesh to the second, which is of another process.
+
+    Both processes must call it as often, in the same order. The connection is made here, by
+    `open_links`.
 
     Args:
-      left: device of the earlier stage.
-      right: device of the later one; exactly one of the two is of this process.
-      like: shapes of the forward and of the backward payload, leading axis 1.
+      mesh: the two devices, under the axis ``'end'``.
+      like: shapes of a message, leading axis 1.
+      target: where the message is put after it has arrived.
+
+    Returns:
+      The move, and the bytes that its compiled program's collectives move.
 
     Raises:
       ValueError: if both devices, or none, are of this process.
     """
-    mine = [d.process_index == jax.process_index() for d in (left, right)]
-    if sum(mine) != 1:
+    here = [d for d in mesh.devices if d.process_index == jax.process_index()]
+    if len(here) != 1:
         raise ValueError(
-            f'remote_link links this process ({jax.process_index()}) to another, got {left} and '
-            f'{right}; use local_link inside a process, and nothing where neither end is here'
+            f'remote_move links this process ({jax.process_index()}) to another, got '
+            f'{mesh.devices.tolist()}; use local_move inside a process, and nothing where neither '
+            'end is here'
         )
-    mesh = Mesh(np.array([left, right]), ('end',), axis_types=(AxisType.Auto,))
     open_links(mesh)
-    sharding = NamedSharding(mesh, P('end'))
-    swap = _swap(mesh)
-    empty = [
-        jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), mesh.local_devices[0]), p)
-        for p in like
-    ]
+    sharding, shift = NamedSharding(mesh, P('end')), _shift(mesh)
+    empty = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), here[0]), like)
+    spread = lambda a: jax.make_array_from_single_device_arrays(
+        (2, *a.shape[1:]), sharding, [a]
+    )  # fmt: skip
 
-    def spread(a: Array) -> Array:
-        return jax.make_array_from_single_device_arrays((2, *a.shape[1:]), sharding, [a])
+    def move(message: Payload | None) -> Payload:
+        given = empty if message is None else jax.device_put(message, here[0])
+        moved = jax.tree.map(lambda a: a.addressable_data(0), shift(jax.tree.map(spread, given)))
+        return jax.device_put(moved, target) if message is None else moved
 
-    def exchange(payloads: Sequence[Payload], carries: Sequence[bool]) -> tuple[Payload, Payload]:
-        given = [
-            None if not c else p if own else zeros
-            for c, own, p, zeros in zip(carries, mine, payloads, empty, strict=True)
-        ]
-        moved = swap(*jax.tree.map(spread, given))
-        return jax.tree.map(lambda a: a.addressable_data(0), moved)
-
-    def moves() -> tuple[int, int]:
+    def moves() -> int:
         both = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype, sharding=sharding), like
         )
-        found = permuted(swap.lower(*both).compile().as_text())
-        return found.get((0, 1), 0), found.get((1, 0), 0)
+        return permuted(shift.lower(both).compile().as_text()).get((0, 1), 0)
 
-    return Link(exchange, moves)
+    return move, moves
+
+
+def pair(source: Device, target: Device) -> Mesh:
+    """The mesh of the two ends of a lane."""
+    return Mesh(np.array([source, target]), ('end',), axis_types=(AxisType.Auto,))
 
 
 @functools.cache
@@ -114,20 +183,14 @@ def open_links(mesh: Mesh) -> None:
     jax.block_until_ready(jax.jit(open_links, out_shardings=NamedSharding(mesh, P()))(ones))
 
 
-def _swap(mesh: Mesh) -> Any:
-    """Compiled: the forward payload moves from the first device to the second, the other back."""
+@functools.cache
+def _shift(mesh: Mesh) -> Any:
+    """Compiled: a message in one piece; gloo starts a second one a round trip after the first."""
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P('end'), out_specs=P('end'))
-    def swap(forward: Payload, backward: Payload) -> tuple[Payload, Payload]:
-        return _shift(forward, (0, 1)), _shift(backward, (1, 0))
+    def shift(message: Payload) -> Payload:
+        piece, back = one_piece(message)
+        return back(jax.lax.ppermute(piece, 'end', [(0, 1)]))
 
-    return swap
-
-
-def _shift(payload: Payload, way: tuple[int, int]) -> Payload:
-    """Moves a payload in one piece: gloo starts a second one a round trip after the first."""
-    if not jax.tree.leaves(payload):  # this exchange carries nothing this way
-        return payload
-    piece, back = one_piece(payload)
-    return back(jax.lax.ppermute(piece, 'end', [way]))
+    return shift

@@ -1,23 +1,26 @@
 """`Local`: all stages in one program on one device: convergence studies and notebooks.
 
 The boundaries are those of `jaxmp.boundary`, crossed under autodiff: messages are packed and
-unpacked, so what a model learns here is what it learns over a real link. Every other runtime is
-held against this one. Replicas are a mesh axis around the whole step (`jaxmp.training.replicas`).
+unpacked, so what a model learns here is what it learns over a real link. Tests compare every other
+runtime with this one. Replicas are a mesh axis around the whole step
+(`jaxmp.training.replicated`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.boundary import Links, value_and_grad
+from jaxmp.boundary import FeedbackState, value_and_grad
 from jaxmp.exchange import Collectives
-from jaxmp.microbatch import context, cut, loop
 from jaxmp.pipeline import Pipeline
+from jaxmp.runtimes.microbatch import context, cut, loop
+from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import Batch, Model, ModelState, StepKeys
 
 
@@ -40,8 +43,8 @@ class Local:
     def init(self, key: Array) -> ModelState:
         """See `Runtime`."""
         x = self.model.x
-        variables, links = self.pipe.init(key, jnp.zeros(x.shape, x.dtype), train=self.train)
-        return ModelState(*split(variables), links)
+        variables, feedback = self.pipe.init(key, jnp.zeros(x.shape, x.dtype), train=self.train)
+        return ModelState(*split(variables), feedback)
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any
@@ -50,15 +53,19 @@ class Local:
         keys = StepKeys.of(key, batch['id'], self.via and self.via.index)
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], keys.augment)
 
-        def one(model_state: Any, links: Links, m: Any, x: Array, y: Array) -> Any:
-            def loss(params: Any, links: Links) -> tuple[Array, tuple[Links, Any]]:
+        def one(model_state: Any, feedback: FeedbackState, m: Any, x: Array, y: Array) -> Any:
+            def loss(
+                params: Any, feedback: FeedbackState
+            ) -> tuple[Array, tuple[FeedbackState, Any]]:
                 variables, ctx = join(params, model_state), context(keys.model, m, n)
-                out, after, links = self.pipe.apply(variables, links, x, ctx, train=self.train)
+                out, after, feedback = self.pipe.apply(
+                    variables, feedback, x, ctx, train=self.train
+                )
                 value, aux = self.model.loss(out, y)
-                return value, (links, (aux, split(after)[1]))
+                return value, (feedback, (aux, split(after)[1]))
 
-            (value, (aux, after)), grads, links = value_and_grad(loss)(state.params, links)
-            return after, links, ((value, aux), grads)
+            (value, (aux, after)), grads, feedback = value_and_grad(loss)(state.params, feedback)
+            return after, feedback, ((value, aux), grads)
 
         def add(carry: Any, at: Any) -> Any:
             *before, total = carry
@@ -71,25 +78,44 @@ class Local:
         wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
         sums = jax.tree.map(wide, shapes[0]), jax.tree.map(jnp.zeros_like, shapes[1])
         end = loop(add, (state.model_state, state.feedback, sums), parts)
-        model_state, links, sums = end
+        model_state, feedback, sums = end
         means, grads = jax.tree.map(lambda a: (a / n).astype(a.dtype), sums)
-        return means, grads, ModelState(state.params, model_state, links)
+        return means, grads, ModelState(state.params, model_state, feedback)
 
     def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
         """See `Runtime`."""
-        keys, links, rows = StepKeys.of(key, batch['id']), state.feedback, []
+        keys, feedback, rows = StepKeys.of(key, batch['id']), state.feedback, []
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], None)
         variables = join(state.params, state.model_state)
         for m, x_m in enumerate(cut(x, n)):
             ctx = context(keys.model, m, n)
-            out, _, links = self.pipe.apply(variables, links, x_m, ctx, train=self.train)
+            out, _, feedback = self.pipe.apply(variables, feedback, x_m, ctx, train=self.train)
             rows.append(out)
-        return jnp.concatenate(rows), links
+        return jnp.concatenate(rows), feedback
+
+    def unpack(self, feedback: FeedbackState) -> dict[int, Feedback]:
+        """See `Runtime`; a state that both ends share is at its sender."""
+        return {s: _ends(feedback, s) for s in self.stages}
+
+    def pack(self, feedback: Mapping[int, Feedback]) -> FeedbackState:
+        """See `Runtime`."""
+        pairs = list(itertools.pairwise(feedback[s] for s in self.stages))
+        fwd = tuple((a.right_tx, b.left_rx) for a, b in pairs)
+        return FeedbackState(fwd, tuple((b.left_tx, a.right_rx) for a, b in pairs))
 
     def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
         """See `Runtime`."""
         del stage
         return f(self.via, *trees)
+
+
+def _ends(feedback: FeedbackState, s: int) -> Feedback:
+    left = right = ((), ())
+    if s:
+        left = feedback.fwd[s - 1][1], feedback.bwd[s - 1][0]
+    if s < len(feedback.fwd):
+        right = feedback.fwd[s][0], feedback.bwd[s][1]
+    return Feedback(*left, *right)
 
 
 def split(variables: Any) -> tuple[dict[int, Any], dict[int, Any]]:

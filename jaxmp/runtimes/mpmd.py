@@ -6,7 +6,10 @@ its column (`jaxmp.runtimes.columns`).
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,8 +19,11 @@ from jaxtyping import Array
 
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.driver import Driver, drive
-from jaxmp.runtimes.schedule import Action, one_f_one_b
-from jaxmp.runtimes.stage import Feedback, StageState, programs, shapes
+from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.plans import one_f_one_b
+from jaxmp.runtimes.schedule import Action
+from jaxmp.runtimes.stage import programs, shapes
+from jaxmp.runtimes.state import StageState
 from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys, one_replica
 
 
@@ -31,6 +37,7 @@ class Mpmd:
         actions: Sequence[Action] | None = None,
         train: bool = True,
         options: tuple[tuple[str, Any], ...] = (),
+        emulated: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         """Compiles nothing yet.
 
@@ -40,6 +47,7 @@ class Mpmd:
           actions: a schedule; default 1F1B.
           train: passed to the stages.
           options: those of `jax.jit`'s compiler.
+          emulated: rate and delay of the links; see `jaxmp.runtimes.links.Lane`.
 
         Raises:
           ValueError: if the schedule is not one of as many stages and micro-batches.
@@ -48,13 +56,14 @@ class Mpmd:
         self.stages, self.replicas = tuple(columns.here), columns.replicas
         self.programs = programs(
             model.stages, model.boundaries, model.loss if train else None, model.x,
-            {'train': train},
+            {'train': train}, model.remat,
         )  # fmt: skip
         plan = actions or one_f_one_b(len(self.programs), model.num_microbatches)
-        rows = sorted({r for here in columns.here.values() for r in here})
-        self.drivers: dict[int, Driver] = {
-            r: drive(self.programs, list(columns.devices[r]), plan, dict(options)) for r in rows
-        }
+        lane = opener(plan, columns.devices, emulated)
+        self.drivers: dict[int, Driver] = {}
+        for r in sorted({r for here in columns.here.values() for r in here}):
+            at, own = list(columns.devices[r]), functools.partial(lane, r)
+            self.drivers[r] = drive(self.programs, at, plan, own, dict(options))
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))
@@ -69,10 +78,10 @@ class Mpmd:
         """See `Runtime`; the means are a list over this process's replicas."""
         states, grads, means = {}, {s: ByReplica() for s in self.stages}, []
         for r, driver in self.drivers.items():
-            own = one_replica(batch, r, self.replicas)
-            keys = StepKeys.of(key, own['id'], r if self.replicas > 1 else None)
-            x = self._input(r, own['x'], keys.augment)
-            result = driver.step(self._of(state, r), x, own['y'], keys.model)
+            part = one_replica(batch, r, self.replicas)
+            keys = StepKeys.of(key, part['id'], r if self.replicas > 1 else None)
+            x = self._input(r, part['x'], keys.augment)
+            result = driver.step(self._of(state, r), x, part['y'], keys.model)
             states[r] = result.states
             for link, sizes in result.moved.items():
                 self._payload[link] += sizes if r == 0 and link in self.stages else 0
@@ -98,20 +107,25 @@ class Mpmd:
         """See `Runtime`."""
         return self.columns.at(stage, f, *trees)
 
+    def measuring(self, measured: list[Action]) -> Mpmd:
+        """The same runtime, which adds the actions of replica 0 to ``measured``; see `Driver`."""
+        other = copy.copy(self)
+        own = {r: replace(d, measured=measured) for r, d in self.drivers.items() if r == 0}
+        other.drivers = self.drivers | own
+        return other
+
     def collectives(self) -> dict[int, tuple[int, int]]:
         """Bytes a message that the compiled links of this process's first replica move."""
         driver = next(iter(self.drivers.values()))
-        return {link: wire.permuted() for link, wire in driver.links.items()}
+        ends = sorted({min(edge) for edge in driver.lanes})
+        moves = lambda *edge: driver.lanes[edge].permuted()
+        return {i: (moves(i, i + 1), moves(i + 1, i)) for i in ends}
 
     def payload(self) -> np.ndarray:
         """Bytes of replica 0's messages so far, ``(links, 2)``, of the links that begin here."""
         return self._payload
 
     # Feedback, and shapes.
-
-    def init_feedback(self, stage: int) -> Feedback:
-        """A stage's feedback states before the first step."""
-        return self.programs[stage].init_feedback()
 
     def pack(self, feedback: dict[int, ByReplica]) -> dict[int, ByReplica]:
         """The feedback of this runtime, given that by stage and replica; inverse of `unpack`."""

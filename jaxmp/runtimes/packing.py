@@ -1,7 +1,8 @@
 """`Packing`: trees of unequal stages as vectors of equal length, so that one program holds any.
 
 The leaves of a tree are flattened and joined, a vector per dtype, and each vector is padded with
-zeros to the longest of all stages. Nothing is converted, so that unpacking gives the same bits.
+zeros to the longest of all stages. Nothing is converted, so that unpacking gives the same bits; a
+random key travels as its words.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Packing:
 
     def __init__(self, trees: Sequence[Any], lead: int = 0) -> None:
         """Finds the longest vector of each dtype."""
-        self._leaves = [jax.tree.leaves(t) for t in trees]
+        self._keys = [[_is_key(a) for a in jax.tree.leaves(t)] for t in trees]
+        self._leaves = [jax.eval_shape(_words, jax.tree.leaves(t)) for t in trees]
         self._forms = [jax.tree.structure(t) for t in trees]
         self._lead = lead
         names = sorted({str(a.dtype) for leaves in self._leaves for a in leaves})
@@ -46,10 +48,6 @@ class Packing:
     def _width(self, s: int, dtype: str) -> int:
         return sum(self._size(a) for a in self._leaves[s] if str(a.dtype) == dtype)
 
-    def layout(self, s: int) -> Any:
-        """What stages must have in common to be packed alike: structure, shapes and dtypes."""
-        return self._forms[s], tuple((a.shape, str(a.dtype)) for a in self._leaves[s])
-
     def pack(self, s: int, tree: Any, lead: tuple[int, ...] = ()) -> Vectors:
         """Stage ``s``'s tree as vectors ``(*lead, width)``.
 
@@ -59,10 +57,10 @@ class Packing:
           lead: the leading axes.
         """
         vectors: Vectors = {}
-        leaves = list(zip(jax.tree.leaves(tree), self._leaves[s], strict=True))
+        leaves = list(zip(_words(jax.tree.leaves(tree)), self._leaves[s], strict=True))
         for name, width in self.widths.items():
-            own = [(a, like) for a, like in leaves if str(like.dtype) == name]
-            rows = [a.astype(like.dtype).reshape(*lead, -1) for a, like in own]
+            same_dtype = [(a, like) for a, like in leaves if str(like.dtype) == name]
+            rows = [a.astype(like.dtype).reshape(*lead, -1) for a, like in same_dtype]
             joined = jnp.concatenate(rows, -1) if rows else jnp.zeros((*lead, 0), name)
             short = width - joined.shape[-1]
             vectors[name] = jnp.pad(joined, [(0, 0)] * len(lead) + [(0, short)])
@@ -71,9 +69,18 @@ class Packing:
     def unpack(self, s: int, vectors: Vectors) -> Any:
         """Stage ``s``'s tree out of its vectors; inverse of `pack`."""
         start, leaves = dict.fromkeys(vectors, 0), []
-        for a in self._leaves[s]:
+        for a, is_key in zip(self._leaves[s], self._keys[s], strict=True):
             name, size = str(a.dtype), self._size(a)
             part = vectors[name][..., start[name] : start[name] + size]
-            leaves.append(part.reshape(*part.shape[:-1], *a.shape[self._lead :]))
+            leaf = part.reshape(*part.shape[:-1], *a.shape[self._lead :])
+            leaves.append(jax.random.wrap_key_data(leaf) if is_key else leaf)
             start[name] += size
         return jax.tree.unflatten(self._forms[s], leaves)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _words(leaves: list[Any]) -> list[Any]:
+    return [jax.random.key_data(a) if _is_key(a) else a for a in leaves]

@@ -1,274 +1,230 @@
-"""Who works when: a pipeline's schedule as plain data, one source for all runtimes.
+"""A pipeline's schedule as plain data, one source for all runtimes: its rules and its costs.
 
-S stages, M micro-batches. A tick is the time of one action: the forward (F) or the backward (B) of
-one micro-batch in one stage. What an action makes is sent at the end of its tick and can be used
-from the next tick on. GPipe runs all forwards, then all backwards in reverse, and saves M inputs a
-stage. 1F1B starts the backward of a micro-batch as soon as its forward is through and so saves at
-most S - s inputs in stage s, however many micro-batches there are. Both take 2 (M + S - 1) ticks,
-of which a stage works 2 M. Link l joins stages l and l + 1.
+S stages on D devices, M micro-batches. F is the forward of a micro-batch in a stage, B the gradient
+of its input, W the gradient of its weights; without a W, B is both gradients. The named schedules
+are in `jaxmp.runtimes.plans`; `timed` makes a schedule from the order of each device alone.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
+Task = tuple[str, int, int]  # kind, stage, micro-batch
 
 
 class Action(NamedTuple):
-    """One tick of work of one stage: kind 'F' (forward) or 'B' (backward) of a micro-batch."""
+    """Kind 'F', 'B' or 'W' of a micro-batch in a stage, on a device from ``start`` to ``end``."""
 
-    tick: int
+    start: float
     stage: int
+    microbatch: int
+    kind: str
+    device: int
+    end: float
+
+
+class Message(NamedTuple):
+    """The output of an F or a B that ends at ``sent`` in stage ``source``, for stage ``target``."""
+
+    sent: float
+    source: int
+    target: int
     microbatch: int
     kind: str
 
 
-class Transfer(NamedTuple):
-    """What link ``link`` carries at the end of a tick: micro-batch numbers, None for nothing."""
+class Costs(NamedTuple):
+    """Times of a device's F, B and W, of which each of its V stages takes 1/V, and of a message."""
 
-    tick: int
-    link: int
-    forward: int | None
-    backward: int | None
+    F: float = 1.0
+    B: float = 1.0
+    W: float = 1.0
+    message: float = 0.0
 
 
-def gpipe(stages: int, microbatches: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards in reverse order.
+UNIT = Costs()
 
-    ``F(s, m)`` at tick ``s + m``, ``B(s, m)`` at ``2 (S + M - 1) - 1 - s - m``.
+
+def timed(orders: Mapping[int, Sequence[Task]], costs: Costs = UNIT) -> tuple[Action, ...]:
+    """The schedule of devices that each run their tasks in a given order, as early as they can.
 
     Args:
-      stages: S.
-      microbatches: M.
+      orders: tasks ``(kind, stage, microbatch)`` of each device.
+      costs: of actions and messages.
 
     Raises:
-      ValueError: if either is not a positive integer.
+      ValueError: if a task can never run; the message names the first.
 
-    >>> [saved_inputs(gpipe(2, m)) for m in (1, 4)]
-    [(1, 1), (4, 4)]
-
-    References:
-      GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism,
-      arXiv 1811.06965.
+    >>> timed({0: [('F', 0, 0), ('B', 0, 0)]})[1]
+    Action(start=1.0, stage=0, microbatch=0, kind='B', device=0, end=3.0)
     """
-    _positive(stages=stages, microbatches=microbatches)
-    last = 2 * (stages + microbatches - 1) - 1
-    return _actions(stages, microbatches, lambda s, m: s + m, lambda s, m: last - s - m)
+    home = {s: d for d, tasks in orders.items() for _, s, _ in tasks}
+    listed = {task for tasks in orders.values() for task in tasks}
+    split = any(kind == 'W' for kind, _, _ in listed)
+    actions = earliest(home, lambda d, done: orders[d][done[d] :][:1], costs, split)
+    ran = {(a.kind, a.stage, a.microbatch) for a in actions}
+    heads = [next((t for t in tasks if t not in ran), None) for tasks in orders.values()]
+    stuck = [(t, n) for t in heads if t for n in _needs(t, max(home)) if n not in ran]
+    for t, n in sorted(stuck, key=lambda p: p[1] in listed and home[p[0][1]] != home[p[1][1]]):
+        raise ValueError(f'{_text(t)} can never run: {_text(n)} does not come before it')
+    return actions
 
 
-def one_f_one_b(stages: int, microbatches: int) -> tuple[Action, ...]:
-    """One forward, one backward in turn: a micro-batch goes back as soon as it came through.
-
-    ``F(s, m)`` at tick ``s + 2 m``, ``B(s, m)`` at ``2 S - 1 - s + 2 m``. Every message is used in
-    the tick after the one that made it, and a busy link carries both directions at once.
-
-    Args:
-      stages: S.
-      microbatches: M.
-
-    Raises:
-      ValueError: if either is not a positive integer.
-
-    >>> [saved_inputs(one_f_one_b(2, m)) for m in (1, 4)]
-    [(1, 1), (2, 1)]
-
-    References:
-      PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019 (here flushed at
-      every step, as in arXiv 2104.04473).
-    """
-    _positive(stages=stages, microbatches=microbatches)
-    first = 2 * stages - 1
-    return _actions(stages, microbatches, lambda s, m: s + 2 * m, lambda s, m: first - s + 2 * m)
-
-
-def in_step(stages: int, microbatches: int) -> tuple[Action, ...]:
-    """1F1B for devices that go in step: one forward and one backward in each scan tick.
-
-    ``F(s, m)`` in scan tick ``s + m``, ``B(s, m)`` in ``2 (S - 1) - s + m``. `one_f_one_b` has one
-    action per tick, which here would make every device wait for the longer of the two. The price is
-    twice the saved inputs, ``2 (S - 1 - s) + 1``.
-
-    Args:
-      stages: S.
-      microbatches: M.
-
-    Returns:
-      Tasks, the forward of scan tick t at tick ``2 t``, its backward at ``2 t + 1``.
-
-    >>> saved_inputs(in_step(4, 100))
-    (7, 5, 3, 1)
-    """
-    _positive(stages=stages, microbatches=microbatches)
-    end = 2 * (stages - 1)
-    return _actions(
-        stages, microbatches, lambda s, m: 2 * (s + m), lambda s, m: 2 * (end - s + m) + 1
-    )
-
-
-def table(actions: Sequence[Action]) -> np.ndarray:
-    """Micro-batches of `in_step` as ``(scan ticks, F or B, stages)``, -1 for none."""
-    stages, _, ticks = size(actions)
-    rows = np.full((-(-ticks // 2), 2, stages), -1, np.int32)
-    for t in actions:
-        rows[t.tick // 2, t.tick % 2, t.stage] = t.microbatch
-    return rows
-
-
-def _actions(
-    stages: int,
-    microbatches: int,
-    forward: Callable[[int, int], int],
-    backward: Callable[[int, int], int],
+def earliest(
+    home: Mapping[int, int],
+    choices: Callable[[int, Counter[Any]], Iterable[Task]],
+    costs: Costs,
+    split: bool,
 ) -> tuple[Action, ...]:
-    cells = [(s, m) for s in range(stages) for m in range(microbatches)]
-    return tuple(
-        sorted(
-            Action(when(s, m), s, m, kind)
-            for kind, when in (('F', forward), ('B', backward))
-            for s, m in cells
-        )
-    )
+    """The schedule in which the choice that can begin first runs next, until there is none.
 
-
-def _positive(**numbers: int) -> None:
-    for name, n in numbers.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f'a schedule needs a positive number of {name}, got {n!r}')
-
-
-def size(actions: Sequence[Action]) -> tuple[int, int, int]:
-    """Number of stages, micro-batches and ticks of a schedule.
+    Args:
+      home: device of each stage.
+      choices: tasks that a device may run next, the preferred one first, from the device and the
+        number of actions so far by device and by ``(kind, stage)``.
+      costs: of actions and messages.
+      split: whether W is apart from B.
 
     Raises:
-      ValueError: if it is empty.
+      ValueError: if an action takes no time.
     """
+    if min(costs[:3]) <= 0 or costs.message < 0:
+        raise ValueError(f'{costs}: F, B and W take some time, and a message none or more')
+    durations = {'F': costs.F, 'B': costs.B + (not split) * costs.W, 'W': costs.W}
+    shares, done = Counter(home.values()), Counter[Any]()
+    free = dict.fromkeys(sorted(shares), 0.0)
+    end: dict[Task, float] = {}
+    actions = []
+
+    def start(task: Task, d: int) -> float:
+        needed = _needs(task, max(home))
+        hop = lambda s: costs.message if home.get(s) != d else 0.0
+        return max([free[d], *(end.get(n, math.inf) + hop(n[1]) for n in needed)])
+
+    def first(d: int) -> tuple[Any, ...]:
+        starts = [
+            (round(at / costs.F, 6), rank, d, at, task)  # so that rounding errors decide nothing
+            for rank, task in enumerate(choices(d, done))
+            if (at := start(task, d)) < math.inf
+        ]
+        return min(starts, default=(math.inf,))
+
+    firsts = {d: first(d) for d in free}
+    while len(chosen := min(firsts.values(), default=())) > 1:
+        *_, d, at, (kind, s, m) = chosen
+        end[kind, s, m] = free[d] = at + durations[kind] / shares[d]
+        actions.append(Action(at, s, m, kind, d, free[d]))
+        done.update([d, (kind, s)])
+        firsts |= {e: first(e) for e in {d, home.get(s - 1, d), home.get(s + 1, d)}}
+    return tuple(sorted(actions))
+
+
+def _needs(task: Task, last: int) -> list[Task]:
+    """The inputs of a task in a pipeline whose last stage is ``last``."""
+    kind, s, m = task
+    before = {'F': [('F', s - 1)], 'B': [('F', s), ('B', s + 1)], 'W': [('B', s)]}[kind]
+    return [(k, at, m) for k, at in before if 0 <= at <= last]
+
+
+def _text(task: Task) -> str:
+    return '{0} of micro-batch {2} in stage {1}'.format(*task)
+
+
+def size(actions: Sequence[Action]) -> tuple[int, int, float]:
+    """Number of stages and of micro-batches, and the end of the last action."""
     if not actions:
         raise ValueError('a schedule has at least one action, got none; make it with one_f_one_b')
-    ticks, stages, microbatches = (
-        1 + max(column) for column in list(zip(*actions, strict=True))[:3]
-    )
-    return stages, microbatches, ticks
+    _, stages, microbatches, _, _, ends = zip(*actions, strict=True)
+    return 1 + max(stages), 1 + max(microbatches), max(ends)
 
 
 def check(actions: Sequence[Action]) -> None:
-    """Raises unless every stage can do its actions in time with what it has.
+    """Raises unless every action has its inputs in time.
 
-    Each stage runs F and B of each micro-batch once, one action a tick, sorted by tick and stage.
-    ``F(s)`` comes after ``F(s - 1)``, ``B(s)`` after ``B(s + 1)`` and after ``F(s)``.
-
-    Args:
-      actions: a schedule.
+    A stage is on one device, which runs one action at a time. Each stage runs F, B and, if there is
+    any W, W of each micro-batch once. ``F(s)`` comes after ``F(s - 1)``, ``B(s)`` after
+    ``B(s + 1)`` and ``F(s)``, ``W(s)`` after ``B(s)``.
 
     Raises:
       ValueError: naming the first action that breaks a rule.
     """
     stages, microbatches, _ = size(actions)
-    if list(actions) != sorted(actions, key=lambda t: (t.tick, t.stage)):
-        raise ValueError('actions are not in order; sort them by tick, then stage')
-    when: dict[tuple[str, int, int], int] = {}
-    busy: set[tuple[int, int]] = set()
-    for t in actions:
-        if t.kind not in ('F', 'B') or min(t.tick, t.stage, t.microbatch) < 0:
-            raise ValueError(f'{t}: kind is F or B, and tick, stage and micro start at 0')
-        if (t.tick, t.stage) in busy:
-            raise ValueError(f'{t}: stage {t.stage} has two actions at tick {t.tick}; it does one')
-        if (t.kind, t.stage, t.microbatch) in when:
-            raise ValueError(f'{t} is there twice; a stage runs F and B of a micro-batch once each')
-        busy.add((t.tick, t.stage))
-        for needed in _needs(t, stages):
-            if when.get(needed, t.tick) >= t.tick:
-                kind, s, m = needed
-                raise ValueError(f'{t} needs {kind} of micro-batch {m} in stage {s} before it')
-        when[t.kind, t.stage, t.microbatch] = t.tick
-    if len(when) < 2 * stages * microbatches:
+    if list(actions) != sorted(actions, key=lambda a: a[:2]):
+        raise ValueError('actions are not in order; sort them by start, then stage')
+    end: dict[Task, float] = {}
+    free: dict[int, float] = {}
+    home: dict[int, int] = {}
+    for a in actions:
+        task, wrong = (a.kind, a.stage, a.microbatch), ''
+        if a.kind not in ('F', 'B', 'W') or min(*a[:3], a.device) < 0 or a.end <= a.start:
+            wrong = 'kind is F, B or W, numbers start at 0, and the end is after the start'
+        elif task in end:
+            wrong = 'it is there twice; a stage runs F, B and W of a micro-batch once each'
+        elif home.setdefault(a.stage, a.device) != a.device:
+            wrong = f'its stage is on device {home[a.stage]} too; a stage is on one device'
+        elif free.get(a.device, 0.0) > a.start:
+            wrong = 'its device is busy; a device runs one action at a time'
+        elif late := [n for n in _needs(task, stages - 1) if end.get(n, math.inf) > a.start]:
+            wrong = f'it needs {_text(late[0])} before it'
+        if wrong:
+            raise ValueError(f'{a}: {wrong}')
+        end[task] = free[a.device] = a.end
+    if len(end) < (count := len(_kinds(actions)) * stages * microbatches):
         raise ValueError(
-            f'{stages} stages and {microbatches} micro-batches have '
-            f'{2 * stages * microbatches} actions, got {len(when)}; every stage runs F and '
-            'B of every micro-batch'
+            f'{stages} stages and {microbatches} micro-batches have {count} actions, got '
+            f'{len(end)}; every stage runs {_kinds(actions)} of every micro-batch'
         )
 
 
-def _needs(t: Action, stages: int) -> list[tuple[str, int, int]]:
-    if t.kind == 'F':
-        return [('F', t.stage - 1, t.microbatch)] if t.stage else []
-    after = [('B', t.stage + 1, t.microbatch)] if t.stage + 1 < stages else []
-    return [('F', t.stage, t.microbatch), *after]
+def _kinds(actions: Sequence[Action]) -> str:
+    return 'FBW' if any(a.kind == 'W' for a in actions) else 'FB'
+
+
+def place(actions: Sequence[Action]) -> tuple[int, ...]:
+    """The device of each stage."""
+    return tuple(d for _, d in sorted({(a.stage, a.device) for a in actions}))
+
+
+def order(actions: Sequence[Action], device: int) -> tuple[Action, ...]:
+    """The actions of one device."""
+    return tuple(a for a in actions if a.device == device)
 
 
 def bubble(actions: Sequence[Action]) -> float:
-    """Share of the stages' ticks without work; ``(S - 1) / (M + S - 1)`` for both schedules.
-
-    >>> bubble(gpipe(4, 1)), bubble(one_f_one_b(4, 9))
-    (0.75, 0.25)
-    """
-    stages, _, ticks = size(actions)
-    return 1 - len(actions) / (stages * ticks)
+    """The share of the devices' time, up to the end of the schedule, without an action."""
+    busy = sum(a.end - a.start for a in actions)
+    return 1 - busy / (len({*place(actions)}) * size(actions)[2])
 
 
 def saved_inputs(actions: Sequence[Action]) -> tuple[int, ...]:
-    """Most micro-batch inputs that each stage keeps at once, from their F to their B.
+    """The most stage inputs that each device keeps at once, from their F to their last B or W.
 
-    ``M`` in every stage for GPipe, ``min(M, S - s)`` for 1F1B.
-
-    >>> saved_inputs(one_f_one_b(4, 100))
-    (4, 3, 2, 1)
+    The n inputs of a device with V stages are as much as those of n / V micro-batches.
     """
-    stages, _, _ = size(actions)
-    kept, most = [0] * stages, [0] * stages
-    for t in actions:
-        kept[t.stage] += 1 if t.kind == 'F' else -1
-        most[t.stage] = max(most[t.stage], kept[t.stage])
-    return tuple(most)
+    last, kept, most = _kinds(actions)[-1], Counter[int](), Counter[int]()
+    for a in actions:
+        kept[a.device] += (a.kind == 'F') - (a.kind == last)
+        most[a.device] = max(most[a.device], kept[a.device])
+    return tuple(most[d] for d in sorted(most))
 
 
-def transfers(actions: Sequence[Action]) -> tuple[Transfer, ...]:
-    """What travels: at each tick, links ascending, one exchange a link for both directions.
+def most_kept(actions: Sequence[Action]) -> tuple[int, ...]:
+    """The most micro-batches that each stage keeps at once, from their F to their last B or W."""
+    return saved_inputs([a._replace(device=a.stage) for a in actions])
 
-    Both ends of a link derive the same list, so if each goes through its exchanges in this order,
-    none waits for ever.
 
-    >>> transfers(one_f_one_b(2, 2))[2]
-    Transfer(tick=4, link=0, forward=None, backward=1)
+def messages(actions: Sequence[Action]) -> tuple[Message, ...]:
+    """What stages send each other, on one device too, in the order in which the senders end.
+
+    Both ends of a link derive the same list, so no end waits for ever if both follow its order.
+
+    >>> messages(timed({0: [('F', 0, 0), ('B', 0, 0)], 1: [('F', 1, 0), ('B', 1, 0)]}))[1]
+    Message(sent=4.0, source=1, target=0, microbatch=0, kind='B')
     """
-    stages, _, _ = size(actions)
-    found: dict[tuple[int, int], list[int | None]] = {}
-    for t in actions:
-        link = t.stage if t.kind == 'F' else t.stage - 1
-        if 0 <= link < stages - 1:
-            found.setdefault((t.tick, link), [None, None])[t.kind == 'B'] = t.microbatch
-    return tuple(Transfer(*at, *microbatches) for at, microbatches in sorted(found.items()))
-
-
-def draw(actions: Sequence[Action], path: str | os.PathLike[str]) -> None:
-    """Writes a timeline as a picture: a row a stage, a box a action with its micro-batch's number.
-
-    Args:
-      actions: a schedule.
-      path: the file; its ending names the format (.png, .svg, .pdf).
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    stages, microbatches, ticks = size(actions)
-    colours = {'F': '#77aadd', 'B': '#ee8866'}
-    figure = Figure(figsize=(max(5.0, 0.32 * ticks + 1.2), 0.42 * stages + 1.3))
-    axes = figure.add_subplot()
-    for t in actions:
-        axes.add_patch(Rectangle((t.tick, t.stage - 0.45), 1, 0.9, fc=colours[t.kind], ec='white'))
-        axes.text(t.tick + 0.5, t.stage, str(t.microbatch), ha='center', va='center', color='black')
-    axes.set(xlim=(0, ticks), ylim=(stages - 0.5, -0.5), xlabel='tick', facecolor='#eeeeee')
-    axes.set_xticks(range(0, ticks + 1, max(1, ticks // 11)))
-    axes.set_yticks(range(stages), [f'stage {s}' for s in range(stages)])
-    saved = ', '.join(map(str, saved_inputs(actions)))
-    axes.set_title(
-        f'{microbatches} micro-batches, bubble {bubble(actions):.0%}, saved inputs {saved}',
-        fontsize=10,
-    )
-    axes.spines[:].set_visible(False)
-    keys = [Rectangle((0, 0), 1, 1, fc=colours[k]) for k in 'FB']
-    figure.legend(keys, ['forward', 'backward'], ncols=2, frameon=False, loc='lower right')
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    last = size(actions)[0] - 1
+    target = lambda a: a.stage + {'F': 1, 'B': -1}.get(a.kind, last + 1)
+    found = [Message(a.end, a.stage, target(a), a.microbatch, a.kind) for a in actions]
+    return tuple(sorted(m for m in found if 0 <= m.target <= last))

@@ -2,7 +2,7 @@
 
 Between steps a stage's parameters and statistics are trees on its own devices, so that the
 optimizer sees what it sees in every runtime; for a step each device packs its own, and no number
-travels for it. The feedback memory stays packed (`jaxmp.runtimes.spmd_program`).
+travels for it. The feedback memory stays packed (`jaxmp.runtimes.memory`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from jaxmp.exchange.collectives import AXIS as REPLICA
 from jaxmp.hlo import permuted
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.packing import Packing, Vectors
-from jaxmp.runtimes.spmd_program import AXIS, Packed, SpmdProgram
-from jaxmp.runtimes.stage import Feedback, StageState, programs, shapes
+from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
+from jaxmp.runtimes.stage import programs, shapes
+from jaxmp.runtimes.state import StageState
 from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys
+from jaxmp.runtimes.wires import AXIS
 from jaxmp.wire import nbytes
 
 SLICE = P(REPLICA, AXIS)
@@ -53,43 +55,43 @@ class Spmd:
         """
         if jax.process_count() > 1:
             raise ValueError('runtime spmd is one process; use mpmd over several')
-        made = programs(
+        stages = programs(
             model.stages, model.boundaries, model.loss if train else None, model.x,
-            {'train': train},
+            {'train': train}, model.remat,
         )  # fmt: skip
         axes = (AxisType.Auto,) * 2
         self.mesh = Mesh(columns.devices, (REPLICA, AXIS), axis_types=axes)
-        self.program = SpmdProgram(made, self.mesh, model.num_microbatches)
+        self.program = SpmdProgram(stages, model.num_microbatches)
         self.columns, self.model, self.options = columns, model, dict(options)
-        self.stages, self.replicas = tuple(range(len(made))), columns.replicas
-        self.last = len(made) - 1
+        self.stages, self.replicas = tuple(range(len(stages))), columns.replicas
+        self.last = len(stages) - 1
         self._steps, self._lowered = 0, None
 
     # State.
 
     def init(self, key: Array) -> ModelState:
         """See `Runtime`."""
-        made = [_init(p)(key) for p in self.program.stages]
-        put = lambda name: {s: self.columns.put(s, getattr(made[s], name)) for s in self.stages}
+        states = [_init(p)(key) for p in self.program.stages]
+        put = lambda name: {s: self.columns.put(s, getattr(states[s], name)) for s in self.stages}
         return ModelState(put('params'), put('model_state'), self.pack(put('feedback')))
 
     def pack(self, feedback: dict[int, ByReplica]) -> Any:
         """The feedback memory of all stages as the step takes it; inverse of `unpack`."""
-        pack = lambda s, tree: self.program.pack_feedback(s, tree)
+        pack = lambda s, tree: self.program.memory.pack(s, tree)
         return self._stack({s: {r: pack(s, f) for r, f in feedback[s].items()} for s in feedback})
 
     def unpack(self, memory: Any) -> dict[int, ByReplica]:
         """The feedback memory by stage and replica."""
         rows = self._split(memory)
         return {
-            s: ByReplica({r: self.program.unpack_feedback(s, m) for r, m in own.items()})
-            for s, own in rows.items()
+            s: ByReplica({r: self.program.memory.unpack(s, m) for r, m in row.items()})
+            for s, row in rows.items()
         }
 
     def _stack(self, rows: dict[int, Any]) -> Any:
         """A tree of equal arrays per stage and replica as arrays ``(R, S, ...)``, moving none."""
         place, (replicas, stages) = NamedSharding(self.mesh, SLICE), self.columns.devices.shape
-        cells = [  # what has no input, such as padding alone, is made on the first device
+        cells = [  # an array without an input, such as padding alone, is on the first device
             jax.device_put(_frame(rows[s][r]), self.columns.devices[r, s])
             for r in range(replicas)
             for s in range(stages)
@@ -106,25 +108,22 @@ class Spmd:
 
         def cell(r: int, s: int) -> Any:
             device = self.columns.devices[r, s]
-            own = lambda a: next(x.data for x in a.addressable_shards if x.device == device)
-            return _unframe(jax.tree.map(own, whole))
+            part = lambda a: next(x.data for x in a.addressable_shards if x.device == device)
+            return _unframe(jax.tree.map(part, whole))
 
         return {s: ByReplica({r: cell(r, s) for r in range(self.replicas)}) for s in self.stages}
 
     def _packed(self, packing: Packing, trees: dict[int, ByReplica]) -> Vectors:
         pack = lambda s: _packer(packing, s)
-        return self._stack({s: {r: pack(s)(t) for r, t in own.items()} for s, own in trees.items()})
+        rows = {s: {r: pack(s)(t) for r, t in row.items()} for s, row in trees.items()}
+        return self._stack(rows)
 
     def _trees(self, packing: Packing, vectors: Vectors) -> dict[int, ByReplica]:
         rows = self._split(vectors)
         return {
-            s: ByReplica({r: _unpacker(packing, s)(v) for r, v in own.items()})
-            for s, own in rows.items()
+            s: ByReplica({r: _unpacker(packing, s)(v) for r, v in row.items()})
+            for s, row in rows.items()
         }
-
-    def init_feedback(self, stage: int) -> Feedback:
-        """A stage's feedback states before the first step."""
-        return self.program.stages[stage].init_feedback()
 
     def shapes(self) -> list[StageState]:
         """Shapes of all stages' states."""
@@ -155,8 +154,8 @@ class Spmd:
             r = lax.axis_index(REPLICA) if self.replicas > 1 else None
             keys = StepKeys.of(key, batch['id'], r)
             x = self.model.prepare(batch['x'], keys.augment)
-            own = jax.tree.map(lambda a: a[0, 0], state)
-            means, grads, after = self.program.value_and_grad(own, x, batch['y'], keys.model)
+            part = jax.tree.map(lambda a: a[0, 0], state)
+            means, grads, after = self.program.value_and_grad(part, x, batch['y'], keys.model)
             frame = lambda tree: jax.tree.map(lambda a: a[None, None], tree)
             return jax.tree.map(lambda a: a[None], means), frame(grads), frame(after[1:])
 
@@ -175,8 +174,8 @@ class Spmd:
 
         def device(state: Packed, batch: Batch, key: Array) -> Any:
             x = self.model.prepare(batch['x'], None)
-            own = jax.tree.map(lambda a: a[0, 0], state)
-            out, feedback = self.program.predict(own, x, StepKeys.of(key, batch['id']).model)
+            part = jax.tree.map(lambda a: a[0, 0], state)
+            out, feedback = self.program.predict(part, x, StepKeys.of(key, batch['id']).model)
             return jax.tree.map(lambda a: a[None, None], (out, feedback))
 
         run = jax.shard_map(
@@ -185,7 +184,7 @@ class Spmd:
         return jax.jit(run, compiler_options=self.options or None)
 
     def _state(self, state: ModelState) -> Packed:
-        params, statistics, _ = self.program.packings
+        params, statistics = self.program.packings
         return Packed(
             self._packed(params, state.params), self._packed(statistics, state.model_state),
             state.feedback,
@@ -195,23 +194,23 @@ class Spmd:
         self, state: ModelState, batch: Batch, key: Any
     ) -> tuple[Any, dict[int, Any], ModelState]:
         """See `Runtime`; the means are a list over the replicas."""
-        params, statistics, _ = self.program.packings
-        given = self._state(state), dict(batch), key
+        params, statistics = self.program.packings
+        args = self._state(state), dict(batch), key
         if self._lowered is None:
-            self._lowered = self.step.lower(*given)
+            self._lowered = self.step.lower(*args)
         self._steps += 1
-        means, grads, (model_state, feedback) = self.step(*given)
+        means, grads, (model_state, feedback) = self.step(*args)
         rows = [jax.tree.map(lambda a: a[r], means) for r in range(self.replicas)]  # noqa: B023
         after = ModelState(state.params, self._trees(statistics, model_state), feedback)
         return rows, self._trees(params, grads), after
 
     def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
         """See `Runtime`."""
-        given = {k: batch[k] for k in ('x', 'id')}
-        outputs, feedback = self.forwards(self._state(state), given, key)
+        inputs = {k: batch[k] for k in ('x', 'id')}
+        outputs, feedback = self.forwards(self._state(state), inputs, key)
         last = self.columns.devices[0, -1]
-        own = next(a.data for a in outputs.addressable_shards if a.device == last)
-        return own.reshape(-1, *own.shape[4:]), feedback
+        rows = next(a.data for a in outputs.addressable_shards if a.device == last)
+        return rows.reshape(-1, *rows.shape[4:]), feedback
 
     def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
         """See `Runtime`."""

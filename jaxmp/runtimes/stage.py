@@ -1,95 +1,37 @@
 """`StageProgram`: a pipeline stage as two pure functions over messages, forward and backward.
 
 The forward reads a message, runs the Flax module and writes a message; the backward reads a
-gradient, recomputes the module from its saved input, adds to the sums and writes the gradient of
-the input. When these run, and how messages travel, is the runtime's business (`jaxmp.runtimes.mpmd`
-compiles a program per stage, `jaxmp.runtimes.spmd` one program for all).
+gradient, pulls it back through the module, adds to the sums and writes the gradient of the input.
+From the forward to the backward a micro-batch keeps the residuals of the module, or with ``remat``
+its input alone, from which the backward runs the module again. When these run, and how messages
+travel, is the runtime's business (`jaxmp.runtimes.mpmd` compiles a program per stage,
+`jaxmp.runtimes.spmd` one program for all).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
+from jaxmp.pipeline import Stage, check_stages
+from jaxmp.runtimes.state import (
+    Accumulator,
+    Feedback,
+    Linear,
+    MicroBatch,
+    Pullback,
+    Residuals,
+    StageState,
+)
 from jaxmp.wire import Ctx, Like, Payload, like
 
 Loss = Callable[[Array, Array], tuple[Array, Any]]
-
-
-class Feedback(NamedTuple):
-    """Feedback states at a stage's ends of its boundaries; ``()`` where there is no boundary.
-
-    Attributes:
-      left_rx: of the receiver of activations.
-      left_tx: of the sender of gradients.
-      right_tx: of the sender of activations.
-      right_rx: of the receiver of gradients.
-    """
-
-    left_rx: Any = ()
-    left_tx: Any = ()
-    right_tx: Any = ()
-    right_rx: Any = ()
-
-
-class StageState(NamedTuple):
-    """What a stage keeps between steps.
-
-    Attributes:
-      params: parameters; only the optimizer changes them.
-      model_state: other Flax collections (BatchNorm's statistics), changed by the forward.
-      feedback: states of its ends of the boundaries.
-    """
-
-    params: Any
-    model_state: Any
-    feedback: Feedback
-
-
-class MicroBatch(NamedTuple):
-    """A micro-batch as a stage sees it.
-
-    Attributes:
-      x: input, in the first stage.
-      y: targets, in the last.
-      ctx: its key, ids and number.
-    """
-
-    x: Any
-    y: Any
-    ctx: Ctx
-
-
-class Residuals(NamedTuple):
-    """What the forward of a micro-batch leaves for its backward."""
-
-    x: Array
-    model_state: Any
-    received: Array | None
-    sent: Array | None
-
-
-class Total(NamedTuple):
-    """Sums over micro-batches: loss and what comes with it (in the last stage), gradients."""
-
-    loss: Array
-    aux: Any
-    grads: Any
-
-    def add(self, grads: Any, *means: Any) -> Total:
-        """These sums and another micro-batch's gradients, and in the last stage loss and aux."""
-        plus = lambda t, a: t + a.astype(t.dtype)
-        before = (self.grads, self.loss, self.aux) if means else (self.grads,)
-        grads, *new = jax.tree.map(plus, before, (grads, *means))
-        loss, aux = new or (self.loss, self.aux)
-        return Total(loss, aux, grads)
 
 
 @dataclass(frozen=True)
@@ -98,23 +40,25 @@ class StageProgram:
 
     Attributes:
       index: its number; a runtime that shares one program between stages makes it dynamic.
-      module: Flax module.
+      module: Flax module; see `jaxmp.pipeline.Stage`.
       left: boundary to the stage before, or None.
       right: boundary to the stage after, or None.
       x: shape and dtype of a micro-batch of its input.
       y: shape and dtype of a micro-batch of its output.
       loss: ``(y, target) -> (scalar, aux)``, in the last stage.
       kwargs: passed to the module, as sorted items.
+      remat: whether the backward runs the module again, which costs a forward and saves residuals.
     """
 
     index: Any
-    module: nn.Module
+    module: Stage
     left: Boundary | None
     right: Boundary | None
     x: Like
     y: Like
     loss: Loss | None
     kwargs: tuple[tuple[str, Any], ...]
+    remat: bool = False
 
     def init(self, key: Array) -> StageState:
         """State before the first step; variables as `jaxmp.pipeline` makes them of this key."""
@@ -132,42 +76,76 @@ class StageProgram:
             right = self.right.fwd.init(self.y)[0], self.right.bwd.init(self.y)[1]
         return Feedback(*left, *right)
 
-    def init_total(self, params: Any, target: Any) -> Total:
+    def init_accumulator(self, params: Any, target: Any) -> Accumulator:
         """Sums before the first micro-batch."""
         wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
         score = self.loss or (lambda y, target: (jnp.zeros(()), None))
         loss, aux = jax.tree.map(wide, jax.eval_shape(score, self.y, target))
-        return Total(loss, aux, jax.tree.map(jnp.zeros_like, params))
+        return Accumulator(loss, aux, jax.tree.map(jnp.zeros_like, params))
 
-    def forward(
+    def predict(
         self, state: StageState, batch: MicroBatch, message: Payload
-    ) -> tuple[StageState, Any, Residuals]:
-        """The message to the next stage (in the last one the output), and what the backward needs.
+    ) -> tuple[StageState, Any]:
+        """The next state, and the message to the next stage; in the last one the output.
 
         Args:
           state: before.
           batch: the micro-batch.
           message: from the stage before; not read in the first.
         """
+        run = lambda x, own: (*self._apply(state.params, state.model_state, x, own), None)
+        return self._cross(state, batch, message, run)[:2]
+
+    def forward(
+        self, state: StageState, batch: MicroBatch, message: Payload
+    ) -> tuple[StageState, Any, Residuals]:
+        """As `predict` for a step that has a backward; also what the backward needs."""
+
+        def run(x: Array, own: Ctx) -> tuple[Any, Any, Any]:
+            if self.remat:
+                y, after = self._apply(state.params, state.model_state, x, own)
+                return y, after, (x, state.model_state)
+            return self._linearize(state.params, (x, state.model_state), batch, own)
+
+        return self._cross(state, batch, message, run)
+
+    def _cross(
+        self, state: StageState, batch: MicroBatch, message: Payload, run: Callable[..., Any]
+    ) -> tuple[StageState, Any, Residuals]:
+        """Reads the message, runs the module, writes a message."""
         left, own, right = self._contexts(batch.ctx)
         f, received, sent, x = state.feedback, None, None, batch.x
         if self.left:
             x, rx, received = self.left.recv('fwd', message, f.left_rx, (self.x, left))
             f = f._replace(left_rx=rx)
-        out, model_state = self._apply(state.params, state.model_state, x, own)
+        out, model_state, kept = run(x, own)
         if self.right:
             out, tx, sent = self.right.send('fwd', out, f.right_tx, right)
             f = f._replace(right_tx=tx)
-        residuals = Residuals(x, state.model_state, received, sent)
-        return StageState(state.params, model_state, f), out, residuals
+        return StageState(state.params, model_state, f), out, Residuals(kept, received, sent)
+
+    def _linearize(
+        self, params: Any, at: tuple[Array, Any], batch: MicroBatch, own: Ctx
+    ) -> tuple[Any, Any, Linear]:
+        """Output (in the last stage the loss), collections after, and the map of gradients."""
+        x, model_state = at
+
+        def run(params: Any, x: Array) -> tuple[Array, Any]:
+            y, after = self._apply(params, model_state, x, own)
+            y, aux = self.loss(y, batch.y) if self.loss else (y, None)
+            return y, (aux, after)
+
+        y, pull, (aux, after) = jax.vjp(run, params, x, has_aux=True)
+        means = () if self.right else (y, aux)
+        return y, after, Linear(Pullback.of(pull, params), means)
 
     def backward(
         self,
         state: StageState,
-        total: Total,
+        total: Accumulator,
         residuals: Residuals,
         arrived: tuple[MicroBatch, Payload],
-    ) -> tuple[StageState, Total, Payload | None]:
+    ) -> tuple[StageState, Accumulator, Payload | None]:
         """The sums with this micro-batch added, and the message to the stage before.
 
         Args:
@@ -176,29 +154,50 @@ class StageProgram:
           residuals: from the forward of this micro-batch.
           arrived: the micro-batch, and the message from the stage after (not read in the last).
         """
-        batch, message = arrived
-        left, own, right = self._contexts(batch.ctx)
-        f = state.feedback
-
-        def run(params: Any, x: Array) -> tuple[Array, Any]:
-            y, _ = self._apply(params, residuals.model_state, x, own)
-            return self.loss(y, batch.y) if self.loss else (y, None)
-
-        y, pull, aux = jax.vjp(run, state.params, residuals.x, has_aux=True)
-        if self.right:
-            at = self.y, right._replace(support=residuals.sent)
-            g, rx, _ = self.right.recv('bwd', message, f.right_rx, at)
-            f, means = f._replace(right_rx=rx), ()
-        else:
-            g, means = jnp.ones_like(y), (y, aux)
-        grads, gx = pull(g)
-        total = total.add(grads, *means)
-        out = None
-        if self.left:
-            at = left._replace(support=residuals.received)
-            out, tx, _ = self.left.send('bwd', gx, f.left_tx, at)
-            f = f._replace(left_tx=tx)
+        linear, g, f = self._read_gradient(state, residuals, arrived)
+        grads, gx = linear.pull(state.params, g)
+        total = total.add(grads, *linear.means)
+        f, out = self._write_gradient(gx, f, residuals, arrived[0])
         return state._replace(feedback=f), total, out
+
+    def backward_input(
+        self, state: StageState, residuals: Residuals, arrived: tuple[MicroBatch, Payload]
+    ) -> tuple[StageState, Linear, Payload | None]:
+        """The part of `backward` that the stage before waits for, and what is left of it."""
+        linear, g, f = self._read_gradient(state, residuals, arrived)
+        gx, later = linear.pull.halves(state.params, g, not self.left)
+        f, out = self._write_gradient(gx, f, residuals, arrived[0])
+        return state._replace(feedback=f), Linear(later, linear.means), out
+
+    def backward_weights(self, params: Any, total: Accumulator, later: Linear) -> Accumulator:
+        """The other part: the sums with this micro-batch added."""
+        grads = jax.tree.unflatten(jax.tree.structure(params), later.pull(params))
+        return total.add(grads, *later.means)
+
+    def _read_gradient(
+        self, state: StageState, residuals: Residuals, arrived: tuple[MicroBatch, Payload]
+    ) -> tuple[Linear, Array, Feedback]:
+        """The module's linear map, the gradient of its output, and the feedback after."""
+        batch, message = arrived
+        _, own, right = self._contexts(batch.ctx)
+        f, linear = state.feedback, residuals.kept
+        if self.remat:
+            linear = self._linearize(state.params, residuals.kept, batch, own)[2]
+        if not self.right:
+            return linear, jnp.ones_like(linear.means[0]), f
+        at = self.y, right._replace(indices=residuals.sent)
+        g, rx, _ = self.right.recv('bwd', message, f.right_rx, at)
+        return linear, g, f._replace(right_rx=rx)
+
+    def _write_gradient(
+        self, gradient: Array, f: Feedback, residuals: Residuals, batch: MicroBatch
+    ) -> tuple[Feedback, Payload | None]:
+        """The feedback after, and the message to the stage before."""
+        if not self.left:
+            return f, None
+        at = self._contexts(batch.ctx)[0]._replace(indices=residuals.received)
+        out, tx, _ = self.left.send('bwd', gradient, f.left_tx, at)
+        return f._replace(left_tx=tx), out
 
     def _contexts(self, ctx: Ctx) -> tuple[Ctx, Ctx, Ctx]:
         """Contexts of the left boundary, of the module and of the right boundary."""
@@ -211,29 +210,39 @@ class StageProgram:
             {'params': params, **model_state}, x, mutable=list(model_state), rngs=rngs,
             **dict(self.kwargs),
         )  # fmt: skip
+        if self.right and like(y) != self.y:
+            raise ValueError(
+                f'stage {self.index}, {type(self.module).__name__}, gives {y.dtype}{list(y.shape)} '
+                f'and gave {self.y.dtype}{list(self.y.shape)} before; a stage gives one shape and '
+                'dtype for all micro-batches, in training and in a test'
+            )
         keep = lambda old, new: new.astype(old.dtype)  # a scan, and a checkpoint, keep dtypes
         return y, jax.tree.map(keep, model_state, {**model_state, **changed})
 
 
 def programs(
-    stages: Sequence[nn.Module],
+    stages: Sequence[Stage],
     boundaries: Sequence[Boundary],
     loss: Loss | None,
     x: Array | Like,
     kwargs: Mapping[str, Any],
+    remat: bool = False,
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages.
 
     Args:
-      stages: Flax modules, each taking the last one's output.
+      stages: Linen modules, or nnx modules by `jaxmp.nnx.stage`; each takes the last one's output.
       boundaries: one between each two.
       loss: ``(output, target) -> (mean over the micro-batch, further means)``; None to predict.
       x: a micro-batch of the input, or its shape and dtype.
       kwargs: passed to every stage's ``__call__``, for example ``train=True``.
+      remat: see `StageProgram`.
 
     Raises:
+      TypeError: if an object is not a stage.
       ValueError: if there is not one boundary between each two stages.
     """
+    check_stages(stages)
     n = len(stages)
     if len(boundaries) != n - 1:
         raise ValueError(
@@ -245,13 +254,13 @@ def programs(
     return tuple(
         StageProgram(
             s, stage, cuts[s], cuts[s + 1], shapes[s], shapes[s + 1],
-            loss if s == n - 1 else None, items,
+            loss if s == n - 1 else None, items, remat,
         )
         for s, stage in enumerate(stages)
     )  # fmt: skip
 
 
-def _output(stage: nn.Module, x: Like, kwargs: Mapping[str, Any]) -> Like:
+def _output(stage: Stage, x: Like, kwargs: Mapping[str, Any]) -> Like:
     def run(x: Array) -> Array:
         keys = {'params': jax.random.key(0), 'dropout': jax.random.key(0)}
         return stage.init_with_output(keys, x, **kwargs)[0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import flax.linen as nn
 import jax
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
+from jaxmp.pipeline import Stage
 from jaxmp.wire import Ctx, Like
 
 Batch = Mapping[str, Any]  # x, y and id of a step's examples, axis 0 the example
@@ -33,24 +33,43 @@ def each(f: Callable[[Any], Any], tree: Any) -> Any:
     return f(tree)
 
 
+def is_by_replica(tree: Any) -> bool:
+    """Whether ``tree`` is a `ByReplica`."""
+    return isinstance(tree, ByReplica)
+
+
+def of_replica(tree: Any, r: int) -> Any:
+    """A tree with each `ByReplica` in it replaced by the entry of replica ``r``."""
+    return jax.tree.map(lambda t: t[r], tree, is_leaf=is_by_replica)
+
+
+def by_replica(like: Any, rows: Mapping[int, Any]) -> Any:
+    """The tree whose `of_replica` are ``rows``, with a `ByReplica` where ``like`` has one."""
+    join = lambda _, *trees: ByReplica(zip(rows, trees, strict=True))
+    return jax.tree.map(join, like, *rows.values(), is_leaf=is_by_replica)
+
+
 class Model(NamedTuple):
     """A model cut into stages, as every runtime takes it.
 
     Attributes:
-      stages: Flax modules with ``__call__(x, train)``, each taking the last one's output.
+      stages: Linen modules with ``__call__(x, train)``, or `jaxmp.nnx.stage` of nnx modules; each
+        takes the last one's output.
       boundaries: one between each two; their channels keep a state per micro-batch or example.
       prepare: ``(x of the batch, key or None) -> input``; with a key it may augment.
       loss: ``(output, y) -> (mean over the micro-batch, further means)``.
       x: shape and dtype of a micro-batch of the input, of one replica.
       num_microbatches: M.
+      remat: whether the backward runs each stage again instead of reading its residuals.
     """
 
-    stages: tuple[nn.Module, ...]
+    stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     prepare: Callable[[Array, Array | None], Array]
     loss: Callable[[Array, Any], tuple[Array, Any]]
     x: Like
     num_microbatches: int = 1
+    remat: bool = False
 
 
 class ModelState(NamedTuple):
@@ -95,6 +114,14 @@ class Runtime(Protocol):
 
         Every replica takes the whole batch; the outputs are those of the first one here.
         """
+        ...
+
+    def unpack(self, feedback: Any) -> Any:
+        """The feedback states as a `jaxmp.runtimes.state.Feedback` per stage (or `ByReplica`)."""
+        ...
+
+    def pack(self, feedback: Any) -> Any:
+        """The feedback states in the runtime's own layout; inverse of `unpack`."""
         ...
 
     def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:

@@ -1,22 +1,24 @@
 """`Portable`: a train state by stage and replica, the same under every runtime.
 
-A mirrored feedback state is kept once, at its sender, and so is what an exchange remembers of a
-tied table. What one process saved of its stages, any process can take up: under another runtime, or
-with other stages.
+A feedback state that both ends share is saved once, at its sender, and so is the state of the
+exchange of a tied table. What one process saved of its stages, any process can take up: under
+another runtime, or with other stages.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.serialization
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from jaxmp.boundary import Boundary, Links
-from jaxmp.runtimes.stage import Feedback
+from jaxmp.boundary import Boundary
+from jaxmp.runtimes.types import ModelState
+from jaxmp.training.step import TrainState
 
 
 class Portable(NamedTuple):
@@ -35,7 +37,7 @@ class Portable(NamedTuple):
 
 
 def name(stage: int, replica: int) -> str:
-    """Of a part.
+    """The name of a part.
 
     >>> name(2, 0)
     '2.0'
@@ -43,60 +45,117 @@ def name(stage: int, replica: int) -> str:
     return f'{stage}.{replica}'
 
 
-def part(stage: int, last: int, tree: dict[str, Any], cuts: Sequence[Boundary]) -> dict[str, Any]:
-    """A part without what another one holds.
+def stages_of(state: TrainState, feedback: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
+    """The state of each stage, of one replica or with `ByReplica` leaves.
+
+    Args:
+      state: of all stages here.
+      feedback: that of ``state`` by stage.
+    """
+    model = state.model
+    return {
+        s: {
+            'params': model.params[s],
+            'model_state': model.model_state[s],
+            'opt_state': state.opt_state[s],
+            'exchange': state.exchange[s],
+            'feedback': feedback[s],
+            'tied': state.tied[s] if state.tied and s in state.tied else (),
+        }
+        for s in model.params
+    }
+
+
+def state_of(
+    stages: Mapping[int, dict[str, Any]], pack: Callable[[Any], Any], step: Any, key: Array
+) -> TrainState:
+    """The state whose `stages_of` are ``stages``; ``pack`` is that of the runtime's feedback."""
+    by = lambda name: {s: tree[name] for s, tree in stages.items()}
+    model = ModelState(by('params'), by('model_state'), pack(by('feedback')))
+    tied = {s: tree for s, tree in by('tied').items() if jax.tree.leaves(tree)}
+    return TrainState(step, model, by('opt_state'), by('exchange'), key, tied or ())
+
+
+def export(cuts: Sequence[Boundary], rows: Mapping[int, Any], state: TrainState) -> Portable:
+    """The parts of this process.
+
+    Args:
+      cuts: all boundaries.
+      rows: `stages_of` of each replica here.
+      state: with step and key.
+    """
+    parts = {
+        name(s, r): part(s, tree, cuts) for r, stages in rows.items() for s, tree in stages.items()
+    }
+    words = jax.random.key_data(state.key).addressable_data(0)
+    return Portable(np.asarray(state.step), np.asarray(words), parts)
+
+
+def load(cuts: Sequence[Boundary], rows: Mapping[int, Any], saved: Portable) -> dict[int, Any]:
+    """The saved `stages_of` of each replica here, in the form of ``rows``; inverse of `export`."""
+    return {
+        r: {s: whole((s, r), tree, saved, cuts) for s, tree in stages.items()}
+        for r, stages in rows.items()
+    }
+
+
+def key_of(saved: Portable) -> Array:
+    """The run's key."""
+    return jax.random.wrap_key_data(jnp.asarray(saved.key))
+
+
+def part(stage: int, tree: dict[str, Any], cuts: Sequence[Boundary]) -> dict[str, Any]:
+    """A part without the states that another part has.
 
     Args:
       stage: its number.
-      last: number of the last stage.
       tree: with ``feedback`` and ``exchange`` whole.
       cuts: all boundaries.
     """
-    feedback, held = tree['feedback'], list(tree['exchange'])
-    if stage and cuts[stage - 1].fwd.mirrored:
+    feedback, exchange = tree['feedback'], list(tree['exchange'])
+    if stage and cuts[stage - 1].fwd.shared_state:
         feedback = feedback._replace(left_rx=())
-    if stage < last and cuts[stage].bwd.mirrored:
+    if stage < len(cuts) and cuts[stage].bwd.shared_state:
         feedback = feedback._replace(right_rx=())
-    if stage and len(held) > 1:
-        held[0] = ()
-    return jax.device_get({**tree, 'feedback': feedback, 'exchange': held})
+    if stage and len(exchange) > 1:
+        exchange[0] = ()
+    return jax.device_get({**tree, 'feedback': feedback, 'exchange': exchange})
 
 
 def whole(
-    at: tuple[int, int], like: dict[str, Any], found: Portable, cuts: Sequence[Boundary]
+    at: tuple[int, int], like: dict[str, Any], saved: Portable, cuts: Sequence[Boundary]
 ) -> dict[str, Any]:
-    """A part as `part` was given it; inverse of `part`.
+    """The tree of a part, with the states that `part` left out; inverse of `part`.
 
     Args:
       at: stage and replica.
       like: of its structure, as this runtime holds it.
-      found: as read, of all stages.
+      saved: as read, of all stages.
       cuts: all boundaries.
     """
     s, r = at
-    own = found.parts[name(s, r)]
-    data, held = {**own}, dict(own['exchange'])
-    data['feedback'] = dict(own['feedback'])
-    if jax.tree.leaves(like['feedback'].left_rx) and cuts[s - 1].fwd.mirrored:
-        data['feedback']['left_rx'] = found.parts[name(s - 1, r)]['feedback']['right_tx']
-    if jax.tree.leaves(like['feedback'].right_rx) and cuts[s].bwd.mirrored:
-        data['feedback']['right_rx'] = found.parts[name(s + 1, r)]['feedback']['left_tx']
-    if s and len(held) > 1 and like['exchange'][0] != ():
-        held['0'] = found.parts[name(0, r)]['exchange']['0']
-    return flax.serialization.from_state_dict(like, {**data, 'exchange': held})
+    tree = saved.parts[name(s, r)]
+    data = {**tree, **{k: dict(tree[k]) for k in ('feedback', 'exchange')}}
+    if jax.tree.leaves(like['feedback'].left_rx) and cuts[s - 1].fwd.shared_state:
+        data['feedback']['left_rx'] = saved.parts[name(s - 1, r)]['feedback']['right_tx']
+    if jax.tree.leaves(like['feedback'].right_rx) and cuts[s].bwd.shared_state:
+        data['feedback']['right_rx'] = saved.parts[name(s + 1, r)]['feedback']['left_tx']
+    if s and len(data['exchange']) > 1 and like['exchange'][0] != ():
+        data['exchange']['0'] = saved.parts[name(0, r)]['exchange']['0']
+    return flax.serialization.from_state_dict(like, data)
 
 
 def to_bytes(state: Portable) -> bytes:
-    """The parts of this process."""
-    found: Any = jax.tree.map(np.asarray, state._asdict())
-    return flax.serialization.to_bytes(found)
+    """The serialized parts of this process."""
+    arrays: Any = jax.tree.map(np.asarray, state._asdict())
+    return flax.serialization.to_bytes(arrays)
 
 
 def from_bytes(rows: Sequence[bytes]) -> Portable:
     """The parts of all processes, as nested dicts."""
-    found: list[Any] = [flax.serialization.msgpack_restore(row) for row in rows]
-    parts = {k: tree for one in found for k, tree in one['parts'].items()}
-    return Portable(found[0]['step'], found[0]['key'], parts)
+    states: list[Any] = [flax.serialization.msgpack_restore(row) for row in rows]
+    parts = {k: tree for state in states for k, tree in state['parts'].items()}
+    return Portable(states[0]['step'], states[0]['key'], parts)
 
 
 def layout(state: Portable) -> dict[str, dict[str, str]]:
@@ -107,20 +166,3 @@ def layout(state: Portable) -> dict[str, dict[str, str]]:
         return {jax.tree_util.keystr(path): f'{a.dtype}{list(a.shape)}' for path, a in leaves}
 
     return {k: one(tree) for k, tree in state.parts.items()}
-
-
-def feedback_of(links: Links, s: int) -> Feedback:
-    """Stage ``s``'s ends of the one-program runtime's states; mirrored ones at the sender."""
-    left = right = ((), ())
-    if s:
-        left = links.fwd[s - 1][1], links.bwd[s - 1][0]
-    if s < len(links.fwd):
-        right = links.fwd[s][0], links.bwd[s][1]
-    return Feedback(*left, *right)
-
-
-def links_of(rows: Sequence[Feedback]) -> Links:
-    """Inverse of `feedback_of`, given all stages."""
-    pairs = list(itertools.pairwise(rows))
-    fwd = tuple((a.right_tx, b.left_rx) for a, b in pairs)
-    return Links(fwd, tuple((b.left_tx, a.right_rx) for a, b in pairs))

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, UInt32
 
 from jaxmp.exchange import Collectives
-from jaxmp.setting import Setting
+from jaxmp.training.experiment import Experiment
 
 
 class DriftError(RuntimeError):
@@ -23,7 +23,7 @@ def mean(via: Collectives | None, tree: Any) -> Any:
     """The replicas' mean; equal numbers are their own."""
     if via is None or not jax.tree.leaves(tree):
         return tree
-    return jax.tree.map(lambda a: (a / via.size).astype(a.dtype), via.total(tree))
+    return jax.tree.map(lambda a: (a / via.size).astype(a.dtype), via.all_reduce(tree))
 
 
 def checksums(tree: Any) -> UInt32[Array, ' leaves']:
@@ -43,7 +43,7 @@ def checksums(tree: Any) -> UInt32[Array, ' leaves']:
 def gathered_checksums(via: Collectives | None, tree: Any) -> UInt32[Array, 'n leaves']:
     """`checksums` of all replicas, at each of them."""
     own = checksums(tree)
-    return own[None] if via is None else via.gather(own)
+    return own[None] if via is None else via.all_gather(own)
 
 
 def compare(rows: np.ndarray, params: Any, step: int, where: str = '') -> None:
@@ -75,12 +75,12 @@ def compare(rows: np.ndarray, params: Any, step: int, where: str = '') -> None:
 
 
 def traffic(
-    s: Setting, params: Sequence[Any], bytes_of: Callable[[Any, Any, int], dict[str, Any]]
+    exp: Experiment, params: Sequence[Any], bytes_of: Callable[[Any, Any, int], dict[str, Any]]
 ) -> dict[str, Any]:
     """Bytes a step that one replica hands to the collectives of all its stages, after any warm-up.
 
     Args:
-      s: the setting.
+      exp: the experiment.
       params: shapes of each stage's parameters, a tied table once.
       bytes_of: of an exchange, parameters and a number of replicas: a report of numbers, perhaps
         by kind.
@@ -88,11 +88,11 @@ def traffic(
     Returns:
       The sums of the reports, and ``text`` and ``replicas``.
     """
-    last = s.exchange.phases[-1] if s.exchange.phases else s.exchange
+    last = exp.exchange.by_epoch[-1] if exp.exchange.by_epoch else exp.exchange
     total: dict[str, Any] = {}
     for tree in params:
-        total = _sum(total, bytes_of(last, tree, s.replicas))
-    return {'text': str(s.config.exchange), 'replicas': s.replicas, **total}
+        total = _sum(total, bytes_of(last, tree, exp.replicas))
+    return {'text': str(exp.config.exchange), 'replicas': exp.replicas, **total}
 
 
 def _sum(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import optax
 from jaxtyping import Array
 
 from jaxmp.exchange import Collectives, Exchange
+from jaxmp.models.tied import TiedParameter, merged
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
 
 
@@ -49,13 +50,13 @@ class Rules(NamedTuple):
       optimizer: of a stage's parameters; elementwise, or it sees the stage alone.
       exchange: how replicas share a stage's gradients.
       clip_norm: largest global norm over all stages; 0 does not clip.
-      tied: whether the first and the last of several stages hold a copy of one parameter, ``wte``.
+      tied: the parameter that the first and the last of several stages share, or None.
     """
 
     optimizer: optax.GradientTransformation
     exchange: Exchange
     clip_norm: float = 0.0
-    tied: bool = False
+    tied: TiedParameter | None = None
 
 
 class Across(NamedTuple):
@@ -77,42 +78,50 @@ class Across(NamedTuple):
     once: bool = False
 
 
-def create(rules: Rules, runtime: Runtime, across: Across, key: Array) -> TrainState:
-    """The state before the first step."""
-    return begin(rules, runtime, across, (runtime.init(jax.random.fold_in(key, 0)), key))
-
-
-def begin(
-    rules: Rules, runtime: Runtime, across: Across, given: tuple[ModelState, Array]
+def create(
+    rules: Rules,
+    runtime: Runtime,
+    across: Across,
+    key: Array,
+    start: Callable[[int, Any, Array], Any] = lambda stage, params, key: params,
 ) -> TrainState:
-    """The state before the first step of a model that is there, and the run's key."""
-    model, key = given
-    opt_state, held = {}, {}
+    """The state before the first step.
+
+    Args:
+      rules: what is done with the gradients.
+      runtime: how the stages run.
+      across: what is needed over all stages.
+      key: of the run.
+      start: ``(stage, parameters, key) -> parameters``, which may be read from a file.
+    """
+    first = jax.random.fold_in(key, 0)
+    model = runtime.init(first)
+    model = model._replace(params={s: start(s, p, first) for s, p in model.params.items()})
+    opt_state, exchange = {}, {}
     for s in runtime.stages:
         parts = halves(rules, runtime, s, model.params[s])
         opt_state[s] = [runtime.at(s, _initialize(rules.optimizer), p) for p in parts]
-        held[s] = [runtime.at(s, _first(rules.exchange), p) for p in parts]
+        exchange[s] = [runtime.at(s, _first(rules.exchange), p) for p in parts]
         if across.once and s and len(parts) > 1:
-            held[s][0] = ()
-    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, held, key, across.init())
+            exchange[s][0] = ()
+    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, exchange, key, across.init())
 
 
 def halves(rules: Rules, runtime: Runtime, stage: int, tree: Any) -> list[Any]:
-    """What is exchanged and updated apart: a tied table, by one program at both ends; the rest."""
+    """What is exchanged and updated apart: a tied parameter, and the rest."""
     if not (rules.tied and stage in (0, runtime.last)):
         return [tree]
-    rest = lambda t: {k: v for k, v in t.items() if k != 'wte'}
-    return [each(lambda t: {'wte': t['wte']}, tree), each(rest, tree)]
+    return [each(rules.tied.alone, tree), each(rules.tied.without, tree)]
 
 
 def whole(parts: list[Any]) -> Any:
     """Inverse of `halves`."""
     if len(parts) == 1:
         return parts[0]
-    table, rest = parts
-    if isinstance(table, ByReplica):
-        return ByReplica({r: {**t, **rest[r]} for r, t in table.items()})
-    return {**table, **rest}
+    alone, rest = parts
+    if isinstance(alone, ByReplica):
+        return ByReplica({r: merged(t, rest[r]) for r, t in alone.items()})
+    return merged(alone, rest)
 
 
 def train_step(
@@ -195,7 +204,7 @@ def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
     def run(via: Collectives | None, grads: Any, held: Any, words: Array, stage: Any) -> Any:
         if via:
             key = jax.random.fold_in(jax.random.wrap_key_data(words), stage)
-            grads, held = exchange.apply(grads, held, key, via)
+            grads, held = exchange.reduce(grads, held, key, via)
         leaves = jax.tree.leaves(grads) if norm else []
         return grads, held, sum((jnp.vdot(g, g) for g in leaves), jnp.zeros(()))
 
@@ -212,7 +221,7 @@ def _updated(optimizer: optax.GradientTransformation, exchange: Exchange) -> Cal
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         if via:
-            params, held = exchange.settle(params, held, via)
+            params, held = exchange.after_update(params, held, via)
         return params, opt_state, held
 
     return run

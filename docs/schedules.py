@@ -1,0 +1,89 @@
+"""Writes the picture of all schedules, and their table in runtimes.md.
+
+`python docs/schedules.py` from the root of a clone. `tests/test_schedule.py` compares the table.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jaxmp.report import style
+from jaxmp.runtimes.plans import SCHEDULES
+from jaxmp.runtimes.schedule import Action, Costs, bubble, place, saved_inputs, size
+from jaxmp.runtimes.timeline import legend, paint
+
+HERE = Path(__file__).parent
+NAMES = {
+    'gpipe': 'GPipe',
+    '1f1b': '1F1B',
+    'eager_1f1b': 'eager 1F1B',
+    'interleaved': 'interleaved 1F1B',
+    'zb_h1': 'ZB-H1',
+    'zb_h2': 'ZB-H2',
+    'zb_v': 'ZB-V',
+}
+TIMES = (0.0, 0.25, 0.5, 1.0)  # of a message
+DEVICES, MICROBATCHES = 4, 8
+MARKS = '<!-- schedules -->', '<!-- /schedules -->'
+
+
+def schedule(name: str, devices: int, microbatches: int, message: float) -> tuple[Action, ...]:
+    """The schedule with F = B = W = 1."""
+    chunks = 2 if name in ('interleaved', 'zb_v') else 1
+    return SCHEDULES[name](chunks * devices, microbatches, Costs(message=message))
+
+
+def kept(actions: tuple[Action, ...]) -> float:
+    """The most micro-batches that a device keeps."""
+    where = place(actions)
+    return max(saved_inputs(actions)) * len({*where}) / len(where)
+
+
+def table(devices: int, microbatches: int) -> str:
+    """Bubbles and memory of all schedules in Markdown."""
+    heads = ['`parallel.schedule`', *(f'$c = {c:g}$' for c in TIMES), 'micro-batches kept']
+    rows = []
+    for name in NAMES:
+        made = [schedule(name, devices, microbatches, c) for c in TIMES]
+        rows.append([f'`{name}`', *(f'{bubble(a):.3f}' for a in made), f'{kept(made[0]):g}'])
+    rule = '|---' + '|--:' * (len(heads) - 1) + '|'
+    lines = [f'| {" | ".join(row)} |' for row in (heads, *rows)]
+    return '\n'.join([lines[0], rule, *lines[1:], ''])
+
+
+def tables() -> str:
+    """One table per size, between the marks of the page."""
+    return '\n'.join(
+        f'$D = {d}$, $M = {m}$:\n\n{table(d, m)}' for d, m in ((DEVICES, MICROBATCHES), (8, 64))
+    )
+
+
+def picture() -> Any:
+    """A row per schedule: without message time, and with half a forward."""
+    figure = style.figure(15, 11.5)
+    panels = figure.subplots(len(NAMES), 2, sharex=True)
+    made = [[schedule(name, DEVICES, MICROBATCHES, c) for c in (0.0, 0.5)] for name in NAMES]
+    for axes, title, pair in zip(panels, NAMES.values(), made, strict=True):
+        for ax, actions in zip(axes, pair, strict=True):
+            paint(ax, actions, 6)
+            ax.set_title(f'{title}: bubble {100 * bubble(actions):.0f} %', loc='left')
+            ax.set_yticks(range(DEVICES), [f'device {d}' for d in range(DEVICES)], fontsize=7)
+    end = max(size(actions)[2] for pair in made for actions in pair)
+    panels[0, 0].set_xlim(0, end)
+    for ax, text in zip(panels[-1], ('no message time', 'messages of half a forward'), strict=True):
+        ax.set_xlabel(f'time in forwards of a device; {text}')
+    legend(figure, split=True)
+    return figure
+
+
+def main() -> None:
+    """Writes both."""
+    page = HERE / 'runtimes.md'
+    before, rest = page.read_text().split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    page.write_text(f'{before}{MARKS[0]}\n\n{tables()}\n{MARKS[1]}{after}')
+    with style.style():
+        style.write(picture(), HERE / 'schedules.png', 'png', '')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,64 @@
+"""`jaxmp COMMAND ...`, and `python -m jaxmp`: the command line."""
+
+import importlib
+import os
+import signal
+import sys
+from typing import Any
+
+COMMANDS = {
+    'train': ('jaxmp.training.command', 'train a model with compressed boundaries'),
+    'sweep': ('jaxmp.sweep.runner', 'run every row of a study for every seed'),
+    'report': ('jaxmp.report.__main__', 'tables, figures and verdicts of finished runs'),
+    'compare': ('jaxmp.report.compare', 'a table and curves of any runs'),
+    'evaluate': ('jaxmp.training.crosstest', 'test runs with codecs they were not trained with'),
+    'generate': (
+        'jaxmp.training.generate',
+        'text from a trained language model, off and on',
+    ),
+    'launch': ('jaxmp.launch', 'start the processes of a run on this machine'),
+    'plan': ('jaxmp.plan.__main__', 'choose codecs, schedule and micro-batches for a link'),
+    'codecs': ('jaxmp.codecs.__main__', 'the words of the algebra, with bits per element'),
+}
+
+
+def leave(*_: Any) -> None:
+    """Ends at a Ctrl-C with one line, whatever is being imported, compiled or written."""
+    shown = '\x1b[?25h' if os.isatty(2) else ''  # the cursor, which a progress bar hides
+    text = 'stopped by Ctrl-C; the same command begins again or goes on from the last checkpoint'
+    os.write(2, f'{shown}{"train.py" if "train" in sys.argv[0] else "jaxmp"}: {text}\n'.encode())
+    os._exit(130)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a command; its modules, which take seconds to import, are imported here.
+
+    Args:
+      argv: the command; by default that of the process, whose handling of signals then follows it.
+    """
+    own, argv = argv is None, sys.argv[1:] if argv is None else argv
+    name = argv[0] if argv else '--help'
+    if name in ('--help', '-h', 'help'):
+        rows = '\n'.join(f'  jaxmp {name:9} {line}' for name, (_, line) in COMMANDS.items())
+        print(f'usage: jaxmp COMMAND ...\n\n{rows}\n\n`jaxmp COMMAND --help` says more.')
+        return
+    if name == '--version':
+        from jaxmp.version import __version__
+
+        print(f'jaxmp {__version__}')
+        return
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f' (did you mean {near[0]}?)' if near else ''
+        sys.exit(f'jaxmp: no command {name!r}{hint}; there are {", ".join(COMMANDS)}')
+    if own and name in ('train', 'sweep', 'generate'):
+        signal.signal(signal.SIGINT, leave)
+    elif own:  # `jaxmp codecs | head` ends quietly
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(importlib.import_module(COMMANDS[name][0]).main(argv[1:]))
+
+
+if __name__ == '__main__':
+    main()

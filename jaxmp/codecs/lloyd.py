@@ -1,0 +1,171 @@
+"""`lloyd`: levels that lie close where normal data is dense.
+
+Uniform levels waste codes on the rare ends of a normal distribution. Of all quantisers that code
+each element alone with a fixed number of bits, that of Lloyd and Max has the least squared error: a
+level is the mean of its cell, and a cell ends halfway between two levels.
+
+The scale is the sender's least squares, not the range, so an outlier costs its own error only.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxmp.codecs.dense import saturated
+from jaxmp.codecs.uniform import check_bits
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, samples, unpack, wide
+from jaxmp.words import word
+
+GRID = 2**10  # levels are multiples of 1 / GRID, so that products with a bfloat16 scale are exact
+
+
+@functools.cache
+def normal_levels(count: int, zero: bool = False) -> tuple[float, ...]:
+    """The positive Lloyd-Max levels for unit normal data, rounded to `GRID`.
+
+    Args:
+      count: how many are positive.
+      zero: whether zero is a level below them.
+
+    >>> normal_levels(2)
+    (0.453125, 1.5107421875)
+    """
+    unit = NormalDist()
+    x = np.array([unit.inv_cdf(0.5 + (k + 0.5) / (2 * count)) for k in range(count)])
+    for _ in range(400 * count):
+        ends = [x[0] / 2 if zero else 0.0, *(x[1:] + x[:-1]) / 2, np.inf]
+        density, below = (np.array([f(e) for e in ends]) for f in (unit.pdf, unit.cdf))
+        x = -np.diff(density) / np.diff(below)
+    return tuple(float(v) for v in np.round(x * GRID) / GRID)
+
+
+def unit_rms(x: Float[Array, 'B n']) -> tuple[Array, Array, Array]:
+    """Samples divided by their largest magnitudes, those, and the RMS of the quotients.
+
+    Of zeros both are 1; of a sample that holds NaN or an infinity they are NaN.
+    """
+    most = jnp.max(jnp.abs(x), 1, keepdims=True)  # may miss NaN, which the sum does not
+    x = x / jnp.where(most > 0, most, 1)
+    rms = jnp.sqrt(jnp.mean(x * x, 1, keepdims=True))
+    return x, jnp.where(most > 0, most, 1), jnp.where(rms == 0, 1, rms)
+
+
+def least_squares(mixed: Array, energy: Array, most: Array, rms: Array) -> Array:
+    """The bfloat16 scale s that makes ``|most x - s y|`` least, per sample, as 16-bit words.
+
+    Args:
+      mixed: products ``x y`` of all elements; energy has ``y y``.
+      energy: see ``mixed``.
+      most: from `unit_rms`.
+      rms: likewise; not finite where the sample is not.
+    """
+    below = jnp.sum(energy, 1, keepdims=True)
+    s = jnp.sum(mixed, 1, keepdims=True) / jnp.where(below > 0, below, 1) * most
+    s = jnp.minimum(s, float(jnp.finfo(jnp.bfloat16).max))
+    return half_bytes(jnp.where(jnp.isfinite(rms), s, jnp.nan).astype(jnp.bfloat16))
+
+
+def scale_of(words: Array, like: Like) -> Array:
+    """The scale that `least_squares` sent, in the dtype in which a codec computes."""
+    return jax.lax.bitcast_convert_type(words, jnp.bfloat16).astype(compute_dtype(like))
+
+
+def scaled(y: Array, s: Array) -> Array:
+    """``s y`` for levels ``y >= 0``; what is beyond the largest float becomes that."""
+    return jnp.minimum(y * s, jnp.finfo(y.dtype).max)
+
+
+def nearest(a: Array, levels: Sequence[float], rms: Array) -> Array:
+    """The number of the nearest of ascending levels times ``rms`` to each ``a``."""
+    middles = ((low + high) / 2 for low, high in itertools.pairwise(levels))
+    return sum(((a > m * rms).astype(jnp.uint8) for m in middles), jnp.zeros(a.shape, jnp.uint8))
+
+
+def of_nearest(f: Callable[[float], Array], a: Array, levels: Sequence[float], rms: Array) -> Array:
+    """``f`` of the nearest level by comparisons, which XLA:CPU vectorises, unlike ``level * a``."""
+    y = jnp.broadcast_to(f(levels[0]), a.shape)
+    for low, high in itertools.pairwise(levels):
+        y = jnp.where(a > (low + high) / 2 * rms, f(high), y)
+    return y
+
+
+def chosen(number: Array, levels: Sequence[float], dtype: jnp.dtype) -> Array:
+    """``levels[number]`` by comparisons, which XLA:CPU vectorises where a table is not."""
+    level = jnp.full(number.shape, levels[0], dtype)
+    for i, value in enumerate(levels[1:], 1):
+        level = jnp.where(number >= i, value, level)
+    return level
+
+
+@word
+def lloyd(bits: int, signed: bool = True) -> Codec:
+    r"""Lloyd-Max quantiser for normal data, with one least-squares scale per sample.
+
+    .. math:: C(x) = s\, l_q,\quad q_i = \arg\min_j |x_i / \sigma - l_j|,\quad
+              s = \langle x, l_q\rangle / |l_q|^2
+
+    The :math:`l_j` are the ``2**bits`` levels of least squared error for a unit normal
+    distribution, :math:`\sigma` is the sample's root mean square. The scale is sent as bfloat16. A
+    sample that holds NaN or an infinity decodes to NaN. Put it inside `rotate` for data that is not
+    normal: ``rotate(lloyd(2))``.
+
+    Args:
+      bits: 1 to 5.
+      signed: False for data without negative numbers, such as the output of a ReLU: one level is
+        zero, and the others are positive.
+
+    Raises:
+      ValueError: if ``bits`` is out of range or the tensor has no axis besides the samples.
+
+    >>> import jaxmp
+    >>> C = lloyd(1)
+    >>> x = jnp.array([[1.0, -1.0, 3.0, -3.0]])
+    >>> C.decode(C.encode(x, jaxmp.Ctx()), jaxmp.like(x), jaxmp.Ctx()).round(1).tolist()
+    [[2.0, -2.0, 2.0, -2.0]]
+
+    References:
+      EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated Learning,
+      arXiv 2108.08842.
+    """
+    check_bits('lloyd', bits, 1, 5)
+    if not isinstance(signed, bool):
+        raise TypeError(f'lloyd signed must be True or False, got {signed!r}')
+    half = 2 ** (bits - 1)
+    levels = normal_levels(half) if signed else (0.0, *normal_levels(2**bits - 1, zero=True))
+
+    def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
+        del ctx
+        x, most, rms = unit_rms(wide(samples(x)))
+        # Of a rectified normal distribution only one half of the elements has energy.
+        unit = rms if signed else rms * np.float32(math.sqrt(2))
+
+        def code(run: Array, i: int) -> Array:
+            del i
+            if not signed:
+                return nearest(run, levels, unit)
+            return nearest(jnp.abs(run), levels, unit) + half * (run < 0).astype(jnp.uint8)
+
+        a = jnp.abs(x) if signed else x
+        mixed = of_nearest(lambda level: level * a, a, levels, unit)
+        energy = of_nearest(lambda level: jnp.full((), level**2, a.dtype), a, levels, unit)
+        words = least_squares(mixed, energy, most, rms)
+        return {'codes': pack(x, bits, code), 'scale': words}
+
+    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+        del ctx
+        s = scale_of(m['scale'], like)
+        q = unpack(m['codes'], bits, math.prod(like.shape[1:]))
+        y = scaled(chosen(q & (half - 1) if signed else q, levels, s.dtype), s)
+        y = jnp.where(q >= half, -y, y) if signed else y
+        return saturated(y.reshape(like.shape), like.dtype)
+
+    return Codec(encode, decode)

@@ -1,0 +1,145 @@
+"""`trellis`: a quantiser that chooses the codes of many elements together.
+
+There are twice as many levels as a code has values; the bits before an element decide which half it
+may take (a convolutional code). The sender picks the sequence of codes that lies nearest to the
+data (Viterbi's algorithm), so that the error is that of a quantiser with many dimensions. The
+receiver shifts bits and reads a table.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from jaxmp.codecs.dense import saturated
+from jaxmp.codecs.lloyd import GRID, chosen, least_squares, nearest, scale_of, scaled, unit_rms
+from jaxmp.codecs.uniform import check_bits
+from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
+from jaxmp.words import word
+
+# Ungerboeck's codes for amplitudes: parity checks (h1, h0) by the number of states.
+CHECKS = {4: (2, 5), 8: (4, 11), 16: (4, 19), 32: (8, 37)}
+
+# The positive levels for unit normal data, in 1024ths: means of what eight states assign to them.
+LEVELS = {
+    1: (359, 1229),
+    2: (200, 619, 1097, 1912),
+    3: (108, 312, 542, 773, 1047, 1365, 1822, 2543),
+}
+RUN = 256  # elements whose codes are chosen together
+
+
+def _subset(bits: list[Any], states: int) -> Any:
+    """The number of the subset of levels, 0 to 3, from an element's bit and those before it."""
+    low, high = (
+        functools.reduce(operator.xor, [b for k, b in enumerate(bits) if check >> k & 1])
+        for check in CHECKS[states]
+    )
+    return 2 * high + low
+
+
+def _path(u: Float[Array, 'rows n'], levels: Sequence[float], states: int) -> UInt8[Array, '...']:
+    """The first bit of each element's code on the path of least squared error (Viterbi).
+
+    A state is the bits before an element, the newest as the highest. Two states lead to each next
+    one and differ in the bit that is dropped; a survivor is that of the nearer way.
+    """
+    memory, half = states.bit_length() - 1, states // 2
+    word = jnp.uint8 if states <= 8 else jnp.uint16 if states == 16 else jnp.uint32
+    edges = [[w >> (memory - k) & 1 for k in range(memory + 1)] for w in range(2 * states)]
+    subset = [_subset(bits, states) for bits in edges]  # of a bit above a state
+
+    def forward(cost: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array]:
+        errors = [[jnp.square(x - level) for level in levels[s::4]] for s in range(4)]
+        error = [functools.reduce(jnp.minimum, rows) for rows in errors]
+        ways = [cost[w % states] + error[subset[w]] for w in range(2 * states)]
+        pairs = list(zip(ways[::2], ways[1::2], strict=True))
+        survivors = [(b < a).astype(word) << i for i, (a, b) in enumerate(pairs)]
+        return tuple(jnp.minimum(*p) for p in pairs), functools.reduce(operator.or_, survivors)
+
+    def backward(state: Array, survivors: Array) -> tuple[Array, Array]:
+        before = state << 1 & (states - 1) | survivors >> state & 1
+        return before, (state // half).astype(jnp.uint8)
+
+    first = jnp.zeros(len(u), u.dtype)
+    start = (first, *[first + jnp.inf] * (states - 1))
+    cost, survivors = jax.lax.scan(forward, start, u.T)
+    last = jnp.argmin(jnp.stack(cost), 0).astype(word)
+    return jax.lax.scan(backward, last, survivors, reverse=True)[1].T
+
+
+@word
+def trellis(bits: int, states: int = 8) -> Codec:
+    r"""Trellis-coded quantiser for normal data, with one least-squares scale per sample.
+
+    .. math:: C(x) = s\, l_q,\quad q = \arg\min_{q \in T} |x / \sigma - l_q|^2,\quad
+              s = \langle x, l_q\rangle / |l_q|^2
+
+    T is the set of paths through a trellis of ``states`` states, over runs of 256 elements of a
+    sample, and the :math:`l_j` are ``2**(bits + 1)`` levels; :math:`\sigma` is the sample's root
+    mean square. On normal data it spends 0.15, 0.23 and 0.30 bits more per element than Shannon's
+    bound at 1, 2 and 3 bits. The scale is sent as bfloat16. A sample that holds NaN or an infinity
+    decodes to NaN. Put it inside `rotate` for data that is not normal: ``rotate(trellis(2))``.
+
+    Args:
+      bits: 1 to 3.
+      states: 4, 8, 16 or 32; the time of the sender is proportional to it.
+
+    Raises:
+      ValueError: if an argument is out of range or the tensor has no axis besides the samples.
+
+    >>> import jaxmp
+    >>> C, x = trellis(2), jax.random.normal(jax.random.key(0), (1, 4096))
+    >>> error = C.decode(C.encode(x, jaxmp.Ctx()), jaxmp.like(x), jaxmp.Ctx()) - x
+    >>> 0.08 < float(jnp.mean(error**2)) < 0.09  # Shannon's bound is 0.0625
+    True
+
+    References:
+      Trellis Coded Quantization of Memoryless and Gauss-Markov Sources, IEEE Transactions on
+      Communications 38 (1990).
+    """
+    check_bits('trellis', bits, 1, 3)
+    if isinstance(states, bool) or states not in CHECKS:
+        raise ValueError(f'trellis states {states!r} is not one of {", ".join(map(str, CHECKS))}')
+    positive = [k / GRID for k in LEVELS[bits]]
+    levels = [*(-k for k in reversed(positive)), *positive]
+
+    def subsets(first: Array) -> Array:
+        """The subset of levels of each element, from the first bits of a run."""
+        late = [jnp.pad(first, ((0, 0), (k, 0)))[:, :RUN] for k in range(states.bit_length())]
+        return _subset(late, states)
+
+    def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
+        del ctx
+        x = samples(x)
+        v, most, rms = unit_rms(wide(x))
+        runs = jnp.pad(v / rms, ((0, 0), (0, -v.shape[1] % RUN))).reshape(-1, RUN)
+        first = _path(runs, levels, states)
+        subset = subsets(first).astype(jnp.int32)
+        one = jnp.ones((), runs.dtype)
+        number = jax.lax.select_n(subset, *(nearest(runs, levels[s::4], one) for s in range(4)))
+        y = chosen(4 * number + subset, levels, v.dtype)
+        y, codes = (a.reshape(len(x), -1)[:, : v.shape[1]] for a in (y, number << 1 | first))
+        return {'codes': pack(codes, bits), 'scale': least_squares(v * y, y * y, most, rms)}
+
+    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+        del ctx
+        n, s = math.prod(like.shape[1:]), scale_of(m['scale'], like)
+        codes = unpack(m['codes'], bits, n)
+        runs = jnp.pad(codes, ((0, 0), (0, -n % RUN))).reshape(-1, RUN)
+        number = (runs >> 1) * 4 + subsets(runs & 1)
+        number = number.reshape(len(codes), -1)[:, :n]
+        top = len(positive)
+        magnitude = jnp.where(number >= top, number - top, top - 1 - number)
+        y = scaled(chosen(magnitude, positive, s.dtype), s)
+        y = jnp.where(number >= top, y, -y)
+        return saturated(y.reshape(like.shape), like.dtype)
+
+    return Codec(encode, decode)

@@ -1,0 +1,264 @@
+"""`KEYS`: every key of a configuration, with its default, the values it may have and one line.
+
+A configuration is a nested `ml_collections.ConfigDict`, locked, so that a misspelt key is refused.
+A file in ``configs/`` states what differs from `default`. A value that names a thing (a model, an
+optimizer, ...) may also be the import path of one's own: ``'package.module:name'``, or
+``'file.py:name'``; see `jaxmp.plugins`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import ml_collections
+
+Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
+Summary = dict[str, Any]  # of a finished run, as summary.json holds it
+LARGEST = {'seed': 2**32 - 1}  # of a key; JAX keeps 32 bits of a seed
+
+
+class Key(NamedTuple):
+    """What a configuration may hold under one name.
+
+    Attributes:
+      default: its value where nothing is said; its type is the key's.
+      line: what it means.
+      least: smallest value of a number.
+      words: the values that are allowed, of a text that is one of a few words.
+      own: of a key that also takes an import path: how the named function is called, and its
+        result.
+      model: the only model that reads the key; empty if every model does.
+      runtime: the runtimes that read the key, with a space between; likewise.
+      idle: the key decides no number of a run: where files lie, what is kept.
+      free: the key may change where a run goes on from its checkpoint.
+    """
+
+    default: Any
+    line: str
+    least: float = 0
+    words: tuple[str, ...] = ()
+    own: str = ''
+    model: str = ''
+    runtime: str = ''
+    idle: bool = False
+    free: bool = False
+
+
+KEYS: Mapping[str, Key] = {
+    'name': Key('run', 'of the run: title of its tables, part of runs/NAME-FWD-BWD', free=True),
+    'seed': Key(0, 'of everything random'),
+    # What is learned from what.
+    'data.name': Key(
+        'digits', 'data set or text', words=('digits', 'mnist', 'cifar10', 'alice', 'wikitext-2',
+        'wikitext-2-raw'), own='load(config) -> jaxmp.data.Dataset'),
+    'data.dir': Key('', 'folder of its files; digits and alice need none', idle=True, free=True),
+    'data.download': Key(False, 'fetch it into data.dir if missing', idle=True, free=True),
+    'data.train_examples': Key(0, 'how many of the training split; 0: all'),
+    'data.test_examples': Key(0, 'how many of the test split; 0: all'),
+    'data.pool': Key(1, 'side of the squares of pixels whose mean is one pixel', 1),
+    'data.augment': Key('none', 'of training images', words=('none', 'crop_flip')),
+    'data.sequence_length': Key(128, 'tokens per example', 2, model='gpt2'),
+    'data.tokenizer': Key(
+        'bytes', 'bytes, bpe-N to learn N tokens, or a folder of a byte-level BPE', model='gpt2',
+        idle=True),
+    'model.name': Key(
+        'resnet18', 'network', words=('resnet18', 'lenet', 'gpt2'),
+        own='build(config, dataset) -> a sequence of stages, or a jaxmp.Task'),
+    'model.width': Key(16, 'channels of the first block; of gpt2 the size of the embedding', 1),
+    'model.stages': Key(4, 'pipeline stages; resnet18 has four, lenet two', 1, model='gpt2'),
+    'model.blocks': Key(4, 'transformer blocks', 1, model='gpt2'),
+    'model.heads': Key(4, 'attention heads', 1, model='gpt2'),
+    'model.dropout': Key(0.0, 'probability', model='gpt2'),
+    'model.dtype': Key(
+        'float32', 'of the matrix products', words=('float32', 'bfloat16'), model='gpt2'),
+    'model.remat': Key(False, 'recompute blocks in the backward', model='gpt2'),
+    'model.init_from': Key(
+        '', "folder of weights in Hugging Face's layout, such as WORKDIR/model", model='gpt2',
+        idle=True),
+    # What stages, and replicas, send each other.
+    'fwd': Key('raw', 'channel of the activations, a text of the algebra; per boundary with ;'),
+    'bwd': Key('raw', 'channel of their gradients, likewise'),
+    'exchange': Key('mean', 'how replicas share gradients, a text of the algebra'),
+    'tied_exchange': Key('mean', "how two stages share the token table's gradient: an exchange"),
+    'codecs': Key('', 'own modules or files, with commas, whose words these texts may use'),
+    'warmup_epochs': Key(0, 'epochs sent uncompressed, which fill the feedback states'),
+    'eval_feedback': Key(
+        'carry', 'feedback states in a test', words=('carry', 'direct', 'frozen')),
+    'metric': Key(
+        '', "reported first; empty: the model's own", words=('', 'accuracy', 'perplexity', 'loss'),
+        own='metric(output, y) -> a value per example, or a jaxmp.Metric'),
+    # How it is trained.
+    'epochs': Key(15, 'passes over the training split', 1, free=True),
+    'batch_size': Key(64, 'examples per step, of all replicas', 1),
+    'optimizer.name': Key(
+        'sgd', 'optimizer', words=('sgd', 'adamw'),
+        own='make(config, rate) -> optax.GradientTransformation'),
+    'optimizer.lr': Key(0.02, 'learning rate'),
+    'optimizer.schedule': Key(
+        'constant', 'of the learning rate', words=('constant', 'cosine', 'linear'),
+        own='make(config, steps_per_epoch) -> step -> rate'),
+    'optimizer.cosine_epochs': Key(0, 'half a period of schedule=cosine, which moves by epochs'),
+    'optimizer.momentum': Key(0.0, 'of sgd'),
+    'optimizer.weight_decay': Key(0.0, 'of all parameters'),
+    'optimizer.clip_norm': Key(0.0, 'largest global norm of the gradients; 0: not clipped'),
+    # Where it runs.
+    'parallel.runtime': Key(
+        'local', 'local: one program; spmd: one over a mesh; mpmd: one per stage',
+        words=('local', 'spmd', 'mpmd'), free=True),
+    'parallel.replicas': Key(1, 'of the whole model, each on a cut of the batch', 1),
+    'parallel.num_microbatches': Key(1, 'equal cuts of a batch, which follow each other', 1),
+    'parallel.remat': Key(
+        False, 'run a stage again in its backward instead of keeping its residuals',
+        runtime='mpmd spmd', free=True),
+    'parallel.schedule': Key(
+        '1f1b', 'order of forwards and backwards under mpmd', words=('1f1b', 'gpipe', 'eager_1f1b',
+        'interleaved', 'zb_h1', 'zb_h2', 'zb_v'),
+        own='make(stages, microbatches) -> a schedule, as jaxmp.runtimes.schedule.timed makes',
+        runtime='mpmd', free=True),
+    'parallel.link_rate': Key(
+        0.0, 'Mbit/s of emulated links between stages under mpmd; 0: as they are', runtime='mpmd',
+        free=True),
+    'parallel.link_delay': Key(
+        0.0, 'ms that each message takes besides', runtime='mpmd', free=True),
+    'parallel.profile': Key(
+        False, 'measure where the time of one step went, stage by stage', runtime='mpmd',
+        idle=True, free=True),
+    # What is kept.
+    'probe': Key(
+        'off', 'errors and feedback norms at the boundaries, once per epoch',
+        words=('off', 'epochs'), idle=True, free=True),
+    'checkpoint_every': Key(1, 'epochs', 1, idle=True, free=True),
+}  # fmt: skip
+FREE = frozenset(name for name, key in KEYS.items() if key.free)
+IDLE = frozenset(name for name, key in KEYS.items() if key.idle)
+KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a text'}
+
+
+def default() -> Config:
+    """All keys with their defaults, locked.
+
+    >>> c = default()
+    >>> c.model.width, c.parallel.runtime
+    (16, 'local')
+    """
+    return ml_collections.ConfigDict(
+        nested({name: key.default for name, key in KEYS.items()})
+    ).lock()
+
+
+def complete(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
+    """``config`` with the default of every key that it lacks, locked; further keys stay.
+
+    Args:
+      config: nested, such as ``{'model': {'width': 8}}``; a file of ``configs/`` has all keys.
+    """
+    own = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+    values = {name: key.default for name, key in KEYS.items()}
+    return ml_collections.ConfigDict(nested(values | flat(own))).lock()
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested configuration as one level of dotted names.
+
+    >>> flat({'seed': 0, 'model': {'width': 8}})
+    {'seed': 0, 'model.width': 8}
+    """
+
+    def items(level: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+        for name, value in level.items():
+            if isinstance(value, Mapping):
+                yield from items(value, f'{before}{name}.')
+            else:
+                yield f'{before}{name}', value
+
+    return dict(items(config, ''))
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `flat`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *groups, last = name.split('.')
+        level = found
+        for group in groups:
+            level = level.setdefault(group, {})
+        level[last] = value
+    return found
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``config`` decides a run's numbers, by dotted names; what it lacks is its default.
+
+    >>> settings({'optimizer': {'lr': 0.1}, 'data': {'dir': 'here'}})['exchange']
+    'mean'
+    """
+    values = {name: key.default for name, key in KEYS.items()} | flat(config)
+    return {name: value for name, value in values.items() if name not in IDLE}
+
+
+def check(config: Config) -> None:
+    """Raises ValueError if a key has a value that is not allowed, or one that nothing reads."""
+    values = flat(config.to_dict())
+    for name, key in KEYS.items():
+        if problem := _problem(name, key, values[name]):
+            raise ValueError(f'config.{name}={values[name]!r} {problem}')
+    for name, key in KEYS.items():
+        for of, only in (('model.name', key.model), ('parallel.runtime', key.runtime)):
+            readers = only.split()
+            idle = readers and values[of] not in readers and ':' not in values[of]
+            if idle and values[name] != key.default:
+                texts = ' or '.join(map(repr, readers))
+                raise ValueError(
+                    f'config.{name}={values[name]!r} is read by config.{of}={texts} alone, and it '
+                    f'is {values[of]!r}; leave it out, or choose {" or ".join(readers)}'
+                )
+
+
+def _problem(name: str, key: Key, value: Any) -> str:
+    """What is wrong with a value; empty if nothing."""
+    kind = type(key.default)
+    if kind is bool:
+        return '' if type(value) is bool else 'is not True or False'
+    if kind is int:
+        most = LARGEST.get(name, 2**31 - 1)
+        fits = type(value) is int and key.least <= value <= most
+        return '' if fits else f'is not a whole number from {key.least} to {most}'
+    if kind is float:
+        fits = type(value) in (int, float) and key.least <= value < math.inf
+        return '' if fits else f'is not a finite number from {key.least}'
+    if type(value) is not str:
+        return 'is not a text'
+    if not key.words or value in key.words or (key.own and ':' in value):
+        return ''
+    near = difflib.get_close_matches(value, key.words, n=1)
+    hint = f' (did you mean {near[0]}?)' if near else ''
+    own = f", nor an import path 'package.module:name' of {key.own}" if key.own else ''
+    return f'is not one of {", ".join(map(repr, key.words))}{hint}{own}'
+
+
+def nearest(name: str, config: Mapping[str, Any]) -> str:
+    """The key of ``config`` that a misspelt ``name`` may mean; empty if none is near.
+
+    >>> nearest('model.widht', {'model': {'width': 8}}), nearest('width', {'model': {'width': 8}})
+    ('model.width', 'model.width')
+    """
+    names = list(flat(config))
+    ends = {n.rpartition('.')[2]: n for n in names}
+    near = difflib.get_close_matches(name, names, n=1)
+    ending = difflib.get_close_matches(name.rpartition('.')[2], list(ends), n=1)
+    return near[0] if near else ends[ending[0]] if ending else ''
+
+
+def listing(config: Mapping[str, Any]) -> str:
+    """A line per key of ``config``: name, value, meaning."""
+    values, rows = flat(config), []
+    for name in [*(n for n in KEYS if n in values), *(n for n in values if n not in KEYS)]:
+        key, value = KEYS.get(name, Key(None, 'own key')), values[name]
+        words = f' ({", ".join(w or "empty" for w in key.words)})' if key.words else ''
+        own = ', or own: package.module:name' if key.own else ''
+        rows.append((f'--config.{name}={value!r}', f'{key.line}{words}{own}'))
+    width = max(len(left) for left, _ in rows if len(left) < 45)
+    return '\n'.join(f'  {left:{width}}  {right}' for left, right in rows)

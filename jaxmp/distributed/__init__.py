@@ -1,0 +1,1 @@
+"""Processes and devices: rendezvous, placement of stages and replicas, detection of failures."""

@@ -1,0 +1,57 @@
+"""Parser of exchange texts: the words that are allowed, and the exchange that a text builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmp import spec
+from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
+from jaxmp.exchange.delayed import dgc, local_sgd, momentum
+from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
+from jaxmp.exchange.lowrank import power_sgd
+from jaxmp.words import named
+
+RULES = {
+    'all_gather': all_gather,
+    'all_reduce': all_reduce,
+    'bucketed': bucketed,
+    'dgc': dgc,
+    'double_squeeze': double_squeeze,
+    'local_sgd': local_sgd,
+    'mean': mean,
+    'momentum': momentum,
+    'per_layer': per_layer,
+    'power_sgd': power_sgd,
+    'scatter_gather': scatter_gather,
+}
+
+
+def parse(text: str, names: Mapping[str, Any] | None = None) -> Exchange:
+    """The exchange that ``text`` names; a bare rule means ``per_layer``.
+
+    Args:
+      text: for example ``'all_gather(ef(top_k(0.01)))'``, ``'power_sgd(2)'``, ``'mean'``.
+      names: additional names, for your own codecs and rules.
+
+    Raises:
+      SpecError: if the text is not such an expression, or an argument in it is invalid.
+
+    >>> parse('all_reduce(one_bit)')
+    Traceback (most recent call last):
+    ...
+    jaxmp.spec.SpecError: in 'all_reduce(one_bit)': all_reduce adds messages, and these cannot \
+be added; those of raw, fp16, bf16 and random_k can; use all_gather(...) or scatter_gather(...)
+    """
+    return spec.read(text, {**spec.NAMES, **RULES, **(names or {})}, _exchange)
+
+
+def _exchange(thing: Any, text: str) -> Exchange:
+    if isinstance(thing, Exchange):
+        return thing
+    if isinstance(spec.complete(thing, text), Rule):
+        return named(repr(thing), per_layer(thing))
+    raise TypeError(
+        f'{text} is not an exchange between replicas; write mean, all_gather({text}), '
+        f'all_reduce({text}) or double_squeeze({text})'
+    )

@@ -1,0 +1,80 @@
+"""`Channel`: the form of a feedback rule, a codec with a state machine at each end of a link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxtyping import Array
+
+from jaxmp.wire import Codec, Ctx, Like, Payload
+from jaxmp.words import Origin, known
+
+Tx = Any
+Rx = Any
+
+
+def _keep(x: Array, state: Any, ctx: Ctx) -> Any:
+    del x, ctx
+    return state
+
+
+def _itself(state: Any, like: Like) -> Any:
+    del like
+    return state
+
+
+@known
+class Channel(NamedTuple):
+    """A feedback rule over a codec: what is sent, and what both ends remember.
+
+    Attributes:
+      codec: the codec that makes the messages.
+      init: ``like -> (tx, rx)``, the states of the two ends.
+      send: ``(x, tx, ctx) -> (payload, tx)``.
+      recv: ``(payload, rx, like, ctx) -> (y, rx)``.
+      warm_start: ``(x, state, ctx) -> state``, the state of either end after ``x`` itself was sent.
+      shared_state: whether the two ends always hold equal states.
+      per_token: whether the state is a table by ``ctx.tokens``, which all micro-batches share.
+      slots: where a crossing's state lies in the memory of a channel that keeps many, or None.
+      values: ``(state, like) -> arrays``, what a state of an end says about tensors.
+      origin: the call that made it, its text and identity (`jaxmp.words`).
+    """
+
+    codec: Codec
+    init: Callable[[Like], tuple[Tx, Rx]]
+    send: Callable[[Array, Tx, Ctx], tuple[Payload, Tx]]
+    recv: Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]
+    warm_start: Callable[[Array, Any, Ctx], Any] = _keep
+    shared_state: bool = False
+    per_token: bool = False
+    slots: Slots | None = None
+    values: Callable[[Any, Like], Any] = _itself
+    origin: Origin | None = None
+
+    @property
+    def per_example(self) -> bool:
+        """Whether the state is indexed by ``ctx.ids`` (unseen examples have none)."""
+        return self.slots is not None and self.slots.per_example
+
+
+class Slots(NamedTuple):
+    """The place of a crossing's state in a memory of many states.
+
+    Attributes:
+      channel: the channel that acts on one state.
+      at: where in the memory's first axis the state of a crossing is.
+      per_example: whether that depends on ``ctx.ids``.
+    """
+
+    channel: Channel
+    at: Callable[[Ctx], Any]
+    per_example: bool
+
+
+def check_codec(rule: str, codec: object) -> None:
+    """Raises TypeError unless ``codec`` is a Codec."""
+    if isinstance(codec, Channel):
+        raise TypeError(f'{rule} takes a codec and got a feedback rule; rules do not nest')
+    if not isinstance(codec, Codec):
+        raise TypeError(f'{rule} takes a codec such as top_k(0.1), got {codec!r}')

@@ -1,0 +1,78 @@
+"""The memory of a channel that keeps many states, one per micro-batch or one per example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmp.feedback.channel import Channel, Rx, Slots, Tx
+from jaxmp.wire import Ctx, Like, Payload
+
+
+def per_microbatch(channel: Channel, n: int) -> Channel:
+    """The same channel with a state per micro-batch, ``(n, ...)``; crossing m uses the m-th.
+
+    A buffer belongs to a position in the batch, so with a slot per micro-batch no schedule changes
+    a number. A channel with a state per example or token is returned as it is: all
+    micro-batches share it.
+
+    Args:
+      channel: a channel.
+      n: micro-batches per step.
+
+    Raises:
+      ValueError: if ``n`` is not a positive integer.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f'{n!r} is not a number of micro-batches; give 1 or more')
+    if channel.slots or channel.per_token:
+        return channel
+
+    def init(like: Like) -> tuple[Tx, Rx]:
+        return jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), channel.init(like))
+
+    return slotted(Slots(channel, lambda ctx: ctx.microbatch, per_example=False), init)
+
+
+def take(channel: Channel, memory: Any, ctx: Ctx) -> Any:
+    """The state of a crossing in the ``memory`` of a channel with slots."""
+    if channel.slots is None:
+        return memory
+    at = channel.slots.at(ctx)
+    return jax.tree.map(lambda a: a.at[at].get(mode='fill'), memory)
+
+
+def put(channel: Channel, memory: Any, ctx: Ctx, state: Any) -> Any:
+    """``memory`` with a crossing's next state; inverse of `take`."""
+    if channel.slots is None:
+        return state
+    at = channel.slots.at(ctx)
+    return jax.tree.map(lambda a, b: a.at[at].set(b), memory, state)
+
+
+def slotted(slots: Slots, init: Callable[[Like], tuple[Tx, Rx]]) -> Channel:
+    """The channel that runs ``slots.channel`` on a crossing's state of a larger memory.
+
+    Args:
+      slots: the channel of one state, and the place of a crossing's state.
+      init: ``like -> (tx, rx)``, the memories of the two ends.
+    """
+    one = slots.channel
+
+    def send(x: Array, memory: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
+        m, state = one.send(x, take(channel, memory, ctx), ctx)
+        return m, put(channel, memory, ctx, state)
+
+    def recv(m: Payload, memory: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
+        y, state = one.recv(m, take(channel, memory, ctx), like, ctx)
+        return y, put(channel, memory, ctx, state)
+
+    def warm_start(x: Array, memory: Any, ctx: Ctx) -> Any:
+        return put(channel, memory, ctx, one.warm_start(x, take(channel, memory, ctx), ctx))
+
+    channel = one._replace(init=init, send=send, recv=recv, warm_start=warm_start, slots=slots)
+    return channel

@@ -1,0 +1,273 @@
+"""The words of the algebra, read from the code: their kinds, forms, costs and sources.
+
+`jaxmp codecs` prints them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import math
+import pkgutil
+import re
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp import codecs, exchange, spec
+from jaxmp.plugins import module_of
+from jaxmp.wire import Ctx, bits, like
+from jaxmp.words import spell
+
+TENSOR = jax.ShapeDtypeStruct((32, 16, 16, 64), 'float32')
+REPLICAS = 2
+
+
+class Kind(NamedTuple):
+    """A nonterminal of the grammar.
+
+    Attributes:
+      title: of its words.
+      types: names of the types that its words have or return.
+      frame: the text in which a word of the kind is measured.
+    """
+
+    title: str
+    types: tuple[str, ...] = ()
+    frame: str = '{}'
+
+
+KINDS = {
+    'channel': Kind('Feedback rules', ('Channel',)),
+    'codec': Kind('Codecs', ('Codec',)),
+    'index': Kind('Index codings', ('IndexCoding',), 'top_k(0.1, indices={})'),
+    'rounding': Kind('Roundings', frame='uniform(4, rounding={})'),
+    'search': Kind('Searches of a polar codeword', ('Search',), 'polar(0.5, search={})'),
+    'exchange': Kind('Exchanges of a whole gradient', ('Exchange',)),
+    'rule': Kind('Rules between replicas, for each large array', ('Rule',)),
+}
+BETWEEN = 'exchange', 'rule'
+KNOWN = {**spec.NAMES, **exchange.RULES}
+ARGUMENTS = {  # what stands for a parameter in an example
+    'bits': '4',
+    'channel': 'ef(one_bit)',
+    'all_reduce.channel': 'ef(random_k(0.1))',
+    'codec': 'top_k(0.1)',
+    'count': '8',
+    'double_squeeze.codec': 'one_bit',
+    'rotate.codec': 'polar(0.5)',
+    'size': '4096',
+    'spikes.codec': 'block(4)',
+    'trellis.bits': '2',
+    'down': 'ef(one_bit)',
+    'up': 'ef(one_bit)',
+    'examples': '1000',
+    'fraction': '0.1',
+    'high': 'lloyd(4)',
+    'levels': '4',
+    'low': 'lloyd(3)',
+    'paths': '8',
+    'rank': '2',
+    'rate': '0.5',
+    'rule': 'all_gather(ef21(top_k(0.1)))',
+    'steps': '8',
+    'vocabulary': '256',
+}
+
+
+class Word(NamedTuple):
+    """A word of the algebra.
+
+    Attributes:
+      kind: a key of `KINDS`.
+      form: the word with its parameters and their defaults.
+      example: the text that was measured.
+      bits: per element of `TENSOR`: of its message; between replicas, what one of `REPLICAS` sends
+        on a ring. None where the example cannot be measured.
+      note: the collectives of an exchange; where ``bits`` is None, the reason.
+      line: the first sentence of its docstring.
+      sources: the references of its docstring.
+    """
+
+    kind: str
+    form: str
+    example: str
+    bits: float | None
+    note: str
+    line: str
+    sources: tuple[str, ...]
+
+
+def kind_of(thing: Any) -> str | None:
+    """The kind of a word, or None if ``thing`` is none; of a function, what it says to return."""
+    if inspect.isfunction(thing) and thing in spec.ROUNDINGS:
+        return 'rounding'
+    made = inspect.signature(thing).return_annotation if inspect.isfunction(thing) else type(thing)
+    name = getattr(made, '__name__', str(made)).rpartition('.')[2]
+    return next((k for k, kind in KINDS.items() if name in kind.types), None)
+
+
+def ours() -> list[Word]:
+    """The words of this package."""
+    return words_of(KNOWN, (codecs, exchange))
+
+
+def words_of(names: Mapping[str, Any], modules: Iterable[ModuleType]) -> list[Word]:
+    """The words among ``names``, by kind and name.
+
+    Args:
+      names: what texts may name, besides the words of this package.
+      modules: where docstrings of constants stand.
+    """
+    docs = {name: text for m in modules for name, text in _constants(m).items()}
+    found = []
+    for name, thing in sorted(names.items()):
+        if kind := kind_of(thing):
+            text = inspect.getdoc(thing) if inspect.isfunction(thing) else docs.get(name)
+            measured = _measured(kind, name, thing, {**KNOWN, **names})
+            form = name + _form(thing) * (kind != 'rounding')
+            found.append(Word(kind, form, *measured, _line(text), _sources(text)))
+    return sorted(found, key=lambda w: list(KINDS).index(w.kind))
+
+
+def own(module: ModuleType) -> dict[str, Any]:
+    """The words that a module lists in ``__all__`` or, without one, defines."""
+    assigned = _assigned(module)
+    here = lambda name, thing: name in assigned or _home(thing) == module.__name__
+    said = getattr(module, '__all__', None) or [k for k, v in vars(module).items() if here(k, v)]
+    public = {name: vars(module)[name] for name in said if not name.startswith('_')}
+    return {name: thing for name, thing in public.items() if kind_of(thing)}
+
+
+def own_words(text: str) -> dict[str, Any]:
+    """The words of ``config.codecs``: modules or files, with commas between them.
+
+    Raises:
+      ValueError: as `imported`.
+    """
+    places = [where.strip() for where in text.split(',') if where.strip()]
+    modules = imported(places, f'config.codecs={text!r}: ')
+    return {k: v for m in modules for k, v in own(m).items()}
+
+
+def imported(places: Iterable[str], says: str = '') -> list[ModuleType]:
+    """Modules with words of their own, by their names or files.
+
+    Raises:
+      ValueError: if one cannot be imported, or has no word; the message begins with ``says``.
+    """
+    found = []
+    for where in places:
+        found.append(module_of(where, says, 'give modules or files with codecs, rules, exchanges'))
+        if not own(found[-1]):
+            raise ValueError(
+                f'{says}{where} has no words; a word is a jaxmp.Codec, or a public function that '
+                'says to return one: def mine(bits: int) -> jaxmp.Codec'
+            )
+    return found
+
+
+def _home(thing: Any) -> str | None:
+    return thing.__module__ if inspect.isfunction(thing) else None
+
+
+def _form(thing: Any) -> str:
+    if not inspect.isfunction(thing):
+        return ''
+    said = inspect.signature(thing).parameters.values()
+    words = (p.name if p.default is p.empty else f'{p.name}={spell(p.default)}' for p in said)
+    return f'({", ".join(words)})'
+
+
+def _measured(
+    kind: str, name: str, thing: Any, names: Mapping[str, Any]
+) -> tuple[str, float | None, str]:
+    """An example of a word, its bits per element, and the collectives or what is missing."""
+    call = name
+    if inspect.isfunction(thing) and kind != 'rounding':
+        said = inspect.signature(thing).parameters.values()
+        needed = [p.name for p in said if p.default is p.empty]
+        given = [ARGUMENTS.get(f'{name}.{p}', ARGUMENTS.get(p, '')) for p in needed]
+        if '' in given:
+            return '', None, f'no example of {needed[given.index("")]}'
+        call = f'{name}({", ".join(given)})'
+    example = KINDS[kind].frame.format(call)
+    try:
+        return example, *_cost(kind, example, names)
+    except Exception as error:  # of a codec that is not ours
+        return example, None, f'{type(error).__name__}: {error}'
+
+
+def _cost(kind: str, example: str, names: Mapping[str, Any]) -> tuple[float, str]:
+    if kind in BETWEEN:
+        sent = exchange.bytes_of(exchange.parse(example, names), TENSOR, REPLICAS)
+        return 8 * sent['sent'] / TENSOR.size, ', '.join(sent['handed'])
+    channel = spec.parse(example, names)
+    return bits(channel, TENSOR, jax.eval_shape(_context, TENSOR)) / TENSOR.size, ''
+
+
+def above_shannon(example: str, names: Mapping[str, Any] = KNOWN) -> float | None:
+    """Bits per element that a codec spends above Shannon's bound on normal data; None for no error.
+
+    A code of error D, as a part of the energy, needs ``log2(1 / D) / 2`` bits.
+    """
+    channel, x = spec.parse(example, names), jax.random.normal(jax.random.key(0), (64, 1024))
+
+    @jax.jit
+    def error(x: jax.Array) -> jax.Array:
+        ctx, codec = _context(x), channel.codec
+        y = codec.decode(codec.encode(x, ctx), like(x), ctx)
+        return jnp.sum((x - y) ** 2) / jnp.sum(x**2)
+
+    lost = float(error(x))
+    spent = bits(channel, x, jax.eval_shape(_context, x)) / x.size
+    return spent - math.log2(1 / lost) / 2 if lost else None
+
+
+def _context(x: jax.Array) -> Ctx:
+    """What a crossing of ``x`` knows behind a forward message of ``top_k(0.1)``."""
+    codec = spec.parse('top_k(0.1)').codec
+    ctx = Ctx.example(x)
+    return ctx._replace(indices=codec.indices(codec.encode(x, ctx), like(x), ctx))
+
+
+# Docstrings.
+
+
+def _modules(package: ModuleType) -> list[ModuleType]:
+    """A module, or the modules of a package."""
+    inner = [m.name for m in pkgutil.iter_modules(getattr(package, '__path__', ()))]
+    names = [f'{package.__name__}.{name}' for name in inner if name != '__main__']
+    return [package, *map(importlib.import_module, names)]
+
+
+def _assigned(module: ModuleType) -> dict[str, str]:
+    """Names that a module assigns, and the docstrings below them."""
+    body, found = ast.parse(inspect.getsource(module)).body, {}
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        said = after.value if isinstance(after, ast.Expr) else None
+        text = said.value if isinstance(said, ast.Constant) else ''
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, 'target', None)]
+        names = [t.id for t in targets if isinstance(t, ast.Name)]
+        found |= dict.fromkeys(names, inspect.cleandoc(str(text)))
+    return found
+
+
+def _constants(package: ModuleType) -> dict[str, str]:
+    return {name: text for m in _modules(package) for name, text in _assigned(m).items() if text}
+
+
+def _line(text: str | None) -> str:
+    """The first sentence."""
+    found = re.match(r'.*?\.(?=\s|$)', text or '', re.DOTALL)
+    return re.sub(r'\s+', ' ', found[0]) if found else ''
+
+
+def _sources(text: str | None) -> tuple[str, ...]:
+    part = (text or '').partition('References:\n')[2]
+    said = re.sub(r'\s+', ' ', part.partition('\n\n')[0]).strip().rstrip('.')
+    return tuple(s.strip() for s in said.split(';') if s)

@@ -1,0 +1,71 @@
+"""`Metric`: a number of a test: how it is computed, which direction is better, how it is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Scores = Mapping[str, Any]  # means over a split, by name; 'loss' in nats among them
+
+
+class Metric(NamedTuple):
+    """What a table says first of a run.
+
+    Attributes:
+      name: as a table heads it.
+      score: the mean that it is made of, one of a task's scores.
+      higher_is_better: whether more is better.
+      show: the mean as a text.
+      of: ``(output, y) -> values``, ``(B,)``, of a metric that is no score of the task yet.
+    """
+
+    name: str
+    score: str
+    higher_is_better: bool = True
+    show: Callable[[float], str] = '{:.4g}'.format
+    of: Callable[[Any, Any], Any] | None = None
+
+    def format(self, scores: Scores) -> str:
+        """The metric's number, as shown.
+
+        >>> ACCURACY.format({'accuracy': 0.5}), PERPLEXITY.format({'loss': 1.0})
+        ('50.00%', '2.718')
+        """
+        return self.show(scores[self.score])
+
+    def rank(self, scores: Scores) -> float:
+        """A number that is the larger the better the scores are."""
+        return scores[self.score] if self.higher_is_better else -scores[self.score]
+
+
+ACCURACY = Metric('accuracy', 'accuracy', True, '{:.2%}'.format)
+PERPLEXITY = Metric('perplexity', 'loss', False, lambda nats: f'{math.exp(min(nats, 700.0)):.4g}')
+LOSS = Metric('loss', 'loss', False, '{:.4f}'.format)
+METRICS = {m.name: m for m in (ACCURACY, PERPLEXITY, LOSS)}
+
+
+def of_summary(summary: Mapping[str, Any]) -> Metric:
+    """The metric of a finished run; an own one is known by its name and direction.
+
+    >>> of_summary({'measure': 'top5'}).score, of_summary({}).name
+    ('top5', 'accuracy')
+    """
+    name = summary.get('measure', 'accuracy')
+    return METRICS.get(name) or Metric(name, name, summary.get('higher_is_better', True))
+
+
+def own(thing: Any, name: str) -> Metric:
+    """What an import path names, as a metric: a function of output and y, or a `Metric`.
+
+    Raises:
+      TypeError: if it is neither.
+    """
+    if isinstance(thing, Metric):
+        return thing
+    if not callable(thing):
+        raise TypeError(
+            f'{name} is {thing!r}; give a function (output, y) -> a value per example, or a '
+            'jaxmp.Metric'
+        )
+    return Metric(name, name, of=thing)

@@ -1,0 +1,174 @@
+"""`convolve`: the convolution of this package's models, in the forms that are fast on a CPU.
+
+XLA:CPU computes most convolutions near the speed of a matrix product of the same size. Two are
+slow there and become matrix products: the kernel's gradient of a layer with a large map, for which
+XLA transposes the whole input, and a layer whose kernel is larger than its image. Other platforms
+keep XLA's forms. ``bench/convolution.py`` measures each layer.
+
+Shapes: B batch; H, W image; h, w map; C, O input and output channels; k, l kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+LAYOUT = ('NHWC', 'HWIO', 'NHWC')
+LARGE = 4096  # h w C from which products over patches are faster than XLA's form
+ROWS, ELEMENTS = 2048, 3 << 19  # of one matrix of patches, at most, so that it stays in cache
+
+Pair = tuple[int, int]
+Pads = tuple[Pair, Pair]
+
+
+def _varying(x: Array, other: Array) -> Array:
+    """``x`` also along those axes of `jax.shard_map` along which ``other`` varies."""
+    own, others = (jax.typeof(a).manual_axis_type.varying for a in (x, other))
+    return lax.pcast(x, tuple(others - own), to='varying')
+
+
+def _patches(x: Array, size: Pair, strides: Pair, padding: Pads, out: Pair) -> Array:
+    """The ``k l C`` inputs of each place of the map, ``(B, h, w, k l C)``."""
+    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    (s, t), (rows, cols) = strides, ((n - 1) * s + 1 for n, s in zip(out, strides, strict=True))
+    taps = [(i, j) for i in range(size[0]) for j in range(size[1])]
+    return jnp.concatenate([x[:, i : i + rows : s, j : j + cols : t] for i, j in taps], -1)
+
+
+def _input_gradient(g: Array, kernel: Array, padding: Pads) -> Array:
+    """Of stride 1: the convolution with the turned kernel.
+
+    XLA's own transposition has the same speed, but a tenth of it within a switch or a loop.
+    """
+    rest = lambda n, pads: (n - 1 - pads[0], n - 1 - pads[1])
+    turned = kernel[::-1, ::-1].swapaxes(2, 3)
+    pads = rest(kernel.shape[0], padding[0]), rest(kernel.shape[1], padding[1])
+    return _own((1, 1), pads)(g, turned)
+
+
+def _kernel_gradient(x: Array, g: Array, size: Pair, strides: Pair, padding: Pads) -> Array:
+    """``sum over B h w of patches(x) g``, one product for as many images as stay in cache."""
+    (B, h, w, O), C = g.shape, x.shape[-1]
+    columns = size[0] * size[1] * C
+    most = min(ROWS // (h * w), ELEMENTS // (h * w * columns))
+    m = max((m for m in range(1, most + 1) if B % m == 0), default=1)
+
+    dtype = jnp.promote_types(g.dtype, jnp.float32)
+
+    def add(total, images):
+        x, g = images
+        patches = _patches(x, size, strides, padding, (h, w)).reshape(-1, columns)
+        # The smaller matrix is the transposed one: XLA:CPU transposes a large one slowly.
+        both = (((0,), (0,)), ((), ()))
+        g = g.reshape(-1, O)
+        return total + lax.dot_general(g, patches, both, preferred_element_type=dtype), None
+
+    split = lambda a: a.reshape(B // m, m, *a.shape[1:])
+    total = _varying(jnp.zeros((O, columns), dtype), g)
+    total, _ = lax.scan(add, total, (split(x), split(g)))
+    return total.reshape(O, *size, C).transpose(1, 2, 3, 0).astype(x.dtype)
+
+
+def _dense(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
+    """The convolution as one product with the matrix ``(H W C, h w O)`` of the whole layer."""
+    B, H, W, C = x.shape
+    k, l, _, O = kernel.shape
+    zero = jnp.zeros((), kernel.dtype)
+
+    def starts(image, taps, stride, pads):
+        firsts = range(-pads[0], image + pads[1] - taps + 1, stride)
+        return [(first, image - taps - first, 0) for first in firsts]
+
+    rows = starts(H, k, strides[0], padding[0])
+    cols = starts(W, l, strides[1], padding[1])
+    keep = (0, 0, 0)
+    at = [lax.pad(kernel, zero, [row, col, keep, keep]) for row in rows for col in cols]
+    matrix = jnp.stack(at, 3).reshape(H * W * C, -1)
+    return (x.reshape(B, -1) @ matrix).reshape(B, len(rows), len(cols), O)
+
+
+def _small(x: Array, kernel: Array) -> bool:
+    """Whether the kernel has at least as many places as the image."""
+    return 1 < kernel.shape[0] * kernel.shape[1] >= x.shape[1] * x.shape[2]
+
+
+def _own(strides: Pair, padding: Pads):
+    """XLA's convolution, of input and kernel."""
+    return functools.partial(
+        lax.conv_general_dilated, window_strides=strides, padding=padding, dimension_numbers=LAYOUT
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _convolution(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
+    own = _own(strides, padding)
+    if not _small(x, kernel):
+        return own(x, kernel)
+    dense = functools.partial(_dense, strides=strides, padding=padding)
+    return lax.platform_dependent(x, kernel, cpu=dense, default=own)
+
+
+def _forward(x, kernel, strides, padding):
+    return _convolution(x, kernel, strides, padding), (x, kernel)
+
+
+def _backward(strides, padding, kept, g):
+    own = _own(strides, padding)
+    gradients = lambda f: lambda x, kernel, g: jax.vjp(f, x, kernel)[1](g)
+
+    def products(x, kernel, g):
+        if strides == (1, 1):
+            dx = _input_gradient(g, kernel, padding)
+        else:
+            [dx] = jax.vjp(lambda x: own(x, kernel), x)[1](g)
+        return dx, _kernel_gradient(x, g, kernel.shape[:2], strides, padding)
+
+    cpu = products
+    if _small(*kept):
+        cpu = gradients(functools.partial(_dense, strides=strides, padding=padding))
+    return lax.platform_dependent(*kept, g, cpu=cpu, default=gradients(own))
+
+
+_convolution.defvjp(_forward, _backward)
+
+
+def convolve(
+    lhs: Float[Array, 'B H W C'],
+    rhs: Float[Array, 'k l C O'],
+    window_strides: Pair,
+    padding: Any,
+    **rest: Any,
+) -> Float[Array, 'B h w O']:
+    """`jax.lax.conv_general_dilated` for `flax.linen.Conv`, with gradients that a CPU does fast.
+
+    Convolutions with dilation, groups, a precision or a layout other than NHWC, and those that
+    XLA:CPU does fast, are XLA's own. The others have no forward-mode derivative.
+
+    Args:
+      lhs: input.
+      rhs: kernel.
+      window_strides: of rows and columns.
+      padding: 'SAME', 'VALID' or pairs.
+      **rest: further arguments of `jax.lax.conv_general_dilated`.
+
+    >>> import flax.linen as nn
+    >>> layer = nn.Conv(64, (3, 3), conv_general_dilated=convolve)
+    """
+    own = functools.partial(lax.conv_general_dilated, lhs, rhs, window_strides, padding, **rest)
+    out = jax.eval_shape(own)
+    numbers = lambda given: lax.conv_dimension_numbers(lhs.shape, rhs.shape, given)
+    plain = {'lhs_dilation': (1, 1), 'rhs_dilation': (1, 1), 'feature_group_count': 1}
+    plain |= {'precision': None, 'dimension_numbers': numbers(LAYOUT)} if lhs.ndim == 4 else {}
+    given = {**rest, 'dimension_numbers': numbers(rest.get('dimension_numbers'))}
+    large = lhs.ndim == 4 and out.shape[1] * out.shape[2] * lhs.shape[-1] >= LARGE
+    if not given.items() <= plain.items() or not (large or _small(lhs, rhs)) or not out.size:
+        return own()
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], window_strides, padding)
+    lhs, rhs = _varying(lhs, rhs), _varying(rhs, lhs)
+    return _convolution(lhs, rhs, tuple(window_strides), tuple(map(tuple, padding)))

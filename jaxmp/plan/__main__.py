@@ -1,0 +1,162 @@
+"""`jaxmp plan`: a configuration with the least predicted step over a link, within an error budget.
+
+    jaxmp plan --config=digits_resnet --link=100mbit,50ms --out=plan.py
+    python train.py --config=plan.py
+
+It probes the configuration on this machine, prints the table that it decides from, and writes a
+configuration that runs. The error is the relative squared error of a codec on activations and
+gradients of a few training steps. It is a proxy: it orders codecs of one kind well, and says little
+about the accuracy after training, or about feedback, which sends an error later. Predicted are
+stages on machines of their own, as fast as this one; replicas exchange gradients beside that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxmp.plan.predict import Link, parse
+
+if TYPE_CHECKING:
+    from jaxmp.plan.choose import Choice, Probed
+
+TEXTS = (  # raw first: it always fits; then those of the paper, which are compared
+    'raw',
+    'uniform(8)',
+    'uniform(4)',
+    'top_k(0.1)',
+    'fp16',
+    'rotate(lloyd(4))',
+    'rotate(lloyd(3))',
+    'rotate(lloyd(2))',
+    'block(4)',
+    'uniform(6)',
+    'rotate(lloyd(1))',
+    'top_k(0.3)',
+    'top_k(0.1, values=fp16, indices=packed)',
+)
+UNIFORM = (  # of the paper, for comparison
+    ('raw', 'raw'),
+    ('uniform(4)', 'uniform(8)'),
+    ('uniform(8)', 'uniform(8)'),
+    ('top_k(0.1)', 'top_k(0.1)'),
+)
+
+
+def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and the texts ``key=value`` that change the configuration."""
+    parser = argparse.ArgumentParser(
+        prog='jaxmp plan',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument('--config', default='digits_resnet', help='its name, or a Python file')
+    parser.add_argument('--link', required=True, help='between stages, such as 100mbit,50ms')
+    parser.add_argument('--error', type=float, default=0.1, help='largest error; default 0.1')
+    parser.add_argument('--seconds', type=float, default=60, help='of the probe; default 60')
+    parser.add_argument('--codecs', default='', help='further channels, with ; between them')
+    parser.add_argument('--out', type=Path, default=Path('plan.py'), help='default plan.py')
+    args, rest = parser.parse_known_args(argv)
+    for text in rest:
+        if not (text.startswith('--config.') and '=' in text):
+            parser.error(f'unexpected {text!r}; keys are written --config.key=value')
+    if not (args.error >= 0 and args.seconds > 0):
+        parser.error('--error is a number from 0, and --seconds one above 0')
+    return args, [text.removeprefix('--config.') for text in rest]
+
+
+def changed(name: str, texts: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """The configuration with the command line's values, and these values.
+
+    Raises:
+      ValueError: if there is no such file or key, or a value is of another type.
+    """
+    from jaxmp.config import complete, flat
+    from jaxmp.plugins import load
+    from jaxmp.sweep.study import put
+
+    try:
+        config = complete(load(name))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'--config={name}: {error}') from None
+    for text in texts:
+        put(config, text)
+    values = flat(config.to_dict())
+    return config, {key: values[key] for key in (t.partition('=')[0] for t in texts)}
+
+
+def planned(
+    config: Any, own: Sequence[str], link: Link, budget: float, seconds: float
+) -> tuple[Probed, Choice]:
+    """What the probe measured, and the plan.
+
+    Raises:
+      ValueError: if the configuration makes no sense, has one stage, or a text is no channel.
+    """
+    from jaxmp.grammar import own_words
+    from jaxmp.plan.choose import choose
+    from jaxmp.plan.clock import Clock
+    from jaxmp.plan.crossings import candidates
+    from jaxmp.plan.probe import probe
+    from jaxmp.training.experiment import experiment_of, microbatch_like
+    from jaxmp.training.sizes import check_residuals, shapes
+
+    exp = experiment_of(probed_config(config))
+    if len(exp.task.stages) < 2:
+        raise ValueError(
+            f'config.model.name={config.model.name!r} has one stage, so there is no boundary to '
+            'plan; give a model of two or more stages, such as --config.model.stages=4 of gpt2'
+        )
+    check_residuals(exp)
+    names = {'examples': len(exp.data.train.y), **own_words(config.codecs)}
+    first = exp.model.likes(shapes(exp)[0], microbatch_like(exp), train=True)[0]
+    texts = dict.fromkeys([TEXTS[0], *own, *TEXTS[1:]])
+    told = lambda text: print(text, file=sys.stderr, flush=True)
+    clock = Clock(seconds, time.monotonic(), told)
+    probed = probe(exp, candidates(texts, names, first), clock)
+    return probed, choose(probed, link, budget)
+
+
+def probed_config(config: Any) -> Any:
+    """The configuration of the probe: one replica, no compression, links as they are."""
+    c = config.copy_and_resolve_references()
+    c.batch_size = max(1, c.batch_size // c.parallel.replicas)
+    c.update(fwd='raw', bwd='raw', warmup_epochs=0, exchange='mean')
+    c.parallel.update(
+        runtime='mpmd', replicas=1, schedule='1f1b', link_rate=0.0, link_delay=0.0, profile=False
+    )
+    return c
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    args, texts = arguments(argv)
+    try:
+        link = parse(args.link)
+        config, values = changed(args.config, texts)
+        from jaxmp.distributed.allocator import keep_freed_pages
+        from jaxmp.distributed.placement import keep_compiled
+        from jaxmp.plan.choose import uniform
+        from jaxmp.plan.show import show, summary
+        from jaxmp.plan.write import text
+
+        keep_compiled()
+        keep_freed_pages()
+        own = [t.strip() for t in args.codecs.split(';') if t.strip()]
+        probed, choice = planned(config, own, link, args.error, args.seconds)
+        others = {pair: uniform(probed, link, *pair) for pair in UNIFORM}
+        said = summary(choice, args.config, args.link, args.error)
+        show(probed, choice, others, link, args.error)
+        args.out.write_text(text(choice, args.config, values, args.out, said))
+    except (OSError, ValueError) as error:
+        sys.exit(f'jaxmp plan: {error}')
+    print(f'wrote {args.out}: python train.py --config={args.out}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,211 @@
+"""`choose`: the plan of the least predicted step whose codecs stay within an error budget.
+
+The search starts from the candidates whose encoder, message and decoder take the least time in all,
+and from each candidate at all crossings that it is allowed at. From each start it takes the best
+schedule, then at each crossing the candidate with which the whole step is shortest; where the time
+of a crossing is hidden, behind compute or behind other messages, that of the least error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxmp.plan.predict import Edge, Link, Message, Times, step
+from jaxmp.runtimes.plans import SCHEDULES, Plan, run
+from jaxmp.runtimes.schedule import Action, saved_inputs
+
+LINES = '1f1b', 'gpipe', 'eager_1f1b', 'zb_h1', 'zb_h2'  # one stage per device
+EXTRA = 1, 2, 4, 8  # micro-batches of a cap beyond that of 1F1B
+EQUAL = 1.001  # steps whose ratio is less are equal: the codec of the least error counts
+ALIKE = 1.01  # likewise of schedules, of which the one that keeps the fewest examples counts
+ROUNDS = 3  # of schedule, then codecs
+
+
+class Candidate(NamedTuple):
+    """A channel as it was measured at one crossing; times and bytes are those of a whole batch.
+
+    Attributes:
+      text: of the algebra.
+      bits: per element.
+      error: relative squared error, ``||y - x||^2 / ||x||^2``.
+      encode: seconds.
+      decode: seconds.
+      nbytes: of the messages.
+    """
+
+    text: str
+    bits: float
+    error: float
+    encode: float
+    decode: float
+    nbytes: float
+
+
+class Probed(NamedTuple):
+    """What the probe measured.
+
+    Attributes:
+      stages: times of each stage, by the number of micro-batches.
+      crossings: candidates by edge.
+      handover: seconds of a message besides its bytes, from thread to thread.
+    """
+
+    stages: Mapping[int, Sequence[Times]]
+    crossings: Mapping[Edge, Sequence[Candidate]]
+    handover: float = 0.0
+
+
+class Order(NamedTuple):
+    """A schedule, micro-batches and cap.
+
+    Attributes:
+      schedule: a name of `LINES`; ``'ahead'`` and ``'ahead_split'`` are `ahead` with ``extra``.
+      microbatches: per step.
+      extra: of the cap.
+    """
+
+    schedule: str
+    microbatches: int
+    extra: int = 0
+
+    @property
+    def line(self) -> str:
+        """The schedule as tables show it."""
+        more = f' (1f1b and {self.extra} more kept)' if self.extra else ''
+        return f'{self.schedule}{more}, {self.microbatches} micro-batches'
+
+
+class Choice(NamedTuple):
+    """What a table's row is made of: an order, a candidate per edge, the predicted seconds."""
+
+    order: Order
+    codecs: Mapping[Edge, Candidate]
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """The largest of all crossings."""
+        return max(c.error for c in self.codecs.values())
+
+
+def ahead(stages: int, microbatches: int, extra: int, split: bool = False) -> tuple[Action, ...]:
+    """1F1B, or with ``split`` ZB-H1, whose caps are higher by ``extra`` micro-batches.
+
+    >>> from jaxmp.runtimes.plans import one_f_one_b
+    >>> ahead(4, 8, 0) == one_f_one_b(4, 8)
+    True
+    """
+    caps = [stages - s + extra for s in range(stages)]
+    kept = [stages + extra if split else microbatches] * stages
+    return run(Plan(range(stages), split, caps, kept), microbatches)
+
+
+@functools.cache
+def actions_of(order: Order, stages: int) -> tuple[Action, ...]:
+    """The schedule of an order."""
+    if order.extra:
+        return ahead(stages, order.microbatches, order.extra, order.schedule == 'ahead_split')
+    return SCHEDULES[order.schedule](stages, order.microbatches)
+
+
+def choose(probed: Probed, link: Link, budget: float) -> Choice:
+    """The plan.
+
+    Args:
+      probed: every crossing has a candidate without error.
+      link: between neighbouring stages.
+      budget: largest relative squared error of a crossing.
+    """
+    allowed = {e: [c for c in own if c.error <= budget] for e, own in probed.crossings.items()}
+    cost = lambda c: (c.encode + link.seconds(c.nbytes) + c.decode, c.error)
+    fastest = {e: min(own, key=cost) for e, own in allowed.items()}
+    texts = dict.fromkeys(c.text for own in allowed.values() for c in own)
+    everywhere = (
+        {e: next((c for c in own if c.text == t), fastest[e]) for e, own in allowed.items()}
+        for t in texts
+    )
+    found = [searched(probed, link, start, allowed) for start in (fastest, *everywhere)]
+    return min(found, key=lambda choice: choice.seconds)
+
+
+def searched(
+    probed: Probed,
+    link: Link,
+    start: Mapping[Edge, Candidate],
+    allowed: Mapping[Edge, Sequence[Candidate]],
+) -> Choice:
+    """The best schedule and the best codecs in turn, until nothing changes."""
+    choice = ordered(probed, link, start)
+    for _ in range(ROUNDS):
+        codecs = improved(probed, link, choice, allowed)
+        if codecs == choice.codecs:
+            break
+        choice = ordered(probed, link, codecs)
+    return choice
+
+
+def ordered(probed: Probed, link: Link, codecs: Mapping[Edge, Candidate]) -> Choice:
+    """The order of the least predicted step for given codecs; see `ALIKE`."""
+    stages = 1 + max(max(e) for e in codecs)
+    found = []
+    for order, actions in orders(probed, stages):
+        seconds = predicted(probed, link, codecs, (order, actions))
+        kept = max(saved_inputs(actions)) / order.microbatches
+        found.append((Choice(order, codecs, seconds), kept))
+    least = min(choice.seconds for choice, _ in found)
+    fast = [pair for pair in found if pair[0].seconds <= ALIKE * least]
+    return min(fast, key=lambda p: (p[1], p[0].order.microbatches, p[0].seconds))[0]
+
+
+def improved(
+    probed: Probed,
+    link: Link,
+    choice: Choice,
+    allowed: Mapping[Edge, Sequence[Candidate]],
+) -> dict[Edge, Candidate]:
+    """Codecs changed one after the other where the whole step gains, or only the error does."""
+    codecs, stages = dict(choice.codecs), 1 + max(max(e) for e in choice.codecs)
+    pair = choice.order, actions_of(choice.order, stages)
+    for edge, own in allowed.items():
+        steps = [(predicted(probed, link, {**codecs, edge: c}, pair), c) for c in own]
+        least = min(seconds for seconds, _ in steps)
+        equal = [(c.error, seconds, c) for seconds, c in steps if seconds <= EQUAL * least]
+        codecs[edge] = min(equal, key=lambda row: row[:2])[2]
+    return codecs
+
+
+def orders(probed: Probed, stages: int) -> Iterator[tuple[Order, tuple[Action, ...]]]:
+    """The orders that are tried; those that split backwards, where both halves were measured."""
+    for count, times in probed.stages.items():
+        halves = all(t.halves for t in times)
+        names = [Order(name, count) for name in LINES if halves or not name.startswith('zb')]
+        caps = [e for e in EXTRA if e < count]
+        names += [Order('ahead', count, e) for e in caps]
+        names += [Order('ahead_split', count, e) for e in caps if halves]
+        yield from ((order, actions_of(order, stages)) for order in names)
+
+
+def predicted(
+    probed: Probed,
+    link: Link,
+    codecs: Mapping[Edge, Candidate],
+    order: tuple[Order, Sequence[Action]],
+) -> float:
+    """Predicted seconds of a step."""
+    count = order[0].microbatches
+    wire = lambda c: link.seconds(c.nbytes / count) + probed.handover
+    messages = {e: Message(c.encode / count, wire(c), c.decode / count) for e, c in codecs.items()}
+    return step(order[1], probed.stages[count], messages, link.delay / 1e3)
+
+
+def uniform(probed: Probed, link: Link, fwd: str, bwd: str) -> Choice | None:
+    """One channel forward and one backward everywhere, in its best order; None if not measured."""
+    codecs = {}
+    for (a, b), own in probed.crossings.items():
+        named = {c.text: c for c in own}
+        if (text := fwd if a < b else bwd) not in named:
+            return None
+        codecs[a, b] = named[text]
+    return ordered(probed, link, codecs)

@@ -1,0 +1,160 @@
+"""Candidates at the boundaries: times and errors on activations and gradients of the model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmp import data, spec
+from jaxmp.codecs import raw
+from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.feedback import Channel, direct
+from jaxmp.pipeline import pipeline
+from jaxmp.plan.choose import Candidate
+from jaxmp.plan.clock import PASSES, Clock, timed
+from jaxmp.plan.predict import Edge
+from jaxmp.runtimes.links import Lane, local_move, wait
+from jaxmp.training.by_stage import by_stage
+from jaxmp.training.experiment import Experiment
+from jaxmp.training.portable import name
+from jaxmp.training.probe import keeping
+from jaxmp.wire import Ctx, Like, bits, like
+
+STEPS = 30  # of training before the snapshots, at most
+SNAPSHOTS = 4  # steps in a row whose tensors are kept
+LEAST = 4  # candidates
+HANDOVERS = 30  # of an empty message; the median counts
+SHARES = {'training': 0.25, 'codecs': 0.75}  # of the time, at whose end a part stops
+
+Tensors = Mapping[Edge, Sequence[Array]]
+
+
+def candidates(texts: Iterable[str], names: Mapping[str, Any], like: Like) -> dict[str, Channel]:
+    """The channels that texts name.
+
+    Raises:
+      ValueError: if a text names no channel, or one that does not stand by itself.
+    """
+    found = {}
+    for text in texts:
+        channel = spec.parse(text, names)
+        if channel.per_example or channel.per_token:
+            raise ValueError(
+                f'--codecs: {text} keeps a state per example, which a probe cannot fill; give '
+                'codecs, or rules of feedback such as ef21'
+            )
+        try:
+            bits(channel, like)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f'--codecs: {text} does not stand by itself at a boundary ({error}); give channels '
+                'that do, as `jaxmp codecs` lists them'
+            ) from None
+        found[text] = channel
+    return found
+
+
+def snapshots(exp: Experiment, clock: Clock) -> tuple[Tensors, Sequence[Any]]:
+    """What micro-batch 0 sends over each edge in the last training steps, in their order.
+
+    Also the variables of all stages after them.
+    """
+    keep, n = keeping(direct(raw)), len(exp.task.stages) - 1
+    kept = exp._replace(model=pipeline(exp.task.stages, [keep] * n, [keep] * n))
+    engine, size = by_stage(kept, ProcessGroup()), exp.config.batch_size
+    state, run, found, i = engine.create(kept), engine.epoch(0), [], 0
+    while len(found) < SNAPSHOTS or not (i >= STEPS or clock.spent(SHARES['training'])):
+        rows = data.order(exp.config.seed, i // exp.epoch_steps, len(exp.data.train.y))
+        first = i % exp.epoch_steps * size
+        *_, (state, _, _) = run(state, rows[first : first + size], lambda: False)
+        parts = engine.export(state).parts
+        found.append([parts[name(s, 0)]['feedback'] for s in range(n + 1)])
+        found, i = found[-SNAPSHOTS:], i + 1
+    clock.say(f'{i} training steps done')
+    first = lambda kept: jnp.asarray(kept.tensor[0])
+    ways: dict[Edge, list[Array]] = {}
+    for s in range(n):
+        ways[s, s + 1] = [first(stages[s].right_tx) for stages in found]
+        ways[s + 1, s] = [first(stages[s + 1].left_tx) for stages in found]
+    return ways, jax.device_put(engine.weights(state), jax.devices()[0])
+
+
+def measured(
+    texts: Mapping[str, Channel], tensors: Tensors, count: int, clock: Clock
+) -> dict[Edge, list[Candidate]]:
+    """The candidates of each edge, as many as the time allows, the same ones everywhere.
+
+    Args:
+      texts: candidates, of which the first `LEAST` are always measured.
+      tensors: of a micro-batch.
+      count: micro-batches of a batch.
+      clock: of the probe.
+    """
+    found: dict[Edge, list[Candidate]] = {edge: [] for edge in tensors}
+    for i, (text, channel) in enumerate(texts.items()):
+        if i >= LEAST and clock.spent(SHARES['codecs']):
+            left = list(texts)[i:]
+            clock.say(f'no time for {"; ".join(left)}: give more --seconds, or fewer codecs')
+            break
+        clock.say(text)
+        send, recv = compiled(channel)
+        for edge, own in tensors.items():
+            encode, decode, error = crossed(channel, (send, recv), own)
+            size = bits(channel, like(own[0]))
+            times = count * encode, count * decode, count * size / 8
+            found[edge].append(Candidate(text, size / own[0].size, error, *times))
+    return found
+
+
+def compiled(channel: Channel) -> tuple[Any, Any]:
+    """Both ends of a channel, ``(x, tx, key)`` and ``(message, rx, like, key)``."""
+    send = jax.jit(lambda x, tx, key: channel.send(x, tx, Ctx(key)))
+    recv = lambda message, rx, like, key: channel.recv(message, rx, like, Ctx(key))
+    return send, jax.jit(recv, static_argnums=2)
+
+
+def crossed(
+    channel: Channel, ends: tuple[Any, Any], tensors: Sequence[Array]
+) -> tuple[float, float, float]:
+    """Median seconds to encode and to decode, and the relative squared error.
+
+    The tensors cross one after another, so that a rule of feedback has its state; of the error the
+    later half of them counts.
+    """
+    (send, recv), x = ends, like(tensors[0])
+    tx, rx = channel.init(x)
+    times, squares = [], []
+    rounds = [*tensors, *tensors[: max(0, 1 + PASSES - len(tensors))]]
+    for i, tensor in enumerate(rounds):
+        key = jax.random.key(i)
+        encode, (message, tx) = timed(send, tensor, tx, key)
+        decode, (y, rx) = timed(recv, message, rx, x, key)
+        times.append((encode, decode))
+        if len(tensors) // 2 <= i < len(tensors):
+            wide = np.asarray(tensor, np.float64)
+            squares.append((np.sum((np.asarray(y, np.float64) - wide) ** 2), np.sum(wide**2)))
+    wrong, whole = np.sum(squares, axis=0)
+    encode, decode = (statistics.median(t) for t in zip(*times[1:], strict=True))
+    return encode, decode, float(wrong / whole) if whole else float(wrong > 0)
+
+
+def handover() -> float:
+    """Median seconds of a message besides its bytes: through the thread of a lane, and back."""
+    lane, message = Lane([local_move(jax.devices()[0])], (), (1e9, 0.0)), jnp.zeros((1, 1024))
+    times = []
+    for _ in range(HANDOVERS):
+        sent: Future[Any] = Future()
+        arrived = lane.carry(sent)
+        start = time.monotonic()
+        sent.set_result(message)
+        jax.block_until_ready(wait(arrived))
+        times.append(time.monotonic() - start)
+    return statistics.median(times)

@@ -1,0 +1,114 @@
+"""`step`: the predicted time of one training step of a schedule over a slow link."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxmp.runtimes.schedule import Action
+
+Edge = tuple[int, int]  # the stage that sends, the stage that receives
+FORM = re.compile(r'(\d+(?:\.\d+)?)([kmg])bit(?:,(\d+(?:\.\d+)?)ms)?', re.IGNORECASE)
+MEGABITS = {'k': 1e-3, 'm': 1.0, 'g': 1e3}
+
+
+class Link(NamedTuple):
+    """A link between two stages, the same in both directions.
+
+    Attributes:
+      rate: Mbit/s.
+      delay: ms from the last byte's departure to its arrival.
+    """
+
+    rate: float
+    delay: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """How long a message occupies the link."""
+        return 8 * nbytes / (1e6 * self.rate)
+
+
+class Times(NamedTuple):
+    """Seconds that a stage computes, without codecs.
+
+    Attributes:
+      forward: of a micro-batch.
+      backward: of a micro-batch, both gradients.
+      halves: of a micro-batch, the gradient of the input and that of the weights as programs of
+        their own; empty where they were not measured.
+      update: of the optimizer, once per step.
+    """
+
+    forward: float
+    backward: float
+    halves: tuple[float, ...] = ()
+    update: float = 0.0
+
+
+class Message(NamedTuple):
+    """Seconds that the message of a micro-batch takes: in its sender, on the link, and after it."""
+
+    encode: float
+    wire: float
+    decode: float
+
+
+def parse(text: str) -> Link:
+    """The link that a text names.
+
+    Raises:
+      ValueError: if the text is no link.
+
+    >>> parse('100mbit,50ms'), parse('1gbit')
+    (Link(rate=100.0, delay=50.0), Link(rate=1000.0, delay=0.0))
+    """
+    found = FORM.fullmatch(text.strip())
+    if not found or not float(found[1]):
+        raise ValueError(
+            f'--link={text}: not a rate above 0, and perhaps a delay; write a number with kbit, '
+            'mbit or gbit (per second), and ms, such as --link=100mbit,50ms or --link=1gbit'
+        )
+    return Link(float(found[1]) * MEGABITS[found[2].lower()], float(found[3] or 0))
+
+
+def step(
+    actions: Sequence[Action],
+    stages: Sequence[Times],
+    messages: Mapping[Edge, Message],
+    delay: float,
+) -> float:
+    """Seconds of a step: each device runs its actions in order, each as early as it can.
+
+    An action takes the time of its stage and of the codecs that its program runs. The messages of
+    an edge follow each other, beside compute: each occupies its link, and arrives a delay later.
+
+    Args:
+      actions: a schedule, whose order counts and whose times do not.
+      stages: times of each stage.
+      messages: those of every edge between neighbours, in both directions.
+      delay: of every message, seconds.
+
+    >>> from jaxmp.runtimes.plans import gpipe
+    >>> edges = {(0, 1): Message(0.0, 4.0, 0.0), (1, 0): Message(0.0, 2.0, 0.0)}
+    >>> step(gpipe(2, 1), [Times(1.0, 2.0)] * 2, edges, delay=0.5)
+    13.0
+    """
+    split = any(a.kind == 'W' for a in actions)
+    free: dict[int | Edge, float] = {}
+    ready: dict[tuple[str, int, int], float] = {}  # when the input of an action is there
+    ends = [0.0] * len(stages)
+    for a in actions:
+        own, to = stages[a.stage], a.stage + {'F': 1, 'B': -1, 'W': len(stages)}[a.kind]
+        source, edge = a.stage - (to - a.stage), (a.stage, to)
+        seconds = {'F': own.forward, 'B': own.backward, 'W': 0.0}[a.kind]
+        if split and a.kind != 'F':
+            seconds = own.halves[a.kind == 'W']
+        start = max(free.get(a.device, 0.0), ready.get((a.kind, a.stage, a.microbatch), 0.0))
+        coming, going = messages.get((source, a.stage)), messages.get(edge)
+        end = start + seconds + (coming.decode if coming else 0) + (going.encode if going else 0)
+        free[a.device] = ends[a.stage] = end
+        if going:
+            free[edge] = max(free.get(edge, 0.0), end) + going.wire
+            ready[a.kind, to, a.microbatch] = free[edge] + delay
+    return max(end + own.update for end, own in zip(ends, stages, strict=True))

@@ -1,0 +1,104 @@
+"""`show`: the tables that a plan was decided from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxmp.plan.choose import Choice, Probed
+from jaxmp.plan.predict import Link
+
+
+def summary(choice: Choice, base: str, link: str, budget: float) -> str:
+    """A line about a plan."""
+    return (
+        f'The plan for {base} over {link}, error at most {budget:g}: predicted step '
+        f'{1e3 * choice.seconds:.1f} ms.'
+    )
+
+
+def show(
+    probed: Probed,
+    choice: Choice,
+    others: Mapping[tuple[str, str], Choice | None],
+    link: Link,
+    budget: float,
+) -> None:
+    """Prints candidates, stages, and the plan beside uniform choices.
+
+    Args:
+      probed: what was measured.
+      choice: the plan.
+      others: channels forward and backward at every boundary, in their best orders.
+      link: between stages.
+      budget: of the error.
+    """
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    for made in (crossings(probed, choice, link, budget), stages(probed, choice)):
+        console.print(made)
+    if why := open_because(probed, choice, budget):
+        console.print(why, highlight=False)
+    console.print(predictions(choice, others))
+
+
+def open_because(probed: Probed, choice: Choice, budget: float) -> str:
+    """Why nothing is compressed, where nothing is."""
+    if any(c.text != 'raw' for c in choice.codecs.values()):
+        return ''
+    errors = [c.error for own in probed.crossings.values() for c in own if c.text != 'raw']
+    if errors and min(errors) <= budget:
+        return 'every crossing stays raw: no candidate is faster'
+    return (
+        f'every crossing stays raw: no other candidate meets --error={budget:g}, and the least '
+        f'error is {min(errors, default=float("inf")):.2g}; give a larger --error or more --codecs'
+    )
+
+
+def crossings(probed: Probed, choice: Choice, link: Link, budget: float) -> Table:
+    """A row per candidate of each crossing, times per step."""
+    table = Table(
+        title=f'candidates: ms per step at {link.rate:g} Mbit/s, without the delay of '
+        f'{link.delay:g} ms; error: relative squared, a proxy, budget {budget:g}'
+    )
+    for head in ('boundary', 'way', 'codec', 'bits', 'error', 'encode', 'wire', 'decode', ''):
+        table.add_column(head, justify='left' if head in ('way', 'codec', '') else 'right')
+    for edge, own in sorted(probed.crossings.items(), key=lambda row: (min(row[0]), row[0])):
+        for c in sorted(own, key=lambda c: c.error):
+            mark = 'chosen' if c == choice.codecs[edge] else '' if c.error <= budget else 'above'
+            times = (1e3 * t for t in (c.encode, link.seconds(c.nbytes), c.decode))
+            way = 'forward' if edge[0] < edge[1] else 'backward'
+            cells = f'{c.bits:.2f}', f'{c.error:.2g}', *(f'{t:.2f}' for t in times)
+            table.add_row(str(1 + min(edge)), way, c.text, *cells, mark)
+        table.add_section()
+    return table
+
+
+def stages(probed: Probed, choice: Choice) -> Table:
+    """Times of each stage with the micro-batches that were chosen."""
+    table = Table(
+        title=f'stages: ms per micro-batch, {choice.order.microbatches} micro-batches; '
+        f'{1e3 * probed.handover:.2f} ms to hand over a message'
+    )
+    for head in ('stage', 'forward', 'backward', 'of inputs', 'of weights', 'update per step'):
+        table.add_column(head, justify='right')
+    for s, t in enumerate(probed.stages[choice.order.microbatches]):
+        halves = t.halves or (float('nan'),) * 2
+        cells = (f'{1e3 * x:.2f}' for x in (t.forward, t.backward, *halves, t.update))
+        table.add_row(str(s), *cells)
+    return table
+
+
+def predictions(choice: Choice, others: Mapping[tuple[str, str], Choice | None]) -> Table:
+    """The plan beside uniform choices."""
+    table = Table(title='predicted step')
+    for head in ('codecs', 'schedule', 'ms', 'largest error'):
+        table.add_column(head, justify='left' if head in ('codecs', 'schedule') else 'right')
+    rows = {f'{f} forward, {b} backward': other for (f, b), other in others.items()}
+    for name, made in {'the plan': choice, **rows}.items():
+        if made is not None:
+            cells = f'{1e3 * made.seconds:.1f}', f'{made.error:.2g}'
+            table.add_row(name, made.order.line, *cells)
+    return table

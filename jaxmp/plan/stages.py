@@ -1,0 +1,152 @@
+"""`stage_times`: how long each stage computes, measured alone, by number of micro-batches."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+
+from jaxmp import data
+from jaxmp.plan.clock import PASSES, Clock, timed
+from jaxmp.plan.predict import Times
+from jaxmp.runtimes.stage import programs
+from jaxmp.runtimes.state import MicroBatch, StageState
+from jaxmp.runtimes.worker import CompiledStage, Worker
+from jaxmp.training.engine import model_of
+from jaxmp.training.experiment import Experiment, microbatch_like
+from jaxmp.wire import Ctx
+
+MOST = 16  # micro-batches
+
+
+def stage_times(exp: Experiment, variables: Sequence[Any], clock: Clock) -> dict[int, list[Times]]:
+    """Times of all stages by number of micro-batches."""
+    own, size = exp.config.parallel.num_microbatches, exp.config.batch_size
+    counts = [n for n in range(1, min(MOST, size) + 1) if size % n == 0]
+    counts = list(dict.fromkeys([own, counts[-1], 1, *counts]))
+    found, shares = {}, [()] * len(variables)
+    for i, count in enumerate(counts):
+        if i and clock.spent():
+            left = ', '.join(map(str, sorted(counts[i:])))
+            clock.say(f'no time for {left} micro-batches, which are interpolated')
+            break
+        clock.say(f'stages with {count} micro-batches')
+        run = passes(with_microbatches(exp, count), variables)
+        found[count] = run(False)
+        if not i and not clock.spent():
+            clock.say('backwards in two halves')
+            pairs = zip(run(True), found[own], strict=True)
+            shares = [tuple(t / b for t in halves) for (_, *halves), (_, b) in pairs]
+    update = updates(exp, variables)
+    return {
+        count: [
+            Times(f, b, tuple(b * share for share in shares[s]), update[s])
+            for s, (f, b) in enumerate(rows)
+        ]
+        for count, rows in sorted(interpolated(found, counts).items())
+    }
+
+
+def interpolated(
+    found: Mapping[int, Sequence[Sequence[float]]], counts: Sequence[int]
+) -> dict[int, np.ndarray]:
+    """Times of all counts, linear in the size of a micro-batch; beyond the measured ones in ratio.
+
+    >>> {n: a.tolist() for n, a in interpolated({1: [[4.0]], 4: [[1.0]]}, [1, 2, 4, 8]).items()}
+    {1: [[4.0]], 2: [[2.0]], 4: [[1.0]], 8: [[0.5]]}
+    """
+    known = sorted((1 / n, np.asarray(rows)) for n, rows in found.items())
+    sizes = [size for size, _ in known]
+    made = {}
+    for n in counts:
+        at = min(max(1 / n, sizes[0]), sizes[-1])
+        i = min(int(np.searchsorted(sizes, at)), len(sizes) - 1)
+        (low, a), (high, b) = known[max(i - 1, 0)], known[i]
+        part = (at - low) / (high - low) if high > low else 1.0
+        made[n] = (a + part * (b - a)) * (1 / n / at)
+    return made
+
+
+def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[list[float]]]:
+    """A function of ``split``: for each stage the median seconds of F and B, or of F, B and W."""
+    model, size = model_of(exp, exp.model.boundaries), microbatch_like(exp).shape[0]
+    made = programs(
+        model.stages, model.boundaries, model.loss, model.x, {'train': True}, model.remat
+    )
+    stages = [CompiledStage(p, None) for p in made]
+    [batch] = data.batches(exp.data.train, size, np.arange(size))
+    x = jax.jit(model.prepare)(batch['x'], jax.random.key(0))
+    fresh = lambda v: jax.tree.map(jnp.array, {k: v[k] for k in v if k != 'params'})  # donated
+    states = [
+        StageState(v['params'], fresh(v), p.init_feedback())
+        for v, p in zip(variables, made, strict=True)
+    ]
+
+    def run(split: bool) -> list[list[float]]:
+        rows: list[dict[str, list[float]]] = [{k: [] for k in 'FBW'[: 2 + split]} for _ in stages]
+        for turn in range(1 + PASSES):
+            workers = [Worker(p, state, split) for p, state in zip(stages, states, strict=True)]
+            ctx = Ctx(jax.random.key(turn), jnp.asarray(batch['id']), microbatch=np.int32(0))
+            for s, kind, seconds in one_pass(workers, (x, batch['y'], ctx), split):
+                rows[s][kind] += [seconds] * (turn > 0)
+            states[:] = [w.state() for w in workers]
+        return [[statistics.median(times) for times in row.values()] for row in rows]
+
+    return run
+
+
+def one_pass(workers: Sequence[Worker], batch: tuple[Array, Any, Ctx], split: bool) -> Any:
+    """Seconds of all actions of one micro-batch, ``(stage, kind, seconds)``."""
+    x, y, ctx = batch
+    last, message = len(workers) - 1, None
+    for s, w in enumerate(workers):
+        w.total = w.stage.init_accumulator(w.params, y if s == last else None)
+        own = jax.device_put(MicroBatch(x if s == 0 else None, y if s == last else None, ctx))
+        message, seconds = acted(w, 'F', own, message)
+        yield s, 'F', seconds
+    message = None
+    for s in range(last, -1, -1):
+        message, seconds = acted(workers[s], 'B', None, message)
+        yield s, 'B', seconds
+    for s, w in enumerate(workers if split else ()):
+        yield s, 'W', acted(w, 'W', None, None)[1]
+
+
+def acted(worker: Worker, kind: str, own: MicroBatch | None, message: Any) -> tuple[Any, float]:
+    """The message that an action makes, and its seconds."""
+    jax.block_until_ready(own)
+    worker.wait(message)
+    start = time.monotonic()
+    made = worker.act(kind, 0, own, message)
+    worker.wait(made)
+    return made, time.monotonic() - start
+
+
+def updates(exp: Experiment, variables: Sequence[Any]) -> list[float]:
+    """Median seconds of the optimizer's update of each stage."""
+
+    @jax.jit
+    def update(params: Any, state: Any) -> Any:
+        changes, state = exp.optimizer.update(params, state, params)
+        return optax.apply_updates(params, changes), state
+
+    found = []
+    for params in (own['params'] for own in variables):
+        state = exp.optimizer.init(params)
+        times = [timed(update, params, state)[0] for _ in range(1 + PASSES)]
+        found.append(statistics.median(times[1:]))
+    return found
+
+
+def with_microbatches(exp: Experiment, count: int) -> Experiment:
+    """The experiment with another number of micro-batches."""
+    config = exp.config.copy_and_resolve_references()
+    config.parallel.num_microbatches = count
+    return exp._replace(config=config)

@@ -1,0 +1,79 @@
+"""`text`: a plan as a configuration's file, which starts from the one that was probed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmp.plan.choose import Choice
+from jaxmp.plugins import folder
+
+AHEAD = '''
+
+def schedule(stages: int, microbatches: int) -> Any:
+    """1F1B whose devices keep {extra} more micro-batches."""
+    return ahead(stages, microbatches, {extra}{split})
+'''
+
+
+def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said: str) -> str:
+    """The file.
+
+    Args:
+      choice: the plan.
+      base: the configuration that was probed: its name, or its file.
+      changed: values of the command line, by dotted name.
+      out: where the file will be.
+      said: what the docstring says of the plan.
+    """
+    order, own = choice.order, bool(choice.order.extra)
+    count = len(choice.codecs) // 2
+    values = {
+        **changed,
+        'fwd': '; '.join(choice.codecs[s, s + 1].text for s in range(count)),
+        'bwd': '; '.join(choice.codecs[s + 1, s].text for s in range(count)),
+        'parallel.runtime': 'mpmd',
+        'parallel.num_microbatches': order.microbatches,
+    }
+    rows = [f'            {key!r}: {value!r},' for key, value in values.items()]
+    name = "f'{__file__}:schedule'" if own else repr(order.schedule)
+    rows += [f"            'parallel.schedule': {name},"]
+    path, imports = based(base, out)
+    imports += ['from typing import Any', ''] * own
+    tail = AHEAD.format(extra=order.extra, split=', split=True' * (order.schedule[5:] != ''))
+    return '\n'.join(
+        [
+            f'"""{said}"""',
+            '',
+            *imports,
+            'from jaxmp.config import Config',
+            *['from jaxmp.plan.choose import ahead'] * own,
+            'from jaxmp.plugins import load',
+            '',
+            '',
+            'def get_config() -> Config:',
+            '    """What the plan changes."""',
+            f'    c = load({path})',
+            "    c.name += '_plan'",
+            '    c.update_from_flattened_dict(',
+            '        {',
+            *rows,
+            '        }',
+            '    )',
+            '    return c',
+            *(tail.splitlines() if own else []),
+            '',
+        ]
+    )
+
+
+def based(base: str, out: Path) -> tuple[str, list[str]]:
+    """The expression that names the configuration from the file ``out``, and its imports."""
+    file, colon, argument = base.partition(':')
+    if (folder() / f'{file}.py').is_file() and not Path(file).is_file():
+        return repr(base), []
+    near = os.path.relpath(Path(file).resolve(), out.resolve().parent)
+    path = f'str(Path(__file__).resolve().parent / {near!r})'
+    return path + f' + {colon + argument!r}' * bool(colon), ['from pathlib import Path', '']

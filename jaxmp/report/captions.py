@@ -1,0 +1,58 @@
+"""What a picture says of its rows: names, number of seeds, training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxmp.report import style
+from jaxmp.report.residuals import CONFIDENCE
+from jaxmp.report.results import Row, difference
+
+INTERVALS = (
+    f'{100 * CONFIDENCE:g} % intervals of the mean over seeds (Student; rows that agree share a '
+    'deviation), cut at the axes'
+)
+
+
+def text_of(row: Row) -> str:
+    """The text of a row's exchange, or of its forward channel."""
+    run = row.runs[0]
+    return run['exchange']['text'] if 'exchange' in run else run['fwd']
+
+
+def names(rows: Sequence[Row]) -> list[str]:
+    """Rows in words; rows that have the same words also have their names."""
+    said = []
+    for row in rows:
+        run = row.runs[0]
+        pair = run['fwd'], run['bwd'], run['config']['warmup_epochs']
+        said.append(style.exchange(text_of(row)) if 'exchange' in run else style.human(*pair))
+    return [f'{s} ({r.name})' if said.count(s) > 1 else s for s, r in zip(said, rows, strict=True)]
+
+
+def trained(rows: Sequence[Row]) -> str:
+    """How long the runs were trained."""
+    steps = sorted({r['steps'] for row in rows for r in row.runs})
+    return f'{" or ".join(f"{s:,}" for s in steps)} steps'
+
+
+def seeds(rows: Sequence[Row]) -> str:
+    """The number of seeds of the rows, and what bars are if there are several."""
+    counts = sorted({len(row.runs) for row in rows})
+    if counts == [1]:
+        return 'n = 1 seed, so no intervals'
+    return f'n = {" or ".join(map(str, counts))} seeds; bars: {INTERVALS}'
+
+
+def reference(rows: Sequence[Row]) -> Row | None:
+    """The row without compression."""
+    return next((r for r in rows if style.family(text_of(r)) == 'no compression'), None)
+
+
+def apart(row: Row, none: Row, name: str) -> str:
+    """How far a row ends from no compression, with an interval if there are several seeds."""
+    unit, e = 'nats' if row.measure == 'perplexity' else 'points', difference(row, none)
+    if e is None:
+        return name
+    known = f' [{e.low:+.1f}, {e.high:+.1f}]' if e.seeds > 1 else ''
+    return f'{name}: {e.mean:+.1f}{known} {unit}'

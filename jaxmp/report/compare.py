@@ -1,0 +1,185 @@
+"""`jaxmp compare RUN ... [--out PICTURE]`: a table and a picture of any runs, finished or not.
+
+A run is a workdir, its ``summary.json``, or a result of a sweep. The picture has the training loss,
+the test metric with compression on (line) and off (dashes), and the metric against the bytes that
+are sent per step. It is written as PNG and as SVG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmp.config import flat, settings
+from jaxmp.metrics import ACCURACY, Metric, of_summary
+from jaxmp.report import style
+from jaxmp.report.curves import sent, value
+
+Columns = dict[str, dict[str, list[float]]]  # by part (train, off, on) and score, a value per epoch
+UNSAID = ('name', 'epochs')  # settings that labels leave out
+
+
+class Shown(NamedTuple):
+    """A run in the comparison.
+
+    Attributes:
+      label: the run's name, and the settings in which it differs from runs of the same name.
+      metric: the metric of the table and the picture.
+      curves: the scores of all epochs.
+      sent: bytes per step over boundaries and between replicas, and the same uncompressed; None for
+        a run that has not ended.
+      seconds: time of training and tests; None for a run that has not ended.
+    """
+
+    label: str
+    metric: Metric
+    curves: Columns
+    sent: tuple[int, int] | None
+    seconds: float | None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The summary of a run, or the part of it that exists if the run has not ended.
+
+    Raises:
+      ValueError: if ``path`` is not a run, or is a run of an older version.
+    """
+    file = path / 'summary.json' if path.is_dir() else path
+    try:
+        summary = json.loads(file.read_text()) if file.is_file() else begun(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f'{file} is not a run: {error}; give workdirs or result files') from None
+    if not isinstance(summary, dict) or not {'config', 'history'} <= summary.keys():
+        raise ValueError(f'{file} is not the result of a run; give workdirs or result files')
+    if flat(summary['config']) == summary['config']:
+        raise ValueError(
+            f'{file} is of an older version; convert it with python results/migrate.py {file}'
+        )
+    return summary
+
+
+def begun(workdir: Path) -> dict[str, Any]:
+    """The configuration and the epochs so far of a run that has not ended."""
+    config = json.loads((workdir / 'config.json').read_text())
+    lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+    records = [json.loads(line) for line in lines if line.endswith('}')]
+    parts = {'train': [r for r in records if r['kind'] == 'train']}
+    for mode in ('off', 'on'):
+        parts[mode] = [r for r in records if r.get('compression') == mode]
+    other = ('kind', 'step', 'epoch', 'compression', 'seconds')
+    names = [k for k in records[0] if k not in other] if records else []
+    history = {part: {k: [r[k] for r in rows] for k in names} for part, rows in parts.items()}
+    measure = 'perplexity' if config['model']['name'] == 'gpt2' else 'accuracy'
+    return {'config': config, 'history': history, 'measure': measure}
+
+
+def shown(runs: Sequence[dict[str, Any]]) -> list[Shown]:
+    """The runs with labels that distinguish them."""
+    values = [settings(r['config']) for r in runs]
+    rows = []
+    for run, own in zip(runs, values, strict=True):
+        alike = [v for v in values if v['name'] == own['name']]
+        differ = [k for k in own if len({str(v.get(k)) for v in alike}) > 1 and k not in UNSAID]
+        label = ', '.join([str(own['name']), *(f'{k.rpartition(".")[2]} {own[k]}' for k in differ)])
+        rows.append(
+            Shown(
+                label,
+                of_summary(run),
+                run['history'],
+                sent(run) if 'bytes' in run else None,
+                run.get('seconds'),
+            )
+        )
+    return rows
+
+
+def last(run: Shown, part: str) -> dict[str, float]:
+    """The scores of the last epoch in a part of the curves; empty before the first epoch."""
+    return {k: v[-1] for k, v in run.curves[part].items() if v}
+
+
+def table(runs: Sequence[Shown]) -> Any:
+    """Scores of the last epoch, bytes and time of each run."""
+    from rich.table import Table
+
+    made = Table(title=f'{len(runs)} runs, scores of the last epoch')
+    made.add_column('run', overflow='fold')
+    for head in ('epochs', 'metric', 'off', 'on', 'train loss', 'bytes per step', 'ratio', 'time'):
+        made.add_column(head, justify='right')
+    for r in runs:
+        ends = {m: last(r, m) for m in r.curves}
+        tests = [r.metric.format(ends[m]) if ends[m] else '' for m in ('off', 'on')]
+        loss = f'{ends["train"]["loss"]:.4f}' if ends['train'] else ''
+        count = str(len(r.curves['train'].get('loss', [])))
+        moved = (f'{r.sent[0]:,}', f'{r.sent[1] / max(r.sent[0], 1):.2f}') if r.sent else ('', '')
+        time = f'{r.seconds:.0f} s' if r.seconds is not None else 'not ended'
+        made.add_row(r.label, count, r.metric.name, *tests, loss, *moved, time)
+    return made
+
+
+def draw(path: Path, runs: Sequence[Shown]) -> None:
+    """Draws the runs that have the same metric as the first one."""
+    metric = runs[0].metric
+    own = [r for r in runs if r.metric.name == metric.name]
+    with style.style():
+        figure = style.figure(12, 3.6 + 0.16 * len(own))
+        loss, test, cost = figure.subplots(1, 3)
+        for i, r in enumerate(own):
+            kind = {'color': style.PALETTE[i % 8], 'ls': ('-', '-.', ':')[i // 8 % 3]}
+            train = r.curves['train'].get('loss', [])
+            loss.plot(range(1, len(train) + 1), train, label=r.label, **kind)
+            for mode, dashes in (('on', {}), ('off', {'ls': (0, (3, 2)), 'alpha': 0.5})):
+                rows = [
+                    value(metric, {metric.score: v}) for v in r.curves[mode].get(metric.score, [])
+                ]
+                test.plot(range(1, len(rows) + 1), rows, **{**kind, **dashes})
+                if mode == 'on' and rows and r.sent:
+                    cost.plot([r.sent[0]], rows[-1:], 'o', color=kind['color'])
+        loss.set(title='training loss', xlabel='epoch', ylabel='nats, logarithmic')
+        style.logarithmic(loss)
+        name = f'test {metric.name}{" (%)" if metric is ACCURACY else ""}'
+        test.set(title='test: on (line), off (dashes)', xlabel='epoch', ylabel=name)
+        cost.set(ylabel=name, title='test, on, last epoch')
+        cost.set(xlabel='bytes per step, logarithmic', xscale='log')
+        figure.legend(loc='outside lower left', ncols=2, fontsize=8)
+        ended = [r for r in own if r.curves['on'].get(metric.score)]
+        if ended:
+            best = max(ended, key=lambda r: metric.rank(last(r, 'on')))
+            score = metric.format(last(best, 'on'))
+            figure.suptitle(f'Best test {metric.name} in the last epoch: {score}, {best.label}')
+        style.caption(figure, 'n = 1 run per line, so no intervals')
+        style.save(figure, path)
+
+
+def picture(text: str) -> Path:
+    """The path of a picture; its suffix, if any, is one that is written."""
+    if Path(text).suffix not in ('', '.png', '.svg'):
+        raise argparse.ArgumentTypeError(
+            f'{text}: pictures are PNG and SVG; give {Path(text).with_suffix(".png")}'
+        )
+    return Path(text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog='jaxmp compare', description=(__doc__ or '').partition('\n\n')[2]
+    )
+    parser.add_argument('run', type=Path, nargs='+', help='workdirs or result files')
+    parser.add_argument(
+        '--out', type=picture, default=Path('compare.png'), help='the picture, as PNG and as SVG'
+    )
+    args = parser.parse_args(argv)
+    try:
+        runs = shown([load(path) for path in args.run])
+        draw(args.out, runs)
+    except (OSError, ValueError) as error:
+        sys.exit(f'jaxmp compare: {error}')
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 140).print(table(runs))
+    print(args.out.with_suffix('.png'), args.out.with_suffix('.svg'))

@@ -1,0 +1,105 @@
+"""Curves by epoch of the rows of one of the paper's tables, as in its figures 2 to 6."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp.report import style
+from jaxmp.report.captions import apart, names, reference, seeds, trained
+from jaxmp.report.residuals import intervals
+from jaxmp.report.results import Row, difference
+
+PARTS = {'train': 'training', 'off': 'test, compression off', 'on': 'test, compression on'}
+
+
+class Curves(NamedTuple):
+    """Scores by epoch of the rows of a table: one list per row, part and seed."""
+
+    title: str
+    caption: str
+    score: str
+    warmup: dict[str, int]
+    rows: dict[str, dict[str, list[list[float]]]]
+    ends: dict[str, dict[str, tuple[float, float]]]  # intervals of the last epoch by part and row
+
+
+def number(row: Row) -> int:
+    """The number of epochs with a curve in all runs of a row."""
+    histories = [r.get('history', {}).get('train', {}).get('loss', ()) for r in row.runs]
+    return min(len(h) for h in histories)
+
+
+def curves(rows: Sequence[Row]) -> Curves:
+    """Curves of ``rows``, and the row that ends nearest to no compression as a title."""
+    text, said, none = rows[0].measure == 'perplexity', names(rows), reference(rows)
+    data = {
+        n: {part: [curve(r, part, text) for r in row.runs] for part in PARTS}
+        for n, row in zip(said, rows, strict=True)
+    }
+    ends = {}
+    for part in PARTS:
+        last = {n: dict(enumerate(c[-1] for c in parts[part])) for n, parts in data.items()}
+        ends[part] = {n: (e.low, e.high) for n, e in intervals(last).items() if e.seeds > 1}
+    title, others = (
+        f'After {trained(rows)}',
+        [n for n, r in zip(said, rows, strict=True) if r is not none],
+    )
+    if none and others:
+        by_name = dict(zip(said, rows, strict=True))
+        far = lambda n: abs(e.mean) if (e := difference(by_name[n], none)) else math.inf
+        order = sorted(others, key=far)
+        told = [apart(by_name[n], none, n) for n in dict.fromkeys((order[0], order[-1]))]
+        title += f', compared with no compression:\n{"; ".join(told)}'
+    warmup = {n: r.runs[0]['config']['warmup_epochs'] for n, r in zip(said, rows, strict=True)}
+    caption = seeds(rows)
+    if any(warmup.values()):
+        caption += '; dotted, to a circle: warm-up, not compressed'
+    if any(r.judged == 'off' for r in rows):
+        caption += '; title: with feedback, tested with compression off'
+    score = 'test loss (nats)' if text else 'test accuracy (%)'
+    return Curves(title, caption, score, warmup, data, ends)
+
+
+def curve(run: dict[str, Any], part: str, text: bool) -> list[float]:
+    """The losses of a run, or its accuracies in percent, by epoch."""
+    if part == 'train' or text:
+        return run['history'][part]['loss']
+    return [100 * a for a in run['history'][part]['accuracy']]
+
+
+def paint(figure: Any, data: Curves) -> None:
+    """Draws means by epoch: training loss, test scores off and on; intervals at the end."""
+    *panels, margin = figure.subplots(1, 4, width_ratios=(1, 1, 1, 0.9))
+    margin.axis('off')
+    panels[2].sharey(panels[1])
+    colours = dict(zip(data.rows, itertools.cycle(style.PALETTE)))
+    ends = {}
+    for axes, (part, title) in zip(panels, PARTS.items(), strict=True):
+        means = {n: np.mean(parts[part], 0) for n, parts in data.rows.items()}
+        for i, (name, y) in enumerate(means.items()):
+            line(axes, y, data.warmup[name], colours[name], i < len(style.PALETTE))
+            if name in data.ends[part]:
+                axes.vlines(len(y) + 0.12 * (i + 2), *data.ends[part][name], color=colours[name])
+        y = np.concatenate(list(means.values()))
+        axes.set_ylim(*np.quantile(y, (0, 1)) + 0.1 * np.ptp(y) * np.array((-1, 1)))
+        axes.set(title=title, xlabel='epoch')
+        axes.set_ylabel('training loss (nats)' if part == 'train' else data.score)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        ends = {n: (len(y) + 0.12 * (len(means) + 2), float(y[-1])) for n, y in means.items()}
+    figure.suptitle(data.title, fontsize=11)
+    style.caption(figure, data.caption)
+    style.label(figure, panels[2], ends, figure.bbox.x1 * 72 / figure.dpi, 7.5, colours)
+
+
+def line(axes: Any, y: np.ndarray, warmup: int, colour: str, solid: bool) -> None:
+    """Draws a row's mean, with its warm-up dotted."""
+    x, start = np.arange(1, len(y) + 1), max(warmup - 1, 0)
+    kind = {'color': colour, 'lw': 1.3, 'marker': '.' if len(x) < 5 else ''}
+    axes.plot(x[:warmup], y[:warmup], **kind, ls=':')
+    axes.plot(x[:warmup][-1:], y[:warmup][-1:], 'o', color=colour, mfc='white', ms=4, zorder=3)
+    axes.plot(x[start:], y[start:], **kind, ls='-' if solid else '--')

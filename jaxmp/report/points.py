@@ -1,0 +1,151 @@
+"""Scores of rows against bits per element, with the Pareto front."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxmp.report import style
+from jaxmp.report.captions import names, reference, seeds, text_of, trained
+from jaxmp.report.residuals import intervals
+from jaxmp.report.results import Row, by_seed, difference, wire
+
+NEAR = 0.05  # a title names the fewest bits with at most so many more errors, or perplexity
+
+
+def front(points: Sequence[tuple[float, float]], low_is_good: bool) -> list[tuple[float, float]]:
+    """The Pareto front: the points ``(bits, score)`` that no other point dominates.
+
+    >>> front([(2, 50), (3, 45), (4, 60)], low_is_good=False)
+    [(2, 50), (4, 60)]
+    """
+    best: list[tuple[float, float]] = []
+    sign = -1 if low_is_good else 1
+    for bits, score in sorted(points, key=lambda p: (p[0], -sign * p[1])):
+        if not best or sign * score > sign * best[-1][1]:
+            best.append((bits, score))
+    return best
+
+
+class Points(NamedTuple):
+    """Rows as points: a score, or an error in percent, against bits per element."""
+
+    ylabel: str
+    title: str
+    caption: str
+    low_is_good: bool
+    log: bool
+    rows: dict[str, dict[str, Any]]
+
+
+def points(rows: Sequence[Row]) -> Points:
+    """Scores of the last epoch, in the mode in which rows are judged, against bits per element.
+
+    Args:
+      rows: rows of one measure. For exchanges of gradients the error is shown instead of the
+        accuracy, because it varies by orders of magnitude.
+    """
+    text, exchanges = rows[0].measure == 'perplexity', 'exchange' in rows[0].runs[0]
+    word = 'validation loss (nats)' if text else f'test {"error" if exchanges else "accuracy"} (%)'
+    said, none = dict(zip(names(rows), rows, strict=True)), reference(rows)
+    shown = lambda score: 100 - score if exchanges else score
+    scores = {n: {s: shown(y) for s, y in by_seed(r, r.judged).items()} for n, r in said.items()}
+    data = {}
+    for name, e in intervals(scores).items():
+        row = said[name]
+        ends = [e.mean, e.mean] if math.isnan(e.error) else [e.low, e.high]
+        point = {'bits': wire(row)['bits'], 'y': e.mean, 'ends': ends, 'judged': row.judged}
+        data[name] = point | {'family': style.family(text_of(row))}
+    title = finding(data, said, none, text, exchanges) if none else f'{word}, {len(rows)} rows'
+    wide = max(r['y'] for r in data.values()) > 10 * min(r['y'] for r in data.values())
+    caption = (
+        seeds(rows) + '; bits: mean of both directions and of all steps, equal ones side by side'
+    )
+    title = f'{title}, after {trained(rows)}'
+    return Points(
+        f'{word}, last epoch', title, caption, text or exchanges, exchanges and wide, data
+    )
+
+
+def finding(
+    data: dict[str, dict[str, Any]], said: dict[str, Row], none: Row, text: bool, exchanges: bool
+) -> str:
+    """The row with the fewest bits among those near no compression, and its distance to it."""
+    worse = lambda y: math.exp(y) if text else y if exchanges else 100 - y
+    plain = next(n for n, row in said.items() if row is none)
+    limit = (1 + NEAR) * worse(data[plain]['y'])
+    near = [n for n, p in data.items() if n != plain and worse(p['y']) <= limit]
+    if not near:
+        return (
+            f'No row is within {100 * NEAR:g} % of the {"perplexity" if text else "errors"} of none'
+        )
+    name = min(near, key=lambda n: (round(data[n]['bits'], 2), worse(data[n]['y'])))
+    bits = f'{data[name]["bits"]:.1f} bits per element instead of {data[plain]["bits"]:.0f}'
+    unit, e = 'nats' if text else 'points of accuracy', difference(said[name], none)
+    if e is None:
+        return f'{name}: {bits}'
+    digits = 1 if not (text or exchanges) else 2
+    known = f' [{e.low:+.{digits}f}, {e.high:+.{digits}f}]' if e.seeds > 1 else ''
+    return f'{name}: {bits},\n{e.mean:+.{digits}f}{known} {unit} compared with no compression'
+
+
+def paint(figure: Any, data: Points) -> None:
+    """Draws points with their names, and the Pareto front."""
+    axes, rows = figure.subplots(), data.rows
+    best = front([(r['bits'], r['y']) for r in rows.values()], data.low_is_good)
+    axes.step(*zip(*best, strict=True), where='post', color='silver', lw=1.2, zorder=1)
+    at = side_by_side({n: r['bits'] for n, r in rows.items()})
+    for name, r in rows.items():
+        colour = style.FAMILIES[r['family']]
+        axes.vlines(at[name], *r['ends'], color=colour, lw=1.2, alpha=0.6, zorder=2)
+        fill = {'mfc': 'white'} if r['judged'] == 'off' else {}
+        axes.plot(at[name], r['y'], 'o', color=colour, ms=5, zorder=5, **fill)
+    for name in (f for f in style.FAMILIES if any(r['family'] == f for r in rows.values())):
+        axes.plot([], [], 'o', color=style.FAMILIES[name], label=name)
+    if any(r['judged'] == 'off' for r in rows.values()):
+        axes.plot([], [], 'o', color='black', mfc='white', label='tested with compression off')
+    axes.plot([], [], color='silver', label='Pareto front')
+    if data.log:
+        spread(axes)
+    else:
+        y = [r['y'] for r in rows.values()]
+        room = 0.12 * (max(y) - min(y))
+        axes.set_ylim(min(y) - room, max(y) + room)
+    scale(axes, [r['bits'] for r in rows.values()])
+    axes.set(xlabel='bits per element on the wire', ylabel=data.ylabel)
+    figure.suptitle(data.title)
+    style.caption(figure, data.caption)
+    axes.legend(loc=f'{"upper" if data.low_is_good else "lower"} right', fontsize=8)
+    style.label(figure, axes, {n: (at[n], r['y']) for n, r in rows.items()}, size=7.5)
+
+
+def side_by_side(bits: dict[str, float], step: float = 1.016) -> dict[str, float]:
+    """Positions of points on the axis of bits: points of equal bits are moved apart.
+
+    >>> side_by_side({'a': 10.0, 'b': 20.0, 'c': 10.0}, step=1.1)
+    {'a': 10.0, 'c': 11.0, 'b': 20.0}
+    """
+    at, last = {}, 0.0
+    for name in sorted(bits, key=lambda n: bits[n]):
+        at[name] = last = max(bits[name], round(step * last, 6))
+    return at
+
+
+def spread(axes: Any) -> None:
+    """Sets a logarithmic axis of percentages with plain numbers as labels."""
+    axes.set_yscale('log')
+    low, high = axes.get_ylim()
+    axes.set_ylim(0.75 * low, high)
+    ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= high]
+    axes.set_yticks(ticks, [f'{t:g}' for t in ticks])
+    axes.minorticks_off()
+
+
+def scale(axes: Any, bits: Sequence[float]) -> None:
+    """Sets a logarithmic axis of bits with powers of two as labels."""
+    axes.set_xscale('log', base=2)
+    low, high = min(bits), max(bits)
+    ticks = [2.0**i for i in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
+    axes.set_xticks(ticks, [f'{t:g}' for t in ticks])
+    axes.set_xlim(low / 1.2, high * 1.6)

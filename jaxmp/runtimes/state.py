@@ -1,0 +1,140 @@
+"""`StageState` and `Residuals`: what a stage keeps between steps, and between two actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from jaxmp.runtimes.halves import cut
+from jaxmp.wire import Ctx
+
+
+class Feedback(NamedTuple):
+    """Feedback states at a stage's ends of its boundaries; ``()`` where there is no boundary.
+
+    Attributes:
+      left_rx: of the receiver of activations.
+      left_tx: of the sender of gradients.
+      right_tx: of the sender of activations.
+      right_rx: of the receiver of gradients.
+    """
+
+    left_rx: Any = ()
+    left_tx: Any = ()
+    right_tx: Any = ()
+    right_rx: Any = ()
+
+
+class StageState(NamedTuple):
+    """What a stage keeps between steps.
+
+    Attributes:
+      params: parameters; only the optimizer changes them.
+      model_state: other Flax collections (BatchNorm's statistics), changed by the forward.
+      feedback: states of its ends of the boundaries.
+    """
+
+    params: Any
+    model_state: Any
+    feedback: Feedback
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch as a stage sees it.
+
+    Attributes:
+      x: input, in the first stage.
+      y: targets, in the last.
+      ctx: its key, ids and number.
+    """
+
+    x: Any
+    y: Any
+    ctx: Ctx
+
+
+class Accumulator(NamedTuple):
+    """Sums over micro-batches: loss and what comes with it (in the last stage), gradients."""
+
+    loss: Array
+    aux: Any
+    grads: Any
+
+    def add(self, grads: Any, *means: Any) -> Accumulator:
+        """These sums and another micro-batch's gradients, and in the last stage loss and aux."""
+        plus = lambda t, a: t + a.astype(t.dtype)
+        before = (self.grads, self.loss, self.aux) if means else (self.grads,)
+        grads, *new = jax.tree.map(plus, before, (grads, *means))
+        loss, aux = new or (self.loss, self.aux)
+        return Accumulator(loss, aux, grads)
+
+
+class Residuals(NamedTuple):
+    """What the forward of a micro-batch leaves for its backward.
+
+    Attributes:
+      kept: a `Linear`; with ``remat`` the module's input and its collections before.
+      received: indices of the message from the stage before, for index reuse.
+      sent: indices of the message to the stage after.
+    """
+
+    kept: Any
+    received: Array | None
+    sent: Array | None
+
+
+class Linear(NamedTuple):
+    """A module at its input: the map from a gradient of its output to gradients.
+
+    Attributes:
+      pull: that map's residuals but for the parameters, which the stage has already.
+      means: loss and what comes with it, in the last stage.
+    """
+
+    pull: Pullback
+    means: tuple[Any, ...]
+
+
+@jax.tree_util.register_pytree_node_class
+class Pullback:
+    """The result of `jax.vjp` of a function of parameters and input, stored without parameters."""
+
+    def __init__(self, kept: Sequence[Any], form: Any, places: tuple[int | None, ...]) -> None:
+        """Leaves of a pytree ``form``, in which ``places`` names the parameter of each or None."""
+        self.kept, self.form, self.places = kept, form, places
+
+    @classmethod
+    def of(cls, pull: Any, params: Any) -> Pullback:
+        """Stores ``pull``, which `jax.vjp` gave at ``params``."""
+        leaves, form = jax.tree.flatten(pull)
+        number = {id(a): i for i, a in enumerate(jax.tree.leaves(params))}
+        places = tuple(number.get(id(a)) for a in leaves)
+        return cls([a for a, i in zip(leaves, places, strict=True) if i is None], form, places)
+
+    def __call__(self, params: Any, *gradient: Any) -> Any:
+        """What the function gives: gradients of the parameters and of the input."""
+        known, kept = jax.tree.leaves(params), iter(self.kept)
+        leaves = [next(kept) if i is None else known[i] for i in self.places]
+        return jax.tree.unflatten(self.form, leaves)(*gradient)
+
+    def halves(self, params: Any, gradient: Any, first: bool) -> tuple[Any, Pullback]:
+        """Gradient of the input (None in the first stage), and the map to the parameters' leaves.
+
+        See `jaxmp.runtimes.halves.cut`; the second result is called with the parameters alone.
+        """
+        pull = lambda kept, params, g: Pullback(kept, self.form, self.places)(params, g)
+        gradients = lambda *args: (None if first else pull(*args)[1], pull(*args)[0])
+        gx, rest, values = cut(gradients, self.kept, params, gradient)
+        return gx, Pullback.of(jax.tree_util.Partial(rest, *values), params)
+
+    def tree_flatten(self) -> tuple[tuple[Any], Any]:
+        """Children and static part, for JAX."""
+        return (list(self.kept),), (self.form, self.places)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> Pullback:
+        """Inverse of `tree_flatten`."""
+        return cls(children[0], *static)

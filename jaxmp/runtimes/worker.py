@@ -1,0 +1,170 @@
+"""`Worker`: what one stage computes and stores between the actions of a step.
+
+Each end of a link has its own feedback state, with a slot per micro-batch, so that no schedule
+changes the result. Statistics (BatchNorm) change in the forward, in micro-batch order; where the
+backward runs the module again (``remat``), it starts from the statistics of its forward, and its
+own are dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from jaxmp.runtimes.stage import StageProgram
+from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState
+from jaxmp.wire import Payload
+
+
+class CompiledStage:
+    """The compiled functions of a stage.
+
+    The training functions donate feedback states and statistics, so that a table of AQ-SGD is
+    updated in place. A prediction donates nothing.
+    """
+
+    def __init__(self, program: StageProgram, options: Mapping[str, Any] | None) -> None:
+        """Compiles nothing yet; ``options`` are those of `jax.jit`'s compiler."""
+        self.program = program
+        jit = functools.partial(jax.jit, compiler_options=dict(options or {}) or None)
+        self.init = jit(program.init)
+        self.forward = jit(self._forward, donate_argnums=1)
+        self.predict = jit(self._predict)
+        self.backward = jit(self._backward, donate_argnums=(1, 2))
+        self.backward_input = jit(self._backward_input, donate_argnums=1)
+        self.backward_weights = jit(program.backward_weights, donate_argnums=1)
+        self.init_accumulator = jit(program.init_accumulator, keep_unused=True)
+        self.mean = jit(
+            lambda total, n: jax.tree.map(lambda a: (a / n).astype(a.dtype), total),
+            donate_argnums=0,
+        )
+
+    def _forward(self, params: Any, moving: Any, batch: MicroBatch, message: Payload) -> tuple:
+        state, out, residuals = self.program.forward(
+            StageState(params, *moving), _folded(batch), _rows(message)
+        )
+        return state[1:], _framed(out) if self.program.right else None, residuals
+
+    def _predict(self, params: Any, moving: Any, batch: MicroBatch, message: Payload) -> tuple:
+        state, out = self.program.predict(
+            StageState(params, *moving), _folded(batch), _rows(message)
+        )
+        return state[1:], _framed(out) if self.program.right else out
+
+    def _backward(
+        self, params: Any, feedback: Any, total: Accumulator, residuals: Any, arrived: Any
+    ) -> tuple:
+        batch, message = arrived
+        state = StageState(params, {}, feedback)
+        state, total, out = self.program.backward(
+            state, total, residuals, (_folded(batch), _rows(message))
+        )
+        return state.feedback, total, _framed(out)
+
+    def _backward_input(self, params: Any, feedback: Any, residuals: Any, arrived: Any) -> tuple:
+        batch, message = arrived
+        state = StageState(params, {}, feedback)
+        state, later, out = self.program.backward_input(
+            state, residuals, (_folded(batch), _rows(message))
+        )
+        return state.feedback, later, _framed(out)
+
+
+def _folded(batch: MicroBatch) -> MicroBatch:
+    """``batch`` with the key of its number, as `jaxmp.runtimes.microbatch.context` folds it."""
+    return batch._replace(ctx=batch.ctx.fold(batch.ctx.microbatch))
+
+
+def _rows(message: Payload) -> Payload:
+    return jax.tree.map(lambda a: a[0], message)
+
+
+def _framed(message: Payload) -> Payload:
+    """The arrays of a message under a leading axis of 1, the axis of the two ends of a link."""
+    return jax.tree.map(lambda a: a[None], message)
+
+
+class Worker:
+    """A stage within a step: its state, and what micro-batches keep between two actions."""
+
+    def __init__(self, stage: CompiledStage, state: StageState, split: bool = False) -> None:
+        """Starts a step; ``split`` says that W actions follow the B ones."""
+        self.stage, self._split = stage, split
+        self.params, self.model_state, self.feedback = state
+        self.total: Accumulator | None = None
+        self._saved: dict[int, tuple[MicroBatch, Any]] = {}
+        self._later: dict[int, tuple[MicroBatch, Any]] = {}
+
+    def act(self, kind: str, m: int, batch: MicroBatch | None, message: Payload) -> Payload:
+        """Runs an action on the message that it reads; the message that it sends, or None."""
+        if kind == 'F':
+            assert batch is not None
+            return self.forward(batch, m, message)
+        if kind == 'W':
+            return self.backward_weights(m)
+        return self.backward_input(m, message) if self._split else self.backward(m, message)
+
+    def forward(self, batch: MicroBatch, m: int, message: Payload) -> Payload:
+        """The message to the next stage; what the backward needs is saved."""
+        moving = self.model_state, self.feedback
+        moving, out, residuals = self.stage.forward(self.params, moving, batch, message)
+        self.model_state, self.feedback = moving
+        self._saved[m] = batch._replace(x=None), residuals
+        return out
+
+    def backward(self, m: int, message: Payload) -> Payload:
+        """The message to the stage before; the sums of the step grow."""
+        batch, residuals = self._saved.pop(m)
+        self.feedback, self.total, out = self.stage.backward(
+            self.params, self.feedback, self._sums(batch), residuals, (batch, message)
+        )
+        return out
+
+    def backward_input(self, m: int, message: Payload) -> Payload:
+        """The message to the stage before; the rest of the backward is saved."""
+        batch, residuals = self._saved.pop(m)
+        self.feedback, later, out = self.stage.backward_input(
+            self.params, self.feedback, residuals, (batch, message)
+        )
+        self._later[m] = batch, later
+        return out
+
+    def backward_weights(self, m: int) -> None:
+        """Runs the rest of a backward; the sums of the step grow."""
+        batch, later = self._later.pop(m)
+        self.total = self.stage.backward_weights(self.params, self._sums(batch), later)
+
+    def wait(self, made: Payload) -> None:
+        """Waits for ``made`` and all that the stage holds."""
+        held = self.model_state, self.feedback, self.total, self._saved, self._later
+        jax.block_until_ready((made, held))
+
+    def _sums(self, batch: MicroBatch) -> Accumulator:
+        return self.total or self.stage.init_accumulator(self.params, batch.y)
+
+    def state(self) -> StageState:
+        """The stage's next state."""
+        return StageState(self.params, self.model_state, self.feedback)
+
+
+class Reader(Worker):
+    """A stage within a prediction, which saves no inputs; the last stage collects its outputs."""
+
+    def __init__(self, stage: CompiledStage, state: StageState) -> None:
+        super().__init__(stage, state)
+        self.outputs: list[Array] = []
+
+    def forward(self, batch: MicroBatch, m: int, message: Payload) -> Payload:
+        """The message to the next stage."""
+        del m
+        moving = self.model_state, self.feedback
+        moving, out = self.stage.predict(self.params, moving, batch, message)
+        self.model_state, self.feedback = moving
+        if self.stage.program.right:
+            return out
+        self.outputs.append(out)
+        return None

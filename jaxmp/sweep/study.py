@@ -1,0 +1,101 @@
+"""`Job`: one run of a study, with its configuration, result file and workdir.
+
+A study is a Python file with ``get_study(scale, tables)``, such as configs/paper_tables.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmp.config import KINDS, Summary, flat, nearest, settings
+from jaxmp.plugins import find, module
+
+
+class Job(NamedTuple):
+    """One run of a study: its configuration, its result file, its workdir."""
+
+    config: Any
+    result: Path
+    workdir: Path
+
+    @property
+    def row(self) -> str:
+        """The configuration without the seed, as text; runs of one row share compiled programs."""
+        return json.dumps({**self.config.to_dict(), 'seed': None}, sort_keys=True)
+
+
+def jobs(study: list[tuple[int, Any]], out: Path, work: Path) -> list[Job]:
+    """The runs of a study, with the seeds of a row one after another.
+
+    Args:
+      study: seeds and configurations, as returned by ``get_study``.
+      out: folder of the results.
+      work: folder of the workdirs.
+    """
+    plan = []
+    for seed, config in study:
+        name = f'{config.name}-s{seed}'
+        plan.append(Job(config, out / f'{name}.json', work / name))
+    rows = list(dict.fromkeys(job.row for job in plan))
+    return sorted(plan, key=lambda job: rows.index(job.row))
+
+
+def finished(job: Job) -> Summary | None:
+    """The result of ``job``, or None if it is not finished.
+
+    Raises:
+      ValueError: if the result was made with another configuration.
+    """
+    if not job.result.exists():
+        return None
+    summary = json.loads(job.result.read_text())
+    want, has = settings(job.config.to_dict()), settings(summary['config'])
+    if clash := sorted(k for k in {**want, **has} if want.get(k) != has.get(k)):
+        raise ValueError(
+            f'{job.result} was made with other settings: '
+            + ', '.join(f'{k}={has.get(k)!r} (now {want.get(k)!r})' for k in clash)
+            + '; move it away or give another --out'
+        )
+    return summary
+
+
+def study_of(name: str) -> Any:
+    """The module of a study, given its file, or its name if the package contains it.
+
+    Raises:
+      ValueError: if there is no such file, or it has no ``get_study``.
+    """
+    path = find(name)
+    study = module(path) if Path(path).is_file() else None
+    if study is None:
+        raise ValueError(f'{name} is not a Python file; give one with get_study(scale, tables)')
+    if not hasattr(study, 'get_study'):
+        raise ValueError(f'{name} has no get_study(scale, tables); see configs/paper_tables.py')
+    return study
+
+
+def put(config: Any, text: str) -> None:
+    """Writes ``key=value`` to ``config``, with the value in the type of the one that it replaces.
+
+    Raises:
+      ValueError: if there is no such key, or the value does not have this type.
+
+    >>> from jaxmp.config import default
+    >>> c = default()
+    >>> put(c, 'optimizer.lr=0.5'), put(c, 'data.download=True'), c.optimizer.lr, c.data.download
+    (None, None, 0.5, True)
+    """
+    key, _, value = text.partition('=')
+    values = flat(config.to_dict())
+    if key not in values:
+        near = nearest(key, values)
+        hint = f' (did you mean {near}?)' if near else ''
+        raise ValueError(f'--set {text}: no key {key!r}{hint}; allowed are {", ".join(values)}')
+    kind = type(values[key])
+    try:
+        read = {'True': True, 'False': False}[value] if kind is bool else kind(value)
+    except (KeyError, ValueError):
+        raise ValueError(f'--set {text}: {key} is {KINDS[kind]}, such as {values[key]!r}') from None
+    config.update_from_flattened_dict({key: read})

@@ -1,0 +1,291 @@
+"""`check`: the laws that every codec and every feedback rule keeps, for tests of your own.
+
+Shape and dtype are kept, the bits are those of the payload, finite stays finite, and what a `Law`
+promises besides holds. A message crosses as bytes between two separate programs, so a receiver that
+peeks at the sender's data fails.
+
+    from jaxmp.testing import Law, check, sample
+
+    def test_mine():
+        check(mine(3), Law(spoilt=sample, alone=True))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.feedback import Channel, direct
+from jaxmp.spec import parse
+from jaxmp.wire import Codec, Ctx, bits
+
+# Compiling dominates. The programs are XLA's as ever, with their machine code made in a hurry.
+QUICK: dict[str, Any] = {'xla_backend_optimization_level': 0}
+if jax.__version_info__ < (0, 11):  # later ones do not know it
+    QUICK['xla_cpu_use_fusion_emitters'] = False
+SAMPLES, INNER = 4, (7, 43)  # 301 elements a sample, 1204 in all: more than a block of 256, odd
+BAD = (1, 3, 20)  # where NaN and infinity stand: sample 1
+
+
+def special(inner: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Float32 tensors of samples of shape ``inner``, a normal one and what codecs break on."""
+    r = np.random.default_rng(0)
+    normal = r.standard_normal((SAMPLES, *inner)).astype(np.float32)
+    largest = np.finfo(np.float32).max
+
+    def put(*values: Any) -> np.ndarray:
+        x = normal.copy()
+        for i, value in enumerate(values):
+            x[BAD[0], BAD[1] + i, BAD[2]] = value
+        return x
+
+    return {
+        'normal': normal,
+        'relu': np.maximum(normal, 0),
+        'zeros': np.zeros_like(normal),
+        'constant': np.full_like(normal, -1.3),
+        'outlier': put(1e6),
+        'denormal': normal * np.float32(1e-40),
+        'huge': (r.uniform(-3, 3, normal.shape) * 1e38).astype(np.float32),
+        'largest': put(largest, -largest),
+        'nan': put(np.nan),
+        'inf': put(np.inf, -np.inf),
+    }
+
+
+def others() -> dict[str, np.ndarray]:
+    """Other shapes and dtypes."""
+    normal = FLOAT32['normal']
+    half = normal.astype(np.float16)
+    brain = normal.astype(jnp.bfloat16)  # by numpy: a module that is imported computes nothing
+    return {
+        'tiny': normal[:2, :3, 0],
+        'float16': half,
+        'float16 largest': np.where(half > 1, np.finfo(np.float16).max, half),
+        'float16 nan': FLOAT32['nan'].astype(np.float16),
+        'bfloat16': brain,
+        'bfloat16 largest': np.where(brain > 1, jnp.finfo(jnp.bfloat16).max, brain),
+    }
+
+
+FLOAT32 = special(INNER)
+INPUTS = FLOAT32 | others()
+
+
+class Law(NamedTuple):
+    """What a codec promises beyond shape, dtype, size and finiteness.
+
+    Attributes:
+      bound: float64 ``x -> max |x - C(x)|``, elementwise, in exact arithmetic; None promises none.
+      spoilt: ``(x, y) -> mask`` of what is not finite if ``x`` is not.
+      idempotent: ``C(C(x)) = C(x)`` to the bit.
+      kept: ``|x - C(x)|^2 <= (1 - kept) |x|^2`` for every sample; None promises nothing.
+      alone: a sample's result does not depend on the other samples.
+    """
+
+    bound: Callable[[np.ndarray], Any] | None = None
+    spoilt: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    idempotent: bool = False
+    kept: float | None = None
+    alone: bool = False
+
+
+# What a NaN or an infinity spoils: values of `Law.spoilt`.
+
+
+def element(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Only the element itself."""
+    del y
+    return ~np.isfinite(x)
+
+
+def tensor(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """All of the tensor."""
+    return np.full_like(element(x, y), element(x, y).any())
+
+
+def feature(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The feature, in every sample."""
+    return np.broadcast_to(element(x, y).any(0), x.shape)
+
+
+def sent_of_sample(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What is sent of the sample."""
+    bad = element(x, y).reshape(len(x), -1).any(1)
+    return bad.reshape(-1, *[1] * (x.ndim - 1)) & (y != 0) & (x != 0)
+
+
+def sample(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The whole sample."""
+    bad = element(x, y).reshape(len(x), -1).any(1)
+    return np.broadcast_to(bad.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+
+
+def sent(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The element itself, if it is sent."""
+    return element(x, y) & (y != 0)
+
+
+def sent_of_tensor(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What is sent of the tensor."""
+    return tensor(x, y) & (y != 0)
+
+
+def blocks(size: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """The block of ``size`` elements, in the order of the flattened tensor."""
+
+    def spoilt(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        flat = element(x, y).reshape(-1)
+        bad = np.pad(flat, (0, -flat.size % size)).reshape(-1, size).any(1)
+        return np.repeat(bad, size)[: flat.size].reshape(x.shape)
+
+    return spoilt
+
+
+# The check.
+
+
+def context(like: jax.ShapeDtypeStruct) -> Ctx:
+    """A key, ids and (for same_support) six positions a sample, one of them sent as a zero."""
+    n = int(np.prod(like.shape[1:]))
+    at = np.linspace(0, n - 1, min(6, n)).astype(np.int32)
+    at[1] = ~at[1]
+    rows = like.shape[0]
+    return Ctx(jax.random.key(7), jnp.arange(rows), jnp.tile(at, (rows, 1)))
+
+
+class Ends(NamedTuple):
+    """The two ends of a channel, each a compiled program of its own."""
+
+    send: Callable[..., Any]
+    recv: Callable[..., Any]
+    init: Callable[[], Any]
+
+    def cross(self, x: Any, tx: Any, rx: Any, ctx: Ctx) -> tuple[Any, Any, Any, Any]:
+        """One message, as bytes: the payload, what arrives, and the next states."""
+        m, tx = self.send(x, tx, ctx)
+        y, rx = self.recv(as_bytes(m), rx, ctx)
+        return m, np.asarray(y), tx, rx
+
+
+def ends(channel: Channel, like: jax.ShapeDtypeStruct) -> Ends:
+    """Sender and receiver for tensors like ``like``, each compiled by itself."""
+    recv = jax.jit(lambda m, rx, ctx: channel.recv(m, rx, like, ctx), compiler_options=QUICK)
+    send = jax.jit(channel.send, compiler_options=QUICK)
+    return Ends(send, recv, lambda: channel.init(like))
+
+
+def as_bytes(payload: Any) -> Any:
+    """The payload after a trip as bytes."""
+    raw = jax.tree.map(lambda a: (np.asarray(a).tobytes(), a.dtype, a.shape), payload)
+    return jax.tree.map(
+        lambda a: np.frombuffer(a[0], a[1]).reshape(a[2]),
+        raw,
+        is_leaf=lambda a: isinstance(a, tuple) and len(a) == 3 and isinstance(a[0], bytes),
+    )
+
+
+def check(
+    channel: str | Channel | Codec,
+    law: Law = Law(),  # noqa: B008
+    inputs: Mapping[str, np.ndarray] = INPUTS,
+    names: Mapping[str, Any] | None = None,
+) -> None:
+    """Checks every law for one codec or feedback rule over ``inputs``.
+
+    Args:
+      channel: it, or its text as `jaxmp.parse` reads it.
+      law: what it promises beyond the common laws.
+      inputs: name to tensor; those of one shape and dtype share a compilation.
+      names: your own codecs, as in `jaxmp.parse`.
+
+    Raises:
+      AssertionError: naming the law and the input.
+    """
+    channel = parse(channel, names) if isinstance(channel, str) else channel
+    channel = direct(channel) if isinstance(channel, Codec) else channel
+    text = str(channel)
+    compiled: dict[tuple, Ends] = {}
+    results: dict[str, np.ndarray] = {}
+    for name, x in inputs.items():
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        pair = compiled.setdefault((x.shape, x.dtype), ends(channel, like))
+        ctx = context(like)
+        tx, rx = pair.init()
+        m, y, _, _ = pair.cross(x, tx, rx, ctx)
+        results[name] = y
+        where = f'{text} of {name}'
+        assert (y.shape, y.dtype) == (x.shape, x.dtype), f'{where}: shape and dtype are kept'
+        size = sum(np.asarray(a).nbytes for a in jax.tree.leaves(m))
+        assert 8 * size == bits(channel, like, ctx), f'{where}: bits are those of the payload'
+        _check_values(where, law, x.astype(np.float64), y.astype(np.float64), x.dtype)
+        if law.idempotent and np.isfinite(x.astype(np.float64)).all():
+            tx, rx = pair.init()
+            again = pair.cross(y, tx, rx, ctx)[1]
+            assert (again == y).all(), f'{where}: idempotent'
+
+    if law.alone:
+        _check_alone(text, results)
+
+
+def check_together(laws: Mapping[str, Law], inputs: Mapping[str, np.ndarray]) -> None:
+    """Checks the values of codecs in one program for all of them, for long tensors.
+
+    Args:
+      laws: codec texts and what they promise.
+      inputs: name to tensor, all of one shape and dtype.
+
+    Raises:
+      AssertionError: naming the law, the codec and the input.
+    """
+    codecs = {text: parse(text).codec for text in laws}
+
+    def decode(ms: dict[str, Any], like: Any, ctx: Ctx) -> Any:
+        return {t: c.decode(ms[t], like, ctx) for t, c in codecs.items()}
+
+    def encode(x: Any, ctx: Ctx) -> dict[str, Any]:
+        return {t: c.encode(x, ctx) for t, c in codecs.items()}
+
+    normal = inputs['normal']
+    like = jax.ShapeDtypeStruct(normal.shape, normal.dtype)
+    results = {}
+    pair = ends(direct(Codec(encode, decode)), like)
+    for name, x in inputs.items():
+        m, _ = pair.send(x, (), context(like))
+        results[name] = jax.tree.map(np.asarray, pair.recv(as_bytes(m), (), context(like))[0])
+    for text, law in laws.items():
+        for name, x in inputs.items():
+            y = results[name][text].astype(np.float64)
+            _check_values(f'{text} of {name}', law, x.astype(np.float64), y, x.dtype)
+        if law.alone:
+            _check_alone(text, {name: ys[text] for name, ys in results.items()})
+
+
+def _check_alone(text: str, results: dict[str, np.ndarray]) -> None:
+    rest = [i for i in range(SAMPLES) if i != BAD[0]]
+    for name in {'outlier', 'largest', 'nan', 'inf'} & results.keys():
+        same = results[name][rest] == results['normal'][rest]
+        assert same.all(), f'{text} of {name}: other samples are not touched'
+
+
+def _check_values(where: str, law: Law, x: np.ndarray, y: np.ndarray, dtype: Any) -> None:
+    if not np.isfinite(x).all():
+        if law.spoilt is not None:
+            spoilt, expected = ~np.isfinite(y), law.spoilt(x, y)
+            assert (spoilt == expected).all(), f'{where}: what is not finite'
+        return
+    assert np.isfinite(y).all(), f'{where}: finite stays finite'
+    info = jnp.finfo(dtype)
+    rounding = 0.0 if dtype == np.float32 else float(info.eps)
+    if law.bound is not None:
+        bound = law.bound(x)
+        slack = float(info.tiny) if np.any(bound) else 0.0
+        excess = np.abs(x - y) - bound - rounding * (np.abs(x) + bound) - slack
+        assert (excess <= 0).all(), f'{where}: error exceeds its bound by {excess.max():.3g}'
+    if law.kept is not None:
+        lost, all_ = (np.square(a).reshape(len(a), -1).sum(1) for a in (x - y, x))
+        assert (lost <= (1 - law.kept) * all_).all(), f'{where}: contraction'

@@ -1,0 +1,90 @@
+"""Checks, before a run starts, that all its processes have the same data and workdir."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmp.data import Dataset
+from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.distributed.process_group import ProcessGroup
+
+PATIENCE = 10.0  # seconds in which a network file system must show a new file
+
+
+def check_data(group: ProcessGroup, dataset: Dataset) -> None:
+    """Compares the data of all processes by digests of the arrays; all must call it.
+
+    Raises:
+      ProcessGroupError: if the data differ; the message names the processes and the arrays.
+    """
+    if not group.monitor:
+        return
+    rows, names = group.share(digests(dataset)), group.monitor.names
+    for i, row in enumerate(rows):
+        if differ := [k for k in row if row[k] != rows[0].get(k)]:
+            first = differ[0]
+            raise ProcessGroupError(
+                f'{names[i]} has other data than {names[0]}, in {", ".join(differ)} ({first}: '
+                f'{row[first]}, process 0: {rows[0].get(first)}); give all processes the same '
+                'files, by config.data.dir'
+            )
+
+
+def digests(dataset: Dataset) -> dict[str, str]:
+    """The constants of a data set and a `digest` of each array, as text by name."""
+    parts = {'train': dataset.train, 'test': dataset.test}
+    arrays = {f'{k}.{n}': digest(getattr(v, n)) for k, v in parts.items() for n in ('x', 'y')}
+    return {**arrays, **{n: str(getattr(dataset, n)) for n in ('classes', 'mean', 'std')}}
+
+
+def digest(a: Any) -> str:
+    """Dtype, shape and 16 hexadecimal digits of BLAKE2b of an array, as text.
+
+    >>> digest(np.zeros((2, 3), np.uint8)) == digest(np.zeros((3, 2), np.uint8))
+    False
+    """
+    a = np.ascontiguousarray(a)
+    digits = hashlib.blake2b(a.reshape(-1).view(np.uint8), digest_size=8).hexdigest()
+    return f'{a.dtype}{list(a.shape)} {digits}'
+
+
+def check_workdir(group: ProcessGroup, workdir: Path) -> None:
+    """Checks that all processes see a new file of process 0 in the workdir; all must call it.
+
+    Raises:
+      ProcessGroupError: if a process does not see the file or cannot write to the folder.
+    """
+    if not group.monitor:
+        return
+    names, mark = group.monitor.names, workdir / f'.seen-by-all-{secrets.token_hex(8)}'
+    if group.index == 0:
+        mark.touch()
+    own = mark.name, str(workdir.absolute()), socket.gethostname()
+    name, folder, host = group.share(own)[0]
+    problems = group.share(_problem(workdir / name))
+    if group.index == 0:
+        mark.unlink(missing_ok=True)
+    for i, problem in enumerate(problems):
+        if problem:
+            raise ProcessGroupError(
+                f'{names[i]} {problem} the workdir of {names[0]}, {folder} on {host}; '
+                'give all processes the same --workdir, on a file system that all of them share'
+            )
+
+
+def _problem(mark: Path) -> str:
+    """What prevents this process from using the folder of ``mark``; empty if nothing does."""
+    end = time.monotonic() + PATIENCE
+    while not mark.exists():
+        if time.monotonic() > end:
+            return 'does not see'
+        time.sleep(0.1)
+    return '' if os.access(mark.parent, os.W_OK) else 'cannot write to'

@@ -1,0 +1,258 @@
+"""`Checkpoints`: saved states of a run, with its configuration and its position in the data."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.training import portable
+from jaxmp.training.files import WorkdirError, write_json
+from jaxmp.training.portable import Portable
+
+LONGEST = 240  # most letters of a reason
+LEAST_ROOM = 2**20  # bytes that must be free on the disk for any checkpoint
+NO_SPACE = 'No space left on device'
+
+
+class Checkpoints:
+    """The checkpoints of a workdir, of which the newest two are kept.
+
+    All processes write one checkpoint together: the state of each process is a row of bytes in one
+    array over all processes. If a process is killed while it saves, all stages therefore resume
+    from the same older step. The processes need a shared file system. A checkpoint has the CRC-32
+    of each row; a checkpoint with a wrong CRC-32 is skipped.
+
+    Attributes:
+      damaged: the checkpoints that `restore` has skipped, with a reason for each step.
+    """
+
+    def __init__(
+        self, workdir: Path, group: ProcessGroup | None = None, config: dict[str, Any] | None = None
+    ) -> None:
+        """Opens ``workdir/checkpoints``.
+
+        Args:
+          workdir: folder of the run.
+          group: the processes; default a single process.
+          config: configuration that is saved as ``workdir/config.json`` with the first checkpoint.
+
+        Raises:
+          WorkdirError: if the folder cannot be created.
+        """
+        import orbax.checkpoint as ocp  # the import takes seconds
+
+        self._ocp, self._team, self._workdir, self._config = (
+            ocp,
+            group or ProcessGroup(),
+            workdir,
+            config,
+        )
+        self.damaged: dict[int, str] = {}
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        folder = (workdir / 'checkpoints').absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # orbax would fail only after an epoch
+        except OSError as error:
+            raise WorkdirError(
+                f'cannot keep checkpoints in {folder}: {error}; give a --workdir in which that is '
+                'a folder or does not exist'
+            ) from error
+        self._manager = ocp.CheckpointManager(folder, options=options)
+
+    def save(self, step: int, state: Portable, place: dict[str, Any]) -> None:
+        """Writes the checkpoint of ``step``: this process's ``state``, and ``place`` (JSON).
+
+        Raises:
+          WorkdirError: if writing fails.
+        """
+        args, own = self._ocp.args, portable.to_bytes(state)
+        rows = self._rows(own)
+        layouts = self._team.share(portable.layout(state))
+        about = {
+            'place': place,
+            'layout': {k: v for one in layouts for k, v in one.items()},
+            'bytes': self._team.share(len(own)),
+            'crc32': self._team.share(zlib.crc32(own)),
+        }
+        both = args.Composite(
+            state=args.StandardSave({'rows': rows}),
+            place=args.JsonSave({**about, 'sum': _sum(about)}),
+        )
+        if not (problem := self._no_room()):
+            problem = self._write(step, both)
+        if problem:
+            raise WorkdirError(
+                f'cannot write the checkpoint of step {step} to {self._manager.directory}: '
+                f'{problem}; free space there and run the same command again'
+            )
+        if self._config is not None:
+            write_json(self._workdir / 'config.json', self._config)
+            self._config = None
+
+    def _no_room(self) -> str:
+        """A message if less space is free than the last checkpoint took, else empty.
+
+        Without this check orbax would print a long traceback.
+        """
+        folder, last = self._manager.directory, self._manager.latest_step()
+        files = [] if last is None else Path(folder, str(last)).rglob('*')
+        needed = max(LEAST_ROOM, sum(512 * p.stat().st_blocks for p in files))
+        free = shutil.disk_usage(folder).free
+        return '' if free > needed else f'{needed:,} bytes must be free, and {free:,} are'
+
+    def _write(self, step: int, args: Any) -> str:
+        """Writes a checkpoint; returns the problem, or an empty text."""
+        try:
+            with _silent():
+                self._manager.save(step, args=args, force=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            logging.set_verbosity(logging.FATAL)  # objects that orbax has left would log errors
+            return _line(error)
+        return ''
+
+    def restore(self, like: Portable) -> tuple[Portable, dict[str, Any]] | None:
+        """The newest valid state and its place; None if there is no checkpoint.
+
+        All processes use the same step. Damaged checkpoints are moved to ``workdir/damaged``.
+
+        Args:
+          like: a state of this process with the same structure.
+
+        Raises:
+          WorkdirError: if the checkpoint is of another model or channel, or all are damaged.
+        """
+        self.damaged = {}
+        for step in self._steps():
+            with _silent():
+                content, problem = self._read(Path(self._manager.directory, str(step)), like)
+                if problem:
+                    gc.collect()  # half-read objects of orbax log errors when they are freed
+            problem = self._all_problems(problem)
+            if not problem:
+                self._set_aside()
+                return content['state'], content['place']
+            self.damaged[step] = problem
+        if self.damaged:
+            reasons = '; '.join(f'step {step}: {why}' for step, why in self.damaged.items())
+            raise WorkdirError(
+                f'no checkpoint in {self._manager.directory} can be read ({reasons}); give a new '
+                '--workdir, or remove that folder to start again'
+            )
+        return None
+
+    def _steps(self) -> list[int]:
+        """The steps of the checkpoints that all processes see, newest first."""
+        seen = self._team.share(sorted(self._manager.all_steps()))
+        return sorted(set.intersection(*map(set, seen)), reverse=True)
+
+    def _read(self, where: Path, like: Portable) -> tuple[dict[str, Any], str]:
+        """The content of a checkpoint and its problem; it does not wait for other processes."""
+        try:
+            about = self._ocp.JsonCheckpointHandler().restore(where / 'place')
+            if about.pop('sum', None) != _sum(about):
+                return {}, 'its description has changed'
+            _check_layout(where, about['layout'], portable.layout(like))
+            kind = self._ocp.RestoreArgs(restore_type=np.ndarray)
+            args = self._ocp.args.PyTreeRestore(restore_args={'rows': kind})
+            state = self._ocp.PyTreeCheckpointHandler().restore(where / 'state', args=args)
+        except (WorkdirError, MemoryError):
+            raise
+        except Exception as error:  # for damaged files orbax raises almost any exception
+            return {}, _line(error)
+        rows = zip(state['rows'], about['bytes'], strict=True)
+        rows = [row[:size].tobytes() for row, size in rows]
+        for i, (row, digest) in enumerate(zip(rows, about['crc32'], strict=True)):
+            if zlib.crc32(row) != digest:
+                return {}, f'the part of process {i} has another checksum'
+        return {'state': portable.from_bytes(rows), 'place': about['place']}, ''
+
+    def _rows(self, own: bytes) -> Any:
+        """The bytes of this process as a row of an array over all processes."""
+        width = max(self._team.share(len(own)))
+        row = np.zeros((1, width), np.uint8)
+        row[0, : len(own)] = np.frombuffer(own, np.uint8)
+        n = self._team.count
+        if n == 1:
+            return row
+        devices = [next(d for d in jax.devices() if d.process_index == i) for i in range(n)]
+        mesh = Mesh(np.array(devices), ('process',), axis_types=(AxisType.Auto,))
+        place = NamedSharding(mesh, P('process'))
+        return jax.make_array_from_process_local_data(place, row, (n, width))
+
+    def _all_problems(self, problem: str) -> str:
+        """The problems of all processes as one text, the same in all processes."""
+        texts = self._team.share(problem[:LONGEST])
+        if self._team.count == 1:
+            return texts[0]
+        return ', '.join(f'process {i}: {text}' for i, text in enumerate(texts) if text)
+
+    def _set_aside(self) -> None:
+        """Moves damaged checkpoints to ``workdir/damaged``, to free their names for later ones."""
+        if not self.damaged:
+            return
+        for step in self.damaged if self._team.index == 0 else ():
+            to = self._workdir / 'damaged' / str(step)
+            shutil.rmtree(to, ignore_errors=True)
+            to.parent.mkdir(exist_ok=True)
+            (self._manager.directory / str(step)).rename(to)
+        self._team.share(None)  # the other processes wait for process 0
+        self._manager.reload()
+
+    def close(self) -> None:
+        """Closes the checkpoint manager."""
+        self._manager.close()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """A context without orbax's log messages, because errors are reported in one line."""
+    level, hook = logging.get_verbosity(), sys.unraisablehook
+    logging.set_verbosity(logging.FATAL)
+    sys.unraisablehook = lambda args: hook(args) if args.exc_type is MemoryError else None
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        sys.unraisablehook = hook
+
+
+def _check_layout(where: Path, written: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raises WorkdirError unless a checkpoint has this process's parts with the same layout."""
+    for part, leaves in own.items():
+        saved = written.get(part, {})
+        if saved != leaves:
+            path, _ = sorted({*saved.items()} ^ {*leaves.items()})[0]
+            raise WorkdirError(
+                f'{where} has the state of another model or channel: stage {part} differs at '
+                f'{path} ({saved.get(path)}, now {leaves.get(path)}); use the configuration of '
+                'that run, or give a new --workdir'
+            )
+
+
+def _sum(about: dict[str, Any]) -> int:
+    """The CRC-32 of a checkpoint's description."""
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+def _line(error: Exception) -> str:
+    """The first sentence of an error, or the name of its class."""
+    if NO_SPACE in str(error):  # tensorstore's message lists all parent folders
+        return NO_SPACE
+    first = (str(error).splitlines() or [''])[0].partition('. See full')[0]
+    return first[:LONGEST] or type(error).__name__

@@ -1,0 +1,214 @@
+"""`jaxmp train` and `python train.py`: flags, the text of --help, one-line error messages.
+
+    python train.py [--config=NAME or FILE] [--workdir=DIR] [--config.key=value ...]
+
+With --config.parallel.runtime=mpmd the stages, and with --config.parallel.replicas=N the replicas,
+can run in several processes. A cluster or `jaxmp launch` starts them, or you start the same command
+on each host with --coordinator, --processes and --process; see docs/running.md.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from jaxmp.config import KINDS, complete, flat, listing, nearest
+from jaxmp.plugins import files, find, first_line, load
+
+DEFAULT = 'digits_resnet'
+LONGEST = 150  # characters of the channels in a folder's name
+CONFIG = config_flags.DEFINE_config_file(
+    'config', None, f'the configuration to train; default {DEFAULT}', lock_config=True
+)
+WORKDIR = flags.DEFINE_string('workdir', None, 'folder of the run; default runs/NAME-FWD-BWD')
+TENSORBOARD = flags.DEFINE_bool('tensorboard', False, 'also write TensorBoard event files')
+WANDB = flags.DEFINE_bool('wandb', False, 'also log to Weights & Biases')
+DRY_RUN = flags.DEFINE_bool(
+    'dry_run', False, 'show stages, messages and memory, run one step, and write nothing'
+)
+COORDINATOR = flags.DEFINE_string(
+    'coordinator', None, 'host:port of process 0; the next port is used too'
+)
+PROCESSES = flags.DEFINE_integer('processes', None, 'number of processes')
+TOKEN_FILE = flags.DEFINE_string(
+    'token_file', None, 'file with the secret that all processes share; default $JAXMP_TOKEN'
+)
+HEARTBEAT = flags.DEFINE_float(
+    'heartbeat_timeout', 60.0, 'seconds without a heartbeat after which a process has failed'
+)
+PROCESS = flags.DEFINE_integer('process', None, 'number of this process, from 0')
+
+
+def parse(argv: list[str]) -> list[str]:
+    """The rest of ``argv`` after its flags are parsed; an invalid flag exits with one line."""
+    name, argv = DEFAULT, ['--dry_run' if a == '--dry-run' else a for a in argv]
+    for i, text in enumerate(argv):
+        if found := re.fullmatch('--?config(?:=(.*))?', text):
+            name = found[1] if found[1] is not None else ''.join(argv[i + 1 : i + 2])
+            argv[i : i + 1 if found[1] is not None else i + 2] = [f'--config={find(name)}']
+            break
+    else:
+        argv.insert(1, f'--config={find(name)}')
+    if {'--help', '-h'} & {*argv}:
+        sys.stdout.write(described(name))
+        sys.exit(0)
+    try:
+        left = flags.FLAGS(argv)
+        CONFIG.value.to_dict()
+    except Exception as error:  # a Python file and two libraries can raise almost any exception
+        sys.exit(f'train.py: {mistake(name, argv, error)}')
+    return left
+
+
+def mistake(name: str, argv: list[str], error: Exception) -> str:
+    """A line that describes the mistake in the flags ``argv``, which raised ``error``."""
+    try:
+        config = load(name)
+    except Exception as cause:
+        known = ', '.join(p.stem for p in files())
+        return (
+            f'--config={name}: {one_line(cause)}; give a Python file with get_config(), or one of '
+            f'{known}'
+        )
+    values = flat(config.to_dict())
+    keys = [found[1] for text in argv if (found := re.match(r'--?(?:no)?config\.([^=]*)', text))]
+    for key in (k for k in keys if k not in values):
+        near = nearest(key, values)
+        hint = f' (did you mean config.{near}?)' if near else ''
+        return f'no key config.{key}{hint}; --help lists the keys of --config={name}'
+    text = ' '.join(str(error).split())
+    for key in (k for k in keys if text.startswith(f'flag --config.{k}=')):
+        kind = KINDS.get(type(values[key]), 'another kind')
+        return f'{text}; config.{key} is {kind}, such as {values[key]!r}'
+    return f'{text}; --help lists the flags, of which --config comes first'
+
+
+def described(name: str) -> str:
+    """The text of --help: flags, configurations, and the keys of the configuration ``name``."""
+    try:
+        keys = listing(load(name).to_dict())
+    except Exception as error:  # raised by a file of the user
+        sys.exit(f'train.py: {mistake(name, [], error)}')
+    own = flags.FLAGS.get_flags_for_module(__name__)
+    rows = [(f'--{f.name}', str(f.help)) for f in own if f.name != 'config']
+    configs = [(f'--config={p.stem}', first_line(p)) for p in files()]
+    show = lambda rows: '\n'.join(f'  {left:32}  {right}' for left, right in rows)
+    return (
+        f'{(__doc__ or "").partition(chr(10) * 2)[2]}\nflags:\n{show(rows)}\n\n'
+        f'configurations (a name, or a file of your own; NAME:ARGUMENT):\n{show(configs)}\n\n'
+        f'keys of --config={name}, with their values (`jaxmp codecs` lists the words of fwd, bwd '
+        f'and exchange):\n{keys}\n'
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """The class and text of an error in one line."""
+    return ' '.join([f'{type(error).__name__}:', *str(error).split()])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command; an invalid command line exits with one line, not with a traceback."""
+    app.run(run, ['train.py', *(sys.argv[1:] if argv is None else argv)], flags_parser=parse)
+
+
+def run(argv: list[str]) -> None:
+    """Trains the configuration that the flags select."""
+    if len(argv) > 1:
+        sys.exit(
+            f'train.py: unexpected arguments {argv[1:]}; options are written --config.key=value'
+        )
+    import jax
+    from absl import logging
+
+    from jaxmp.distributed.allocator import keep_freed_pages
+    from jaxmp.distributed.placement import keep_compiled
+    from jaxmp.distributed.process_group import Address, ProcessGroup
+    from jaxmp.training.loop import devices, process_group_of, train_and_evaluate
+
+    logging.set_verbosity(logging.WARNING)  # orbax logs each file that it writes
+    config, group = complete(CONFIG.value), ProcessGroup()
+    keep_compiled()
+    keep_freed_pages()
+    place = COORDINATOR.value, PROCESSES.value, PROCESS.value
+    try:
+        group = process_group_of(config, Address(*place, TOKEN_FILE.value, HEARTBEAT.value))
+        if group.count > 1:
+            signal.signal(signal.SIGINT, lambda *_: group.fail('stopped by Ctrl-C'))
+        if (count := devices(config, group.count)) > 1:  # makes a CPU appear as that many devices
+            jax.config.update('jax_num_cpu_devices', count)
+        if DRY_RUN.value:
+            from jaxmp.training.dry_run import dry_run
+
+            dry_run(config, group)
+            group.close()
+            return
+        workdir = Path(WORKDIR.value or default_workdir(config))
+        with ExitStack() as stack:
+            own = [stack.enter_context(made) for made in trackers(config, workdir)]
+            summary = train_and_evaluate(config, workdir, group=group, callbacks=own)
+        group.close()
+    except BaseException as error:
+        said = expected(error)
+        group.fail(
+            said or f'{type(error).__name__}: {next(iter(str(error).splitlines()), "")[:300]}'
+        )
+        if said is None:
+            raise
+        sys.excepthook = lambda *_: None  # for threads that a library has left
+        sys.exit(f'train.py: {said}')
+    sys.exit(143 if summary is None else 0)
+
+
+def trackers(config: Any, workdir: Path) -> list[Any]:
+    """The callbacks that the flags ask for, as context managers."""
+    from jaxmp.training.trackers import tensorboard, wandb
+
+    found = [tensorboard(workdir)] if TENSORBOARD.value else []
+    return [*found, wandb(workdir, config.to_dict())] if WANDB.value else found
+
+
+def expected(error: BaseException) -> str | None:
+    """The line with which an error ends the run; None if its traceback is to be shown."""
+    import jax
+
+    from jaxmp.distributed.monitor import ProcessGroupError
+    from jaxmp.training.files import WorkdirError
+    from jaxmp.training.loop import DivergedError
+    from jaxmp.training.replicas import DriftError
+
+    full = isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' in str(error)
+    if full or isinstance(error, MemoryError):
+        return f'out of memory: {one_line(error)}; lower config.batch_size or config.model.width'
+    known = (
+        ValueError,
+        OSError,
+        ImportError,
+        WorkdirError,
+        DivergedError,
+        DriftError,
+        ProcessGroupError,
+    )
+    return one_line(error) if isinstance(error, known) else None
+
+
+def default_workdir(config: Any) -> str:
+    """``runs/NAME-FWD-BWD``, so that runs with different channels have different folders.
+
+    >>> from jaxmp.config import default
+    >>> default_workdir(default())
+    'runs/run-raw'
+    """
+    parts = dict.fromkeys([config.fwd, config.bwd])
+    parts |= dict.fromkeys([config.exchange] if config.parallel.replicas > 1 else [])
+    said = '-'.join(re.sub(r'[^\w.=]+', '_', text).strip('_') for text in parts)
+    if len(said) > LONGEST:  # a file's name has at most 255 bytes
+        said = f'{said[:LONGEST]}-{zlib.crc32(said.encode()):08x}'
+    return f'runs/{config.name}-{said}'

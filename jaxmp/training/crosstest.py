@@ -1,0 +1,241 @@
+"""`jaxmp evaluate RUN ...`: runs tested with other codecs than they were trained with.
+
+The table has each run's test metric with a column per codec, at all boundaries of the test. With
+``--batchnorm`` a second row has BatchNorm's statistics estimated again, on training batches that
+cross open boundaries; a training with compression leaves those of compressed activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmp import data
+from jaxmp.boundary import boundary
+from jaxmp.codecs import raw
+from jaxmp.config import KEYS, complete, flat, nested
+from jaxmp.feedback import direct
+from jaxmp.grammar import own_words
+from jaxmp.metrics import Metric
+from jaxmp.pipeline import Pipeline
+from jaxmp.report import style
+from jaxmp.report.compare import picture
+from jaxmp.runtimes.local import Local, join, split
+from jaxmp.spec import parse
+from jaxmp.training import one_program
+from jaxmp.training.checkpoint import Checkpoints, WorkdirError
+from jaxmp.training.engine import model_of
+from jaxmp.training.evaluate import means, sums, totals
+from jaxmp.training.experiment import Experiment, experiment_of
+from jaxmp.training.files import write_json
+from jaxmp.training.step import TrainState
+from jaxmp.training.summary import provenance
+from jaxmp.wire import Ctx
+
+PASSES = 100  # after which the running means have forgotten where they began
+
+
+class Run(NamedTuple):
+    """A finished or stopped run.
+
+    Attributes:
+      name: as the table shows it.
+      exp: its experiment, in one program.
+      state: that of its last valid checkpoint.
+      trained: its seed, and the commit and the hardware of its training, if it has ended.
+    """
+
+    name: str
+    exp: Experiment
+    state: TrainState
+    trained: dict[str, Any]
+
+
+def load(workdir: Path) -> Run:
+    """The run of a workdir.
+
+    Raises:
+      ValueError: if ``workdir`` holds no configuration or no checkpoint, or a run with replicas.
+      WorkdirError: if its checkpoints are damaged.
+    """
+    try:
+        values = flat(json.loads((workdir / 'config.json').read_text()))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f'{workdir} is not the workdir of a run: {error}') from None
+    if (count := values.get('parallel.replicas', 1)) > 1:
+        raise ValueError(
+            f'{workdir} is a run with config.parallel.replicas={count}, whose checkpoint holds a '
+            'state per replica; give runs with one replica'
+        )
+    values |= {name: key.default for name, key in KEYS.items() if key.runtime}
+    values |= {'parallel.runtime': 'local'}
+    exp = experiment_of(complete(nested(values)))
+    engine = one_program.one_program(exp)
+    state = engine.create(exp)
+    saved = Checkpoints(workdir).restore(engine.export(state))
+    if saved is None:
+        raise ValueError(f'{workdir} has no checkpoint; train it first, or longer')
+    summary = workdir / 'summary.json'
+    ended = json.loads(summary.read_text()) if summary.is_file() else {}
+    trained = {k: ended[k] for k in ('seed', 'commit', 'hardware') if k in ended}
+    return Run(workdir.name, exp, engine.load(state, saved[0]), trained)
+
+
+def same_metric(runs: Sequence[Run]) -> Metric:
+    """The metric of all runs.
+
+    Raises:
+      ValueError: if they have several.
+    """
+    names = {run.exp.task.metric.name: run.name for run in runs}
+    if len(names) > 1:
+        said = ', '.join(f'{run} has {name}' for name, run in names.items())
+        raise ValueError(f'one table shows one metric, and {said}; give runs of one task')
+    return runs[0].exp.task.metric
+
+
+def trained_with(run: Run) -> list[str]:
+    """The codecs of the forward channels of a run's training, as texts."""
+    return [str(cut.fwd.codec) for cut in run.exp.model.boundaries]
+
+
+def scorer(exp: Experiment, text: str) -> Callable[[TrainState], dict[str, float]]:
+    """The mean scores on the test split with a codec at every boundary, without feedback.
+
+    Raises:
+      ValueError: if ``text`` is not a channel.
+    """
+    names = {'examples': len(exp.data.train.y), **own_words(exp.config.codecs)}
+    codec = parse(text, names).codec
+    cuts = (boundary(direct(codec), direct(raw)),) * len(exp.model.boundaries)
+    local = Local(model_of(exp, cuts), train=False)
+    feedback = jax.eval_shape(local.init, jax.random.key(0)).feedback  # holds no array
+
+    @jax.jit
+    def predict(state: Any, batch: Any, key: Any) -> Any:
+        output, after = local.predict(state, batch, key)
+        return sums(exp, output, batch), after
+
+    def score(state: TrainState) -> dict[str, float]:
+        start = state.model._replace(feedback=feedback)
+        return means(exp, totals(exp, start, state.key, predict))
+
+    return score
+
+
+def normalised_again(run: Run) -> Run:
+    """The run with statistics of training batches that cross open boundaries.
+
+    Forward passes in the training mode, over whole epochs and at least `PASSES` batches. The
+    statistics are the means of the running ones over the second half. Parameters do not change.
+    """
+    exp, model = run.exp, run.state.model
+    pipe = Pipeline(exp.task.stages, exp.model.boundaries)
+
+    @jax.jit
+    def step(state: Any, x: Any, key: Any) -> Any:
+        x = exp.task.prepare(x, jax.random.fold_in(key, 0))
+        return split(pipe.apply(join(model.params, state), None, x, Ctx(key), train=True)[1])[1]
+
+    state, kept, epochs = model.model_state, [], math.ceil(PASSES / exp.epoch_steps)
+    for epoch in range(epochs):
+        order = data.order(exp.config.seed, epoch, len(exp.data.train.y))
+        for batch in data.batches(exp.data.train, exp.config.batch_size, order):
+            state = step(state, batch['x'], jax.random.fold_in(run.state.key, len(kept)))
+            kept.append(jax.device_get(state))
+    mean = jax.tree.map(lambda *a: np.mean(a, 0), *kept[len(kept) // 2 :])
+    return run._replace(state=run.state.replace(model=model._replace(model_state=mean)))
+
+
+Row = tuple[str, list[dict[str, float]]]
+
+
+def rows_of(run: Run, texts: Sequence[str], again: bool) -> Iterator[Row]:
+    """The scores of a run under each codec; with ``again`` also those of `normalised_again`."""
+    scorers = [scorer(run.exp, text) for text in texts]
+    yield run.name, [score(run.state) for score in scorers]
+    if again:
+        state = normalised_again(run).state
+        yield f'{run.name}, statistics again', [score(state) for score in scorers]
+
+
+def show(rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
+    """Prints the rows as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(title=f'test {metric.name} by the codec in the test, without feedback')
+    made.add_column('run', overflow='fold')
+    for text in texts:
+        made.add_column(text, justify='right', overflow='fold')
+    for name, scores in rows:
+        made.add_row(name, *map(metric.format, scores))
+    Console(width=None if sys.stdout.isatty() else 140).print(made)
+
+
+def draw(path: Path, rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
+    """The rows as a grid of coloured numbers, the better the darker."""
+    values = np.array([[metric.rank(s) for s in scores] for _, scores in rows])
+    with style.style():
+        figure = style.figure(2.6 + 1.1 * len(texts), 1.8 + 0.4 * len(rows))
+        axis = figure.subplots()
+        axis.imshow(values, cmap='Blues', aspect='auto')
+        axis.grid(visible=False)
+        middle = (values.min() + values.max()) / 2
+        for i, (_, scores) in enumerate(rows):
+            for j, s in enumerate(scores):
+                color = 'white' if values[i, j] > middle else 'black'
+                axis.text(j, i, metric.format(s), ha='center', va='center', color=color)
+        names = [style.exchange(t) for t in texts]
+        axis.set_xticks(range(len(texts)), names, rotation=30, ha='right')
+        axis.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axis.set(xlabel='codec in the test', ylabel='run', title=f'test {metric.name}')
+        style.caption(figure, 'n = 1 run per row, so no intervals')
+        style.save(figure, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog='jaxmp evaluate', description=(__doc__ or '').partition('\n\n')[2]
+    )
+    parser.add_argument('run', type=Path, nargs='+', help='workdirs of runs with a checkpoint')
+    parser.add_argument(
+        '--codec', nargs='+', default=[], metavar='CODEC',
+        help='codecs of the test, besides none and those that the runs were trained with',
+    )  # fmt: skip
+    parser.add_argument(
+        '--batchnorm', action='store_true', help='also with statistics estimated again'
+    )
+    parser.add_argument(
+        '--out', type=picture, help='a picture, as PNG and as SVG, and the scores as JSON'
+    )
+    args = parser.parse_args(argv)
+    try:
+        runs = [load(path) for path in args.run]
+        own = itertools.chain.from_iterable(map(trained_with, runs))
+        texts = list(dict.fromkeys(['raw', *own, *args.codec]))
+        metric = same_metric(runs)
+        rows = [row for run in runs for row in rows_of(run, texts, args.batchnorm)]
+    except (OSError, ValueError, WorkdirError) as error:
+        sys.exit(f'jaxmp evaluate: {error}')
+    show(rows, texts, metric)
+    if args.out:
+        draw(args.out, rows, texts, metric)
+        scores = {name: dict(zip(texts, found, strict=True)) for name, found in rows}
+        trained = {run.name: run.trained for run in runs}
+        write_json(args.out.with_suffix('.json'), provenance() | {'runs': trained, 'test': scores})
+        print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))
+
+
+if __name__ == '__main__':
+    main()

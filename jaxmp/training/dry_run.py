@@ -1,0 +1,101 @@
+"""`dry_run`: what a run would be: stages, messages, memory; and whether its first step runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxmp import data
+from jaxmp.config import Config
+from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.training.experiment import Experiment, microbatch_like
+from jaxmp.training.loop import Prepared, prepare
+from jaxmp.training.sizes import (
+    check_residuals,
+    feedback_rows,
+    message_bytes,
+    residual_rows,
+    shapes,
+)
+from jaxmp.training.task import Task
+from jaxmp.wire import nbytes
+
+
+def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> None:
+    """Prints the tables, then runs one step and forgets it; nothing is written.
+
+    Raises:
+      ValueError: for a configuration that makes no sense, or that needs more memory than there is.
+    """
+    made = prepare(config, group, task)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    if group.index == 0:
+        for table in (stages(made.exp), boundaries(made.exp)):
+            console.print(table)
+    if config.parallel.runtime != 'local':
+        check_residuals(made.exp)
+        if group.index == 0:
+            console.print(residuals(made.exp))
+    seconds = first_step(made)
+    if group.index == 0:
+        steps = config.epochs * made.exp.epoch_steps
+        console.print(
+            f'compiles, and its first step runs: {seconds:.1f} s with the compilation; '
+            f'{steps:,} steps in all',
+            highlight=False,
+        )
+
+
+def stages(exp: Experiment) -> Table:
+    """Parameters and output of each stage."""
+    variables, _ = shapes(exp)
+    x = microbatch_like(exp)
+    likes = exp.model.likes(variables, x, train=True)
+    size = '' if exp.replicas == 1 else f' of one of {exp.replicas} replicas'
+    table = Table(title=f'stages: a micro-batch{size} enters as {x.dtype.name}{list(x.shape)}')
+    for head in ('stage', 'module', 'parameters', 'bytes', 'sends'):
+        table.add_column(head, justify='left' if head == 'module' else 'right')
+    for s, own in enumerate(variables):
+        count = sum(p.size for p in jax.tree.leaves(own['params']))
+        sends = f'{likes[s].dtype.name}{list(likes[s].shape)}' if s < len(likes) else ''
+        name = type(exp.task.stages[s]).__name__
+        table.add_row(str(s), name, f'{count:,}', f'{nbytes(own["params"]):,}', sends)
+    return table
+
+
+def boundaries(exp: Experiment) -> Table:
+    """Bytes per step at each boundary, and the memory of its feedback states."""
+    table = Table(title=f'boundaries, bytes per step: fwd {exp.config.fwd}, bwd {exp.config.bwd}')
+    for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio ', 'feedback'):
+        table.add_column(head, justify='right')
+    for row, memory in zip(message_bytes(exp), feedback_rows(exp), strict=True):
+        full, f, b = row['uncompressed'], row['forward'], row['backward']
+        cells = f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
+        table.add_row(str(row['boundary']), f'{full:,}', *cells, f'{memory:,} bytes')
+    return table
+
+
+def residuals(exp: Experiment) -> Table:
+    """What each stage keeps from forwards to backwards."""
+    how = 'its input' if exp.config.parallel.remat else 'residuals'
+    table = Table(title=f'kept from forward to backward: {how} of a micro-batch')
+    for head in ('stage', 'bytes', 'at once', 'together'):
+        table.add_column(head, justify='right')
+    for s, (size, most) in enumerate(residual_rows(exp)):
+        table.add_row(str(s), f'{size:,}', str(most), f'{size * most:,}')
+    return table
+
+
+def first_step(made: Prepared) -> float:
+    """Runs the first step of training; returns the seconds it took."""
+    exp: Any = made.exp
+    start = time.time()
+    order = data.order(exp.config.seed, 0, len(exp.data.train.y))[: exp.config.batch_size]
+    for after, _, _ in made.engine.epoch(0)(made.engine.create(exp), order, lambda: False):
+        jax.block_until_ready(after.step)
+    return time.time() - start

@@ -1,0 +1,286 @@
+"""`Experiment`: dataset, model and optimizer, built from a validated configuration.
+
+Everything here is cheap: nothing is compiled, and a mistake in a configuration is answered before
+anything else happens.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmp import config as schema
+from jaxmp import data, exchange
+from jaxmp.config import KEYS, Config
+from jaxmp.distributed.placement import owners
+from jaxmp.exchange import Exchange
+from jaxmp.feedback import Channel, warm
+from jaxmp.grammar import own_words
+from jaxmp.pipeline import Pipeline, pipeline
+from jaxmp.plugins import called
+from jaxmp.runtimes import lanes, schedule
+from jaxmp.runtimes.plans import SCHEDULES
+from jaxmp.runtimes.schedule import Action
+from jaxmp.spec import SpecError, parse
+from jaxmp.training.optimizer import optimizer_of
+from jaxmp.training.task import Task, task_of
+from jaxmp.wire import Like
+
+
+class Experiment(NamedTuple):
+    """What a run does not change.
+
+    Attributes:
+      config: validated.
+      task: model and scores.
+      data: what is trained on and tested, perhaps fewer examples than the task has.
+      model: stages and boundaries after the warm-up.
+      warm_model: the same in the warm-up.
+      optimizer: of one stage's parameters.
+      epoch_steps: steps per epoch.
+      exchange: between replicas.
+      replicas: their number.
+    """
+
+    config: Config
+    task: Task
+    data: data.Dataset
+    model: Pipeline
+    warm_model: Pipeline
+    optimizer: optax.GradientTransformation
+    epoch_steps: int
+    exchange: Exchange
+    replicas: int
+
+
+def experiment_of(config: Config, task: Task | None = None) -> Experiment:
+    """Loads the data and builds model and optimizer, with all checks that need no compilation.
+
+    Args:
+      config: all keys, as `jaxmp.config.complete` gives it.
+      task: in place of the one that ``config.model`` and ``config.data`` name.
+
+    Raises:
+      ValueError: for a value that is not allowed; the message names the key.
+    """
+    schema.check(config)
+    if config.warmup_epochs > config.epochs:
+        raise ValueError(
+            f'config.warmup_epochs={config.warmup_epochs} is not between 0 and epochs='
+            f'{config.epochs}; the warm-up counts inside the total'
+        )
+    task = task_of(config) if task is None else task
+    tied_exchange(config, bool(task.tied))
+    actions_of(config, len(task.stages))
+    examples = sized(task.data, config)
+    count = len(examples.train.y)
+    shared = replication(config)
+    if config.batch_size > count:
+        raise ValueError(f'config.batch_size={config.batch_size} is not in 1..{count}')
+    model, warmed = pipelines(config, task, count)
+    epoch_steps = count // config.batch_size
+    return Experiment(
+        config, task, examples, model, warmed, optimizer_of(config, epoch_steps), epoch_steps,
+        shared, config.parallel.replicas,
+    )  # fmt: skip
+
+
+def sized(dataset: data.Dataset, config: Config) -> data.Dataset:
+    """The data set with as many examples of each split as the configuration asks for."""
+    for split in ('train', 'test'):
+        if count := config.data[f'{split}_examples']:
+            dataset = dataset._replace(**{split: data.take(getattr(dataset, split), count)})
+    return dataset
+
+
+def pipelines(config: Config, task: Task, examples: int) -> tuple[Pipeline, Pipeline]:
+    """The model with its boundaries, after the warm-up and in it.
+
+    Raises:
+      ValueError: if a text names no channel, or a channel that does not fit.
+    """
+    of_tokens = jnp.issubdtype(task.like.dtype, jnp.integer)
+    numbers = {'examples': examples} | ({'vocabulary': task.data.classes} if of_tokens else {})
+    names = {**numbers, **own_words(config.codecs)}
+    n = len(task.stages) - 1
+    fwd, bwd = (channels_of(config, way, names, n) for way in ('fwd', 'bwd'))
+    if any(c.per_example for c in fwd) and config.parallel.replicas > 1:
+        raise ValueError(
+            f'config.fwd={config.fwd!r} has a state per example, and of several replicas another '
+            'meets an example in every epoch; take ef21, or config.parallel.replicas=1'
+        )
+    for word, found in (('aqsgd', 'per_example'), ('anchored', 'per_token')):
+        if any(getattr(c, found) for c in bwd):
+            raise ValueError(
+                f'config.bwd={config.bwd!r}: {word} is for activations; use ef or ef21'
+            )
+    for channel in fwd:
+        if channel.per_example:
+            check_ids(channel, config.fwd, examples)
+        if channel.per_token:
+            check_tokens(channel, config.fwd, task.data.classes if of_tokens else 0)
+    warmed = [warm(c) for c in fwd], [warm(c) for c in bwd]
+    return pipeline(task.stages, fwd, bwd), pipeline(task.stages, *warmed)
+
+
+def channels_of(config: Config, way: str, names: dict[str, Any], boundaries: int) -> list[Channel]:
+    """The channels of a direction: one for all boundaries, or one per boundary, between ``;``.
+
+    Raises:
+      ValueError: if a text names none (an exchange between replicas is told where it belongs), or
+        there are as many texts as neither.
+    """
+    texts = config[way].split(';')
+    try:
+        channels = [parse(text, names) for text in texts]
+    except SpecError:
+        between = [w for w in re.findall(r'\w+', config[way]) if w in exchange.RULES]
+        if not between:
+            raise
+        raise ValueError(
+            f'config.{way}={config[way]!r}: {between[0]} is how replicas share gradients; give it '
+            'as config.exchange, with config.parallel.replicas=2 or more'
+        ) from None
+    if len(channels) == 1:
+        return channels * boundaries
+    if len(channels) != boundaries:
+        raise ValueError(
+            f'config.{way}={config[way]!r} has {len(channels)} channels and the model '
+            f'{boundaries} boundaries; give one for all, or one per boundary with ; between them'
+        )
+    return channels
+
+
+def replication(config: Config) -> Exchange:
+    """How replicas share gradients.
+
+    Raises:
+      ValueError: if replicas or micro-batches do not divide the batch, or the optimizer has a
+        momentum that the exchange has too.
+    """
+    n, text = config.parallel.replicas, config.exchange
+    if config.batch_size % n:
+        raise ValueError(
+            f'config.parallel.replicas={n} does not divide config.batch_size={config.batch_size}; '
+            "every replica takes an equal cut of a step's batch"
+        )
+    cuts = config.parallel.num_microbatches
+    if config.batch_size // n % cuts:
+        raise ValueError(
+            f'config.parallel.num_microbatches={cuts} does not divide config.batch_size='
+            f'{config.batch_size}' + (f' / {n} replicas' if n > 1 else '') + '; a step takes that '
+            'many equal cuts of its batch'
+        )
+    shared = exchange.parse(text, own_words(config.codecs))
+    if n > 1 and shared.momentum and config.optimizer.name != 'sgd':
+        raise ValueError(
+            f'config.exchange={text!r} has the momentum of SGD, and config.optimizer.name='
+            f'{config.optimizer.name!r} has moments of its own; take sgd, or an exchange without'
+        )
+    if n > 1 and shared.momentum and config.optimizer.momentum:
+        raise ValueError(
+            f'config.exchange={text!r} has a momentum of its own, and config.optimizer.momentum='
+            f'{config.optimizer.momentum} would add a second; set config.optimizer.momentum=0'
+        )
+    return shared
+
+
+def tied_exchange(config: Config, tied: bool) -> Exchange:
+    """How the first and the last stage share the gradients of a parameter that both hold.
+
+    Args:
+      config: ``tied_exchange``, by default ``mean``: both send all of it.
+      tied: whether there is such a parameter.
+
+    Raises:
+      ValueError: if there is nothing that it could compress, or the copies would not be updated
+        alike.
+    """
+    text, runtime = config.tied_exchange, config.parallel.runtime
+    shared = exchange.parse(text, own_words(config.codecs))
+    if text.strip() != 'mean' and not (tied and runtime != 'local'):
+        raise ValueError(
+            f'config.tied_exchange={text!r} compresses the gradient of a token table that two '
+            f'stages hold, and config.parallel.runtime={runtime!r} of this model sends none; take '
+            "'mean', or several stages of gpt2 with config.parallel.runtime=mpmd or spmd"
+        )
+    if shared.momentum or shared.shares_params:
+        raise ValueError(
+            f'config.tied_exchange={text!r} brings a momentum, or shares parameters in place of '
+            'gradients, and a table is updated as all other parameters are, by the same gradient '
+            'in both stages; take mean, all_gather, all_reduce, scatter_gather, double_squeeze or '
+            'power_sgd'
+        )
+    return shared
+
+
+def actions_of(config: Config, stages: int) -> tuple[Action, ...]:
+    """The schedule that ``config.parallel.schedule`` names.
+
+    Raises:
+      ValueError: if the schedule is broken, of another size, or not one of so many stages.
+    """
+    name, count = config.parallel.schedule, config.parallel.num_microbatches
+    if name in SCHEDULES:
+        try:
+            return SCHEDULES[name](stages, count)
+        except ValueError as error:
+            raise ValueError(f'config.parallel.schedule={name!r}: {error}') from None
+    wanted = KEYS['parallel.schedule'].own
+    actions = tuple(called('parallel.schedule', name, wanted, stages, count))
+    schedule.check(actions)
+    if schedule.size(actions)[:2] != (stages, count):
+        raise ValueError(
+            f'config.parallel.schedule={name!r} is of {schedule.size(actions)[:2]} stages and '
+            f'micro-batches, and there are {stages} and {count}'
+        )
+    return actions
+
+
+def layout(config: Config, stages: int, processes: int) -> tuple[tuple[int, ...], int]:
+    """The schedule's device of each stage, and the devices of a process for messages.
+
+    Raises:
+      ValueError: as `actions_of`, or if there are more processes than devices of all replicas.
+    """
+    actions, replicas = actions_of(config, stages), config.parallel.replicas
+    homes = schedule.place(actions)
+    owner = np.reshape(owners(replicas * (1 + max(homes)), processes), (replicas, -1))
+    return homes, lanes.count(actions, owner[:, homes])
+
+
+def check_ids(fwd: Channel, text: str, examples: int) -> None:
+    """Raises ValueError if the table of ``fwd`` has fewer rows than there are examples."""
+    tx, _ = jax.eval_shape(lambda: fwd.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
+    if (rows := len(jax.tree.leaves(tx)[0])) < examples:
+        raise ValueError(
+            f'config.fwd={text!r} has buffers for {rows} examples and the training set has '
+            f'{examples}; write examples=examples'
+        )
+
+
+def check_tokens(fwd: Channel, text: str, vocabulary: int) -> None:
+    """Raises ValueError unless ``fwd`` has an anchor for each of ``vocabulary`` tokens (or 0)."""
+    if not vocabulary:
+        raise ValueError(
+            f'config.fwd={text!r} keeps an anchor per token, and the input of this model has no '
+            'tokens but numbers; take aqsgd, which keeps examples, or ef21'
+        )
+    tx, _ = jax.eval_shape(lambda: fwd.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
+    if len(tx.mean) < vocabulary:
+        raise ValueError(
+            f'config.fwd={text!r} has anchors for {len(tx.mean)} tokens and the data has '
+            f'{vocabulary}; write vocabulary=vocabulary'
+        )
+
+
+def microbatch_like(exp: Experiment) -> Like:
+    """Shape of a micro-batch of the model's input."""
+    like = exp.task.like
+    size = exp.config.batch_size // exp.replicas // exp.config.parallel.num_microbatches
+    return jax.ShapeDtypeStruct((size, *like.shape), like.dtype)

@@ -1,0 +1,287 @@
+"""`train_and_evaluate`: a run from start to summary: resume, epochs, tests, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from jaxmp import config as schema
+from jaxmp import data, version
+from jaxmp.config import Config
+from jaxmp.distributed.process_group import Address, ProcessGroup, connect
+from jaxmp.report import curves, style
+from jaxmp.runtimes.schedule import place
+from jaxmp.training import profile
+from jaxmp.training.agreement import check_data, check_workdir
+from jaxmp.training.by_stage import by_stage
+from jaxmp.training.checkpoint import Checkpoints
+from jaxmp.training.engine import Engine, Values
+from jaxmp.training.experiment import Experiment, actions_of, experiment_of, layout
+from jaxmp.training.files import claim, owned, whole
+from jaxmp.training.one_program import one_program
+from jaxmp.training.probe import prober
+from jaxmp.training.progress import Display, duration
+from jaxmp.training.records import Records
+from jaxmp.training.replicated import replicated
+from jaxmp.training.resume import Place, begin, finished, stop_signals, tell_resumption
+from jaxmp.training.sizes import check_memory
+from jaxmp.training.step import TrainState
+from jaxmp.training.summary import finish, modes, show
+from jaxmp.training.task import Task, stage_count
+from jaxmp.training.trackers import Callback
+
+
+class DivergedError(RuntimeError):
+    """The loss is not finite; the last checkpoint is from before."""
+
+
+def process_group_of(config: Config, address: Address) -> ProcessGroup:
+    """The processes of a run of ``config``, which share its stages or its replicas.
+
+    Raises:
+      ValueError: if an address is given to a run of one process; or as `connect`.
+      ProcessGroupError: as `connect`.
+    """
+    schema.check(config)
+    runtime, replicas = config.parallel.runtime, config.parallel.replicas
+    if runtime == 'spmd' or (runtime == 'local' and replicas == 1):
+        if any(a is not None for a in address[:3]):
+            raise ValueError(
+                f'config.parallel.runtime={runtime!r} is one process, got {address}; processes '
+                'need --config.parallel.runtime=mpmd or --config.parallel.replicas=N'
+            )
+        return ProcessGroup()
+    values = schema.flat(config.to_dict())
+    own = {k: v for k, v in values.items() if k not in ('data.dir', 'data.download')}
+    versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
+    if runtime == 'mpmd':
+        homes = place(actions_of(config, stage_count(config)))
+        parts = [r * (1 + max(homes)) + d for r in range(replicas) for d in homes]
+        return connect(address, parts, {**versions, **own})
+    return connect(address, range(replicas), {**versions, **own}, what='replica')
+
+
+def devices(config: Config, processes: int) -> int:
+    """How many devices a process of a run needs.
+
+    One per replica, in spmd one per stage of each; besides one for each connection to others.
+    """
+    stages, runtime = stage_count(config), config.parallel.runtime
+    each = config.parallel.replicas * (stages if runtime == 'spmd' else 1)
+    spare = layout(config, stages, processes)[1] if runtime == 'mpmd' and processes > 1 else 0
+    return max(1, each // processes) + spare
+
+
+class Prepared(NamedTuple):
+    """An experiment and its runtime, whose compiled programs runs of other seeds share."""
+
+    exp: Experiment
+    engine: Engine
+
+
+def prepare(config: Config, group: ProcessGroup, task: Task | None = None) -> Prepared:
+    """What a run needs; raises ValueError or ProcessGroupError where ``config`` makes no sense."""
+    exp = experiment_of(config, task)
+    if group.count == 1:
+        check_memory(exp)
+    check_data(group, exp.data)
+    group.share(None)  # all are here: links open now, before compiling parts them
+    return Prepared(exp, engine_of(exp, group))
+
+
+def reseed(made: Prepared, config: Config) -> Prepared:
+    """``made`` for ``config``, which differs in its seed."""
+    return made._replace(exp=made.exp._replace(config=config))
+
+
+def train_and_evaluate(
+    config: Mapping[str, Any] | ml_collections.ConfigDict,
+    workdir: str | Path,
+    task: Task | None = None,
+    group: ProcessGroup | None = None,
+    made: Prepared | None = None,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any] | None:
+    """Trains, evaluates every epoch, and leaves config, metrics, checkpoints, summary and curves.
+
+    Goes on from the last checkpoint. Of several processes the first one shows and writes.
+
+    Args:
+      config: nested, as in configs/; what it lacks has its default.
+      workdir: the run's folder.
+      task: data, stages and scores, in place of those that ``config`` names.
+      group: the processes, from `jaxmp.distributed.process_group.connect`; default this one alone.
+      made: from `prepare`, where other runs have used it.
+      quiet: show and draw nothing.
+      callbacks: each is called with every record, a dict, once it is a line of ``metrics.jsonl``,
+        in the first process. What a callback raises ends the run.
+
+    Returns:
+      The summary, or None if a signal ended the run early (its state is saved).
+
+    Raises:
+      ValueError: for a configuration that makes no sense.
+      WorkdirError: if the workdir cannot be used.
+      ProcessGroupError: if the processes have different data or workdirs.
+      DivergedError: if the loss is not finite.
+    """
+    workdir, group = Path(workdir), group or ProcessGroup()
+    resolved = schema.complete(config)
+    exp, engine = made or prepare(resolved, group, task)
+    lead, kept = group.index == 0, None
+    with ExitStack() as stack:
+        if lead:
+            several = resolved.parallel.runtime == 'mpmd' or group.count > 1
+            kept = resolved.to_dict() | ({'processes': group.count} if several else {})
+            stack.enter_context(owned(workdir))
+            claim(workdir, kept)
+        check_workdir(group, workdir)
+        checkpoints = stack.enter_context(closing(Checkpoints(workdir, group, kept)))
+        state, place = begin(exp, engine, checkpoints, workdir)
+        done, total = int(state.step), resolved.epochs * exp.epoch_steps
+        records = stack.enter_context(closing(Records(workdir if lead else None, done, callbacks)))
+        display = Display(exp.task.metric, total, done, resolved.batch_size, quiet or not lead)
+        with closing(display), stop_signals() as seen:
+            tell_resumption(display, checkpoints, workdir, done)
+            if resolved.parallel.profile:
+                engine.profile(workdir)
+            r = Run(exp, engine, checkpoints, records, display, seen, workdir, done)
+            state, place, stopped = train(r, state, place)
+        if stopped:
+            if lead and not quiet:
+                print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
+            return None
+        moved, weights = engine.moved(), engine.weights(state)
+        return conclude(r, place, moved, weights, quiet) if lead else {}
+
+
+def conclude(
+    r: Run, place: Place, moved: dict[str, Any], weights: Any, quiet: bool
+) -> dict[str, Any]:
+    """Leaves summary, model and curves; a run that had ended before keeps its summary."""
+    exp, steps = r.exp, r.exp.config.epochs * r.exp.epoch_steps
+    summary = finished(r.workdir, steps) if r.start == steps else None
+    summary = summary or finish(exp, steps, place, r.records.records, moved, r.workdir)
+    if exp.task.export and weights is not None:
+        with whole(r.workdir / 'model') as folder:
+            exp.task.export(str(folder), weights)
+    if not quiet:
+        show(summary)
+        if exp.config.parallel.profile:
+            profile.show(r.workdir)
+        figure = curves.draw(r.records.records, summary)
+        for end in ('png', 'svg'):
+            with whole(r.workdir / f'curves.{end}') as part:
+                style.write(figure, part, end)
+        print(f'{summary["seconds"]} s; summary and curves: {r.workdir}')
+    return summary
+
+
+def engine_of(exp: Experiment, group: ProcessGroup) -> Engine:
+    """The engine of the configuration's runtime and replicas; in one process with the probe."""
+    if exp.config.parallel.runtime != 'local':
+        engine = by_stage(exp, group)
+    else:
+        engine = one_program(exp) if exp.replicas == 1 else replicated(exp, group)
+    if exp.config.probe == 'off' or group.count > 1 or not exp.model.boundaries:
+        return engine
+    measure, first = prober(exp), exp.config.warmup_epochs * exp.epoch_steps
+    probe = lambda state: measure(engine.export(state)) if int(state.step) >= first else []
+    return engine._replace(probe=probe)
+
+
+class Run(NamedTuple):
+    """An experiment, what its run talks to, its folder and the step that this start began at."""
+
+    exp: Experiment
+    engine: Engine
+    checkpoints: Checkpoints
+    records: Records
+    display: Display
+    signals: list[int]
+    workdir: Path
+    start: int
+
+
+def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, bool]:
+    """The epochs from ``state`` on; ``place`` holds the sums of the epoch begun.
+
+    Returns:
+      State and place after the last step, and whether a signal stopped the run there.
+    """
+    config, n, stop = r.exp.config, r.exp.epoch_steps, False
+    start = time.time() - place['seconds']
+    for epoch in range(int(state.step) // n, config.epochs):
+        steps = r.engine.epoch(epoch)
+        order = data.order(config.seed, epoch, len(r.exp.data.train.y))[: n * config.batch_size]
+        left = order[place['steps'] * config.batch_size :]
+        for after, values, asked in steps(state, left, lambda: bool(r.signals)):
+            state, stop = after, asked
+            place = add(place, values, epoch * n)
+            show_progress(r, place, epoch)
+            if stop:
+                break
+        place = {**place, 'seconds': time.time() - start}
+        with r.display.pause():
+            if place['steps'] == n:
+                record(r, state, place, epoch + 1)
+                place = {**place, **dict.fromkeys(r.exp.task.scores, 0.0), 'steps': 0}
+            if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
+                r.engine.check(state)
+                r.checkpoints.save(int(state.step), r.engine.export(state), place)
+        if stop:
+            break
+    return state, place, stop
+
+
+def add(place: Place, values: Values, before: int) -> Place:
+    """Adds the values of some steps to the epoch's sums; raises DivergedError if not finite."""
+    rows = {k: np.ravel(v).astype(float).tolist() for k, v in values.items()}
+    for step_values in zip(*rows.values(), strict=True):
+        own = dict(zip(rows, step_values, strict=True))
+        if not math.isfinite(own['loss']):
+            step = before + place['steps'] + 1
+            raise DivergedError(
+                f'the loss, in the last stage, is {own["loss"]} at step {step}; the last '
+                'checkpoint is from before it. Lower config.optimizer.lr, or send more bits '
+                'backward'
+            )
+        total = {name: place[name] + value for name, value in own.items()}
+        place = {**place, **total, 'steps': place['steps'] + 1}
+    return place
+
+
+def show_progress(r: Run, place: Place, epoch: int) -> None:
+    """Tells the display the running means of the epoch."""
+    means = {k: place[k] / place['steps'] for k in r.exp.task.scores}
+    step = epoch * r.exp.epoch_steps + place['steps']
+    r.display.update(f'epoch {epoch + 1}/{r.exp.config.epochs}', step, means)
+
+
+def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
+    """Closes an epoch: its mean training loss, the probe, the test with compression off and on."""
+    r.engine.check(state)
+    base = {'step': int(state.step), 'epoch': epoch}
+    means = {k: place[k] / place['steps'] for k in r.exp.task.scores}
+    r.records.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
+    for row in r.engine.probe(state):
+        r.records.write({'kind': 'boundary', **base, **row})
+    metric, tests = r.exp.task.metric, {}
+    for mode in ('off', 'on'):
+        tests[mode] = r.engine.evaluate(state, mode == 'on')
+        r.records.write({'kind': 'test', **base, 'compression': mode, **tests[mode]})
+    labels = modes(len(r.exp.task.stages) - 1, r.exp.config)
+    said = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
+    r.display.say(
+        f'epoch {epoch}/{r.exp.config.epochs}  {duration(place["seconds"])}  '
+        f'train loss {means["loss"]:.4f}  test {metric.name} {"  ".join(said)}'
+    )

@@ -1,0 +1,197 @@
+"""`Profiler`: where the time of one step under mpmd went, stage by stage.
+
+Of a run's steps after the warm-up the third is timed as a whole, the fourth is measured action by
+action, and the fifth is recorded by JAX's own profiler; all others, and all numbers, are those of
+a run without a profile (the first two steps compile). In the measured step each device has a thread
+that waits for the end of every action, so that the time of an action is that of its compiled
+program and of its call. All processes start the step together, which makes their clocks agree to
+within one message of the process group. Encoders and decoders are timed alone, since the program of
+a stage runs them fused with its module: these times are parts of F and B.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp.boundary import Boundary
+from jaxmp.distributed.placement import Device
+from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.runtimes.driver import Driver
+from jaxmp.runtimes.schedule import Action
+from jaxmp.runtimes.stage import StageProgram
+from jaxmp.training import profile_page
+from jaxmp.training.files import write_json
+from jaxmp.wire import Ctx, Like
+
+Step = Callable[[Any], Any]  # a step over a runtime
+Run = Callable[[Step, Any], Any]  # runs a step over a runtime
+TIMED = 3  # step that is timed as a whole; the next is measured, and the one after recorded
+CALLS = 7  # of an encoder or decoder alone; the median counts
+
+
+def plainly(step: Step, runtime: Any) -> Any:
+    """The step without a profile."""
+    return step(runtime)
+
+
+class Profiler:
+    """A function that runs steps, of which it profiles three; see the module."""
+
+    def __init__(self, group: ProcessGroup, folder: Path) -> None:
+        """Has run no step.
+
+        Args:
+          group: the processes, all of which run the same steps.
+          folder: where process 0 writes `profile.json` and every process a trace.
+        """
+        self._group, self._folder = group, folder
+        self._done, self._usual = 0, 0.0
+
+    def __call__(self, step: Step, runtime: Any) -> Any:
+        """What the step gives."""
+        self._done += 1
+        if self._done == TIMED:
+            result, self._usual = self._timed(step, runtime)
+            return result
+        if self._done == TIMED + 1:
+            return self._measure(step, runtime)
+        if self._done == TIMED + 2:
+            with jax.profiler.trace(self._folder / 'trace' / f'process-{self._group.index}'):
+                return jax.block_until_ready(step(runtime))
+        return step(runtime)
+
+    def _timed(self, step: Step, runtime: Any) -> tuple[Any, float]:
+        self._group.share(None)  # a barrier
+        start = time.monotonic()
+        result = jax.block_until_ready(step(runtime))
+        return result, time.monotonic() - start
+
+    def _measure(self, step: Step, runtime: Any) -> Any:
+        actions: list[Action] = []
+        driver = runtime.drivers.get(0)
+        for lane in driver.lanes.values() if driver else ():
+            lane.spans = {}
+        self._group.share(None)  # a barrier
+        start = time.monotonic()
+        result = jax.block_until_ready(step(runtime.measuring(actions)))
+        own: dict[str, Any] = {'step': time.monotonic() - start, 'usual': self._usual}
+        if driver:
+            own['actions'] = [_since(start, a) for a in actions]
+            own['messages'] = _messages(driver, start)
+            own['codecs'] = {s: _codecs(driver, s) for s in driver.stages}
+        shared = self._group.share(own)
+        if self._group.index == 0:
+            plan = driver.actions if driver else ()
+            write_json(self._folder / 'profile.json', together(shared, plan))
+        return result
+
+
+def _since(start: float, a: Action) -> Action:
+    return a._replace(start=a.start - start, end=a.end - start)
+
+
+def _messages(driver: Driver, start: float) -> list[list[Any]]:
+    """Rows ``[source, target, microbatch, kind, left, arrived]``; None for what is not known."""
+    for done in driver.sending:
+        done.result()
+    found = []
+    for (a, b), lane in driver.lanes.items():
+        sent = [m for m in driver.order[1] if (m.source, m.target) == (a, b)]
+        spans, lane.spans = lane.spans or {}, None
+        for m, (_, (left, arrived)) in zip(sent, sorted(spans.items()), strict=True):
+            left = left - start if a in driver.stages else None
+            arrived = arrived - start if b in driver.stages else None
+            found.append([a, b, m.microbatch, m.kind, left, arrived])
+    return found
+
+
+def together(shared: list[Any], plan: Any) -> dict[str, Any]:
+    """The profile of all processes; seconds from the start of the step.
+
+    Args:
+      shared: what each process measured.
+      plan: the schedule.
+    """
+    actions = sorted(a for own in shared for a in own.get('actions', ()))
+    ends: dict[tuple[Any, ...], list[Any]] = {}
+    for own in shared:
+        for *task, left, arrived in own.get('messages', ()):
+            known = ends.setdefault(tuple(task), [None, None])
+            known[:] = known[0] if left is None else left, known[1] if arrived is None else arrived
+    codecs = {int(s): c for own in shared for s, c in own.get('codecs', {}).items()}
+    return {
+        'step': max(own['step'] for own in shared),
+        'usual': max(own['usual'] for own in shared),
+        'actions': [list(a) for a in actions],
+        'messages': [[*task, *times] for task, times in sorted(ends.items())],
+        'codecs': {str(s): codecs[s] for s in sorted(codecs)},
+        'plan': [list(a) for a in plan],
+    }
+
+
+def _codecs(driver: Driver, s: int) -> dict[str, float]:
+    """Seconds per step that the encoders and decoders of a stage take alone."""
+    program, device = driver.stages[s].program, driver.devices[s]
+    n, found = driver.num_microbatches, {'encode': 0.0, 'decode': 0.0}
+    for cut, x, way, back in _ends(program):
+        found['encode'] += n * seconds(*_half(cut, x, way, True), device)
+        found['decode'] += n * seconds(*_half(cut, x, back, False), device)
+    return found
+
+
+def _ends(program: StageProgram) -> list[tuple[Boundary, Like, str, str]]:
+    """The boundaries beside a stage, with what it sends and receives there."""
+    left = [(program.left, program.x, 'bwd', 'fwd')] if program.left else []
+    right = [(program.right, program.y, 'fwd', 'bwd')] if program.right else []
+    return left + right
+
+
+def _half(cut: Boundary, x: Like, way: str, sends: bool) -> tuple[Callable[..., Any], Any, Any]:
+    """An encoder or a decoder ``(state, *given) -> (state, result)``, its state, what it is given.
+
+    The tensor is normal noise, and the state is that before the first step.
+    """
+
+    @jax.jit
+    def make() -> Any:
+        noise = jax.random.normal(jax.random.key(1), x.shape, x.dtype)
+        ids = jnp.arange(x.shape[0], dtype=jnp.int32)
+        ctx = Ctx.example(x)._replace(ids=ids, microbatch=jnp.int32(0))
+        known = cut.send('fwd', noise, cut.fwd.init(x)[0], ctx)[2]
+        ctx, (tx, rx) = ctx._replace(indices=known), getattr(cut, way).init(x)
+        return (tx, noise, ctx) if sends else (rx, cut.send(way, noise, tx, ctx)[0], ctx)
+
+    state, *given = make()
+    if sends:
+        return lambda tx, x, ctx: cut.send(way, x, tx, ctx)[1::-1], state, given
+    return lambda rx, m, ctx: cut.recv(way, m, rx, (x, ctx))[1::-1], state, given
+
+
+def seconds(run: Callable[..., Any], state: Any, given: Any, device: Device) -> float:
+    """The median time of ``run(state, *given) -> (state, result)``, compiled; state is donated."""
+    compiled = jax.jit(run, donate_argnums=0)
+    state, given = jax.device_put((state, given), device)
+    times = []
+    for _ in range(1 + CALLS):
+        start = time.monotonic()
+        state, _ = jax.block_until_ready(compiled(state, *given))
+        times.append(time.monotonic() - start)
+    return statistics.median(times[1:])
+
+
+def show(folder: Path) -> None:
+    """Prints the table of a run's profile, and writes its page and pictures."""
+    path = folder / 'profile.json'
+    if not path.exists():
+        print('no profile: it is that of the fourth step after the warm-up, and fewer were run')
+        return
+    found: Mapping[str, Any] = json.loads(path.read_text())
+    profile_page.show(found, folder)

@@ -1,0 +1,82 @@
+"""Stop and resumption of a run: signals, the last valid checkpoint, a finished run's summary."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxmp.training.checkpoint import Checkpoints
+from jaxmp.training.engine import Engine
+from jaxmp.training.experiment import Experiment
+from jaxmp.training.files import WorkdirError
+from jaxmp.training.progress import Display
+
+Place = dict[str, Any]  # of the current epoch: sums over its steps; and the seconds of the run
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """A list to which SIGTERM and SIGINT are appended, so that the loop can save before it ends.
+
+    The second Ctrl-C has its usual effect.
+    """
+    seen: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if number == signal.SIGINT and number in seen:
+            signal.signal(signal.SIGINT, old[signal.SIGINT])
+            signal.raise_signal(signal.SIGINT)
+        seen.append(number)
+
+    old = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield seen
+    finally:
+        for n, handler in old.items():
+            signal.signal(n, handler)
+
+
+def begin(
+    exp: Experiment, engine: Engine, checkpoints: Checkpoints, workdir: Path
+) -> tuple[Any, Place]:
+    """The state and place from which the run starts or resumes.
+
+    Raises:
+      WorkdirError: if the run has more epochs than ``config.epochs``, or as described in
+        `Checkpoints.restore`.
+    """
+    state = engine.create(exp)
+    place = {**dict.fromkeys(exp.task.scores, 0.0), 'steps': 0, 'seconds': 0.0}
+    if (saved := checkpoints.restore(engine.export(state))) is not None:
+        state, place = engine.load(state, saved[0]), saved[1]
+    done = int(state.step)
+    if done > exp.config.epochs * exp.epoch_steps:
+        raise WorkdirError(
+            f'{workdir} has {done / exp.epoch_steps:.4g} epochs, more than config.epochs='
+            f'{exp.config.epochs}; give at least as many to resume it, or a new --workdir'
+        )
+    return state, place
+
+
+def tell_resumption(display: Display, checkpoints: Checkpoints, workdir: Path, done: int) -> None:
+    """Shows the step from which the run resumes, and the checkpoints that were skipped."""
+    for step, why in checkpoints.damaged.items():
+        display.say(
+            f'checkpoint at step {step} is damaged ({why}), moved to {workdir / "damaged"}; '
+            f'resuming from step {done}'
+        )
+    if done:
+        display.say(f'resuming from step {done} of {workdir}')
+
+
+def finished(workdir: Path, steps: int) -> dict[str, Any] | None:
+    """The summary of a run that finished after ``steps`` steps, or None."""
+    try:
+        summary = json.loads((workdir / 'summary.json').read_text())
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) and summary.get('steps') == steps else None

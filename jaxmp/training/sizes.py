@@ -1,0 +1,141 @@
+"""How large an experiment is: messages, parameters, feedback states against the memory there is."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp import exchange
+from jaxmp.boundary import FeedbackState
+from jaxmp.distributed.placement import memory
+from jaxmp.runtimes.schedule import most_kept
+from jaxmp.runtimes.stage import StageProgram, programs
+from jaxmp.runtimes.state import MicroBatch
+from jaxmp.training.engine import model_of
+from jaxmp.training.experiment import Experiment, actions_of, microbatch_like, tied_exchange
+from jaxmp.wire import Ctx, nbytes
+
+
+def check_memory(exp: Experiment) -> None:
+    """Raises ValueError if the feedback states are larger than this machine's memory."""
+    rows, have = feedback_rows(exp), memory()
+    if exp.replicas * sum(rows) <= have:
+        return
+    _, states = shapes(exp)
+    terms = []
+    for i, (own, size) in enumerate(zip(states.fwd, rows, strict=True), 1):
+        largest = max(jax.tree.leaves(own), key=lambda a: a.size)
+        product = ' x '.join(f'{n:,}' for n in largest.shape)
+        terms.append(
+            f'boundary {i}: {product} x {largest.dtype.itemsize} bytes, with the backward state '
+            f'{size / 2**30:,.1f} GiB'
+        )
+    raise ValueError(
+        f'config.fwd={exp.config.fwd!r} and config.bwd={exp.config.bwd!r} keep feedback states of '
+        f'{exp.replicas * sum(rows) / 2**30:,.1f} GiB ({"; ".join(terms)}'
+        + (f'; {exp.replicas} replicas' if exp.replicas > 1 else '')
+        + f'), and there is a memory of {have / 2**30:,.1f} GiB; take fewer '
+        'config.data.train_examples (and examples=examples), a smaller config.model.width, '
+        'table=4 in aqsgd, or ef21, which keeps no examples'
+    )
+
+
+def feedback_rows(exp: Experiment) -> list[int]:
+    """Bytes of the feedback states of each boundary, both ways, of one replica."""
+    _, states = shapes(exp)
+    count = exp.config.parallel.num_microbatches
+    rows = []
+    for i, cut in enumerate(exp.model.boundaries):
+        slots = [1 if c.per_example or c.per_token else count for c in (cut.fwd, cut.bwd)]
+        rows.append(slots[0] * nbytes(states.fwd[i]) + slots[1] * nbytes(states.bwd[i]))
+    return rows
+
+
+def residual_rows(exp: Experiment) -> list[tuple[int, int]]:
+    """For each stage the bytes of a micro-batch's residuals, and how many it keeps at once.
+
+    Under ``mpmd`` and ``spmd``, whose stages keep them from a forward to its backward; in a device
+    of ``spmd`` all slots are as large as those of the largest stage.
+    """
+    model, c = model_of(exp, exp.model.boundaries), exp.config.parallel
+    stages = programs(model.stages, model.boundaries, model.loss, model.x, {'train': True}, c.remat)
+    x, rows = exp.data.train, microbatch_like(exp).shape[0]
+    y = jax.eval_shape(lambda: jnp.zeros((rows, *x.y.shape[1:]), x.y.dtype))
+    ids = jax.eval_shape(lambda: jnp.zeros(rows, jnp.int32))
+    sizes = []
+    for p in stages:
+        ctx = Ctx(ids=ids).reading(stages[0].x)
+        batch = MicroBatch(None if p.left else p.x, None if p.right else y, ctx)
+        sizes.append(nbytes(jax.eval_shape(functools.partial(_residuals, p), batch)))
+    if c.runtime == 'spmd':
+        slots = min(c.num_microbatches, 2 * len(stages) - 1)
+        return [(max(sizes), slots)] * len(stages)
+    most = most_kept(actions_of(exp.config, len(stages)))
+    return [(size, most[s]) for s, size in enumerate(sizes)]
+
+
+def _residuals(p: StageProgram, batch: MicroBatch) -> Any:
+    """What the forward of a stage leaves."""
+    key = jax.random.key(0)
+    message = p.left and jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype), p.left.messages(p.x)[0]
+    )
+    given = batch._replace(ctx=batch.ctx._replace(key=key, microbatch=jnp.int32(0)))
+    return p.forward(p.init(key), given, message)[2]
+
+
+def check_residuals(exp: Experiment) -> None:
+    """Raises ValueError if residuals of the stages of a process and all else cannot fit."""
+    rows, have = residual_rows(exp), memory()
+    total = exp.replicas * (sum(size * most for size, most in rows) + sum(feedback_rows(exp)))
+    if total <= have:
+        return
+    terms = '; '.join(f'stage {s}: {most} x {size:,} bytes' for s, (size, most) in enumerate(rows))
+    raise ValueError(
+        f'{exp.replicas} x {len(rows)} stages keep {total / 2**30:,.1f} GiB between forwards and '
+        f'backwards, feedback states included ({terms}), and there is a memory of '
+        f'{have / 2**30:,.1f} GiB; take --config.parallel.remat=True, which runs a stage again '
+        'instead, a larger config.parallel.num_microbatches, or a schedule that keeps fewer'
+    )
+
+
+def message_bytes(exp: Experiment) -> list[dict[str, int]]:
+    """Bytes per step at each boundary: uncompressed, and each way as sent after the warm-up."""
+    x, count = microbatch_like(exp), exp.config.parallel.num_microbatches
+    variables, _ = shapes(exp)
+    rows = []
+    likes = exp.model.likes(variables, x, train=True)
+    for i, (b, x) in enumerate(zip(exp.model.boundaries, likes, strict=True), 1):
+        forward, backward = (count * n // 8 for n in b.bits(x))
+        full = count * nbytes(x)
+        row = {'boundary': i, 'uncompressed': full, 'forward': forward, 'backward': backward}
+        rows.append(row)
+    return rows
+
+
+def table_bytes(exp: Experiment) -> dict[str, Any]:
+    """Bytes per step for the parameter that the first and the last stage hold.
+
+    In the form of `message_bytes`; empty where no parameter is tied.
+    """
+    if not exp.task.tied:
+        return {}
+    table = exp.task.tied.get(shapes(exp)[0][0]['params'])
+    sent = exchange.bytes_of(tied_exchange(exp.config, True), [table], 2)
+    ways = dict.fromkeys(('forward', 'backward'), sent['sent'])
+    text = exp.config.tied_exchange
+    return {'tied': {'text': text, 'uncompressed': sent['uncompressed'], **ways}}
+
+
+def shapes(exp: Experiment) -> tuple[Any, FeedbackState]:
+    """Variables of all stages and states of all boundaries, as shapes."""
+    init = functools.partial(exp.model.init, train=True)
+    return jax.eval_shape(init, jax.random.key(0), microbatch_like(exp))
+
+
+def parameters(exp: Experiment) -> int:
+    """How many there are."""
+    return sum(p.size for v in shapes(exp)[0] for p in jax.tree.leaves(v['params']))

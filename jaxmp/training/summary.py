@@ -1,0 +1,201 @@
+"""Summary of a run: best and last scores, curves, bytes, provenance; the tables at the end."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxmp.metrics import METRICS, Metric, of_summary
+from jaxmp.training.experiment import Experiment
+from jaxmp.training.files import WorkdirError, write_json
+from jaxmp.training.resume import Place
+from jaxmp.training.sizes import message_bytes, parameters, table_bytes
+
+
+def finish(
+    exp: Experiment,
+    steps: int,
+    place: Place,
+    records: list[dict[str, Any]],
+    moved: dict[str, Any],
+    workdir: Path,
+) -> dict[str, Any]:
+    """Writes and returns the summary of a run, ``summary.json``.
+
+    Raises:
+      WorkdirError: if the records are missing, or the file cannot be written.
+    """
+    metric, config = exp.task.metric, exp.config.to_dict()
+    for mode in ('off', 'on'):
+        if not any(r['kind'] == 'test' and r['compression'] == mode for r in records):
+            raise WorkdirError(
+                f'{workdir / "metrics.jsonl"} has no test records of this run; restore the file, '
+                'or give a new --workdir'
+            )
+    summary = {
+        **{k: exp.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
+        'measure': metric.name,
+        **({} if metric.name in METRICS else {'higher_is_better': metric.higher_is_better}),
+        'test': best_and_last(records, metric, exp.config.warmup_epochs),
+        'history': history(records, exp.task.scores),
+        'bytes': message_bytes(exp),
+        **table_bytes(exp),
+        **moved,
+        'parameters': parameters(exp),
+        'steps': steps,
+        'seconds': round(place['seconds'], 1),
+        **provenance(),
+        # The folder of the data does not affect the run, and would disclose paths of the machine.
+        'config': {**config, 'data': {k: v for k, v in config['data'].items() if k != 'dir'}},
+    }
+    write_json(workdir / 'summary.json', summary)
+    return summary
+
+
+def best_and_last(records: list[dict[str, Any]], metric: Metric, warmup: int) -> dict[str, Any]:
+    """The best and the last scores with compression off and on, without the epochs of the warm-up.
+
+    >>> rows = [{'kind': 'test', 'compression': 'on', 'epoch': e, 'loss': l, 'accuracy': a}
+    ...         for e, l, a in ((1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6))]
+    >>> off = [{**r, 'compression': 'off'} for r in rows]
+    >>> best_and_last(rows + off, METRICS['accuracy'], warmup=1)['on']['best']
+    {'epoch': 2, 'loss': 0.3, 'accuracy': 0.7}
+    """
+    found = {}
+    scores = lambda r: {k: v for k, v in r.items() if k not in ('kind', 'step', 'compression')}
+    for mode in ('off', 'on'):
+        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
+        after = [r for r in rows if r['epoch'] > warmup] or rows
+        best = max(after, key=metric.rank)
+        found[mode] = {'best': scores(best), 'last': scores(rows[-1])}
+    return found
+
+
+def history(records: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """The curves of a run: scores by epoch in training and in the tests off and on.
+
+    >>> history([{'kind': 'train', 'epoch': 1, 'loss': 2.0}], ['loss'])['train']
+    {'loss': [2.0]}
+    """
+
+    def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+        return {k: [round(r[k], 6) for r in rows] for k in names}
+
+    test = [r for r in records if r['kind'] == 'test']
+    modes = {m: columns([r for r in test if r['compression'] == m]) for m in ('off', 'on')}
+    return {'train': columns([r for r in records if r['kind'] == 'train']), **modes}
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, hardware and versions that produced a result."""
+    import jaxmp
+
+    device = jax.devices()[0]
+    kind = _cpu() if device.platform == 'cpu' else device.device_kind
+    versions = {'jaxmp': jaxmp.__version__, 'jax': jax.__version__}
+    versions['python'] = platform.python_version()
+    count = len(os.sched_getaffinity(0)) if device.platform == 'cpu' else len(jax.devices())
+    return {'commit': _commit(), 'hardware': f'{count} x {kind}', 'versions': versions}
+
+
+def _cpu() -> str:
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        return next(l.split(':', 1)[1].strip() for l in lines if l.startswith('model name'))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    root = Path(__file__).parents[2]
+    ask = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=12']
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def modes(boundaries: int, channels: Mapping[str, Any]) -> dict[str, str]:
+    """The labels of the tests that are shown: off and on, or one if nothing is compressed.
+
+    Args:
+      boundaries: number of boundaries.
+      channels: the texts ``fwd`` and ``bwd``.
+
+    >>> modes(1, {'fwd': 'raw', 'bwd': 'ef(top_k(0.1))'}), modes(1, {'fwd': 'raw', 'bwd': 'raw'})
+    ({'off': 'off', 'on': 'on'}, {'on': ''})
+    """
+    alike = not boundaries or {channels['fwd'], channels['bwd']} == {'raw'}
+    return {'on': ''} if alike else {'off': 'off', 'on': 'on'}
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    """The tables of a summary: scores off and on, and bytes at each boundary."""
+    shared = f', exchange {summary["exchange"]["text"]}' if 'exchange' in summary else ''
+    scores = Table(title=f'{summary["name"]}: fwd {summary["fwd"]}, bwd {summary["bwd"]}{shared}')
+    metric = of_summary(summary)
+    heads = f'{metric.name} best', '(epoch)', f'{metric.name} last', 'loss last'
+    for head in ('compression', *heads):
+        scores.add_column(head, justify='right')
+    for mode, said in modes(len(summary['bytes']), summary).items():
+        best, last = summary['test'][mode]['best'], summary['test'][mode]['last']
+        row = metric.format(best), str(best['epoch']), metric.format(last)
+        scores.add_row(said or 'none', *row, f'{last["loss"]:.4f}')
+    size = Table(title='bytes per step')
+    for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio '):
+        size.add_column(head, justify='right')
+    tied = [{'boundary': 'token table', **summary['tied']}] if 'tied' in summary else []
+    for row in (*summary['bytes'], *tied):
+        full, f, b = row['uncompressed'], row['forward'], row['backward']
+        cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
+        size.add_row(str(row['boundary']), *cells)
+    if 'exchange' in summary:
+        _add_exchange(size, summary['exchange'], summary['processes'])
+    links = [_moved(summary)] if 'moved' in summary and summary['processes'] > 1 else []
+    return [scores, size, *links]
+
+
+def _add_exchange(size: Table, exchange: dict[str, Any], processes: int) -> None:
+    """Adds the bytes that one replica sends for its gradient: on a ring and by a server."""
+    n, full, server = exchange['replicas'], exchange['uncompressed'], exchange['server']
+    ring = 2 * full * (n - 1) // n
+    sent = f'{exchange["sent"]:,}', f'{ring / exchange["sent"]:.2f}'
+    size.add_row('gradients, ring', f'{ring:,}', *sent, '', '')
+    cells = (c for way in ('up', 'down') for c in (f'{server[way]:,}', f'{full / server[way]:.2f}'))
+    size.add_row('gradients, server', f'{full:,}', *cells)
+    where = f' in {processes} processes' if processes > 1 else ''
+    size.caption = (
+        f'of each of {n} replicas{where}; gradients by {exchange["text"]}; server: up, down'
+    )
+
+
+def _moved(summary: dict[str, Any]) -> Table:
+    """A table of bytes per link: payload, and operands of the compiled collectives."""
+    sent = f'{summary["interface"]:,}' if summary['interface'] else 'not known'
+    table = Table(
+        title=f'bytes per step over {summary["processes"]} processes',
+        caption=f'sent on the network interfaces of process 0: {sent}',
+    )
+    for head in ('link', 'payload forward', 'backward', 'collectives forward', 'backward '):
+        table.add_column(head, justify='right')
+    for row in summary['moved']:
+        cells = [*row['payload'], *row['collectives']]
+        table.add_row(str(row['boundary']), *(f'{n:,}' for n in cells))
+    return table
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Prints the tables of a summary to standard output."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
+    for table in tables(summary):
+        console.print(table)

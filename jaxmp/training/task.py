@@ -1,0 +1,245 @@
+"""`Task`: data, stages, preparation of inputs and scores of outputs.
+
+``config.model.name`` names a task: an image classifier, a language model, or a task of your own.
+The trainer uses nothing else of a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from jaxmp import data, models
+from jaxmp.config import KEYS, Config
+from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
+from jaxmp.models.tied import WTE, TiedParameter, table
+from jaxmp.pipeline import Stage
+from jaxmp.plugins import called, imported
+from jaxmp.wire import Like, like
+
+
+def _unchanged(stage: int, variables: Any, key: Array) -> Any:
+    del stage, key
+    return variables
+
+
+class Task(NamedTuple):
+    """A model with its data.
+
+    Attributes:
+      data: the data set; the position of an example is its id.
+      stages: Linen modules with ``__call__(x, train)``, or `jaxmp.nnx.stage` of nnx modules; each
+        takes the output of the previous one.
+      prepare: ``(x, key or None) -> input``; with a key it may augment.
+      score: ``(output, y) -> {name: (B,)}``, per example; the mean of ``'loss'`` is minimized.
+      metric: the metric that tables and progress show.
+      scores: the names of the scores that ``score`` returns.
+      start: ``(stage, its variables, key of init) -> variables`` before the first step.
+      tied: a parameter that the first and the last of several stages share, or None.
+      export: a function that writes the variables of all stages, and a tokenizer, to a folder in a
+        common layout, or None.
+    """
+
+    data: data.Dataset
+    stages: tuple[Stage, ...]
+    prepare: Callable[[Array, Array | None], Array]
+    score: Callable[[Array, Array], dict[str, Array]]
+    metric: Metric
+    scores: tuple[str, ...] = ('loss', 'accuracy')
+    start: Callable[[int, Any, Array], Any] = _unchanged
+    tied: TiedParameter | None = None
+    export: Callable[[str, Any], None] | None = None
+
+    @property
+    def like(self) -> Like:
+        """Shape and dtype of an input of the first stage, for one example."""
+        x = self.data.train.x
+        batch = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+        batch = like(jax.eval_shape(lambda x: self.prepare(x, None), batch))
+        return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
+
+
+def task_of(config: Config) -> Task:
+    """The task that ``config.model.name`` and ``config.data.name`` name.
+
+    Raises:
+      ValueError: for a value that is not allowed, or an import path to an object of a wrong type;
+        the message names the key.
+    """
+    task = _task(config)
+    name = config.metric
+    if not name:
+        return task
+    if ':' in name:
+        wanted = KEYS['metric'].own
+        metric = own(imported('metric', name, wanted), name.rpartition(':')[2])
+        return measured(task, metric)
+    return task._replace(metric=METRICS[name])
+
+
+def _task(config: Config) -> Task:
+    name = config.model.name
+    if name == 'gpt2':
+        return language(config)
+    dataset = dataset_of(config)
+    if ':' not in name:
+        return classifier(config, dataset, MODELS[name](dataset.classes, config.model.width))
+    wanted = KEYS['model.name'].own
+    result = called('model.name', name, wanted, config, dataset)
+    if isinstance(result, Task):
+        return result
+    return classifier(config, dataset, checked(result, name))
+
+
+def measured(task: Task, metric: Metric) -> Task:
+    """``task`` with ``metric`` as its metric; if it has its own function, that score is added."""
+    if metric.of is None:
+        return task._replace(metric=metric)
+    of, score = metric.of, task.score
+    both = lambda output, y: {**score(output, y), metric.score: of(output, y)}
+    return task._replace(metric=metric, score=both, scores=(*task.scores, metric.score))
+
+
+def checked(stages: Any, name: str) -> tuple[Stage, ...]:
+    """``stages`` as a tuple.
+
+    Raises:
+      ValueError: if they are not a sequence of Flax modules.
+    """
+    if isinstance(stages, Sequence) and stages and all(isinstance(s, Stage) for s in stages):
+        return tuple(stages)
+    raise ValueError(
+        f'config.model.name={name!r} returned {type(stages).__name__}; it must be '
+        f'{KEYS["model.name"].own}, and a stage is a Flax module: a Linen module with '
+        '__call__(x, train), or jaxmp.nnx.stage(Module, ...)'
+    )
+
+
+def dataset_of(config: Config) -> data.Dataset:
+    """The data set that ``config.data`` names, with images pooled by ``data.pool``.
+
+    Raises:
+      ValueError: if a function of the user does not return a `jaxmp.data.Dataset`.
+    """
+    name = config.data.name
+    if ':' not in name:
+        dataset = data.load(name, config.data.dir or None, config.data.download)
+    else:
+        dataset = called('data.name', name, KEYS['data.name'].own, config)
+        if not isinstance(dataset, data.Dataset):
+            raise ValueError(
+                f'config.data.name={name!r} returned {type(dataset).__name__}; it must be '
+                f'{KEYS["data.name"].own}'
+            )
+    return data.pool(dataset, config.data.pool) if config.data.pool > 1 else dataset
+
+
+def classifier(config: Config, dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
+    """The task of stages whose output is one logit per class.
+
+    Args:
+      config: configuration with ``data.augment`` and ``data.pool``.
+      dataset: images, which are normalised by their mean and deviation if the data set has them.
+      stages: stages of the network.
+    """
+
+    def prepare(x: Array, key: Array | None) -> Float[Array, 'B *shape']:
+        if key is not None and config.data.augment == 'crop_flip':
+            x = crop_flip(x, key, frame=4 // config.data.pool)
+        if not dataset.mean:
+            return x
+        mean, std = (jnp.asarray(v, jnp.float32) for v in (dataset.mean, dataset.std))
+        return (x.astype(jnp.float32) / 255 - mean) / std
+
+    return Task(dataset, tuple(stages), prepare, score_classes, ACCURACY)
+
+
+def crop_flip(x: Array, key: Array, frame: int = 4) -> Array:
+    """Images shifted at random by up to ``frame`` pixels over black, half of them mirrored."""
+    key_crop, key_flip = jax.random.split(key)
+    padded = jnp.pad(x, ((0, 0), (frame, frame), (frame, frame), (0, 0)))
+    corners = jax.random.randint(key_crop, (len(x), 2), 0, 2 * frame + 1)
+    rows = corners[:, :1] + jnp.arange(x.shape[1])
+    columns = corners[:, 1:] + jnp.arange(x.shape[2])
+    mirror = jax.random.bernoulli(key_flip, 0.5, (len(x), 1))
+    columns = jnp.where(mirror, columns[:, ::-1], columns)
+    image = jnp.arange(len(x))[:, None, None]
+    return padded[image, rows[:, :, None], columns[:, None, :]]
+
+
+def score_classes(logits: Array, y: Int[Array, ' B']) -> dict[str, Array]:
+    """Cross-entropy in nats, and whether the largest logit is right, per example."""
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return {'loss': nll, 'accuracy': (jnp.argmax(logits, -1) == y).astype(jnp.float32)}
+
+
+def language(config: Config) -> Task:
+    """The task of a GPT-2 on text, with random initial parameters or weights from a folder."""
+    from jaxmp.data import text
+    from jaxmp.models import gpt2, weights
+
+    c, words = config.model, config.data
+    if ':' in words.name:
+        dataset, tokenizer = dataset_of(config), text.tokenizer_of(words.tokenizer)
+    else:
+        dataset, tokenizer = text.load(
+            words.name, words.sequence_length, words.tokenizer, words.dir or None, words.download
+        )
+    dropout = (c.dropout,) * 3
+    if c.init_from:
+        sizes = weights.read_config(c.init_from, dropout=dropout)
+        weights.check_vocabulary(sizes, dataset.classes)
+    else:
+        sizes = gpt2.Config(
+            dataset.classes, words.sequence_length, dropout=dropout, width=c.width, blocks=c.blocks,
+            heads=c.heads,
+        )  # fmt: skip
+    dtype = None if c.dtype == 'float32' else jnp.dtype(c.dtype)
+    stages = gpt2.gpt2(dataclasses.replace(sizes, dtype=dtype, remat=c.remat), c.stages)
+
+    def start(stage: int, variables: Any, key: Array) -> Any:
+        if c.init_from:
+            return weights.read(c.init_from, stages, stage)[0]
+        if stage not in (0, len(stages) - 1):
+            return variables
+        first = table(stages[0], jax.random.fold_in(key, 0))
+        return {**variables, 'params': WTE.put(variables['params'], first)}
+
+    def export(folder: str, variables: Any) -> None:
+        weights.write(folder, stages, variables)
+        tokenizer.save(Path(folder))
+
+    prepare = lambda x, key: jnp.asarray(x, jnp.int32)
+    tied = WTE if len(stages) > 1 else None
+    return Task(
+        dataset, stages, prepare, score_tokens, PERPLEXITY, start=start, tied=tied, export=export
+    )
+
+
+def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:
+    """Mean nats per predicted token, and the share of correct predictions, per sequence."""
+    from jaxmp.models.gpt2 import next_token_loss
+
+    right = jnp.argmax(logits[:, :-1], -1) == tokens[:, 1:]
+    nll = next_token_loss(logits, tokens)
+    return {'loss': nll, 'accuracy': jnp.mean(right.astype(jnp.float32), -1)}
+
+
+MODELS = {'resnet18': models.resnet18, 'lenet': models.lenet}  # (classes, width) -> stages
+
+
+def stage_count(config: Config) -> int:
+    """The number of stages of the model; for the package's own models without loading data."""
+    name = config.model.name
+    if name == 'gpt2':
+        return config.model.stages
+    if name in MODELS:
+        return len(MODELS[name](1, config.model.width))
+    return len(task_of(config).stages)

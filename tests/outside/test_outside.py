@@ -1,0 +1,130 @@
+"""An experiment whose parts are all one's own, named in a configuration by import paths."""
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp import config as schema
+from tests.outside import own, parts
+from tests.runs import ENV, ROOT
+
+
+def test_train_py_trains_parts_that_the_package_does_not_know(tmp_path):
+    command = [sys.executable, 'train.py', '--config=tests/outside/own.py', f'--workdir={tmp_path}']
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    summary = json.loads((tmp_path / 'summary.json').read_text())
+    assert summary['measure'] == 'margin'
+    assert summary['test']['on']['last']['accuracy'] > 0.8
+    assert summary['test']['on']['last']['margin'] > summary['history']['on']['margin'][0]
+    # 8 samples of 16 elements: a bit each and a scale of 16 bits, of two micro-batches.
+    assert [r['forward'] for r in summary['bytes']] == [2 * 8 * (2 + 2)] * 2
+    assert summary['exchange']['text'] == 'majority(0.5)'
+    assert 'margin' in done.stdout
+
+
+def test_a_task_of_ones_own_in_a_program_per_stage(tmp_path):
+    """A regression: `Task` says what is minimized and what is reported, and no schedule matters."""
+    dataset = parts.moons(schema.default())
+    dataset = dataset._replace(
+        train=dataset.train._replace(y=dataset.train.x[:, :1]),
+        test=dataset.test._replace(y=dataset.test.x[:, :1]),
+    )
+    score = lambda output, y: {'loss': ((output - y) ** 2).mean(1)}
+    task = jaxmp.Task(
+        dataset, (parts.Hidden(8), parts.Head(1)), lambda x, key: x, score, jaxmp.Metric(
+            'rmse', 'loss', higher_is_better=False, show=lambda m: f'{m**0.5:.3f}'), ('loss',)
+    )  # fmt: skip
+    config = {'epochs': 2, 'batch_size': 32, 'fwd': 'uniform(8)', 'optimizer': {'lr': 0.02}}
+    losses = []
+    for runtime, schedule in (('local', '1f1b'), ('mpmd', 'tests.outside.parts:all_forward_first')):
+        config['parallel'] = {'runtime': runtime, 'num_microbatches': 2, 'schedule': schedule}
+        summary = jaxmp.train_and_evaluate(config, tmp_path / runtime, task=task, quiet=True)
+        assert summary['measure'] == 'rmse'
+        losses.append(summary['history']['on']['loss'])
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+WRONG = {
+    'no module': ({'model.name': 'nowhere:build'}, "cannot import 'nowhere' .*it must name build"),
+    'no file': ({'data.name': 'nowhere.py:load'}, 'no such Python file.*must name load'),
+    'no object': ({'metric': 'tests.outside.parts:x'}, "has no 'x'; it must name metric"),
+    'arguments': ({'data.name': 'tests.outside.parts:network'}, r'\(config, dataset\) does not'),
+    'no stages': ({'model.name': 'tests.outside.parts:lion'}, 'must be build.*Flax module'),
+    'no data set': ({'data.name': 'builtins:len'}, 'must be load'),
+    'no optimizer': ({'optimizer.name': 'tests.outside.parts:margin'}, 'line .*must be make'),
+    'no word': ({'codecs': 'json.decoder', 'fwd': 'raw', 'exchange': 'mean'}, 'has no words; a w'),
+    'an unknown word': ({'fwd': 'sings'}, r'unknown word .sings. \(did you mean signs'),
+    'no schedule': ({'parallel.schedule': 'gpipe'}, "read by config.parallel.runtime='mpmd'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', WRONG)
+def test_a_part_that_does_not_fit_is_refused(case, monkeypatch):
+    """One line: what came, and the signature that is wanted."""
+    from jaxmp.training.experiment import experiment_of
+
+    monkeypatch.chdir(ROOT)
+    changes, message = WRONG[case]
+    c = own.get_config()
+    with c.ignore_type():
+        c.update_from_flattened_dict(changes)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        experiment_of(c)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_the_codec_of_ones_own_is_a_word_everywhere(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    from jaxmp.grammar import own_words
+
+    names = own_words('tests/outside/parts.py')
+    assert {'signs', 'leaky', 'majority'} <= set(names)
+    channel = jaxmp.parse('leaky(signs, keep=0.5)', names)
+    assert str(channel) == 'leaky(signs, keep=0.5)'
+    assert jaxmp.bits(channel, jnp.zeros((4, 16))) == 4 * 32
+    assert isinstance(parts.lion(schema.default(), 0.1), optax.GradientTransformation)
+
+
+def run(script, folder, monkeypatch):
+    """The names of a script that was copied to a folder and run there."""
+    monkeypatch.chdir(folder)
+    return runpy.run_path(shutil.copy(ROOT / 'tests' / 'outside' / script, folder))
+
+
+def test_a_flax_model_with_two_boundaries_and_a_codec_in_an_optax_loop(tmp_path, monkeypatch):
+    """Written from docs/own_loop.md and docs/own_codec.md."""
+    found = run('stages.py', tmp_path, monkeypatch)
+    assert found['losses'][-1] < found['losses'][0] / 5
+    assert found['accuracy']['on'] > 0.9
+    # 32 samples of 32 elements: 8 means of 16 bits; 4 bits each. 4 means and a bitmap; 8 floats.
+    assert found['bits'] == [(32 * 8 * 16, 32 * 32 * 4 + 64), (32 * (4 * 16 + 32), 32 * 8 * 32)]
+    # Each of the two channels with feedback has a state, which the training filled.
+    states = [np.any(a) for a in jax.tree.leaves(found['feedback']) if a.shape == (32, 32)]
+    assert states == [True] * 2
+
+
+def test_an_exchange_in_a_shard_map_loop(tmp_path, monkeypatch):
+    """Written from docs/own_exchange.md and docs/algebra.md."""
+    found = run('replicas.py', tmp_path, monkeypatch)
+    assert found['losses'][-1] < found['losses'][0] / 5
+    params = jax.tree.leaves(found['params'])
+    for p in params:
+        one, other = (np.asarray(s.data) for s in p.addressable_shards)
+        np.testing.assert_array_equal(one, other)
+    errors = [np.asarray(a) for a in jax.tree.leaves(found['state'][0].held)]
+    assert [a.shape for a in errors] == [(2, 32, 32)]
+    assert np.any(errors[0][0] != errors[0][1])
+    assert (errors[0] == 0).mean() == 0.25
+    assert found['size']['sent'] == sum(4 * p.size for p in params)

@@ -1,0 +1,107 @@
+"""The console script: each command's --help, a bad argument, and runs compared."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxmp.__main__ import COMMANDS, main
+from tests.runs import ENV, ROOT
+
+BAD = {
+    'train': (['--config.model.widht=3'], r'no key config\.model\.widht \(did you mean .*width'),
+    'sweep': (['nowhere.py', '--scale=cpu'], r'nowhere\.py is not a Python file; give one with'),
+    'report': (['/nowhere', '--out', 'x'], r'/nowhere has no result of a finished run'),
+    'compare': (['/nowhere'], r'/nowhere is not a run: .*; give workdirs or result files'),
+    'evaluate': (['/nowhere'], r'/nowhere is not the workdir of a run: .*No such file'),
+    'generate': (['/nowhere'], r'/nowhere has no model of a finished run'),
+    'launch': (['--processes', '0', '--', 'x'], r'--processes 0: give 1 or more'),
+    'plan': (['--link=fast'], r'--link=fast: not a rate above 0, .*such as --link=100mbit,50ms'),
+    'codecs': (['nowhere.words'], r"cannot import 'nowhere\.words'"),
+}
+
+
+def run(words, capsys):
+    """Output, errors and status of a command in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    out, err = capsys.readouterr()
+    code = ended.value.code
+    return out, err + (code if isinstance(code, str) else ''), code
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_every_command_has_help_and_refuses_nonsense(command, capsys, monkeypatch):
+    """And leaves the signals of a process that is not its own: SIGPIPE once ended pytest's."""
+    monkeypatch.chdir(ROOT)
+    handlers = [signal.getsignal(n) for n in (signal.SIGPIPE, signal.SIGINT)]
+    out, _, code = run([command, '--help'], capsys)
+    assert code in (0, None)
+    assert 'usage' in out or 'flags:' in out
+    words, message = BAD[command]
+    out, err, code = run([command, *words], capsys)
+    assert code not in (0, None)
+    assert re.search(message, err), err
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGPIPE, signal.SIGINT)]
+
+
+def test_no_command_lists_them_and_a_misspelt_one_is_guessed(capsys):
+    main([])
+    assert all(f'jaxmp {name} ' in capsys.readouterr().out for name in ['train'])
+    _, err, _ = run(['trian'], capsys)
+    assert 'did you mean train?' in err
+    main(['--version'])
+    assert re.fullmatch(r'jaxmp \d+\.\d+\.\d+\n', capsys.readouterr().out)
+
+
+def test_help_of_train_lists_configurations_and_the_keys_of_the_one_chosen(capsys):
+    out, _, _ = run(['train', '--config=text_gpt2', '--help'], capsys)
+    assert re.search(r'--config=cifar10_resnet18 +The paper', out)
+    assert re.search(r'--config\.model\.heads=4 +attention heads', out)
+    assert re.search(r"--config\.optimizer\.name='adamw' +optimizer \(sgd, adamw\), or own", out)
+    assert 'jaxmp codecs' in out
+
+
+def test_runs_are_compared(tmp_path, capsys, monkeypatch):
+    """A finished run, one with another seed, and a workdir whose run has not ended."""
+    monkeypatch.chdir(tmp_path)
+    kept = [ROOT / 'results' / 'cpu' / f'{n}.json' for n in ('none-s0', 'top10-s0', 'top10-s1')]
+    config = json.loads(kept[0].read_text())['config']
+    begun = tmp_path / 'begun'
+    begun.mkdir()
+    (begun / 'config.json').write_text(json.dumps({**config, 'name': 'begun'}))
+    scores = {'step': 1, 'epoch': 1, 'loss': 2.0, 'accuracy': 0.25, 'seconds': 1.0}
+    records = [{'kind': 'train', **scores}]
+    records += [{'kind': 'test', 'compression': m, **scores} for m in ('off', 'on')]
+    (begun / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n')
+    run(['compare', *map(str, kept), str(begun), '--out', 'c.png'], capsys)
+    assert (tmp_path / 'c.png').read_bytes().startswith(b'\x89PNG')
+    out, _, _ = run(['compare', *map(str, kept), str(begun)], capsys)
+    told = [tmp_path / name for name in out.splitlines()[-1].split()]
+    assert [p.name for p in told if p.stat().st_size] == ['compare.png', 'compare.svg']
+    _, err, status = run(['compare', str(kept[0]), '--out', 'x.pdf'], capsys)
+    assert status == 2
+    assert 'x.pdf: pictures are PNG and SVG; give x.png' in err
+    last = json.loads(kept[1].read_text())['test']['on']['last']['accuracy']
+    assert re.search(rf'top10, seed 0 .* {last:.2%} ', out)
+    assert 'top10, seed 1' in out
+    assert re.search(r'begun .* 25\.00% .* not ended', out)
+    old = shutil.copy(kept[0], tmp_path / 'old.json')
+    (tmp_path / 'old.json').write_text(
+        json.dumps({**json.loads(kept[0].read_text()), 'config': {'lr': 0.1}})
+    )
+    _, err, _ = run(['compare', str(old)], capsys)
+    assert 'python results/migrate.py' in err
+
+
+def test_the_console_script_is_the_package(tmp_path):
+    """From a folder that holds the clone's parent's name, too: `python -m jaxmp` is the package."""
+    done = subprocess.run(
+        [sys.executable, '-m', 'jaxmp', 'codecs', '--help'], cwd=tmp_path, env=ENV,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert 'very word of the algebra' in done.stdout

@@ -1,0 +1,131 @@
+"""The CPU forms of convolutions against XLA's own, and memory kept between steps."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxmp.models.convolution import LAYOUT, convolve
+from jaxmp.models.resnet import Stage
+
+LARGE, SMALL = ((4, 16, 16, 16), (3, 3, 16, 8)), ((4, 2, 2, 5), (3, 3, 5, 3))
+ONE = ((1, 1), (1, 1))
+SHAPES = [  # input, kernel, strides, padding
+    (*LARGE, (1, 1), ONE),
+    ((6, 33, 32, 16), (3, 3, 16, 8), (2, 2), ONE),
+    ((5, 32, 31, 16), (3, 2, 16, 4), (1, 2), ((2, 0), (0, 1))),
+    ((3, 32, 32, 32), (1, 1, 32, 8), (2, 2), ((0, 0), (0, 0))),
+    (*SMALL, (1, 1), ONE),
+    ((4, 3, 2, 5), (3, 3, 5, 3), (2, 2), ONE),
+]
+
+
+def arrays(x, kernel, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0))
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, (x, kernel), strict=True)]
+
+
+def gradients(f, strides=(1, 1), padding=ONE):
+    f = functools.partial(f, window_strides=strides, padding=padding, dimension_numbers=LAYOUT)
+    value = lambda x, kernel: jnp.sum(jnp.sin(f(x, kernel)).astype(jnp.float32))
+    return jax.value_and_grad(value, (0, 1))
+
+
+def apart(ours, own):
+    """The largest relative difference."""
+    far = lambda a, b: jnp.abs(a - b).max() / jnp.abs(b).max()
+    wide = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    pairs = zip(*([*map(wide, jax.tree.leaves(t))] for t in (ours, own)), strict=True)
+    return max(float(far(a, b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize('case', SHAPES, ids=str)
+def test_gradients_are_those_of_xla(case):
+    of = lambda f: jax.jit(gradients(f, *case[2:]))(*arrays(*case[:2]))
+    assert apart(of(convolve), of(lax.conv_general_dilated)) < 1e-5
+
+
+@pytest.mark.parametrize('case', [LARGE, SMALL], ids=str)
+@pytest.mark.parametrize(('dtype', 'bar'), [('float64', 1e-13), ('bfloat16', 1e-2)])
+def test_other_dtypes(case, dtype, bar):
+    with jax.enable_x64(dtype == 'float64'):
+        of = lambda f: jax.jit(gradients(f))(*arrays(*case, dtype))[1]  # the value is a float32
+        ours, own = of(convolve), of(lax.conv_general_dilated)
+        assert [a.dtype for a in ours] == [dtype, dtype]
+        assert apart(ours, own) < bar
+
+
+@pytest.mark.parametrize('case', [LARGE, SMALL], ids=str)
+def test_within_transformations(case):
+    x, kernel = arrays(*case)
+    mesh = jax.make_mesh((1,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def of(f):
+        g, each = gradients(f), (P('d'), P())
+        specs = {'in_specs': each, 'out_specs': each}
+        shard = jax.shard_map(lambda x, k: g(x, k)[1], mesh=mesh, **specs)
+        again = lambda f: lambda x, k, **how: jax.checkpoint(functools.partial(f, **how))(x, k)
+        return jax.jit(
+            lambda x, k: (
+                jax.vmap(g, (0, None))(jnp.stack([x, 2 * x]), k),
+                lax.scan(lambda c, _: (c, g(x, c)), k, None, length=2)[1],
+                lax.switch(jnp.int32(x[0, 0, 0, 0] > 9), [g, lambda x, k: g(2 * x, k)], x, k),
+                gradients(again(f))(x, k),
+                shard(x, k),
+            )
+        )(x, kernel)
+
+    ours, own = of(convolve), of(lax.conv_general_dilated)
+    assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, own)
+    assert apart(ours, own) < 1e-5
+
+
+@pytest.mark.parametrize('case', [LARGE, SMALL], ids=str)
+def test_products_are_for_cpu_only(case):
+    traced = jax.jit(gradients(convolve)).trace(*arrays(*case))
+    products = {
+        p: traced.lower(lowering_platforms=(p,)).as_text().count('dot_general')
+        for p in ('cpu', 'cuda')
+    }
+    assert products['cuda'] == 0 < products['cpu']
+
+
+def test_no_gradient_of_the_images():
+    x = jnp.ones((4, 32, 32, 3))
+    stage = Stage(16, 1, stem=True)
+    variables = stage.init(jax.random.key(0), x, True)
+    loss = lambda v, x: jnp.sum(stage.apply(v, x, True, mutable=['batch_stats'])[0])
+    text = jax.jit(jax.grad(loss)).lower(variables, x).compile().as_text()
+    both = jax.jit(jax.grad(loss, (0, 1))).lower(variables, x).compile().as_text()
+    made = 'f32[4,32,32,3]{3,2,1,0} convolution('
+    assert made in both
+    assert made not in text
+
+
+KEPT = """
+import resource, jax, jax.numpy as jnp
+from jaxmp.distributed.allocator import keep_freed_pages
+{call}
+f = jax.jit(lambda x: (x @ x) @ (x @ x + 1))
+x, faults = jnp.ones((2048, 2048)), []
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    f(x).block_until_ready()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults))
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='glibc keeps pages')
+def test_freed_pages_are_kept():
+    def run(call):
+        command = [sys.executable, '-c', KEPT.format(call=call)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    pages = 2048 * 2048 * 4 // 4096
+    assert run('keep_freed_pages()') < pages < run('')

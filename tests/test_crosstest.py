@@ -1,0 +1,72 @@
+"""Runs tested with codecs that they were not trained with, and with other statistics."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmp.metrics import METRICS
+from jaxmp.training import crosstest, loop
+from tests.runs import SMALL, config_of
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """A run of two small stages with BatchNorm, and its summary."""
+    folder = tmp_path_factory.mktemp('trained') / 'run'
+    words = {**SMALL, 'fwd': 'top_k(0.1)', 'bwd': 'top_k(0.1)', 'epochs': 1, 'train_examples': 96}
+    loop.train_and_evaluate(config_of(**words), folder, quiet=True)
+    return folder, json.loads((folder / 'summary.json').read_text())
+
+
+def test_the_runs_own_codec_scores_as_on_and_none_as_off(trained):
+    folder, summary = trained
+    run = crosstest.load(folder)
+    for text, mode in (('raw', 'off'), (crosstest.trained_with(run)[0], 'on')):
+        found = crosstest.scorer(run.exp, text)(run.state)
+        assert found['loss'] == pytest.approx(summary['test'][mode]['last']['loss'], rel=1e-5)
+
+
+def test_statistics_again_depend_on_neither_those_before_nor_the_codec(trained):
+    """And parameters stay."""
+    run = crosstest.load(trained[0])
+    other = jax.tree.map(lambda a: 3 * a + 1, run.state.model.model_state)
+    other = run._replace(state=run.state.replace(model=run.state.model._replace(model_state=other)))
+    a, b = (crosstest.normalised_again(r).state.model for r in (run, other))
+    for x, y in zip(jax.tree.leaves(a.model_state), jax.tree.leaves(b.model_state), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0.02, atol=0.02)
+    moved = zip(*map(jax.tree.leaves, (a.model_state, run.state.model.model_state)), strict=True)
+    assert all(not np.allclose(x, y, rtol=0.1) for x, y in moved)
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (a.params, run.state.model.params))))
+
+
+def test_the_command_prints_and_draws_a_row_per_run(trained, tmp_path, capsys):
+    folder, out = str(trained[0]), tmp_path / 'grid.png'
+    crosstest.main([folder, '--codec', 'fp16', '--batchnorm', '--out', str(out)])
+    text = capsys.readouterr().out
+    assert text.count('statistics again') == 1
+    assert all(name in text for name in ('raw', 'top_k(0.1)', 'fp16'))
+    assert out.stat().st_size > 5000
+    assert out.with_suffix('.svg').is_file()
+    saved = json.loads(out.with_suffix('.json').read_text())
+    assert f'{saved["test"]["run"]["raw"]["accuracy"]:.2%}' in text
+    assert saved['runs']['run']['commit'] == trained[1]['commit']
+    assert saved['hardware']
+    with pytest.raises(SystemExit, match="unknown word 'nothing'"):
+        crosstest.main([folder, '--codec', 'nothing'])
+    shutil.copy(trained[0] / 'config.json', tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    config['parallel']['replicas'] = 2
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match=r'parallel\.replicas=2, .* give runs with one replica'):
+        crosstest.main([str(tmp_path)])
+
+
+def test_runs_of_two_metrics_are_no_table(trained):
+    run = crosstest.load(trained[0])
+    task = run.exp.task._replace(metric=METRICS['perplexity'])
+    other = run._replace(name='text', exp=run.exp._replace(task=task))
+    with pytest.raises(ValueError, match='run has accuracy, text has perplexity; give runs of one'):
+        crosstest.same_metric([run, other])

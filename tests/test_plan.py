@@ -1,0 +1,229 @@
+"""The planner: a step predicted by hand, the choice on made-up numbers, a file that runs."""
+
+import re
+
+import flax.linen as nn
+import numpy as np
+import pytest
+
+from jaxmp import plugins
+from jaxmp.config import complete
+from jaxmp.plan import __main__ as command
+from jaxmp.plan import choose, crossings, predict, show, stages, write
+from jaxmp.plan.choose import Candidate, Choice, Order, Probed
+from jaxmp.plan.predict import Link, Message, Times
+from jaxmp.runtimes.plans import SCHEDULES
+from jaxmp.runtimes.schedule import Costs, size
+from jaxmp.training.experiment import actions_of, experiment_of
+from tests.runs import config_of, known_model
+
+EDGES = (0, 1), (1, 2), (2, 1), (1, 0)
+LINK = Link(rate=8.0)  # a byte per microsecond
+
+
+class Flat(nn.Module):
+    """A dense layer over images."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(self.features)(x.reshape(len(x), -1))
+
+
+@pytest.mark.parametrize('name', ['gpipe', '1f1b', 'eager_1f1b', 'zb_h1', 'zb_h2'])
+def test_equal_stages_take_the_time_of_the_schedule(name):
+    """With messages that occupy no link the step is the end of the scheduler's own plan."""
+    actions = SCHEDULES[name](3, 4, Costs(2.0, 3.0, 1.0, 0.5))
+    times = [Times(2.0, 4.0, (3.0, 1.0))] * 3
+    seconds = predict.step(actions, times, dict.fromkeys(EDGES, Message(0.0, 0.0, 0.0)), 0.5)
+    assert seconds == pytest.approx(size(actions)[2])
+
+
+def test_a_step_by_hand():
+    """Two micro-batches whose messages queue on the link forward; the slower stage is the last."""
+    edges = {(0, 1): Message(0.5, 5.0, 0.25), (1, 0): Message(0.125, 1.0, 1.0)}
+    times = [Times(1.0, 2.0, update=7.0), Times(3.0, 4.0)]
+    # F0 ends at 1.5 and 3.0, its messages leave until 6.5 and 11.5, and arrive at 7.5 and 12.5.
+    # GPipe: F1 7.5-10.75, 12.5-15.75; B1 until 19.875 and 24; its last message arrives at 26.
+    seconds = predict.step(SCHEDULES['gpipe'](2, 2), times, edges, delay=1.0)
+    assert seconds == 26.0 + 1.0 + 2.0 + 7.0
+
+
+@pytest.mark.parametrize('text', ['fast', '100', '0mbit', '100mbit,50', '-1mbit', '5mbit,50ms,1'])
+def test_a_link_that_is_none_is_refused(text):
+    with pytest.raises(
+        ValueError, match=rf'--link={text}: not a rate above 0.*--link=100mbit,50ms'
+    ):
+        predict.parse(text)
+
+
+RAW = Candidate('raw', 32.0, 0.0, 0.0, 0.0, 4e4)
+SMALL = Candidate('small', 2.0, 0.08, 1e-3, 1e-3, 2.5e3)
+CHEAP = Candidate('cheap', 8.0, 0.001, 1e-4, 1e-4, 1e4)
+SLOW = Candidate('slow', 1.0, 0.001, 1.0, 1.0, 1e3)
+WRONG = Candidate('wrong', 1.0, 0.5, 0.0, 0.0, 1e3)
+ALL = RAW, SMALL, CHEAP, SLOW, WRONG
+
+
+def probed(forward=1e-3, counts=(1, 2, 4), rows=ALL, halves=()):
+    times = {n: [Times(forward / n, 2 * forward / n, halves)] * 3 for n in counts}
+    return Probed(times, {e: list(rows) for e in EDGES})
+
+
+def texts(choice):
+    return [choice.codecs[e].text for e in sorted(choice.codecs)]
+
+
+def test_each_crossing_takes_what_is_fastest_within_the_budget():
+    """Of 40, 2 + 2.5, .2 + 10, 2,000 and 1 ms the second; with a smaller budget the third."""
+    assert texts(choose.choose(probed(), LINK, 0.1)) == ['small'] * 4
+    assert texts(choose.choose(probed(), LINK, 0.01)) == ['cheap'] * 4
+    assert texts(choose.choose(probed(), LINK, 0.0)) == ['raw'] * 4
+    given = probed()
+    wrong = [c._replace(error=0.2) if c is SMALL else c for c in ALL]
+    own = given._replace(crossings={**given.crossings, (1, 0): wrong})
+    assert texts(choose.choose(own, LINK, 0.1)) == ['small', 'cheap', 'small', 'small']
+
+
+def test_a_fast_link_needs_no_codec_and_a_hidden_message_none_with_an_error():
+    fast = Link(rate=1e6)
+    assert texts(choose.choose(probed(), fast, 0.1)) == ['raw'] * 4
+    wide = probed(forward=10.0, counts=(8,), rows=(RAW, CHEAP._replace(encode=0.0, decode=0.0)))
+    assert texts(choose.choose(wide, LINK, 0.1)) == ['raw'] * 4  # 10 of 10,000 ms, 3 times hidden
+
+
+def test_the_order_is_the_least_of_all_predicted():
+    """No other schedule, cap or number of micro-batches is faster; more halves, more to choose."""
+    for halves in ((), (1e-3 / 4, 1e-3 / 4)):
+        given = probed(rows=(CHEAP,), counts=(4,), halves=halves)
+        choice = choose.choose(given, LINK, 0.1)
+        found = {
+            o: choose.predicted(given, LINK, choice.codecs, (o, a))
+            for o, a in choose.orders(given, 3)
+        }
+        assert any(o.schedule.startswith('zb') for o in found) == bool(halves)
+        assert any(o.extra for o in found)
+        assert choice.seconds == found[choice.order] <= choose.ALIKE * min(found.values())
+    delayed = Link(8.0, 200.0)  # so that every further message in a row costs
+    assert choose.choose(probed(), LINK, 0.1).order.microbatches > 1
+    given = probed(rows=(CHEAP._replace(nbytes=0.0),))
+    assert choose.choose(given, delayed, 0.1).order.microbatches == 1  # as fast, and nothing kept
+
+
+def test_what_hands_over_a_message_counts_per_message():
+    """Of steps with equal bytes and no compute, that of 4 micro-batches takes 6 further ones."""
+    given = probed(forward=1e-9, rows=(CHEAP._replace(encode=0.0, decode=0.0),))
+    codecs, seconds = {e: given.crossings[e][0] for e in EDGES}, {}
+    for count in (1, 4):
+        order = Order('gpipe', count)
+        pair = order, choose.actions_of(order, 3)
+        slower = given._replace(handover=0.1)
+        seconds[count] = choose.predicted(slower, LINK, codecs, pair)
+        seconds[count] -= choose.predicted(given, LINK, codecs, pair)
+    assert seconds == pytest.approx({1: 4 * 0.1, 4: (4 + 3 + 3) * 0.1})
+
+
+def test_the_plan_is_never_slower_than_a_uniform_choice():
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        rows = [
+            Candidate(t, 1.0, e, *(rng.uniform(0, 5e-3, 2)), rng.uniform(0, 4e4))
+            for t, e in zip('abcd', [0.0, 0.01, 0.02, 0.03], strict=True)
+        ]
+        given, link = probed(rows=rows), Link(8.0, rng.uniform(0, 20))
+        choice = choose.choose(given, link, 0.025)
+        others = [choose.uniform(given, link, f, b) for f in 'abc' for b in 'abc']
+        assert choice.seconds <= 1.02 * min(other.seconds for other in others)
+        assert choice.error <= 0.025
+
+
+def test_nobody_meets_the_budget_and_it_says_so():
+    given = probed(rows=(RAW, SMALL))
+    choice = choose.choose(given, LINK, 0.01)
+    said = show.open_because(given, choice, 0.01)
+    assert said.startswith('every crossing stays raw: no other candidate meets --error=0.01, and')
+    assert '0.08' in said
+    assert show.open_because(given, choose.choose(given, LINK, 0.1), 0.1) == ''
+
+
+@pytest.mark.parametrize('extra', [0, 2])
+def test_a_written_file_is_a_configuration(tmp_path, extra, monkeypatch):
+    """Its base is a file beside it, and its schedule is its own where a cap is."""
+    (tmp_path / 'base.py').write_text(
+        'from jaxmp.plugins import load\n\n\ndef get_config(name):\n    c = load("text_gpt2")\n'
+        '    c.name = name\n    return c\n'
+    )
+    edges = {(a, b): RAW._replace(text=f'block({1 + 2 * a + b}, size=64)') for a, b in EDGES}
+    order = Order('ahead_split' if extra else 'zb_h2', 4, extra)
+    monkeypatch.chdir(tmp_path)
+    (out := tmp_path / 'own' / 'plan.py').parent.mkdir()
+    changed = {'model.stages': 3, 'model.blocks': 3}
+    out.write_text(write.text(Choice(order, edges, 1.0), 'base.py:mine', changed, out, 'Said.'))
+    config = complete(plugins.load(str(out)))
+    assert (config.name, config.fwd, config.bwd) == (
+        'mine_plan',
+        'block(2, size=64); block(5, size=64)',
+        'block(3, size=64); block(6, size=64)',
+    )
+    assert (config.model.stages, config.parallel.runtime) == (3, 'mpmd')
+    assert actions_of(config, 3) == choose.actions_of(order, 3)
+
+
+def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
+    """The whole command on a tiny network: errors fall with bits, and the file is a run."""
+    known_model(monkeypatch, 'tiny', lambda classes, width: (Flat(24), Flat(classes)))
+    monkeypatch.setattr(command, 'TEXTS', ('raw', 'uniform(8)', 'ef21(uniform(4))'))
+    monkeypatch.setattr(command, 'UNIFORM', (('raw', 'raw'), ('uniform(8)', 'uniform(8)')))
+    monkeypatch.setattr(crossings, 'STEPS', 2)
+    monkeypatch.setattr(stages, 'MOST', 2)
+    out = tmp_path / 'plan.py'
+    command.main(
+        ['--config.model.name=tiny', '--config.batch_size=16', '--link=1mbit,5ms', '--seconds=9',
+         f'--out={out}', '--codecs=uniform(2)', '--error=0.001']
+    )  # fmt: skip
+    shown, told = capsys.readouterr()
+    errors = dict(re.findall(r'forward +│ (\S+) +│ +\S+ │ +(\S+) │', shown))
+    assert float(errors['raw']) == 0.0
+    assert 0 < float(errors['uniform(8)']) < 1e-3 < float(errors['uniform(2)'])
+    assert float(errors['uniform(8)']) < float(errors['ef21(uniform(4))'])
+    assert len(re.findall('chosen', shown)) == 2
+    assert re.search(r'the plan +│ .* micro-batches +│ +[\d.]+ │ +\S+ │', shown)
+    assert told.count('training steps') == 2
+    config = complete(plugins.load(str(out)))
+    assert (config.fwd, config.name) == ('uniform(8)', 'digits_resnet_plan')
+    exp = experiment_of(config)
+    assert [str(c.fwd) for c in exp.model.boundaries] == ['uniform(8)']
+
+
+BAD = {
+    'a model without boundaries': (['--config.model.name=tiny'], 'has one stage, so there is no'),
+    'no channel': (['--codecs=topk(1)'], r'unknown word .topk. \(did you mean top_k'),
+    'a state per example': (['--codecs=aqsgd(raw, examples=examples)'], 'a state per example'),
+    'positions of another message': (['--codecs=same_support()'], 'does not stand by itself'),
+    'no key': (['--config.widht=3'], r'no key .widht. \(did you mean'),
+    'no number': (['--error=-1'], '--error is a number from 0'),
+    'no flag': (['--colour=3'], r'unexpected .--colour=3.; keys are written --config\.key=value'),
+    'no file': (['--config=nowhere.py'], 'no such Python file'),
+}
+
+
+@pytest.mark.parametrize('case', BAD)
+def test_a_mistake_is_one_line(case, capsys, monkeypatch):
+    known_model(monkeypatch, 'tiny', lambda classes, width: (Flat(classes),))
+    words, message = BAD[case]
+    with pytest.raises(SystemExit) as ended:
+        command.main(['--link=1gbit', *words])
+    said = capsys.readouterr().err + str(ended.value.code)
+    assert re.search(message, said), said
+
+
+def test_channels_per_boundary(monkeypatch):
+    config = config_of('text_gpt2')
+    config.update(fwd='raw; uniform(4);top_k(0.1)', bwd='uniform(8)')
+    cuts = experiment_of(config).model.boundaries
+    assert [str(c.fwd) for c in cuts] == ['raw', 'uniform(4)', 'top_k(0.1)']
+    assert [str(c.bwd) for c in cuts] == ['uniform(8)'] * 3
+    config.fwd = 'raw; raw'
+    with pytest.raises(ValueError, match='2 channels and the model 3 boundaries; give one for all'):
+        experiment_of(config)
