@@ -45,7 +45,7 @@ def program(text, n, cast=True):
         own = jax.lax.pcast(params, AXIS, to='varying') if cast else params
         grads = jax.grad(lambda p: sum(jnp.vdot(p[k], batch[k]) for k in p))(own)
         grads, state = e.reduce(grads, state, key, over())
-        return jax.tree.map(lambda a: a[None], e.after_update(grads, state, over()))
+        return jax.tree.map(lambda a: a[None], e.after_update(grads, state, key, over()))
 
     specs = (P(), P(AXIS), P(AXIS), P())
     run = jax.shard_map(device, mesh=device_mesh(replica=n), in_specs=specs, out_specs=P(AXIS))

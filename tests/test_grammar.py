@@ -43,7 +43,7 @@ def test_every_word_is_listed_and_measured(words):
     assert set(words) == {*spec.NAMES, *exchange.RULES}
     assert [w for w in words.values() if w.bits is None or not w.line.endswith('.')] == []
     kinds = {k: [n for n, w in words.items() if w.kind == k] for k in grammar.KINDS}
-    assert kinds['index'] == ['bitmap', 'block_local', 'int32', 'packed']
+    assert kinds['index'] == ['bitmap', 'block_local', 'elias_fano', 'int32', 'packed']
     assert kinds['rounding'] == ['nearest', 'stochastic']
     assert kinds['channel'] == sorted(spec.RULES)
     assert {*kinds['exchange'], *kinds['rule']} == set(exchange.RULES)
