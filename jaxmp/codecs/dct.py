@@ -46,7 +46,8 @@ def _forward(x: Array) -> Array:
     if n == 1:
         return x
     a, b = x[..., : n // 2], x[..., : n // 2 - 1 : -1]
-    even, odd = _forward(a + b), _forward(_times(a - b, _secants(n)))
+    halves = _forward(jnp.stack([a + b, _times(a - b, _secants(n))], -2))  # one call for both
+    even, odd = halves[..., 0, :], halves[..., 1, :]
     odd = odd + _shifted(odd, -1)
     return jnp.stack([even, odd], -1).reshape(x.shape)
 
@@ -56,7 +57,8 @@ def _backward(y: Array) -> Array:
     if n == 1:
         return y
     even, odd = y[..., ::2], y[..., 1::2]
-    a, b = _backward(even), _times(_backward(odd + _shifted(odd, 1)), _secants(n))
+    halves = _backward(jnp.stack([even, odd + _shifted(odd, 1)], -2))
+    a, b = halves[..., 0, :], _times(halves[..., 1, :], _secants(n))
     return jnp.concatenate([a + b, (a - b)[..., ::-1]], -1)
 
 

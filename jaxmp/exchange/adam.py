@@ -64,27 +64,32 @@ def frozen_adam(
         counts = {name: jnp.zeros((), jnp.int32) for name in ('steps', 'seen')}  # of m, of v
         return {'m': zeros(), 'v': zeros(), **counts, 'held': exchange.init(grads, n)}
 
-    def moved(state: State, grads: Any) -> Any:
-        return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state['m'], grads)
-
-    def quotient(state: State) -> Any:
-        def one(m: Array, v: Array) -> Array:
-            m, v = m / (1 - b1 ** state['steps']), v / (1 - b2 ** state['seen'])
-            return (m / (jnp.sqrt(v) + eps)).astype(m.dtype)
-
-        return jax.tree.map(one, state['m'], state['v'])
-
     def warm(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
         g, _ = mean.reduce(grads, (), key, via)
         v = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state['v'], g)
         counts = {'steps': state['steps'] + 1, 'seen': state['seen'] + 1}
-        state = {**state, 'm': moved(state, g), 'v': v, **counts}
-        return quotient(state), state
+        state = {**state, 'm': _moved(b1, state, g), 'v': v, **counts}
+        return _quotient(state, b1, b2, eps), state
 
     def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-        m, held = exchange.reduce(moved(state, grads), state['held'], key, via)
+        m, held = exchange.reduce(_moved(b1, state, grads), state['held'], key, via)
         state = {**state, 'm': m, 'steps': state['steps'] + 1, 'held': held}
-        return quotient(state), state
+        return _quotient(state, b1, b2, eps), state
 
     first, last = (Exchange(init, f, momentum=b1) for f in (warm, reduce))
     return last._replace(by_epoch=(first,) * warmup + (last,))
+
+
+def _moved(b1: float, state: State, grads: Any) -> Any:
+    """The next momentum."""
+    return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state['m'], grads)
+
+
+def _quotient(state: State, b1: float, b2: float, eps: float) -> Any:
+    """Momentum over the root of the variance, both without their bias."""
+
+    def one(m: Array, v: Array) -> Array:
+        m, v = m / (1 - b1 ** state['steps']), v / (1 - b2 ** state['seen'])
+        return (m / (jnp.sqrt(v) + eps)).astype(m.dtype)
+
+    return jax.tree.map(one, state['m'], state['v'])

@@ -33,6 +33,7 @@ def _either(
         return [r.init(p, n) if jax.tree.leaves(p) else () for r, p in zip(rules, parts)]  # noqa: B905
 
     def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+        via.own(grads)
         own, out, after = owners(grads), [], []
         for i, part in enumerate(split(grads, own, 2)):
             done = part, ()

@@ -11,8 +11,9 @@ runs while the program continues, started in ``_send`` and awaited in ``_apply``
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,64 +124,78 @@ def diloco(
     if not isinstance(outer, Outer):
         raise TypeError(f'diloco outer must be nesterov(0.7, 0.9) or sgd(1.0), got {outer}')
     exchange = exchange_of('diloco', rule)
-    sends = [(p + 1) * steps // fragments for p in range(fragments)]
-
-    def init(params: Any, n: int) -> State:
-        def one(part: Any) -> State:
-            start = [_array(a) for a in jax.tree.leaves(part)]
-            flying = [jnp.zeros_like(a) for a in start] if delay else []
-            memory, held = outer.init(start), exchange.init(part, n) if start else ()
-            return {'start': start, 'memory': memory, 'held': held, 'flying': flying}
-
-        parts = [one(part) for part in split(params, _owners(params, fragments), fragments)]
-        return {'step': jnp.zeros((), jnp.int32), 'parts': parts}
-
-    def after_update(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-        step, parts, own = state['step'] + 1, [], []
-        send = lambda at, p: _send(exchange, at, jax.random.fold_in(key, p), via)
-        apply = lambda at: _apply(outer, mix, at)
-        owners = _owners(params, fragments)
-        rows = zip(split(params, owners, fragments), state['parts'], sends, strict=True)
-        for p, (part, st, first) in enumerate(rows):
-            at, now = (part, st), (step - first) % steps == 0
-            if not delay:
-                at = _if(now, lambda at, p=p: _landed(apply(send(at, p))), at)
-            else:
-                late = ((step - first) % steps == delay) & (step >= first + delay)
-                at = _if(late, apply, _if(now, lambda at, p=p: send(at, p), at))
-            own.append(at[0])
-            parts.append(at[1])
-        return joined(own, owners, params), {'step': step, 'parts': parts}
-
-    words = outer, fragments, delay, mix
-    phases = tuple(diloco(steps, e, *words) for e in exchange.by_epoch)
+    sends = tuple((p + 1) * steps // fragments for p in range(fragments))
+    plan = _Plan(exchange, outer, steps, sends, delay, mix)
+    phases = tuple(diloco(steps, e, outer, fragments, delay, mix) for e in exchange.by_epoch)
+    init, after = (functools.partial(f, plan) for f in (_first, _turn))
     shared = lambda state: [part['start'] for part in state['parts']]
-    return Exchange(init, _alone, after_update, phases, period=steps, shared=shared)
+    return Exchange(init, _alone, after, phases, period=steps, shared=shared)
 
 
-def _send(exchange: Exchange, at: tuple[Any, State], key: Any, via: Collectives) -> Any:
+class _Plan(NamedTuple):
+    """What the rounds of `diloco` do not change: its arguments, and when each fragment sends."""
+
+    exchange: Exchange
+    outer: Outer
+    steps: int
+    sends: tuple[int, ...]
+    delay: int
+    mix: float
+
+
+def _first(plan: _Plan, params: Any, n: int) -> State:
+    """The state before the first step, of replicas that start from ``params``."""
+
+    def one(part: Any) -> State:
+        start = [_array(a) for a in jax.tree.leaves(part)]
+        flying = [jnp.zeros_like(a) for a in start] if plan.delay else []
+        memory, held = plan.outer.init(start), plan.exchange.init(part, n) if start else ()
+        return {'start': start, 'memory': memory, 'held': held, 'flying': flying}
+
+    count = len(plan.sends)
+    parts = [one(part) for part in split(params, _owners(params, count), count)]
+    return {'step': jnp.zeros((), jnp.int32), 'parts': parts}
+
+
+def _turn(plan: _Plan, params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    """Parameters and state after a step, in which some fragments are sent or applied."""
+    step, own, after = state['step'] + 1, [], []
+    owners = _owners(params, len(plan.sends))
+    rows = zip(split(params, owners, len(plan.sends)), state['parts'], plan.sends, strict=True)
+    for p, (part, held, first) in enumerate(rows):
+        send = functools.partial(_send, plan, jax.random.fold_in(key, p), via)
+        apply = functools.partial(_apply, plan)
+        at, since = (part, held), step - first
+        if plan.delay:
+            at = _if(since % plan.steps == 0, send, at)
+            late = (since % plan.steps == plan.delay) & (since >= 0)
+            at = _if(late, apply, at)
+        else:
+            at = _if(since % plan.steps == 0, lambda at, s=send, a=apply: a(s(at)), at)
+        own.append(at[0])
+        after.append(at[1])
+    return joined(own, owners, params), {'step': step, 'parts': after}
+
+
+def _send(plan: _Plan, key: Any, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:
     """The state with the shared pseudo-gradient on its way."""
     own, state = at
     start = jax.tree.unflatten(jax.tree.structure(own), state['start'])
     change = jax.tree.map(jnp.subtract, start, own)
-    shared, held = exchange.reduce(change, state['held'], key, via)
+    shared, held = plan.exchange.reduce(change, state['held'], key, via)
     return own, {**state, 'held': held, 'flying': jax.tree.leaves(shared)}
 
 
-def _apply(outer: Outer, mix: float, at: tuple[Any, State]) -> tuple[Any, State]:
-    """The parameters and the state after the outer step with what was sent."""
+def _apply(plan: _Plan, at: tuple[Any, State]) -> tuple[Any, State]:
+    """Parameters and state after the outer step with what was sent."""
     own, state = at
-    updates, memory = outer.update(state['flying'], state['memory'], state['start'])
+    updates, memory = plan.outer.update(state['flying'], state['memory'], state['start'])
     start: Any = optax.apply_updates(state['start'], updates)
-    blend = lambda a, b: mix * a + (1 - mix) * b if mix else b
+    blend = lambda a, b: plan.mix * a + (1 - plan.mix) * b if plan.mix else b
     after = [blend(a, b) for a, b in zip(jax.tree.leaves(own), start, strict=True)]
     after = jax.tree.unflatten(jax.tree.structure(own), after)
-    return after, {**state, 'start': start, 'memory': memory}
-
-
-def _landed(at: tuple[Any, State]) -> tuple[Any, State]:
-    """The state with nothing on its way."""
-    return at[0], {**at[1], 'flying': []}
+    flying = state['flying'] if plan.delay else []
+    return after, {**state, 'start': start, 'memory': memory, 'flying': flying}
 
 
 def _if(now: Array, f: Callable[[Any], Any], at: tuple[Any, State]) -> tuple[Any, State]:
