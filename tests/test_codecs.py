@@ -426,11 +426,12 @@ def test_refused_at_the_crossing(text, shape, ctx, says):
         jax.eval_shape(channel.send, x, channel.init(jaxmp.like(x))[0], ctx)
 
 
-@pytest.mark.parametrize('n', [2, 64, 512])
+@pytest.mark.parametrize('n', [2, 64])
 def test_cosines_are_those_of_scipy(n):
     """In both directions, for sums of two terms in another order than a matrix product's."""
+    jit = partial(jax.jit, compiler_options=laws.QUICK)
     with jax.enable_x64(True):
         x = np.random.default_rng(n).standard_normal((3, n))
         y = scipy.fft.dct(x, norm='ortho')
-        np.testing.assert_allclose(cosines(jnp.asarray(x)), y, atol=1e-5)
-        np.testing.assert_allclose(of_cosines(jnp.asarray(y)), x, atol=1e-5)
+        np.testing.assert_allclose(jit(cosines)(x), y, atol=1e-5)
+        np.testing.assert_allclose(jit(of_cosines)(y), x, atol=1e-5)

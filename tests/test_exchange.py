@@ -384,9 +384,8 @@ def test_frozen_adam_is_adam_until_its_variance_is_frozen(inside):
                 np.testing.assert_allclose(y[k], m[k] / (1 - 0.9**t) / root, rtol=1e-12)
 
 
-@pytest.mark.parametrize('sign', [True, False])
-def test_demo_shares_the_largest_cosines_of_the_momentum(sign):
-    grads, found = phased(f'demo(0.25, 0.9, size=16, chunk=64, sign={sign})', 3)
+def test_demo_shares_the_signs_of_the_largest_cosines_of_the_momentum():
+    grads, found = phased('demo(0.25, 0.9, size=16, chunk=64)', 3)
     u = np.zeros((4, 256))
     for g, y in zip(grads, found, strict=True):
         u[:, :210] = 0.9 * u[:, :210] + g['w'].reshape(4, -1)
@@ -397,11 +396,9 @@ def test_demo_shares_the_largest_cosines_of_the_momentum(sign):
         q[:, 210:] = 0
         u = u - q
         want = q.mean(0)[:210].reshape(SHAPES['w'])
-        if sign:
-            clear = np.abs(want) > 1e-4
-            np.testing.assert_array_equal(y['w'][clear], np.sign(want)[clear])
-        else:
-            np.testing.assert_allclose(y['w'], want, atol=1e-4)
+        clear = np.abs(want) > 1e-4
+        assert clear.mean() > 0.9
+        np.testing.assert_array_equal(y['w'][clear], np.sign(want)[clear])
 
 
 # In a loop of one's own.
