@@ -23,7 +23,11 @@ from jaxmp.training.summary import provenance
 
 HERE = Path(__file__).parent
 PORT = 7078
-UNSAID = {'microbatches': 1, 'schedule': '1f1b'}  # of rows from before these were settings
+UNSAID = {
+    'microbatches': 1,
+    'schedule': '1f1b',
+    'cores': 2,
+}  # of rows from before these were settings
 
 
 class Rows:
