@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from slow_models import TASKS, Task, loss, positions
-from workers import interfaces, serve, spare
+from workers import interfaces, serve
 
 import jaxmp
 from jaxmp import Ctx
@@ -80,8 +80,8 @@ def machine(task: Task, fwd: str, bwd: str, devices: Any, plan: Plan) -> Driver:
     x = jax.ShapeDtypeStruct((task.batch // m, *task.x.shape[1:]), task.x.dtype)
     made = programs(task.stages, [cut] * (n - 1), loss, x, {})
     actions = SCHEDULES[name](n, m)
-    at = devices or place(1, n, spare=spare(n))[0]
-    lane = functools.partial(opener(actions, np.array([at])), 0)
+    at = devices or place(1, n)[0]
+    lane = functools.partial(opener(np.array([at])), 0)
     return drive(made, at, actions, lane)
 
 
@@ -182,4 +182,4 @@ class Worker:
 
 
 if __name__ == '__main__':
-    serve(Worker, *sys.argv[1:], spare(int(sys.argv[2])))
+    serve(Worker, *sys.argv[1:])
