@@ -34,7 +34,7 @@ import numpy as np
 from emulated_network import LINKS, Link
 from slow_report import ETHERNET, TCP
 from timing import stem
-from workers import Rows, serve, spare, workers
+from workers import Rows, serve, workers
 
 import jaxmp
 from jaxmp import Ctx
@@ -102,8 +102,8 @@ def machine(case: Case, stages: int) -> Any:
     score = lambda y, target: (y.mean() + 0 * target.mean(), None)
     made = programs([Sleeper(seconds)] * stages, [cut] * (stages - 1), score, x, {})
     plan = SCHEDULES[case.schedule](stages, case.microbatches, Costs(*seconds))
-    at = place(1, stages, spare=spare(stages))[0]
-    return drive(made, at, plan, functools.partial(opener(plan, np.array([at])), 0))
+    at = place(1, stages)[0]
+    return drive(made, at, plan, functools.partial(opener(np.array([at])), 0))
 
 
 class Worker:
@@ -224,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    serve(Worker, *sys.argv[1:], spare(STAGES)) if ':' in ''.join(sys.argv[1:2]) else main()
+    serve(Worker, *sys.argv[1:]) if ':' in ''.join(sys.argv[1:2]) else main()

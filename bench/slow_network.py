@@ -13,9 +13,10 @@ acknowledgements included. The kernel counts a large packet once, with one heade
 would cut it into many (GSO), so this is a little less than a cable would carry.
 **Compute**: a raw step with all stages in one process, median: no codec and no wire. With one
 micro-batch only one stage works at a time, so stages in turn are what the pipeline does too.
-**Bound**: with several micro-batches, max(compute of a stage, bytes over one direction of a link)
-and fill: the rest of the way of one micro-batch through all stages and back. The compute of a stage
-is an equal part of a coded step with all stages in one process.
+**Bound**: with several micro-batches, max(compute, bytes over one direction of a link) and fill:
+the rest of the way of one micro-batch through all stages and back. The compute of a stage is an
+equal part of a coded step with all stages in one process; where there are fewer cores than stages,
+all stages share them, and the CPU-seconds of such a step over the cores count.
 **Codec**: what the codec adds to such a step in one process, raw and coded steps taken in turn;
 *alone*: sending and receiving at each cut, both ways, each a program by itself, summed.
 **Wire**: the rest of the step time.
@@ -29,6 +30,7 @@ beside other work the codec and the network wait for a core, and the speed-up sh
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -195,7 +197,8 @@ def main() -> None:
     out = args.out or HERE / 'results' / stem('network')
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
-    rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu, **pipeline(args))
+    cores = os.cpu_count()
+    rows.start(stages=args.stages, steps=args.steps, mtu=args.mtu, cores=cores, **pipeline(args))
     with emulated_network.lab(args.stages, args.mtu) as lab:
         probes(lab, rows, args.links)
         with workers(lab, 'slow_worker.py') as made:

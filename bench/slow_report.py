@@ -62,7 +62,8 @@ class Results:
         stages, m = run['stages'], run.get('microbatches', 1)
         head = 8 * (run['mtu'] + ETHERNET) / (run['mtu'] - TCP) / rate if rate else 0.0
         ways = list(self.steps[model, codec, link]['moved'].values())
-        busiest = max(row['coded_s'] / stages, max(head * max(w) for w in ways))
+        busy = row['coded_s'] / stages, row.get('coded_cpu_s', 0.0) / run.get('cores', stages)
+        busiest = max(*busy, max(head * max(w) for w in ways))
         once = row['coded_s'] / m + sum(2 * delay + head * sum(w) / m for w in ways)
         return busiest * (m - 1) / m + once
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from slow_models import TASKS, Task, loss, positions
-from workers import interfaces, serve, spare
+from workers import interfaces, serve
 
 import jaxmp
 from jaxmp import Ctx
@@ -80,8 +80,8 @@ def machine(task: Task, fwd: str, bwd: str, devices: Any, plan: Plan) -> Driver:
     x = jax.ShapeDtypeStruct((task.batch // m, *task.x.shape[1:]), task.x.dtype)
     made = programs(task.stages, [cut] * (n - 1), loss, x, {})
     actions = SCHEDULES[name](n, m)
-    at = devices or place(1, n, spare=spare(n))[0]
-    lane = functools.partial(opener(actions, np.array([at])), 0)
+    at = devices or place(1, n)[0]
+    lane = functools.partial(opener(np.array([at])), 0)
     return drive(made, at, actions, lane)
 
 
@@ -162,18 +162,19 @@ class Worker:
         self, model: str, fwd: str, bwd: str, n: int, microbatches: int, schedule: str
     ) -> dict[str, Any]:
         """Steps with all stages in this process, no wire: raw and with a codec, taken in turn."""
-        task, taken = self._task(model), ([], [])
+        task, taken, busy = self._task(model), ([], []), ([], [])
         here, plan = [jax.local_devices()[0]] * len(task.stages), (microbatches, schedule)
         if model not in self.plain:
             self.plain[model] = Trainer(task, 'raw', 'raw', here, plan)
         trainers = self.plain[model], Trainer(task, fwd, bwd, here, plan)
         for _ in range(n + 2):
-            for trainer, seconds in zip(trainers, taken, strict=True):
-                start = time.perf_counter()
+            for trainer, seconds, cpu in zip(trainers, taken, busy, strict=True):
+                start = time.perf_counter(), time.process_time()
                 trainer.step()
-                seconds.append(time.perf_counter() - start)
+                seconds.append(time.perf_counter() - start[0])
+                cpu.append(time.process_time() - start[1])
         raw, coded = (statistics.median(seconds[2:]) for seconds in taken)
-        return {'raw_s': raw, 'coded_s': coded}
+        return {'raw_s': raw, 'coded_s': coded, 'coded_cpu_s': statistics.median(busy[1][2:])}
 
     def alone(self, model: str, fwd: str, bwd: str, n: int) -> dict[str, Any]:
         """See `codec_seconds`."""
@@ -181,4 +182,4 @@ class Worker:
 
 
 if __name__ == '__main__':
-    serve(Worker, *sys.argv[1:], spare(int(sys.argv[2])))
+    serve(Worker, *sys.argv[1:])

@@ -23,7 +23,11 @@ from jaxmp.training.summary import provenance
 
 HERE = Path(__file__).parent
 PORT = 7078
-UNSAID = {'microbatches': 1, 'schedule': '1f1b'}  # of rows from before these were settings
+UNSAID = {
+    'microbatches': 1,
+    'schedule': '1f1b',
+    'cores': 2,
+}  # of rows from before these were settings
 
 
 class Rows:
@@ -117,7 +121,7 @@ def steady(windows: Sequence[float], share: float = 0.05) -> bool:
     return len(last) == 3 and max(last) <= min(last) * (1 + share)
 
 
-def serve(make: Any, coordinator: str, count: str, index: str, more: int = 0) -> None:
+def serve(make: Any, coordinator: str, count: str, index: str) -> None:
     """Joins the other processes, then answers orders until there are no more.
 
     Args:
@@ -125,7 +129,6 @@ def serve(make: Any, coordinator: str, count: str, index: str, more: int = 0) ->
       coordinator: host:port of process 0.
       count: how many processes there are.
       index: of this one.
-      more: devices beside the first, for messages; see `spare`.
     """
     import jax
     from timing import keep_freed_pages
@@ -134,7 +137,6 @@ def serve(make: Any, coordinator: str, count: str, index: str, more: int = 0) ->
     os.dup2(2, 1)  # gloo prints
     keep_freed_pages()
     jax.config.update('jax_platforms', 'cpu')
-    jax.config.update('jax_num_cpu_devices', 1 + more)
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=60)
     jax.devices()  # the processes meet here; else the first to need a device waits for the others
@@ -147,16 +149,6 @@ def serve(make: Any, coordinator: str, count: str, index: str, more: int = 0) ->
     except Exception:
         traceback.print_exc()
     os._exit(0)  # no barrier with processes that may be gone
-
-
-def spare(stages: int) -> int:
-    """The devices that carry messages in a process, if each has a stage."""
-    import numpy as np
-
-    from jaxmp.runtimes.lanes import CONNECTIONS, count
-    from jaxmp.runtimes.plans import one_f_one_b
-
-    return count(one_f_one_b(stages, CONNECTIONS), np.arange(stages)[None])
 
 
 def interfaces() -> dict[str, int]:

@@ -25,6 +25,7 @@ from jaxmp import boundary, exchange, parse
 from jaxmp.distributed.placement import place
 from jaxmp.exchange import over
 from jaxmp.feedback import per_microbatch
+from jaxmp.runtimes import lanes
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.mpmd import Mpmd
@@ -192,8 +193,7 @@ def built(kind, case, n, replicas, processes=1, schedule='1f1b', remat=False, **
         return Spmd(whole, columns, options=OPTIONS)
     plan = SCHEDULES[schedule](len(stages), n)
     homes = devices_of(plan)
-    spare = 0 if processes == 1 else jax.local_device_count() - 1
-    rows = place(replicas, 1 + max(homes), apart=processes == 1, spare=spare)
+    rows = place(replicas, 1 + max(homes), apart=processes == 1)
     columns = Columns([[row[d] for d in homes] for row in rows], OPTIONS)
     return Mpmd(whole, columns, plan, options=OPTIONS, **options)
 
@@ -254,12 +254,12 @@ class Compiled(logging.Handler):
         self.names += re.findall(r'^Compiling jit\((.*?)\)', record.getMessage())
 
 
-def main(address, process, processes, case, n, replicas, schedule, delay, lanes, out):
+def main(address, process, processes, case, n, replicas, schedule, delay, streamed, out):
     signal.alarm(300)  # whatever becomes of the parent
     compiled = Compiled()
     jax.config.update('jax_enable_x64', True)
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.config.update('jax_num_cpu_devices', 1 + int(lanes))
+    lanes.STREAMED = ('cpu',) if streamed == 'True' else ()
     jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
     slow = {'emulated': (0.0, float(delay)), 'schedule': schedule}
     found, state, seconds, _ = apart('mpmd', case, int(n), int(replicas), int(processes), **slow)

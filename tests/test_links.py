@@ -1,11 +1,16 @@
-"""An emulated slow link: it takes the time of its bytes, and changes no number."""
+"""Links: streams between processes; an emulated slow one takes the time of its bytes."""
 
+import queue
+import socket
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmp.distributed import streams
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.runtimes import links
 from jaxmp.training import experiment, loop, sizes
@@ -50,7 +55,7 @@ def test_a_slow_link_takes_the_time_of_its_bytes(monkeypatch):
 def test_messages_follow_each_other_and_both_ways_do_not_wait():
     """Eight at once, 20 ms each on the wire and 50 ms on the way: 210 ms, in both directions."""
     emulated, message = (0.4, 50.0), np.zeros(1000, np.uint8)
-    lanes = [links.Lane([lambda m: m], (), emulated) for _ in range(2)]
+    lanes = [links.Lane(lambda m: m, None, emulated) for _ in range(2)]
     start = time.monotonic()
     sent = [Future() for _ in range(8)]
     arrived = [lane.carry(s) for lane in lanes for s in sent]
@@ -62,12 +67,48 @@ def test_messages_follow_each_other_and_both_ways_do_not_wait():
 
 
 def test_what_goes_wrong_on_a_lane_reaches_who_waits():
-    lane = links.Lane([lambda m: 1 / 0])
+    lane = links.Lane(lambda m: 1 / 0)
     sent = Future()
     arrived = lane.carry(sent)
     sent.set_result(None)
     with pytest.raises(ZeroDivisionError):
         links.wait(arrived)
+
+
+def test_a_stream_carries_messages_and_admits_only_who_knows_its_secret(monkeypatch):
+    told = queue.Queue()
+    monkeypatch.setattr(streams, 'gathered', lambda mesh, row: told.put(bytes(row)))
+    monkeypatch.setattr(streams, '_home', ['127.0.0.1'])
+    message = {
+        'a': jnp.arange(5, dtype=jnp.bfloat16)[None],
+        'b': jnp.array([[True, False]]),
+        'c': jnp.zeros((1, 0)),
+        'd': jnp.arange(300_000, dtype=jnp.uint32)[None],
+    }
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(streams._accepted, None)
+        address, port, secret = told.get(timeout=10).rstrip(b'\0').decode().split()
+        at = address, int(port)
+        socket.create_connection(at).close()
+        with socket.create_connection(at) as stranger:
+            stranger.sendall(b'x' * streams.SECRET)
+            assert not stranger.recv(1), 'closed'
+        line = socket.create_connection(at)
+        line.sendall(secret.encode())
+        with line, accepted.result(10) as other:
+            ends = [streams.Stream(end, pool) for end in (line, other)]
+            other.settimeout(10)
+            sent = [pool.submit(ends[0].send, message) for _ in range(2)]
+            for one in sent:
+                found = ends[1].receive(message)
+                one.result(10)
+                jax.tree.map(np.testing.assert_array_equal, found, message)
+                assert {k: a.dtype for k, a in found.items()} == {
+                    k: a.dtype for k, a in message.items()
+                }
+            line.close()
+            with pytest.raises(ConnectionError, match='other end of a link has ended'):
+                ends[1].receive(message)
 
 
 @pytest.mark.parametrize('key', ['link_rate', 'link_delay'])

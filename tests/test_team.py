@@ -421,13 +421,13 @@ def test_every_link_is_opened_before_anything_compiles(monkeypatch):
     config = config_of(
         'text_gpt2', runtime='mpmd', width=8, heads=2, sequence_length=16, train_examples=64
     )
-    place = make_dataclass('Place', ['process_index'], frozen=True)
-    places, opened = [place(i) for i in range(4)], []
+    place = make_dataclass('Place', ['process_index', 'platform'], frozen=True)
+    places, opened = [place(i, 'cpu') for i in range(4)], []
     note = lambda *ends: opened.append(tuple(d.process_index for d in ends))
-    monkeypatch.setattr(by_stage, 'place', lambda replicas, stages, spare: [places])
+    monkeypatch.setattr(by_stage, 'place', lambda replicas, stages: [places])
     monkeypatch.setattr(Copies, 'mesh', property(lambda self: self.devices))
     monkeypatch.setattr(lanes, 'pair', lambda *ends: ends)
-    monkeypatch.setattr(lanes, 'remote_move', lambda ends, like, to: (note(*ends), lambda: 0))
+    monkeypatch.setattr(lanes, 'streamed_move', lambda ends, way, like: (note(*ends), None))
     monkeypatch.setattr(by_stage, 'open_links', lambda mesh: note(*mesh))
     by_stage.by_stage(experiment_of(config), process_group.ProcessGroup())
     assert opened == [(0, 1), (1, 0), (0, 3)]

@@ -1,8 +1,9 @@
-"""Placement of stages and replicas on devices, memory of a device, and the compilation cache."""
+"""Devices: which of them has which stage and replica, their memory, first contact, compilation."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 Device = Any  # a jax.Device
 
@@ -68,7 +70,7 @@ def owners(parts: int, processes: int, what: str = 'stage') -> list[int]:
     return [i * processes // parts for i in range(parts)]
 
 
-def place(replicas: int, stages: int, apart: bool = False, spare: int = 0) -> list[list[Device]]:
+def place(replicas: int, stages: int, apart: bool = False) -> list[list[Device]]:
     """The device of each replica and stage, as ``[r][s]``.
 
     The stages of replica 0, then those of replica 1, and so on, are divided into runs of equal
@@ -79,7 +81,6 @@ def place(replicas: int, stages: int, apart: bool = False, spare: int = 0) -> li
       replicas: number of replicas R.
       stages: number of stages S.
       apart: whether each stage needs a separate device.
-      spare: devices of each process to leave for messages, where there are as many more.
 
     Raises:
       ValueError: if there are more processes than stages of all replicas, or too few devices.
@@ -96,9 +97,30 @@ def place(replicas: int, stages: int, apart: bool = False, spare: int = 0) -> li
                 f'{len(own)}; on a CPU start with '
                 f'XLA_FLAGS=--xla_force_host_platform_device_count={need}'
             )
-        count = len(own) - spare if len(own) - spare >= need else len(own)
-        devices.append(own[k * min(count, n) // n])
+        devices.append(own[k * min(len(own), n) // n])
     return [devices[r * stages : (r + 1) * stages] for r in range(replicas)]
+
+
+@functools.cache
+def open_links(mesh: Mesh) -> None:
+    """Connects the processes of a mesh, which must all call it at about the same time.
+
+    gloo connects the processes of a set of devices when they first run a program over it, keeps the
+    connections for every later one, and gives up if one comes half a minute after the others. So
+    this is done before anything is compiled whose time can differ that much.
+    """
+    gathered(mesh, np.zeros(1, np.uint8))
+
+
+def gathered(mesh: Mesh, row: np.ndarray) -> np.ndarray:
+    """The row of each device of a mesh; every process gives that of its own devices."""
+    spread = NamedSharding(mesh, P(mesh.axis_names))
+    rows = jax.make_array_from_callback((mesh.size, row.size), spread, lambda _: row[None])
+
+    def open_links(rows: Any) -> Any:  # so is it called in JAX's log of compilations
+        return rows
+
+    return np.asarray(jax.jit(open_links, out_shardings=NamedSharding(mesh, P()))(rows))
 
 
 def cores() -> int:

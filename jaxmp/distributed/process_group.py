@@ -1,9 +1,9 @@
 """`ProcessGroup`: the processes of a run, which start, decide and end together.
 
-`jax.distributed` transfers the messages between stages (gloo on CPU, NCCL on GPU) and detects the
-processes under Slurm, Open MPI and Kubernetes; elsewhere the user gives coordinator, number of
-processes and process. It does not report which process did not connect, or failed, and why; the
-modules `rendezvous` and `monitor` do, on the port after the coordinator's.
+`jax.distributed` moves what collectives move (gloo on CPU, NCCL on GPU) and detects the processes
+under Slurm, Open MPI and Kubernetes; elsewhere the user gives coordinator, number of processes and
+process. It does not report which process did not connect, or failed, and why; the modules
+`rendezvous` and `monitor` do, on the port after the coordinator's.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jaxmp.distributed.rendezvous import (
     secret,
     serve_rendezvous,
 )
+from jaxmp.distributed.streams import listen_at
 
 MOST = 64  # largest number of steps between two agreements
 
@@ -230,6 +231,7 @@ def _start_jax(address: Address, own: str, timeout: float) -> None:
     host, port = _check(address)
     bound = own_address(host) if address.process == 0 else ''
     _use_gloo(own)
+    listen_at(own)
     jax.distributed.initialize(
         *address[:3],
         initialization_timeout=round(timeout),

@@ -148,7 +148,7 @@ def crossed(
 
 def handover() -> float:
     """Median seconds of a message besides its bytes: through the thread of a lane, and back."""
-    lane, message = Lane([local_move(jax.devices()[0])], (), (1e9, 0.0)), jnp.zeros((1, 1024))
+    lane, message = Lane(local_move(jax.devices()[0]), None, (1e9, 0.0)), jnp.zeros((1, 1024))
     times = []
     for _ in range(HANDOVERS):
         sent: Future[Any] = Future()

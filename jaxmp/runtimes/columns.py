@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp.distributed.placement import open_links
 from jaxmp.exchange.collectives import AXIS, over
-from jaxmp.runtimes.links import open_links
 from jaxmp.runtimes.types import ByReplica
 
 

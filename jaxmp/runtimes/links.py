@@ -1,28 +1,26 @@
 """`Lane`: one direction between two stages, which carries its messages in order, beside compute.
 
-Between two devices of a process a message is copied; between two processes it is a ppermute on a
-mesh of two devices, which only these two processes run, each in a thread of the lane. A lane has
-its own pair of devices where there are enough, since a device runs one program at a time and gloo
-has one connection for each set of devices: so messages overlap compute, and both directions of a
-link each other. Else all lanes of a process take turns, in one order for all processes.
+Between two devices of a process a message is copied. Between two processes on CPUs each lane has a
+TCP connection and a thread of its own, so messages overlap compute, and both directions of a link
+each other. On GPUs a message is a ppermute on a mesh of two devices, which only these two processes
+run; all lanes of a process take turns, in one order for all processes.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
 
-from jaxmp.distributed.placement import Device
+from jaxmp.distributed.placement import Device, open_links
+from jaxmp.distributed.streams import stream
 from jaxmp.hlo import permuted
 from jaxmp.transport import one_piece
 from jaxmp.wire import Payload, nbytes
@@ -41,27 +39,26 @@ class Lane:
 
     def __init__(
         self,
-        moves: Sequence[Move],
-        turns: Sequence[ThreadPoolExecutor] = (),
+        move: Move,
+        turn: ThreadPoolExecutor | None = None,
         emulated: tuple[float, float] = (0.0, 0.0),
         permuted: Callable[[], int] = lambda: 0,
     ) -> None:
         """Carries nothing yet.
 
         Args:
-          moves: one per connection; they take the messages in turn, the same at both ends. Each is
-            called with a message where it is sent, with None where it is only received, and gives
-            the message on the receiver's device.
-          turns: the thread of each connection; none for copies, which JAX runs by itself.
+          move: called with a message where it is sent, with None where it is only received; it
+            gives the message on the receiver's device.
+          turn: the thread that moves messages; None for copies, which JAX runs by itself.
           emulated: rate in Mbit/s (0 for any) and delay in ms of a slow link: a message of n bytes
             occupies the lane for ``8 n / (1e6 rate)`` s, and arrives ``delay / 1e3`` s later. No
             protocol adds bytes.
-          permuted: bytes per message that the compiled program's collectives move.
+          permuted: bytes per message that a connection or a compiled collective moves.
         """
         rate, self._delay = emulated
         self._seconds = lambda n: 8 * n / (1e6 * rate) if rate else 0.0
-        self._moves, self.permuted, self._number = moves, permuted, 0
-        self._turns = [ThreadPoolExecutor(1, 'lane')] if any(emulated) and not turns else turns
+        self._move, self.permuted, self._number = move, permuted, 0
+        self._turn = turn or (ThreadPoolExecutor(1, 'lane') if any(emulated) else None)
         self.spans: dict[int, tuple[float, float]] | None = None
 
     def carry(self, sent: Future[Payload] | None) -> Future[tuple[Payload, float]]:
@@ -71,8 +68,8 @@ class Lane:
           sent: the message, where it is sent; None in a process that only receives it.
         """
         n, self._number = self._number, self._number + 1
-        if self._turns:
-            return self._turns[n % len(self._turns)].submit(self._carry, n, sent)
+        if self._turn:
+            return self._turn.submit(self._carry, n, sent)
         assert sent is not None
         arrived: Future[tuple[Payload, float]] = Future()
         sent.add_done_callback(lambda done: self._follow(n, done, arrived))
@@ -81,7 +78,7 @@ class Lane:
     def _carry(self, n: int, sent: Future[Payload] | None) -> tuple[Payload, float]:
         message = None if sent is None else jax.block_until_ready(sent.result())
         start = time.monotonic()
-        arrived = jax.block_until_ready(self._moves[n % len(self._moves)](message))
+        arrived = jax.block_until_ready(self._move(message))
         time.sleep(self._seconds(nbytes(arrived if message is None else message)))
         end = time.monotonic() + self._delay / 1e3
         self._note(n, start, end)
@@ -90,7 +87,7 @@ class Lane:
     def _follow(self, n: int, done: Future[Payload], arrived: Future[Any]) -> None:
         """Gives ``arrived`` the copy of the result of ``done``, or its exception."""
         try:
-            start, moved = time.monotonic(), self._moves[0](done.result())
+            start, moved = time.monotonic(), self._move(done.result())
             if self.spans is not None:
                 jax.block_until_ready(moved)
             self._note(n, start, time.monotonic())
@@ -116,11 +113,35 @@ def local_move(target: Device) -> Move:
     return lambda message: jax.device_put(message, target)
 
 
+def streamed_move(
+    mesh: Mesh, lane: tuple[int, int], like: Payload
+) -> tuple[Move, ThreadPoolExecutor]:
+    """Moves messages from one process to another through a TCP connection, without collectives.
+
+    Args:
+      mesh: the devices of both ends, under the axis ``'end'``.
+      lane: the stages that send and receive.
+      like: shapes of a message.
+
+    Returns:
+      The move, and the thread in which it must be called.
+    """
+    line, target = stream(mesh, lane), mesh.devices[1]
+
+    def move(message: Payload | None) -> Payload:
+        if message is None:
+            return jax.device_put(line.receive(like), target)
+        line.send(message)
+        return message
+
+    return move, line.thread
+
+
 def remote_move(mesh: Mesh, like: Payload, target: Device) -> tuple[Move, Callable[[], int]]:
     """Moves messages from the first device of a mesh to the second, which is of another process.
 
     Both processes must call it as often, in the same order. The connection is made here, by
-    `open_links`.
+    `jaxmp.distributed.placement.open_links`.
 
     Args:
       mesh: the two devices, under the axis ``'end'``.
@@ -167,25 +188,8 @@ def pair(source: Device, target: Device) -> Mesh:
 
 
 @functools.cache
-def open_links(mesh: Mesh) -> None:
-    """Connects the processes of a mesh, which must all call it at about the same time.
-
-    gloo connects the processes of a set of devices when they first run a program over it, keeps the
-    connections for every later one, and gives up if one comes half a minute after the others. So
-    this is done before anything is compiled whose time can differ that much.
-    """
-    sharding = NamedSharding(mesh, P(mesh.axis_names))
-    ones = jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.ones(1, np.float32))
-
-    def open_links(a: Array) -> Array:  # so is it called in JAX's log of compilations
-        return jnp.sum(a)
-
-    jax.block_until_ready(jax.jit(open_links, out_shardings=NamedSharding(mesh, P()))(ones))
-
-
-@functools.cache
 def _shift(mesh: Mesh) -> Any:
-    """Compiled: a message in one piece; gloo starts a second one a round trip after the first."""
+    """Compiled: a message in one piece, as a second one starts a round trip after the first."""
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P('end'), out_specs=P('end'))

@@ -59,7 +59,7 @@ class Mpmd:
             {'train': train}, model.remat,
         )  # fmt: skip
         plan = actions or one_f_one_b(len(self.programs), model.num_microbatches)
-        lane = opener(plan, columns.devices, emulated)
+        lane = opener(columns.devices, emulated)
         self.drivers: dict[int, Driver] = {}
         for r in sorted({r for here in columns.here.values() for r in here}):
             at, own = list(columns.devices[r]), functools.partial(lane, r)

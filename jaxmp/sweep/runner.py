@@ -151,7 +151,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog='jaxmp sweep', description=(__doc__ or '').partition('\n\n')[2]
     )
     parser.add_argument('file', help='a study: a file, or paper_tables')
-    parser.add_argument('--scale', required=True, help='smoke, cpu or paper')
+    parser.add_argument('--scale', required=True, help='such as smoke, cpu, converged or paper')
     parser.add_argument('--tables', default='1,2,3,4', help='numbers of tables, with commas')
     parser.add_argument('--rows', default='', help='names of rows, with commas; default all')
     parser.add_argument('--seeds', type=int, default=0, help='number of seeds; 0: all')

@@ -18,20 +18,20 @@ from jaxtyping import Array
 
 from jaxmp import data
 from jaxmp.config import Config
-from jaxmp.distributed.placement import place
+from jaxmp.distributed.placement import open_links, place
 from jaxmp.distributed.process_group import ProcessGroup, together
 from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.hlo import interface_bytes
+from jaxmp.runtimes import schedule
 from jaxmp.runtimes.columns import Columns
-from jaxmp.runtimes.links import open_links
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import ByReplica, ModelState, by_replica, of_replica
 from jaxmp.training import portable, profile, replicas
 from jaxmp.training.engine import Engine, Epoch, Stopped, model_of, rules_of
 from jaxmp.training.evaluate import cuts_to_score, feedback_to_score, means, sums, totals
-from jaxmp.training.experiment import Experiment, actions_of, layout, tied_exchange
+from jaxmp.training.experiment import Experiment, actions_of, tied_exchange
 from jaxmp.training.portable import Portable
 from jaxmp.training.step import Across, TrainState, create, train_step
 
@@ -61,8 +61,8 @@ def places(config: Config, stages: int) -> list[list[Any]]:
     replicas = config.parallel.replicas
     if config.parallel.runtime == 'spmd':
         return place(replicas, stages, apart=True)
-    homes, spare = layout(config, stages, jax.process_count())
-    rows = place(replicas, 1 + max(homes), spare=spare)
+    homes = schedule.place(actions_of(config, stages))
+    rows = place(replicas, 1 + max(homes))
     return [[row[d] for d in homes] for row in rows]
 
 

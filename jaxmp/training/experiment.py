@@ -11,19 +11,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxmp import config as schema
 from jaxmp import data, exchange
 from jaxmp.config import KEYS, Config
-from jaxmp.distributed.placement import owners
 from jaxmp.exchange import Exchange
 from jaxmp.feedback import Channel, warm
 from jaxmp.grammar import own_words
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.plugins import called
-from jaxmp.runtimes import lanes, schedule
+from jaxmp.runtimes import schedule
 from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.schedule import Action
 from jaxmp.spec import SpecError, parse
@@ -240,18 +238,6 @@ def actions_of(config: Config, stages: int) -> tuple[Action, ...]:
             f'micro-batches, and there are {stages} and {count}'
         )
     return actions
-
-
-def layout(config: Config, stages: int, processes: int) -> tuple[tuple[int, ...], int]:
-    """The schedule's device of each stage, and the devices of a process for messages.
-
-    Raises:
-      ValueError: as `actions_of`, or if there are more processes than devices of all replicas.
-    """
-    actions, replicas = actions_of(config, stages), config.parallel.replicas
-    homes = schedule.place(actions)
-    owner = np.reshape(owners(replicas * (1 + max(homes)), processes), (replicas, -1))
-    return homes, lanes.count(actions, owner[:, homes])
 
 
 def check_ids(fwd: Channel, text: str, examples: int) -> None:

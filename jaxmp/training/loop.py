@@ -24,7 +24,7 @@ from jaxmp.training.agreement import check_data, check_workdir
 from jaxmp.training.by_stage import by_stage
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.engine import Engine, Values
-from jaxmp.training.experiment import Experiment, actions_of, experiment_of, layout
+from jaxmp.training.experiment import Experiment, actions_of, experiment_of
 from jaxmp.training.files import claim, owned, whole
 from jaxmp.training.one_program import one_program
 from jaxmp.training.probe import prober
@@ -72,12 +72,11 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
 def devices(config: Config, processes: int) -> int:
     """How many devices a process of a run needs.
 
-    One per replica, in spmd one per stage of each; besides one for each connection to others.
+    One per replica, in spmd one per stage of each.
     """
     stages, runtime = stage_count(config), config.parallel.runtime
     each = config.parallel.replicas * (stages if runtime == 'spmd' else 1)
-    spare = layout(config, stages, processes)[1] if runtime == 'mpmd' and processes > 1 else 0
-    return max(1, each // processes) + spare
+    return max(1, each // processes)
 
 
 class Prepared(NamedTuple):

@@ -19,11 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.distributed.placement import device_mesh
+from jaxmp.distributed.placement import device_mesh, open_links
 from jaxmp.distributed.process_group import ProcessGroup, together
 from jaxmp.exchange import AXIS, over
 from jaxmp.exchange.traffic import bytes_of, compiled_operands
-from jaxmp.runtimes.links import open_links
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training import one_program, portable, replicas
 from jaxmp.training.engine import Engine, Epoch, Stopped, Values, rules_of

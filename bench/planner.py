@@ -1,0 +1,235 @@
+"""Whether the plan of `jaxmp plan` is fastest: predicted and measured steps beside other choices.
+
+python bench/planner.py [--config=text_gpt2] [--links 1gbit 100mbit 200mbit,50ms] [--error=.1]
+It probes the configuration once, and for each link measures the plan and channels chosen by hand,
+each in the schedule that is predicted to be the best for it. A row is written as soon as it is
+measured, and the same command goes on where it was stopped; a table (`.md`) lies beside the rows.
+
+**Measured**: wall time of a training step in process 0, median of ``--steps`` steps after three;
+two processes, each on a core of its own, with links emulated between them. Anything else that the
+machine does counts, so it must do nothing else.
+**Loss**: mean training loss of the last tenth of an epoch in one program, from the same seed and
+batches; none of links and schedules changes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from timing import stem
+from workers import Rows
+
+from jaxmp.plan.__main__ import TEXTS, changed, planned
+from jaxmp.plan.choose import Choice, Probed, choose, uniform
+from jaxmp.plan.predict import parse
+from jaxmp.plan.write import text as written
+
+HERE, WARM, STEPS, CORES = Path(__file__).parent, 3, 12, 2
+PAPER = (  # of the paper
+    ('raw', 'raw'),
+    ('uniform(8)', 'uniform(8)'),
+    ('uniform(4)', 'uniform(8)'),
+    ('uniform(4)', 'uniform(4)'),
+    ('top_k(0.1)', 'top_k(0.1)'),
+    ('top_k(0.3)', 'top_k(0.3)'),
+)
+HAND = (
+    ('fp16', 'fp16'),
+    ('block(4)', 'block(4)'),
+    ('rotate(lloyd(4))', 'rotate(lloyd(4))'),
+    ('rotate(lloyd(3))', 'rotate(lloyd(3))'),
+    ('rotate(lloyd(2))', 'rotate(lloyd(4))'),
+)
+
+
+def choices(probed: Probed, link: str, budget: float) -> Iterator[tuple[str, Choice]]:
+    """The plan and the others, with their names."""
+    yield 'the plan', choose(probed, parse(link), budget)
+    for fwd, bwd in (*PAPER, *HAND):
+        if made := uniform(probed, parse(link), fwd, bwd):
+            yield f'{fwd} forward, {bwd} backward', made
+
+
+def file_of(choice: Choice, args: argparse.Namespace, folder: Path) -> Path:
+    """A configuration's file for a choice."""
+    out = folder / 'choice.py'
+    out.write_text(written(choice, args.config, values(args), out, 'A choice.'))
+    return out
+
+
+def values(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line changes."""
+    return changed(args.config, args.change)[1]
+
+
+def launched(out: Path, link: str, steps: int) -> list[float]:
+    """Seconds of the measured steps in process 0."""
+    command = [sys.executable, '-m', 'jaxmp.launch', f'--processes={CORES}', '--', sys.executable]
+    command += [str(HERE / 'planner.py'), f'--measure={out}', '--links', link, f'--steps={steps}']
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    if said.returncode:
+        raise RuntimeError(f'{out.read_text()}\n{said.stderr[-2000:]}')
+    return json.loads(said.stdout.splitlines()[-1])
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Steps of a configuration in this process of a group."""
+    os.sched_setaffinity(0, {args.process % (os.cpu_count() or 1)})
+    import jax
+
+    from jaxmp import data
+    from jaxmp.config import complete
+    from jaxmp.distributed.allocator import keep_freed_pages
+    from jaxmp.distributed.placement import keep_compiled
+    from jaxmp.distributed.process_group import Address
+    from jaxmp.plugins import load
+    from jaxmp.training.loop import devices, prepare, process_group_of
+
+    config, link = complete(load(args.measure)), parse(args.links[0])
+    config.parallel.update(link_rate=link.rate, link_delay=link.delay)
+    keep_compiled()
+    keep_freed_pages()
+    place = args.coordinator, args.processes, args.process
+    group = process_group_of(config, Address(*place, None, 60.0))
+    if (count := devices(config, group.count)) > 1:
+        jax.config.update('jax_num_cpu_devices', count)
+    exp, engine = prepare(config, group)
+    state, seconds = engine.create(exp), []
+    rows = data.order(config.seed, 0, len(exp.data.train.y))
+    steps = engine.epoch(config.warmup_epochs)(state, rows, lambda: False)
+    for _ in range(WARM + args.steps):
+        start = time.perf_counter()
+        state, _, _ = next(steps)
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - start)
+    steps.close()
+    group.share(None)
+    print(json.dumps(seconds[WARM:]), flush=True)
+    group.close()
+
+
+def loss_of(out: Path) -> float:
+    """Mean training loss of the last tenth of an epoch."""
+    import numpy as np
+
+    from jaxmp import data
+    from jaxmp.config import complete
+    from jaxmp.plugins import load
+    from jaxmp.training.loop import prepare
+
+    config = complete(load(str(out)))
+    config.parallel.update(runtime='local', schedule='1f1b')
+    exp, engine = prepare(config)
+    rows = data.order(config.seed, 0, len(exp.data.train.y))
+    losses: list[float] = []
+    for _, found, _ in engine.epoch(0)(engine.create(exp), rows, lambda: False):
+        losses += np.ravel(found['loss']).tolist()
+    return statistics.mean(losses[-max(1, len(losses) // 10) :])
+
+
+def work(args: argparse.Namespace, rows: Rows, probed: Probed) -> None:
+    """Measures what is not measured yet."""
+    for link in args.links:
+        for name, choice in choices(probed, link, args.error):
+            codecs = '; '.join(c.text for _, c in sorted(choice.codecs.items()))
+            with tempfile.TemporaryDirectory() as folder:
+                out = file_of(choice, args, Path(folder))
+                if not rows.has(kind='loss', codecs=codecs):
+                    rows.add(kind='loss', codecs=codecs, loss=loss_of(out))
+                if rows.has(kind='step', link=link, name=name):
+                    continue
+                seconds = launched(out, link, args.steps)
+            rows.add(
+                kind='step', link=link, name=name, codecs=codecs, order=choice.order.line,
+                predicted=choice.seconds, measured=statistics.median(seconds), seconds=seconds,
+                error=choice.error, load=os.getloadavg()[0],
+            )  # fmt: skip
+            said = f'{1e3 * choice.seconds:8.1f} {1e3 * rows.rows[-1]["measured"]:8.1f} ms'
+            print(f'{link:14}{name:46}{said}', flush=True)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The page."""
+    run = next(r for r in rows if r['kind'] == 'run')
+    losses = {r['codecs']: r['loss'] for r in rows if r['kind'] == 'loss'}
+    steps = [r for r in rows if r['kind'] == 'step']
+    lines = [
+        '# Predicted and measured steps',
+        '',
+        f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {run["commit"]};',
+        f'{CORES} processes, a core each, links emulated. Definitions: `bench/planner.py`.',
+        '',
+        f'`{run["command"]}`',
+    ]
+    for link in dict.fromkeys(r['link'] for r in steps):
+        own = [r for r in steps if r['link'] == link]
+        lines += [
+            '',
+            f'## {link}',
+            '',
+            '| channels | schedule | predicted ms | measured ms | off | largest error | loss |',
+            '|---|---|--:|--:|--:|--:|--:|',
+        ]
+        for r in sorted(own, key=lambda r: r['measured']):
+            kinds = ', '.join(f'`{t}`' for t in dict.fromkeys(r['codecs'].split('; ')))
+            name = f'**the plan**: {kinds}' if r['name'] == 'the plan' else r['name']
+            lines.append(
+                f'| {name} | {r["order"]} | {1e3 * r["predicted"]:.1f} | {1e3 * r["measured"]:.1f} '
+                f'| {r["measured"] / r["predicted"] - 1:+.0%} | {r["error"]:.2g} '
+                f'| {losses[r["codecs"]]:.4f} |'
+            )
+    return '\n'.join(lines) + '\n'
+
+
+def main() -> None:
+    """Probes, measures, writes the table."""
+    ask = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    ask.add_argument('--config', default='text_gpt2')
+    ask.add_argument('--links', nargs='+', default=['1gbit', '100mbit', '200mbit,50ms'])
+    ask.add_argument('--error', type=float, default=0.1)
+    ask.add_argument('--seconds', type=float, default=90, help='of the probe')
+    ask.add_argument('--steps', type=int, default=STEPS)
+    ask.add_argument('--change', nargs='*', default=[], help='key=value of the configuration')
+    ask.add_argument('--out', type=Path, help='results without their ending')
+    ask.add_argument('--fresh', action='store_true', help='forget what was measured')
+    ask.add_argument('--measure', help=argparse.SUPPRESS)
+    for name in ('coordinator', 'processes', 'process'):
+        kind = str if name == 'coordinator' else int
+        ask.add_argument(f'--{name}', type=kind, help=argparse.SUPPRESS)
+    args = ask.parse_args()
+    if args.measure:
+        return measure(args)
+    out = args.out or HERE / 'results' / stem('planner')
+    rows = Rows(out.with_suffix('.jsonl'), args.fresh)
+    rows.start(config=args.config, change=args.change, error=args.error)
+    kept = out.with_suffix('.probe')
+    if kept.exists() and not args.fresh:
+        probed = pickle.loads(kept.read_bytes())
+    else:
+        config, _ = changed(args.config, args.change)
+        own = list(dict.fromkeys(t for pair in (*PAPER, *HAND) for t in pair if t not in TEXTS))
+        os.sched_setaffinity(0, {0})
+        probed, _ = planned(config, own, parse(args.links[0]), args.error, args.seconds)
+        os.sched_setaffinity(0, set(range(os.cpu_count() or 1)))
+        kept.write_bytes(pickle.dumps(probed))
+    work(args, rows, probed)
+    out.with_suffix('.md').write_text(table(rows.rows))
+    kept.unlink()
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit('stopped; the same command goes on from here')
