@@ -123,24 +123,28 @@ def keep(
     """
     left, first, deadline = [restarts] * len(running), 0, None
     told: set[int] = set()
-    while any(p.poll() is None for p in running):
+    while True:
         if asked and deadline is None:
             deadline = time.monotonic() + PATIENCE
             _signal(running, signal.SIGTERM)
-        if deadline and time.monotonic() > deadline:
-            _signal([p for p in running if p.poll() is None], signal.SIGKILL)
         for i, p in enumerate(running):
-            if (code := p.poll()) and p.pid not in told:
-                told.add(p.pid)
-                restart = code < 0 and left[i] > 0 and not asked
-                then = f'started again, {left[i] - 1} times more at most' if restart else 'left out'
-                if not asked:
-                    _say(f'process {i} {ending(code)}; {then}')
-                if restart:
-                    left[i] -= 1
-                    running[i] = again(i)
-                else:
-                    first = first or code
+            if not (code := p.poll()) or p.pid in told:
+                continue
+            told.add(p.pid)
+            restart = code < 0 and left[i] > 0 and not asked
+            then = f'started again, {left[i] - 1} times more at most' if restart else 'left out'
+            if not asked:
+                _say(f'process {i} {ending(code)}; {then}')
+            if restart:
+                left[i] -= 1
+                running[i] = again(i)
+            else:
+                first = first or code
+        alive = [p for p in running if p.poll() is None]
+        if not alive:
+            break
+        if deadline and time.monotonic() > deadline:
+            _signal(alive, signal.SIGKILL)
         time.sleep(0.1)
     return 128 - first if first < 0 else first
 

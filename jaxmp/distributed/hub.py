@@ -16,13 +16,17 @@ A connection has no effect until its first frame contains the secret of the run.
 
 from __future__ import annotations
 
+import argparse
 import hmac
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.distributed.frames import FrameServer, Header, Line
+from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.distributed.rendezvous import TOKEN, is_loopback, listen, own_address, secret
 
 
 class Patience(NamedTuple):
@@ -243,3 +247,35 @@ def _named(replicas: Iterable[int]) -> str:
 
 def _bytes(text: str) -> bytes:
     return text.encode(errors='backslashreplace')  # JSON can contain unpaired surrogates
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `jaxmp hub`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog='jaxmp hub', description='The hub of an elastic run; it needs no accelerator.'
+    )
+    parser.add_argument('--address', required=True, help='host:port, what --coordinator is told')
+    parser.add_argument('--replicas', type=int, required=True, help='number of replicas')
+    parser.add_argument('--token_file', help=f'file with the secret; default ${TOKEN}')
+    for name, value in PATIENCE._asdict().items():
+        parser.add_argument(f'--{name}', type=float, default=value, help='seconds; see the docs')
+    args = parser.parse_args(argv)
+    host, _, port = args.address.rpartition(':')
+    try:
+        token = secret(args.token_file)
+        if not token and not is_loopback(host):
+            parser.error(
+                f'give a secret, by {TOKEN} or --token_file: {host} is no loopback address'
+            )
+        patience = Patience(args.start, args.silent, args.late)
+        server = listen(own_address(host), int(port))
+        Hub(server, args.replicas, token, patience, lambda text: print(text, flush=True)).serve()
+    except (ProcessGroupError, ValueError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -97,10 +97,11 @@ class Member:
             threading.Thread(target=target, daemon=True).start()
         header, content = self._door.get()
         if header['kind'] == 'refused':
+            self.leave()
             raise ProcessGroupError(f'replica {self.replica}: {header["why"]}')
         if header['kind'] != 'welcome':
             raise BehindError(header['why'])
-        self._see(header, step)
+        self._see(header, header['step'])
         return Welcome(header['step'], content, header['provide'])
 
     def provide(self, step: int, digest: Any, state: bytes) -> None:
@@ -154,6 +155,7 @@ class Member:
         """Acts on what the hub says besides messages."""
         header = at[0]
         if header['kind'] == 'behind':
+            self._inbox.put(at)  # for the rounds that are queued
             raise BehindError(header['why'])
         if header['kind'] == 'view' and header['view'] > self._view.number:
             self._see(header, step)
@@ -181,6 +183,7 @@ class Member:
                         continue
                     away = header['kind'] in ('welcome', 'refused', 'bye')
                     (self._door if away else self._inbox).put((header, content))
+        self.leave()
         for inbox in (self._door, self._inbox):
             inbox.put(last)
 
@@ -220,7 +223,7 @@ def _connected(address: tuple[str, int], patience: float) -> socket.socket:
             if time.monotonic() > end:
                 raise ProcessGroupError(
                     f'the hub does not answer at {address[0]}:{address[1]} ({error}); start '
-                    'it by `jaxmp launch --elastic`, or `python -m jaxmp.distributed.hub` anywhere'
+                    'it by `jaxmp launch --elastic`, or `jaxmp hub`'
                 ) from error
             time.sleep(0.2)
     sock.settimeout(None)

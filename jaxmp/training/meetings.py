@@ -80,9 +80,9 @@ class Meetings:
             params, [one(*pair) for pair in zip(self._own(params), units, strict=True)]
         )
 
-    def digest(self, names: tuple[str, ...] = SHARED) -> int:
+    def digest(self) -> int:
         """A number that is equal where the shared states are."""
-        return zlib.crc32(np.asarray(_checksums(self._leaves(names))).tobytes())
+        return _digest(_checksums(self._leaves()))
 
     def to_bytes(self) -> bytes:
         """The shared states, once all rounds under way have ended."""
@@ -141,7 +141,7 @@ class Meetings:
         memory = [part['held'] for part in parts]
         key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(self.key)), number)
         words = jax.random.key_data(jax.random.fold_in(key, 2))  # the stream of `train_step`
-        digest = self.digest(('start', 'memory'))
+        sums = _checksums(self._leaves(('start', 'memory')))
 
         def run(view: View, gather: Callable[[bytes], list[bytes]]) -> Any:
             args = words, changes, memory
@@ -149,7 +149,7 @@ class Meetings:
             return pieces.run(view.members.index(self.member.replica), args, gather)
 
         member = self.member
-        round_ = lambda: jax.block_until_ready(member.gathering(number, digest, run))
+        round_ = lambda: jax.block_until_ready(member.gathering(number, _digest(sums), run))
         self._under_way[p] = self._thread.submit(round_)
 
     def _settle(self, p: int) -> None:
@@ -277,3 +277,7 @@ class Meetings:
 
 
 _checksums = jax.jit(checksums)
+
+
+def _digest(sums: Any) -> int:
+    return zlib.crc32(np.asarray(sums).tobytes())
