@@ -1,6 +1,7 @@
 """Replicas that meet every 30 steps, or send little in every step: four of a small GPT-2 on bytes.
 
-jaxmp sweep configs/text_gpt2_diloco.py --scale=cpu --out=results/text_gpt2_diloco
+XLA_FLAGS=--xla_force_host_platform_device_count=4 jaxmp sweep configs/text_gpt2_diloco.py \
+    --scale=cpu --out=results/text_gpt2_diloco
 python train.py --config=configs/text_gpt2_diloco.py:sparseloco
 
 All rows see the same tokens in the same order. Optimizers have their own rates: DeMo's signs and
@@ -22,14 +23,20 @@ class Row(NamedTuple):
     optimizer: dict[str, Any] = {}  # noqa: RUF012
 
 
-SPARSE = 'per_chunk(top_k(0.015625, values=k_means(2), indices=elias_fano), 4096)'
+def sparse(fraction: float) -> str:
+    """SparseLoCo's exchange with another fraction; 1/64 is the published one."""
+    kept = f'per_chunk(top_k({fraction}, values=k_means(2), indices=elias_fano), 4096)'
+    return f'diloco(30, all_gather(ef({kept}, decay=0.95)), outer=sgd(1.0))'
+
+
 BY_EXCHANGE = {'name': 'sgd', 'clip_norm': 0.0}  # the exchange is the optimizer
 ROWS = {
     'adamw': Row('mean'),
     'diloco': Row('diloco(30, mean)'),
     'streaming': Row('diloco(30, all_gather(mx(4)), fragments=3, delay=5, mix=0.5)'),
-    'sparseloco': Row(f'diloco(30, all_gather(ef({SPARSE}, decay=0.95)), outer=sgd(1.0))'),
-    'muloco': Row('diloco(30, all_gather(ef(rotate(lloyd(2)))))', {'name': 'muon'}),
+    'sparseloco': Row(sparse(1 / 64)),
+    'sparseloco8': Row(sparse(1 / 8)),  # few rounds need more of each
+    'muloco': Row('diloco(30, bucketed(all_gather(ef(rotate(lloyd(2))))))', {'name': 'muon'}),
     'demo': Row('demo(0.0078125)', {**BY_EXCHANGE, 'lr': 1e-3}),
     'one_bit': Row('double_squeeze(one_bit)'),
     'frozen_adam': Row('frozen_adam(double_squeeze(one_bit), 2)', BY_EXCHANGE),

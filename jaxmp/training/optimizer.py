@@ -49,7 +49,8 @@ def optimizer_of(config: Config, epoch_steps: int) -> optax.GradientTransformati
 
     ``sgd``: momentum, weight decay on all parameters. ``adamw``: decoupled weight decay.
     ``muon``: Muon for all kernels, as matrices whose last axis is the output, with updates of the
-    RMS that AdamW's have, so that one rate serves both; AdamW for the rest, tables included.
+    RMS that AdamW's have, so that one rate serves both; AdamW with Nesterov's momentum
+    for the rest, tables included.
 
     Raises:
       ValueError: as `rate_of`; if an own function returns no optimizer.
