@@ -74,7 +74,7 @@ class Worker:
             value, grads = jax.value_and_grad(loss)(params, x[0], y[0])
             grads, held = e.reduce(grads, held, key, over())
             updates, memory = optimizer.update(grads, memory, params)
-            params, held = e.after_update(optax.apply_updates(params, updates), held, over())
+            params, held = e.after_update(optax.apply_updates(params, updates), held, key, over())
             return jax.tree.map(lambda a: a[None], ((params, memory, held), value))
 
         specs = P(AXIS), P(AXIS), P(AXIS), P()

@@ -94,7 +94,7 @@ KEYS: Mapping[str, Key] = {
     'epochs': Key(15, 'passes over the training split', 1, free=True),
     'batch_size': Key(64, 'examples per step, of all replicas', 1),
     'optimizer.name': Key(
-        'sgd', 'optimizer', words=('sgd', 'adamw'),
+        'sgd', 'optimizer', words=('sgd', 'adamw', 'muon'),
         own='make(config, rate) -> optax.GradientTransformation'),
     'optimizer.lr': Key(0.02, 'learning rate'),
     'optimizer.schedule': Key(

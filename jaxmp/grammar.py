@@ -49,8 +49,9 @@ KINDS = {
     'search': Kind('Searches of a polar codeword', ('Search',), 'polar(0.5, search={})'),
     'exchange': Kind('Exchanges of a whole gradient', ('Exchange',)),
     'rule': Kind('Rules between replicas, for each large array', ('Rule',)),
+    'outer': Kind('Outer optimizers of a round', ('Outer',), 'diloco(30, mean, outer={})'),
 }
-BETWEEN = 'exchange', 'rule'
+BETWEEN = 'exchange', 'rule', 'outer'
 KNOWN = {**spec.NAMES, **exchange.RULES}
 ARGUMENTS = {  # what stands for a parameter in an example
     'bits': '4',
@@ -60,6 +61,7 @@ ARGUMENTS = {  # what stands for a parameter in an example
     'count': '8',
     'double_squeeze.codec': 'one_bit',
     'rotate.codec': 'polar(0.5)',
+    'k_means.bits': '2',
     'size': '4096',
     'spikes.codec': 'block(4)',
     'trellis.bits': '2',
@@ -69,11 +71,18 @@ ARGUMENTS = {  # what stands for a parameter in an example
     'fraction': '0.1',
     'high': 'lloyd(4)',
     'levels': '4',
+    'elements': '10000',
+    'large': 'all_gather(ef(one_bit))',
     'low': 'lloyd(3)',
+    'lr': '0.7',
+    'momentum': '0.9',
     'paths': '8',
+    'part': '"wte"',
     'rank': '2',
     'rate': '0.5',
+    'rest': 'all_gather(ef(one_bit))',
     'rule': 'all_gather(ef21(top_k(0.1)))',
+    'small': 'mean',
     'steps': '8',
     'vocabulary': '256',
 }

@@ -147,6 +147,8 @@ def _call(
 
 
 def _argument(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
     value = _build(node, names)
     if inspect.isfunction(value) and value not in ROUNDINGS:
         raise SpecError(_incomplete(ast.unparse(node), value))

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.fft
 
 import jaxmp
 from jaxmp import Ctx, codecs
 from jaxmp.codecs import extremes, polarsearch, select
+from jaxmp.codecs.dct import cosines, of_cosines
 from jaxmp.codecs.polarcode import Code
 from jaxmp.wire import pack, unpack
 from tests import laws
@@ -87,7 +89,7 @@ def test_pack_of_bytes_and_of_int32():
 
 # Positions.
 
-CODINGS = ('int32', 'packed', 'bitmap', 'block_local')
+CODINGS = ('int32', 'packed', 'bitmap', 'block_local', 'elias_fano')
 SUPPORTS = {  # ascending positions below n
     'one': (1, [[0]]),
     'few': (5, [[0, 4], [2, 3]]),
@@ -113,12 +115,14 @@ def test_index_codings(case):
         return sent, read
 
     sent, read = trip(at)
-    blocks = -(-n // 256)
+    blocks, low = -(-n // 256), min(range(20), key=lambda low: k * low + ((n - 1) >> low))
     want = {
         'int32': 4 * rows * k,
         'packed': rows * packed_bytes(k, max(1, (n - 1).bit_length())),
         'bitmap': 4 * rows * -(-n // 32),
         'block_local': rows * (k + packed_bytes(blocks, 9)),
+        'elias_fano': rows * 4 * -(-(k + ((n - 1) >> low)) // 32)
+        + (rows * packed_bytes(k, low) if low else 0),
     }
     for name, m, back in zip(CODINGS, sent, read, strict=True):
         np.testing.assert_array_equal(back, at, err_msg=name)
@@ -136,6 +140,11 @@ def test_index_codings(case):
         ('top_k(0.02, values=fp16, indices=bitmap)', 1.32),
         ('top_k(0.1, values=fp16, indices=packed)', 3.2),
         ('top_k(0.1, values=fp16, indices=block_local)', 2.4 + 9 / 256),
+        # SparseLoCo's 64 of 4096: 10.5 bits each, positions and two levels per chunk included
+        (
+            'per_chunk(top_k(0.015625, values=k_means(2), indices=elias_fano), 4096)',
+            10.5 * 64 / 4096,
+        ),
         ('top_k(0.4, values=log_scale(4), indices=bitmap)', 2.6),
         ('ef_mixed(top_k(0.1))', 4.2),
         ('random_k(0.1)', 3.2),
@@ -415,3 +424,14 @@ def test_refused_at_the_crossing(text, shape, ctx, says):
     x = jnp.zeros(shape)
     with pytest.raises(ValueError, match=says):
         jax.eval_shape(channel.send, x, channel.init(jaxmp.like(x))[0], ctx)
+
+
+@pytest.mark.parametrize('n', [2, 64])
+def test_cosines_are_those_of_scipy(n):
+    """In both directions, for sums of two terms in another order than a matrix product's."""
+    jit = partial(jax.jit, compiler_options=laws.QUICK)
+    with jax.enable_x64(True):
+        x = np.random.default_rng(n).standard_normal((3, n))
+        y = scipy.fft.dct(x, norm='ortho')
+        np.testing.assert_allclose(jit(cosines)(x), y, atol=1e-5)
+        np.testing.assert_allclose(jit(of_cosines)(y), x, atol=1e-5)

@@ -62,7 +62,9 @@ def test_help_of_train_lists_configurations_and_the_keys_of_the_one_chosen(capsy
     out, _, _ = run(['train', '--config=text_gpt2', '--help'], capsys)
     assert re.search(r'--config=cifar10_resnet18 +The paper', out)
     assert re.search(r'--config\.model\.heads=4 +attention heads', out)
-    assert re.search(r"--config\.optimizer\.name='adamw' +optimizer \(sgd, adamw\), or own", out)
+    assert re.search(
+        r"--config\.optimizer\.name='adamw' +optimizer \(sgd, adamw, muon\), or own", out
+    )
     assert 'jaxmp codecs' in out
 
 

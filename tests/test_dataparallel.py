@@ -114,6 +114,21 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, text, before):
     assert any(not np.array_equal(x[0], x[1]) for x in errors)
 
 
+def test_shared_parameters_that_drift_are_named(tmp_path):
+    """Replicas differ between rounds and what they share does not; after a restart, too."""
+    config = small(replicas=4, exchange='diloco(3, all_gather(ef(one_bit)), fragments=2)', epochs=1)
+    summary = loop.train_and_evaluate(config, tmp_path)
+    assert summary['exchange']['handed'] == summary['exchange']['compiled']
+    engine, state = state_of(tmp_path, config)
+    engine.check(state)
+    kernel = state.model.params[0]['Dense_0']['kernel']
+    assert not np.array_equal(kernel[0], kernel[1])
+    engine.check(state)
+    state.exchange[0][0]['parts'][1]['start'][0] += np.arange(4)[:, None, None] == 2
+    with pytest.raises(DriftError, match=r'replica 2 differ from the others of 4, first at .*'):
+        engine.check(state)
+
+
 def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     """One bit of one parameter, and an adder that errs; the checkpoint kept is from before."""
     words = {'replicas': 4, 'exchange': 'all_gather(ef(one_bit))'}

@@ -8,7 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import scipy.fft
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -45,7 +47,7 @@ def program(text, n, cast=True):
         own = jax.lax.pcast(params, AXIS, to='varying') if cast else params
         grads = jax.grad(lambda p: sum(jnp.vdot(p[k], batch[k]) for k in p))(own)
         grads, state = e.reduce(grads, state, key, over())
-        return jax.tree.map(lambda a: a[None], e.after_update(grads, state, over()))
+        return jax.tree.map(lambda a: a[None], e.after_update(grads, state, key, over()))
 
     specs = (P(), P(AXIS), P(AXIS), P())
     run = jax.shard_map(device, mesh=device_mesh(replica=n), in_specs=specs, out_specs=P(AXIS))
@@ -205,6 +207,8 @@ EQUATIONS = {
     'power_sgd(2)': low_rank,
     'dgc(0.1, momentum=0.5)': momentum_corrected,
     'momentum(all_gather(ef21(top_k(0.1))), 0.5)': of_momentum(ef21(top(0.1)), 0.5),
+    'by_size(mean, all_gather(ef(one_bit)), 100)': ef(one_bit),
+    "by_name('w', all_gather(ef21(top_k(0.1))), mean)": ef21(top(0.1)),
 }
 ALSO_TWO = ('mean', 'all_gather(ef(one_bit))', 'double_squeeze(one_bit)')
 
@@ -332,6 +336,71 @@ def test_sums_of_halves_do_not_overflow():
     np.testing.assert_array_equal(jit(run)(top_), top_)
 
 
+# Adam and cosines.
+
+
+@functools.cache
+def reducer(e):
+    def device(grads, state, key):
+        grads, state = jax.tree.map(lambda a: a[0], (grads, state))
+        return jax.tree.map(lambda a: a[None], e.reduce(grads, state, key, over()))
+
+    specs = {'in_specs': (P(AXIS), P(AXIS), P()), 'out_specs': P(AXIS)}
+    return jit(jax.shard_map(device, mesh=device_mesh(replica=4), **specs))
+
+
+def phased(text, steps):
+    """Four replicas in a new epoch every step: their gradients, and what the optimizer gets."""
+    e, found = exchange.parse(text), []
+    grads = [*gradients(4), *({k: a[4:] for k, a in g.items()} for g in gradients(8))][:steps]
+    with jax.enable_x64(True):
+        state = first(text, grads[0], 4)
+        for t, g in enumerate(grads):
+            y, state = jax.device_get(reducer(e.phase(t))(g, state, jax.random.key(t)))
+            assert all((a == a[:1]).all() for a in jax.tree.leaves(y))
+            found.append({k: a[0] for k, a in y.items()})
+    return grads, found
+
+
+@pytest.mark.parametrize('inside', ['all_gather(raw)', 'all_gather(ef(one_bit))'])
+def test_frozen_adam_is_adam_until_its_variance_is_frozen(inside):
+    """Two steps of optax's Adam; then the momentum with error feedback, and no new variance."""
+    grads, found = phased(f'frozen_adam({inside}, warmup=2)', 5)
+    adam = optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8)
+    with jax.enable_x64(True):
+        state = adam.init({k: a[0] for k, a in grads[0].items()})
+        for g, y in zip(grads[:2], found[:2], strict=True):
+            want, state = adam.update({k: a.mean(0) for k, a in g.items()}, state)
+            for k in SHAPES:
+                np.testing.assert_allclose(y[k], want[k], rtol=1e-12)
+        m, e = jax.device_get(state.mu), 0.0
+        for t, (g, y) in enumerate(zip(grads[2:], found[2:], strict=True), 3):
+            p = 0.9 * m['w'] + 0.1 * g['w'] + e
+            sent = p if 'raw' in inside else np.stack([one_bit(a) for a in p])
+            e = p - sent
+            m = {'w': sent.mean(0), 'b': 0.9 * m['b'] + 0.1 * g['b'].mean(0)}
+            for k in SHAPES:
+                root = np.sqrt(state.nu[k] / (1 - 0.999**2)) + 1e-8
+                np.testing.assert_allclose(y[k], m[k] / (1 - 0.9**t) / root, rtol=1e-12)
+
+
+def test_demo_shares_the_signs_of_the_largest_cosines_of_the_momentum():
+    grads, found = phased('demo(0.25, 0.9, size=16, chunk=64)', 3)
+    u = np.zeros((4, 256))
+    for g, y in zip(grads, found, strict=True):
+        u[:, :210] = 0.9 * u[:, :210] + g['w'].reshape(4, -1)
+        c = scipy.fft.dct(u.reshape(4, 16, 16), norm='ortho').reshape(4, 4, 64)
+        kept = np.stack([[top(0.25)(chunk) for chunk in row] for row in c])
+        kept = kept.astype(jnp.bfloat16).astype(float)
+        q = scipy.fft.idct(kept.reshape(4, 16, 16), norm='ortho').reshape(4, 256)
+        q[:, 210:] = 0
+        u = u - q
+        want = q.mean(0)[:210].reshape(SHAPES['w'])
+        clear = np.abs(want) > 1e-4
+        assert clear.mean() > 0.9
+        np.testing.assert_array_equal(y['w'][clear], np.sign(want)[clear])
+
+
 # In a loop of one's own.
 
 
@@ -416,6 +485,13 @@ REFUSED = {
     'momentum(dgc(0.1), 0.5)': 'its rule has momentum already',
     'per_layer(mean)': 'per_layer takes a rule such as all_gather',
     'per_layer(power_sgd(1), smallest=-1)': 'smallest -1 is not a number of elements',
+    'by_size(mean, power_sgd(1), 0)': 'by_size elements 0 is not a positive integer',
+    'by_size(mean, dgc(0.1), 9)': 'the optimizer has one for all parameters; take equal ones',
+    'by_name(mean, mean, mean)': r'by_name part mean is not a text; write by_name\("wte"',
+    'by_size(mean, local_sgd(2), 9)': r'and local_sgd\(2\) shares parameters',
+    'frozen_adam(mean, 0)': 'warmup 0 is not a number of epochs, 1 or more',
+    'frozen_adam(dgc(0.1))': 'the rule has no momentum of its own',
+    'demo(10)': r'for 10 % write demo\(0.1\)',
     'bucketed(power_sgd(1), elements=-1)': 'elements -1 is not a number of elements',
     'all_gather': r'all_gather needs its arguments: all_gather\(channel\)',
     'all_gathr(raw)': r"unknown word 'all_gathr' \(did you mean all_gather\?\)",

@@ -23,11 +23,14 @@ BITS = {
     'random_k': 32 * K / N,
     'same_support': 32 * K / N,
     'packed': (32 + 14) * K / N,
+    'elias_fano': (32 * K + 3 * 1640 + 3712) / N,  # low bits in runs of 8, high bits in words
     'int32': (32 + 32) * K / N,
     'scl': 0.5 + 16 / 1024,
     'ef21': (32 * K + N) / N,
     'mean': 32,
     'local_sgd': 32 / 8,
+    'diloco': (32 * K + N) / N / 8,
+    'sgd': 32 / 30,
     'power_sgd': 32 * FACTORS / (32 * N),
     'all_gather': 1,
     'all_reduce': 32 * 0.1,
@@ -43,10 +46,11 @@ def test_every_word_is_listed_and_measured(words):
     assert set(words) == {*spec.NAMES, *exchange.RULES}
     assert [w for w in words.values() if w.bits is None or not w.line.endswith('.')] == []
     kinds = {k: [n for n, w in words.items() if w.kind == k] for k in grammar.KINDS}
-    assert kinds['index'] == ['bitmap', 'block_local', 'int32', 'packed']
+    assert kinds['index'] == ['bitmap', 'block_local', 'elias_fano', 'int32', 'packed']
     assert kinds['rounding'] == ['nearest', 'stochastic']
     assert kinds['channel'] == sorted(spec.RULES)
-    assert {*kinds['exchange'], *kinds['rule']} == set(exchange.RULES)
+    assert kinds['outer'] == ['nesterov', 'sgd']
+    assert {*kinds['exchange'], *kinds['rule'], *kinds['outer']} == set(exchange.RULES)
     assert {*kinds['codec'], *kinds['search']} < set(codecs.__all__)
 
 

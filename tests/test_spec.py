@@ -115,7 +115,7 @@ REFUSED = {
     'top_k(0.1, values=bitmap)': 'top_k values must be a codec such as fp16, got an index coding',
     'top_k(0.1, values=3)': 'top_k values must be a codec such as fp16, got 3',
     'top_k(0.1, values=nearest)': 'top_k values must be a codec such as fp16, got nearest',
-    'top_k(0.1, indices=fp16)': 'indices must be int32, packed, bitmap or block_local; got a codec',
+    'top_k(0.1, indices=fp16)': 'int32, packed, bitmap, block_local or elias_fano; got a codec',
     'random_k(0.1, values=int32)': 'random_k values must be a codec such as fp16, got an index cod',
     'same_support(0.1)': 'same_support values must be a codec such as fp16, got 0.1',
     'uniform(4, rounding=raw)': 'uniform rounding must be nearest or stochastic, got Codec',

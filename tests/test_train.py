@@ -31,6 +31,7 @@ from jaxmp.training import (
     sizes,
     task,
 )
+from jaxmp.training.optimizer import optimizer_of
 from jaxmp.training.step import TrainState
 from tests.runs import (
     ROOT,
@@ -419,3 +420,24 @@ def test_a_bad_command_line_is_refused(tmp_path):
     assert done.returncode == 1
     assert re.fullmatch(r"train\.py: SpecError: in '__import__.*\n", done.stderr)
     assert not (tmp_path / 'w').exists()
+
+
+def test_muon_is_for_kernels_and_adam_for_the_rest():
+    """Its updates are nearly orthogonal, of matrices and convolutions; Adam's first are signs."""
+    config = config_of('text_gpt2')
+    config.optimizer.update(name='muon', schedule='constant', lr=0.1)
+    shapes = {'wte': (20, 8), 'conv': {'kernel': (3, 3, 4, 12)}, 'bias': (8,)}
+    r = np.random.default_rng(0)
+    draw = lambda s: r.standard_normal(s).astype(np.float32)
+    grads = jax.tree.map(draw, shapes, is_leaf=lambda s: isinstance(s, tuple))
+    optimizer = optimizer_of(config, 10)
+    zeros = jax.tree.map(np.zeros_like, grads)
+    y, _ = jax.jit(lambda g: optimizer.update(g, optimizer.init(zeros), zeros))(grads)
+    for name in ('wte', 'bias'):
+        size = np.abs(y[name]).mean()  # Adam with Nesterov's momentum: above the rate
+        np.testing.assert_allclose(y[name], -size * np.sign(grads[name]), rtol=1e-3)
+    found, given = (
+        np.linalg.svd(np.reshape(t['conv']['kernel'], (36, 12)), compute_uv=False)
+        for t in (y, grads)
+    )
+    assert found[0] / found[-1] < 1.8 < given[0] / given[-1]

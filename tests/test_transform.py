@@ -37,7 +37,7 @@ def by_hand(e, optimizer, state, batch, key):
     params, memory, held = state
     grads, held = e.reduce(jax.grad(loss)(params, *batch), held, key, over())
     updates, memory = optimizer.update(grads, memory, params)
-    params, held = e.after_update(optax.apply_updates(params, updates), held, over())
+    params, held = e.after_update(optax.apply_updates(params, updates), held, key, over())
     return params, memory, held
 
 

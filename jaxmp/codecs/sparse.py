@@ -34,7 +34,8 @@ def check_parts(name: str, fraction: object, values: object, indices: object = b
         raise TypeError(f'{name} values must be a codec such as fp16, got {_kind(values)}')
     if not isinstance(indices, IndexCoding):
         raise TypeError(
-            f'{name} indices must be int32, packed, bitmap or block_local; got {_kind(indices)}'
+            f'{name} indices must be int32, packed, bitmap, block_local or elias_fano; '
+            f'got {_kind(indices)}'
         )
 
 
@@ -67,7 +68,8 @@ def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -
     Args:
       fraction: K / D in (0, 1].
       values: codec of the ``(B, K)`` kept values.
-      indices: coding of their positions: ``int32``, ``packed``, ``bitmap`` or ``block_local``.
+      indices: coding of their positions: ``int32``, ``packed``, ``bitmap``, ``block_local`` or
+        ``elias_fano``.
 
     Raises:
       ValueError: if ``fraction`` is out of range or the tensor has no axis besides the samples.

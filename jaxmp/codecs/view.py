@@ -78,9 +78,9 @@ def per_chunk(codec: Codec, size: int) -> Codec:
 
     A tensor of n elements is coded as ``ceil(n / size)`` samples; the last is padded with zeros,
     which are sent too. A tensor of fewer than ``size`` elements is one sample, without padding.
-    Positions within a chunk of 4096 elements take 12 bits, and one scale serves a chunk. SparseLoCo
-    sends ``per_chunk(top_k(0.015625, values=lloyd(2), indices=packed), 4096)``: 64 of 4096 elements
-    in 2 bits each.
+    One scale serves a chunk, and positions within it are short: 64 of 4096 elements, as SparseLoCo
+    sends them, take ``per_chunk(top_k(0.015625, values=k_means(2), indices=elias_fano), 4096)``,
+    10.5 bits per element that is sent.
 
     Args:
       codec: codec of the ``(chunks, size)`` tensor; it gets no ids.

@@ -1,10 +1,14 @@
 """Exchanges: the rules by which replicas share their gradients, and the texts that name them."""
 
+from jaxmp.exchange.adam import frozen_adam
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
 from jaxmp.exchange.collectives import AXIS, Collectives, metered, over, sent
-from jaxmp.exchange.delayed import dgc, local_sgd, momentum
+from jaxmp.exchange.delayed import demo, dgc, momentum
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
+from jaxmp.exchange.outer import Outer, nesterov, sgd
+from jaxmp.exchange.parts import by_name, by_size
+from jaxmp.exchange.rounds import diloco, local_sgd
 from jaxmp.exchange.text import RULES, parse
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.exchange.transformation import ExchangeState, transform
@@ -16,17 +20,24 @@ __all__ = [
     'Collectives',
     'Exchange',
     'ExchangeState',
+    'Outer',
     'Rule',
     'all_gather',
     'all_reduce',
     'bucketed',
+    'by_name',
+    'by_size',
     'bytes_of',
+    'demo',
     'dgc',
+    'diloco',
     'double_squeeze',
+    'frozen_adam',
     'local_sgd',
     'mean',
     'metered',
     'momentum',
+    'nesterov',
     'operands',
     'over',
     'parse',
@@ -34,5 +45,6 @@ __all__ = [
     'power_sgd',
     'scatter_gather',
     'sent',
+    'sgd',
     'transform',
 ]

@@ -1,4 +1,4 @@
-"""Rules that span several steps: momentum, accumulated gradients, averaged parameters."""
+"""Rules that span several steps: momentum and accumulated gradients."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
-from jaxmp.codecs.indices import packed
+from jaxmp.codecs.dct import dct
+from jaxmp.codecs.dense import bf16
+from jaxmp.codecs.indices import elias_fano, packed
 from jaxmp.codecs.sparse import check_parts, top_k
+from jaxmp.codecs.view import per_chunk
 from jaxmp.exchange.averages import all_gather
 from jaxmp.exchange.collectives import Collectives
-from jaxmp.exchange.layout import Exchange, Rule, State, check_rule
+from jaxmp.exchange.layout import Exchange, Rule, State, check_rule, per_layer
+from jaxmp.feedback import ef
 from jaxmp.wire import Codec, Ctx, like
 from jaxmp.words import word
 
@@ -126,32 +129,42 @@ def _clipped(xs: list[Array], norm: float) -> list[Array]:
 
 
 @word
-def local_sgd(steps: int) -> Exchange:
-    """Local SGD: replicas train independently and average their parameters every ``steps`` steps.
+def demo(
+    fraction: float, decay: float = 0.999, size: int = 64, chunk: int = 4096, sign: bool = True
+) -> Exchange:
+    r"""DeMo: the largest cosine coefficients of each replica's momentum are shared and taken out.
 
-    The state of the optimizer is not averaged. With ``steps=1`` and an optimizer that is linear in
-    the gradient, plain or momentum SGD, this is synchronous SGD.
+    .. math:: u_i \leftarrow d\, u_i + g_i,\quad q_i = C(u_i),\quad u_i \leftarrow u_i - q_i,\quad
+              y = \mathrm{sign}(\mathrm{mean}\, q_i)
+
+    C keeps the largest of the cosine coefficients of each chunk, as bfloat16. Without the sign it
+    is error feedback with a decay: ``all_gather(ef(dct(per_chunk(top_k(fraction, values=bf16,
+    indices=elias_fano), chunk), size), decay))`` of all arrays. DeMo transforms matrices in squares
+    of 64 x 64; here runs of ``size`` neighbours of the flattened array are transformed. The
+    optimizer must have no momentum, and clipping would clip the signs.
 
     Args:
-      steps: the number H of steps between two averages, 1 or more.
+      fraction: fraction of the coefficients that is sent, in (0, 1].
+      decay: d in (0, 1].
+      size: elements per transform, a power of two.
+      chunk: coefficients per chunk.
+      sign: whether the optimizer gets signs, as in the paper, or the mean itself.
 
     Raises:
-      ValueError: if ``steps`` is not a positive integer.
+      TypeError: if ``sign`` is not a truth value.
+      ValueError: if an argument is out of range.
 
     References:
-      Local SGD Converges Fast and Communicates Little, arXiv 1805.09767.
+      DeMo: Decoupled Momentum Optimization, arXiv 2411.19870.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f'local_sgd steps {steps!r} is not a positive integer')
+    if not isinstance(sign, bool):
+        raise TypeError(f'demo sign must be True or False, got {sign!r}')
+    check_parts('demo', fraction, top_k(1.0))
+    kept = per_chunk(top_k(fraction, values=bf16, indices=elias_fano), chunk)
+    shared = per_layer(all_gather(ef(dct(kept, size), decay)), smallest=0)
 
     def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-        del key
-        via.own(grads)
-        return grads, state
+        y, state = shared.reduce(grads, state, key, via)
+        return jax.tree.map(jnp.sign, y) if sign else y, state
 
-    def after_update(params: Any, state: State, via: Collectives) -> tuple[Any, State]:
-        meet = lambda p: jax.tree.map(lambda a: a / via.size, via.all_reduce(p))
-        count = (state + 1) % steps
-        return lax.cond(count == 0, meet, lambda p: p, params), count
-
-    return Exchange(lambda grads, n: jnp.zeros((), jnp.int32), reduce, after_update, period=steps)
+    return Exchange(shared.init, reduce, momentum=decay)

@@ -27,8 +27,8 @@ State = Any
 SMALLEST = 200
 
 
-def _stay(params: Any, state: State, via: Collectives) -> tuple[Any, State]:
-    del via
+def _stay(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    del key, via
     return params, state
 
 
@@ -37,23 +37,28 @@ class Exchange(NamedTuple):
     """The rule by which replicas share their gradients.
 
     Attributes:
-      init: ``(gradients or their shapes, n) -> state`` of one of n replicas.
+      init: ``(gradients or their shapes, n) -> state`` of one of n replicas; an exchange that
+        shares parameters needs the parameters, from which the replicas start.
       reduce: ``(gradients, state, key, via) -> (gradients, state)``. It returns the gradients for
         the optimizer, the same in all replicas. ``key`` must be the same in all replicas too.
-      after_update: ``(params, state, via) -> (params, state)``, called after the optimizer.
+      after_update: ``(params, state, key, via) -> (params, state)``, called after the optimizer
+        with the key of ``reduce``.
       by_epoch: the exchanges of the first epochs, the last one also for all later epochs; empty if
         the exchange does not depend on the epoch. Their states have the same structure.
       momentum: the momentum that the exchange applies, so that the optimizer must not; else 0.
-      period: number of steps between two averages by ``after_update``.
+      period: number of steps in which ``after_update`` makes each of its calls once.
+      shared: ``state -> the part of it that is the same in all replicas`` after every step; None
+        if instead the parameters are the same, after every ``period`` steps.
       origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
     init: Callable[[Any, int], State]
     reduce: Callable[[Any, State, Any, Collectives], tuple[Any, State]]
-    after_update: Callable[[Any, State, Collectives], tuple[Any, State]] = _stay
+    after_update: Callable[[Any, State, Any, Collectives], tuple[Any, State]] = _stay
     by_epoch: tuple[Exchange, ...] = ()
     momentum: float = 0.0
     period: int = 1
+    shared: Callable[[State], Any] | None = None
     origin: Origin | None = None
 
     @property
@@ -153,6 +158,34 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
 
     phases = tuple(bucketed(r, elements) for r in rule.by_epoch)
     return Exchange(init, reduce, by_epoch=phases, momentum=rule.momentum)
+
+
+def split(tree: Any, owners: list[int], count: int) -> list[Any]:
+    """``count`` trees of the same form, with None for the arrays that another one owns."""
+    leaves, form = jax.tree.flatten(tree)
+    own = lambda p: [a if o == p else None for a, o in zip(leaves, owners, strict=True)]
+    return [form.unflatten(own(p)) for p in range(count)]
+
+
+def joined(parts: list[Any], owners: list[int], like: Any) -> Any:
+    """Inverse of `split`, in the form of ``like``."""
+    rows = [iter(jax.tree.leaves(part)) for part in parts]
+    return jax.tree.unflatten(jax.tree.structure(like), [next(rows[o]) for o in owners])
+
+
+def exchange_of(name: str, thing: object) -> Exchange:
+    """An exchange of gradients as it is; of a rule, `per_layer` of it.
+
+    Raises:
+      TypeError: if ``thing`` is neither.
+      ValueError: if it shares parameters.
+    """
+    if not isinstance(thing, Exchange):
+        check_rule(name, thing)
+        return per_layer(thing)  # pyright: ignore
+    if thing.shares_params:
+        raise ValueError(f'{name} takes an exchange of gradients, and {thing} shares parameters')
+    return thing
 
 
 def check_rule(name: str, rule: object) -> None:

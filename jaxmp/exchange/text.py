@@ -6,24 +6,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmp import spec
+from jaxmp.exchange.adam import frozen_adam
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
-from jaxmp.exchange.delayed import dgc, local_sgd, momentum
+from jaxmp.exchange.delayed import demo, dgc, momentum
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
+from jaxmp.exchange.outer import nesterov, sgd
+from jaxmp.exchange.parts import by_name, by_size
+from jaxmp.exchange.rounds import diloco, local_sgd
 from jaxmp.words import named
 
 RULES = {
     'all_gather': all_gather,
     'all_reduce': all_reduce,
     'bucketed': bucketed,
+    'by_name': by_name,
+    'by_size': by_size,
+    'demo': demo,
     'dgc': dgc,
+    'diloco': diloco,
     'double_squeeze': double_squeeze,
+    'frozen_adam': frozen_adam,
     'local_sgd': local_sgd,
     'mean': mean,
     'momentum': momentum,
+    'nesterov': nesterov,
     'per_layer': per_layer,
     'power_sgd': power_sgd,
     'scatter_gather': scatter_gather,
+    'sgd': sgd,
 }
 
 

@@ -33,7 +33,7 @@ def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
 
     def step(params: Any, state: Any, key: Array) -> Any:
         grads, state = exchange.reduce(params, state, key, via)
-        return exchange.after_update(grads, state, via)
+        return exchange.after_update(grads, state, key, via)
 
     state = jax.eval_shape(lambda: exchange.init(params, n))
     jax.eval_shape(step, params, state, jax.random.key(0))
@@ -73,7 +73,7 @@ def compiled_operands(exchange: Exchange, params: Any, mesh: Mesh) -> dict[str, 
         grads, state = jax.tree.map(lambda a: a[0], (grads, state))
         via = over()
         grads, state = exchange.reduce(grads, state, key, via)
-        return jax.tree.map(lambda a: a[None], exchange.after_update(grads, state, via))
+        return jax.tree.map(lambda a: a[None], exchange.after_update(grads, state, key, via))
 
     state = jax.eval_shape(lambda: exchange.init(params, mesh.size))
     stack = lambda a: jax.ShapeDtypeStruct((mesh.size, *a.shape), a.dtype)

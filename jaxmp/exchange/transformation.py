@@ -48,9 +48,10 @@ def transform(
 
     ``optax.chain(transform('all_gather(ef(one_bit))'), optax.sgd(0.1))`` and
     ``transform('all_gather(ef(one_bit))', optax.sgd(0.1))`` give the same updates. The second form
-    also takes an exchange of parameters (`local_sgd`). With parameters p and the optimizer's update
-    u it returns ``mean_i(p_i + u_i) - p`` in a step that averages, which added to p is the mean up
-    to the rounding of that sum, and u in all other steps.
+    also takes an exchange of parameters (`local_sgd`, `diloco`). With parameters p and the
+    optimizer's update u it returns the shared parameters minus p in a step that shares (of local
+    SGD ``mean_i(p_i + u_i) - p``), which added to p are the shared ones up to the rounding of that
+    sum, and u in all other steps.
 
     ``update`` runs inside `jax.shard_map`, ``init`` inside or outside. Stochastic codecs draw from
     the key and the number of the step. A rule with momentum (`momentum`, `dgc`) needs an optimizer
@@ -89,22 +90,23 @@ def transform(
         _check_inside(axis, state, e.shares_params and params is None)
         via, before = over(axis), jax.tree.map(lambda a: a[0], state)
         run = jax.random.wrap_key_data(before.key, impl=jax.random.key_impl(root()))
-        updates, held = e.reduce(updates, before.held, jax.random.fold_in(run, before.step), via)
+        own = jax.random.fold_in(run, before.step)
+        updates, held = e.reduce(updates, before.held, own, via)
         updates, after = inner.update(updates, before.inner, params, **extra)
         if e.shares_params:
-            updates, held = _to_shared(e, (params, updates), held, via)
+            updates, held = _to_shared(e, (params, updates), held, (own, via))
         return updates, _row(ExchangeState(before.step + 1, before.key, held, after), axis)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _to_shared(
-    e: Exchange, at: tuple[Any, Any], held: State, via: Collectives
+    e: Exchange, at: tuple[Any, Any], held: State, step: tuple[Array, Collectives]
 ) -> tuple[Any, State]:
     """Updates that lead from a replica's parameters to the shared ones; unchanged where equal."""
     params, updates = at
     alone = optax.apply_updates(params, updates)
-    shared, held = e.after_update(alone, held, via)
+    shared, held = e.after_update(alone, held, *step)
 
     def change(p: Array, u: Array, a: Array, s: Array) -> Array:
         return jnp.where(s == a, u, (s - p).astype(u.dtype))

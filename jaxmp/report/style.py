@@ -64,8 +64,10 @@ TERMS = {  # a function of the grammar in words; {} is its first argument
     'block': '{}-bit blocks',
     'log_scale': '{}-bit logarithmic',
     'lloyd': '{}-bit Lloyd-Max',
+    'k_means': '{}-bit k-means',
     'trellis': '{}-bit trellis',
     'rotate': 'rotated {}',
+    'dct': 'DCT of {}',
     'qsgd': 'QSGD with {} levels',
     'ef': 'EF over {}',
     'ef21': 'EF21 over {}',
@@ -75,12 +77,15 @@ TERMS = {  # a function of the grammar in words; {} is its first argument
     'double_squeeze': 'DoubleSqueeze over {}',
     'power_sgd': 'PowerSGD of rank {}',
     'local_sgd': 'local SGD of {} steps',
+    'diloco': 'DiLoCo of {} steps',
+    'demo': 'DeMo of Top{}',
+    'frozen_adam': '1-bit Adam over {}',
     'top_k': 'Top{}',
     'random_k': 'Random{}',
     'unbiased_random_k': 'unbiased Random{}',
     'dgc': 'DGC over Top{}',
 }
-SHARES = ('top_k', 'random_k', 'unbiased_random_k', 'dgc')  # the first argument is a share
+SHARES = ('top_k', 'random_k', 'unbiased_random_k', 'dgc', 'demo')  # the first argument is a share
 TELLING = {'accumulate': 'accumulated', 'values': '{} values', 'indices': '{}'}  # arguments shown
 
 

@@ -226,13 +226,13 @@ class _ByStage:
 
     def check(self, state: TrainState) -> None:
         """Raises DriftError if replicas differ."""
-        if self.exp.replicas > 1 and int(state.step) % self.exp.exchange.period == 0:
-            for s, params in state.model.params.items():
-                rows = self.columns.at(s, replicas.gathered_checksums, params)
+        if self.exp.replicas > 1:
+            for s, trees in replicas.alike(self.exp.exchange, state).items():
+                own = ByReplica({r: of_replica(trees, r) for r in self.columns.here[s]})
+                rows = self.columns.at(s, replicas.gathered_checksums, own)
                 checksums = np.asarray(next(iter(rows.values())))
-                replicas.compare(
-                    checksums, params[next(iter(params))], int(state.step), f'stage {s}'
-                )
+                first = own[self.columns.here[s][0]]
+                replicas.compare(checksums, first, int(state.step), f'stage {s}')
 
     def weights(self, state: TrainState) -> Any:
         """Variables of all stages, where this process has them."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from jaxmp.config import KEYS, Config
 from jaxmp.plugins import called
+
+MUON_RMS = 0.2  # of an update of Adam; Muon is Scalable for LLM Training, arXiv 2502.16982
 
 
 def rate_of(config: Config, epoch_steps: int) -> Callable[[Any], Any]:
@@ -45,6 +48,9 @@ def optimizer_of(config: Config, epoch_steps: int) -> optax.GradientTransformati
     """The optimizer of one stage's parameters.
 
     ``sgd``: momentum, weight decay on all parameters. ``adamw``: decoupled weight decay.
+    ``muon``: Muon for all kernels, as matrices whose last axis is the output, with updates of the
+    RMS that AdamW's have, so that one rate serves both; AdamW with Nesterov's momentum
+    for the rest, tables included.
 
     Raises:
       ValueError: as `rate_of`; if an own function returns no optimizer.
@@ -52,6 +58,11 @@ def optimizer_of(config: Config, epoch_steps: int) -> optax.GradientTransformati
     c, rate = config.optimizer, rate_of(config, epoch_steps)
     if c.name == 'adamw':
         return optax.adamw(rate, weight_decay=c.weight_decay)
+    if c.name == 'muon':
+        return optax.contrib.muon(
+            rate, weight_decay=c.weight_decay, adam_weight_decay=c.weight_decay,
+            muon_weight_dimension_numbers=_kernels, consistent_rms=MUON_RMS,
+        )  # fmt: skip
     if c.name == 'sgd':
         return optax.chain(optax.add_decayed_weights(c.weight_decay), optax.sgd(rate, c.momentum))
     chosen = called('optimizer.name', c.name, KEYS['optimizer.name'].own, config, rate)
@@ -61,3 +72,14 @@ def optimizer_of(config: Config, epoch_steps: int) -> optax.GradientTransformati
             f'{KEYS["optimizer.name"].own}'
         )
     return chosen
+
+
+def _kernels(params: Any) -> Any:
+    """Of each kernel the axes of its matrix, of any other parameter None."""
+
+    def axes(path: Any, a: Any) -> Any:
+        if jax.tree_util.keystr(path[-1:], simple=True) != 'kernel' or a.ndim < 2:
+            return None
+        return optax.contrib.MuonDimensionNumbers(tuple(range(a.ndim - 1)), a.ndim - 1)
+
+    return jax.tree.map_with_path(axes, params)

@@ -11,8 +11,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, UInt32
 
-from jaxmp.exchange import Collectives
+from jaxmp.exchange import Collectives, Exchange
+from jaxmp.runtimes.types import each
 from jaxmp.training.experiment import Experiment
+from jaxmp.training.step import TrainState
 
 
 class DriftError(RuntimeError):
@@ -44,6 +46,14 @@ def gathered_checksums(via: Collectives | None, tree: Any) -> UInt32[Array, 'n l
     """`checksums` of all replicas, at each of them."""
     own = checksums(tree)
     return own[None] if via is None else via.all_gather(own)
+
+
+def alike(exchange: Exchange, state: TrainState) -> dict[int, Any]:
+    """By stage what must be equal in all replicas now, perhaps nothing between two averages."""
+    if exchange.shared:
+        once = lambda halves: [h for h in halves if h != ()]  # of a tied table
+        return {s: [each(exchange.shared, h) for h in once(x)] for s, x in state.exchange.items()}
+    return state.model.params if int(state.step) % exchange.period == 0 else {}
 
 
 def compare(rows: np.ndarray, params: Any, step: int, where: str = '') -> None:

@@ -144,14 +144,14 @@ def load(exp: Experiment, state: TrainState, saved: Portable, mesh: Mesh) -> Tra
 
 def check(exp: Experiment, state: TrainState, mesh: Mesh) -> None:
     """Raises DriftError if replicas differ."""
-    if int(state.step) % exp.exchange.period == 0:  # not between two averages of local SGD
-        rows = np.asarray(_checksums(state.model.params, mesh))
-        replicas.compare(rows, state.model.params, int(state.step))
+    if trees := replicas.alike(exp.exchange, state):
+        rows = np.asarray(_checksums(trees, mesh))
+        replicas.compare(rows, trees, int(state.step))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _checksums(params: Any, mesh: Mesh) -> Array:
-    rows = jax.vmap(replicas.checksums)(params)
+def _checksums(trees: Any, mesh: Mesh) -> Array:
+    rows = jax.vmap(replicas.checksums)(trees)
     return lax.with_sharding_constraint(rows, NamedSharding(mesh, P()))
 
 

@@ -143,15 +143,17 @@ def train_step(
         grads, tied = across.tie(grads, tied, jax.random.fold_in(key, 3))
     words = jax.random.key_data(jax.random.fold_in(key, 2))
     shared, held, squares = {}, {}, {}
+    both = jnp.uint32(runtime.last + 1)  # one stream for both tables
+    streams = lambda halves, s: [*[both] * (halves - 1), jnp.uint32(s)]
+    once = lambda halves, s, stream: across.once and bool(s) and halves > 1 and stream is both
     for s in runtime.stages:
         rows, own = [], halves(rules, runtime, s, grads[s])
-        for h, (half, kept) in enumerate(zip(own, state.exchange[s], strict=True)):
-            stream = runtime.last + 1 if len(own) > 1 and h == 0 else s  # one for both tables
-            if across.once and h < len(own) - 1 and s:
+        for half, kept, stream in zip(own, state.exchange[s], streams(len(own), s), strict=True):
+            if once(len(own), s, stream):
                 rows.append((shared[0][0], (), ()))
                 continue
             share = _exchanged(rules.exchange, bool(rules.clip_norm))
-            rows.append(parts(runtime.at(s, share, half, kept, words, jnp.uint32(stream))))
+            rows.append(parts(runtime.at(s, share, half, kept, words, stream)))
         shared[s], held[s] = [r[0] for r in rows], [r[1] for r in rows]
         counted = rows[1:] if len(rows) > 1 and s == runtime.last else rows
         squares[s] = [r[2] for r in counted]
@@ -159,13 +161,13 @@ def train_step(
     if rules.clip_norm:
         scale = clip_scale(rules.clip_norm, across.total(squares))
     params, opt_state = {}, {}
-    update = _updated(rules.optimizer, rules.exchange)
     for s in runtime.stages:
-        own = halves(rules, runtime, s, state.model.params[s])
-        rows = [
-            parts(runtime.at(s, update, *given, scale))
-            for given in zip(own, state.opt_state[s], shared[s], held[s], strict=True)
-        ]
+        own, rows = halves(rules, runtime, s, state.model.params[s]), []
+        given = zip(own, state.opt_state[s], shared[s], held[s], strict=True)
+        for row, stream in zip(given, streams(len(own), s), strict=True):
+            exchange = None if once(len(own), s, stream) else rules.exchange
+            update = _updated(rules.optimizer, exchange)
+            rows.append(parts(runtime.at(s, update, *row, scale, words, stream)))
         params[s] = whole([r[0] for r in rows])
         opt_state[s], held[s] = [r[1] for r in rows], [r[2] for r in rows]
     model = model._replace(params=across.share(params) if rules.tied else params)
@@ -201,10 +203,9 @@ def _first(exchange: Exchange) -> Callable[..., Any]:
 def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
     """The shared gradients, the next state, and the squared norm where it is asked for."""
 
-    def run(via: Collectives | None, grads: Any, held: Any, words: Array, stage: Any) -> Any:
+    def run(via: Collectives | None, grads: Any, held: Any, words: Array, stream: Any) -> Any:
         if via:
-            key = jax.random.fold_in(jax.random.wrap_key_data(words), stage)
-            grads, held = exchange.reduce(grads, held, key, via)
+            grads, held = exchange.reduce(grads, held, _key(words, stream), via)
         leaves = jax.tree.leaves(grads) if norm else []
         return grads, held, sum((jnp.vdot(g, g) for g in leaves), jnp.zeros(()))
 
@@ -212,16 +213,23 @@ def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _updated(optimizer: optax.GradientTransformation, exchange: Exchange) -> Callable[..., Any]:
-    """The next parameters, optimizer state and exchange state."""
+def _updated(
+    optimizer: optax.GradientTransformation, exchange: Exchange | None
+) -> Callable[..., Any]:
+    """The next parameters, optimizer state and exchange state; None leaves the exchange out."""
 
     def run(via: Collectives | None, *given: Any) -> Any:
-        params, opt_state, grads, held, scale = given
+        params, opt_state, grads, held, scale, words, stream = given
         grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        if via:
-            params, held = exchange.after_update(params, held, via)
+        if via and exchange:
+            params, held = exchange.after_update(params, held, _key(words, stream), via)
         return params, opt_state, held
 
     return run
+
+
+def _key(words: Array, stream: Any) -> Array:
+    """The key of a step for a stage or, with a stream of its own, the tied parameter."""
+    return jax.random.fold_in(jax.random.wrap_key_data(words), stream)

@@ -1,0 +1,215 @@
+"""Exchanges in rounds: replicas train alone for H steps and then share their parameters.
+
+In a round of `diloco` each fragment of the parameters takes two steps, which are two functions.
+``_send`` passes the pseudo-gradient (shared parameters minus a replica's own) through an exchange
+of gradients. ``_apply`` makes the outer optimizer's step and moves the replica's parameters to the
+result. With a delay of t steps, ``_apply`` follows t steps after ``_send``, and the result is a
+part of the state meanwhile. In one program the collective still ends within the step that sends:
+the delay has its effect on training, and hides no time. Overlap in time needs a collective that
+runs while the program continues, started in ``_send`` and awaited in ``_apply``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array
+
+from jaxmp.exchange.collectives import Collectives
+from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
+from jaxmp.exchange.outer import Outer, nesterov
+from jaxmp.words import word
+
+PUBLISHED = nesterov(0.7, 0.9)
+
+
+def _alone(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    """A replica's own gradients."""
+    del key
+    via.own(grads)
+    return grads, state
+
+
+def _whole(name: str, value: object, least: int, most: float, hint: str) -> None:
+    """Raises ValueError unless ``value`` is an integer from ``least`` to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f'{name} {value!r} is not {hint}')
+
+
+@word
+def local_sgd(steps: int) -> Exchange:
+    """Local SGD: replicas train independently and average their parameters every ``steps`` steps.
+
+    The state of the optimizer is not averaged. With ``steps=1`` and an optimizer that is linear in
+    the gradient, plain or momentum SGD, this is synchronous SGD. It is ``diloco(steps, mean,
+    outer=sgd(1.0))`` up to rounding, without that rule's copy of the shared parameters.
+
+    Args:
+      steps: the number H of steps between two averages, 1 or more.
+
+    Raises:
+      ValueError: if ``steps`` is not a positive integer.
+
+    References:
+      Local SGD Converges Fast and Communicates Little, arXiv 1805.09767.
+    """
+    _whole('local_sgd steps', steps, 1, float('inf'), 'a positive integer')
+
+    def after_update(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+        del key
+        meet = lambda p: jax.tree.map(lambda a: a / via.size, via.all_reduce(p))
+        count = (state + 1) % steps
+        return lax.cond(count == 0, meet, lambda p: p, params), count
+
+    first = lambda params, n: jnp.zeros((), jnp.int32)
+    return Exchange(first, _alone, after_update, period=steps)
+
+
+@word
+def diloco(
+    steps: int,
+    rule: Rule | Exchange,
+    outer: Outer = PUBLISHED,
+    fragments: int = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+) -> Exchange:
+    r"""DiLoCo: H steps alone, then an outer optimizer's step with the compressed change.
+
+    .. math:: \Delta_i = \theta - \theta_i,\quad
+              \theta \leftarrow \mathrm{outer}(\theta, \mathrm{rule}(\Delta_1, \dots, \Delta_n)),
+              \quad \theta_i \leftarrow a\, \theta_i + (1 - a)\, \theta
+
+    The shared parameters :math:`\theta` have the same bits in all replicas after every step; a
+    replica's own :math:`\theta_i` are equal to them after a round if a = 0 and there is one
+    fragment. The state of ``rule``, such as error feedback, spans rounds. The inner optimizer, with
+    its own state, is the trainer's.
+
+    Streaming DiLoCo has several fragments of consecutive arrays with about equally many elements.
+    Fragment p of P, from 0, sends in step ``(p + 1) H / P`` and then every H steps, and the result
+    is applied t steps later.
+
+    Args:
+      steps: the number H of steps per round, 1 or more.
+      rule: the rule, or exchange of gradients, that the pseudo-gradient passes through.
+      outer: the outer optimizer, `nesterov` or `sgd`.
+      fragments: the number P of fragments, from 1 to H.
+      delay: the number t of steps between sending and applying, from 0 to H - 1.
+      mix: the weight a of a replica's own parameters when a result is applied, in [0, 1).
+
+    Raises:
+      TypeError: if ``rule`` is no rule or exchange, or ``outer`` no outer optimizer.
+      ValueError: if a number is out of range, or ``rule`` shares parameters itself.
+
+    >>> from jaxmp import exchange
+    >>> exchange.parse('diloco(30, all_gather(ef(one_bit)))').period
+    30
+
+    References:
+      DiLoCo: Distributed Low-Communication Training of Language Models, arXiv 2311.08105;
+      Streaming DiLoCo with overlapping communication, arXiv 2501.18512; Communication Efficient
+      LLM Pre-training with SparseLoCo, arXiv 2508.15706.
+    """
+    _whole('diloco steps', steps, 1, float('inf'), 'a positive integer')
+    _whole('diloco fragments', fragments, 1, steps, f'an integer from 1 to the {steps} steps')
+    _whole('diloco delay', delay, 0, steps - 1, f'an integer from 0 to {steps - 1}, below steps')
+    if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix < 1:
+        raise ValueError(f'diloco mix {mix!r} is not in [0, 1); 0 takes the shared parameters')
+    if not isinstance(outer, Outer):
+        raise TypeError(f'diloco outer must be nesterov(0.7, 0.9) or sgd(1.0), got {outer}')
+    exchange = exchange_of('diloco', rule)
+    sends = tuple((p + 1) * steps // fragments for p in range(fragments))
+    plan = _Plan(exchange, outer, steps, sends, delay, mix)
+    phases = tuple(diloco(steps, e, outer, fragments, delay, mix) for e in exchange.by_epoch)
+    init, after = (functools.partial(f, plan) for f in (_first, _turn))
+    shared = lambda state: [part['start'] for part in state['parts']]
+    return Exchange(init, _alone, after, phases, period=steps, shared=shared)
+
+
+class _Plan(NamedTuple):
+    """What the rounds of `diloco` do not change: its arguments, and when each fragment sends."""
+
+    exchange: Exchange
+    outer: Outer
+    steps: int
+    sends: tuple[int, ...]
+    delay: int
+    mix: float
+
+
+def _first(plan: _Plan, params: Any, n: int) -> State:
+    """The state before the first step, of replicas that start from ``params``."""
+
+    def one(part: Any) -> State:
+        start = [_array(a) for a in jax.tree.leaves(part)]
+        flying = [jnp.zeros_like(a) for a in start] if plan.delay else []
+        memory, held = plan.outer.init(start), plan.exchange.init(part, n) if start else ()
+        return {'start': start, 'memory': memory, 'held': held, 'flying': flying}
+
+    count = len(plan.sends)
+    parts = [one(part) for part in split(params, _owners(params, count), count)]
+    return {'step': jnp.zeros((), jnp.int32), 'parts': parts}
+
+
+def _turn(plan: _Plan, params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    """Parameters and state after a step, in which some fragments are sent or applied."""
+    step, own, after = state['step'] + 1, [], []
+    owners = _owners(params, len(plan.sends))
+    rows = zip(split(params, owners, len(plan.sends)), state['parts'], plan.sends, strict=True)
+    for p, (part, held, first) in enumerate(rows):
+        send = functools.partial(_send, plan, jax.random.fold_in(key, p), via)
+        apply = functools.partial(_apply, plan)
+        at, since = (part, held), step - first
+        if plan.delay:
+            at = _if(since % plan.steps == 0, send, at)
+            late = (since % plan.steps == plan.delay) & (since >= 0)
+            at = _if(late, apply, at)
+        else:
+            at = _if(since % plan.steps == 0, lambda at, s=send, a=apply: a(s(at)), at)
+        own.append(at[0])
+        after.append(at[1])
+    return joined(own, owners, params), {'step': step, 'parts': after}
+
+
+def _send(plan: _Plan, key: Any, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:
+    """The state with the shared pseudo-gradient on its way."""
+    own, state = at
+    start = jax.tree.unflatten(jax.tree.structure(own), state['start'])
+    change = jax.tree.map(jnp.subtract, start, own)
+    shared, held = plan.exchange.reduce(change, state['held'], key, via)
+    return own, {**state, 'held': held, 'flying': jax.tree.leaves(shared)}
+
+
+def _apply(plan: _Plan, at: tuple[Any, State]) -> tuple[Any, State]:
+    """Parameters and state after the outer step with what was sent."""
+    own, state = at
+    updates, memory = plan.outer.update(state['flying'], state['memory'], state['start'])
+    start: Any = optax.apply_updates(state['start'], updates)
+    blend = lambda a, b: plan.mix * a + (1 - plan.mix) * b if plan.mix else b
+    after = [blend(a, b) for a, b in zip(jax.tree.leaves(own), start, strict=True)]
+    after = jax.tree.unflatten(jax.tree.structure(own), after)
+    flying = state['flying'] if plan.delay else []
+    return after, {**state, 'start': start, 'memory': memory, 'flying': flying}
+
+
+def _if(now: Array, f: Callable[[Any], Any], at: tuple[Any, State]) -> tuple[Any, State]:
+    """``f(at)`` if ``now``; of a fragment without arrays there is nothing to send."""
+    return lax.cond(now, f, lambda at: at, at) if jax.tree.leaves(at[0]) else at
+
+
+def _array(a: Any) -> Array:
+    """A copy of ``a``, or zeros if it is only a shape."""
+    return jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else jnp.array(a)
+
+
+def _owners(params: Any, count: int) -> list[int]:
+    """The fragment of each array: consecutive ones, with about equally many elements."""
+    sizes = [a.size for a in jax.tree.leaves(params)]
+    middle = lambda i: 2 * sum(sizes[:i]) + sizes[i]
+    return [count * middle(i) // (2 * sum(sizes)) for i in range(len(sizes))]
