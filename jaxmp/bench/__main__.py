@@ -17,12 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxmp.bench.entries import Entry, entries_of
 from jaxmp.bench.protocol import LINK, LINKS
+
+if TYPE_CHECKING:
+    from jaxmp.bench.twin import Task
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -51,7 +54,7 @@ def bench(
     out: Path,
     seeds: int = 3,
     link: str = LINK,
-    changes: Mapping[str, Any] | None = None,
+    task: Task | None = None,
 ) -> str:
     """Runs what has not been run, writes the table to ``out``, and returns it.
 
@@ -60,7 +63,7 @@ def bench(
       out: folder.
       seeds: runs of each entry.
       link: that ranks the table.
-      changes: of the twin's configuration, by dotted names.
+      task: what the twin learns; default `jaxmp.bench.twin.TASK`.
 
     Raises:
       ValueError: if a text names no channel, or one that does not fit the twin; before any run.
@@ -69,22 +72,23 @@ def bench(
     from jaxmp.bench.cost import costs_of
     from jaxmp.bench.rows import row_of
     from jaxmp.bench.table import write
-    from jaxmp.bench.twin import config_of, entry_of, plan, twins
+    from jaxmp.bench.twin import TASK, config_of, entry_of, plan, twins
     from jaxmp.sweep.runner import sweep
     from jaxmp.training.experiment import experiment_of
 
+    task = task or TASK
     for entry in entries:
-        experiment_of(config_of(entry, 0, changes or {}))
+        experiment_of(config_of(entry, 0, task))
     out.mkdir(parents=True, exist_ok=True)
     for entry in entries:
         costs_of(entry, out)
-    failed = sweep(plan(entries, seeds, out, changes))
+    failed = sweep(plan(entries, seeds, out, task))
     results = [json.loads(p.read_text()) for p in sorted((out / 'runs').glob('*.json'))]
-    found = twins(results)
+    found = twins(results, task.loss)
     why = {e: r for e in entries for n, r in failed.items() if n.rpartition('-s')[0] == e.name}
     shown = dict.fromkeys([*map(entry_of, results), *entries])
     rows = [row_of(e, costs_of(e, out), found.get(e), why.get(e, '')) for e in shown]
-    return write(rows, link, out)
+    return write(rows, link, task.loss, out)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

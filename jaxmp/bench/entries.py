@@ -7,17 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PEERS = {  # of a text: whose codec it is
-    'raw': 'none (the dense record sends bfloat16)',
-    'uniform(4)': 'paper, fw4-bw8',
-    'mx(4)': 'MXFP4',
-    'nvfp4': 'NVFP4',
-    'rotate(per_chunk(adaptive(lloyd(3), lloyd(4)), 64))': 'TAH-Quant: tiles of two widths',
-    'top_k(0.1, values=fp16)': 'paper, Top10 %',
-    'ef(per_chunk(top_k(0.015625, values=lloyd(2), indices=block_local), 4096), decay=0.95)': (
-        'SparseLoCo: made for gradients of replicas'
-    ),
-}
 MISSING = (
     'Subspace networks (arXiv 2506.01260) and the residual bottleneck (arXiv 2604.11947) are not '
     'in the table: they change the model, and no text of the algebra does. The published subspace '
@@ -48,30 +37,33 @@ class Entry(NamedTuple):
         own = re.sub(r'[^\w.]+', '_', self.codecs).strip('_')
         return f'{said}-{own}' if own else said
 
-    @property
-    def line(self) -> str:
-        """Its texts, as tables show them."""
-        return self.fwd if self.fwd == self.bwd else f'{self.fwd}; {self.bwd}'
+
+def both(text: str) -> Entry:
+    """An entry with one channel for both directions."""
+    return Entry(text, text)
 
 
-def both(*texts: str) -> list[Entry]:
-    """Entries with one channel for both directions."""
-    return [Entry(text, text) for text in texts]
-
-
-RAW = Entry('raw', 'raw')
-DEFAULT = [
-    RAW,
-    *both('bf16', 'uniform(8)'),
-    Entry('uniform(4)', 'uniform(8)'),
-    *both('block(4)', 'mx(4)', 'nvfp4'),
-    *both('rotate(per_chunk(adaptive(lloyd(3), lloyd(4)), 64))'),
-    *both('rotate(lloyd(3))', 'top_k(0.4, values=log_scale(4))', 'top_k(0.1, values=fp16)'),
-    *both('rotate(lloyd(2))', 'rotate(trellis(2))'),
-    Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(trellis(2))'),
-    Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(lloyd(1))'),
-    *both(list(PEERS)[-1]),
-]
+RAW = both('raw')
+DEFAULT = {  # entries, and whose codecs they are
+    RAW: 'no compression, as the dense record',
+    both('bf16'): '',
+    both('uniform(8)'): '',
+    Entry('uniform(4)', 'uniform(8)'): 'paper, fw4-bw8',
+    both('block(4)'): '',
+    both('mx(4)'): 'MXFP4',
+    both('nvfp4'): 'NVFP4',
+    both('rotate(per_chunk(adaptive(lloyd(3), lloyd(4)), 64))'): 'tiles of TAH-Quant',
+    both('rotate(lloyd(3))'): '',
+    both('top_k(0.4, values=log_scale(4))'): '',
+    both('top_k(0.1, values=fp16)'): 'paper, Top10 %',
+    both('rotate(lloyd(2))'): '',
+    both('rotate(trellis(2))'): '',
+    Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(trellis(2))'): '',
+    Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(lloyd(1))'): '',
+    both(
+        'ef(per_chunk(top_k(0.015625, values=lloyd(2), indices=block_local), 4096), decay=0.95)'
+    ): 'TopK of SparseLoCo, made for gradients',
+}
 
 
 def entries_of(texts: Sequence[str], backward: str) -> list[Entry]:
@@ -85,7 +77,7 @@ def entries_of(texts: Sequence[str], backward: str) -> list[Entry]:
     Entry(fwd='rotate(mine(2))', bwd='block(4)', codecs='mine.py')
     """
     if not texts:
-        return DEFAULT
+        return list(DEFAULT)
     back, of_back = parted(backward)
     found = [RAW]
     for fwd, file in map(parted, texts):

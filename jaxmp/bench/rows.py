@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.bench.cost import Cost
-from jaxmp.bench.entries import PEERS, Entry
+from jaxmp.bench.entries import DEFAULT, Entry
 from jaxmp.bench.protocol import COPY, DENSE, LINKS, TOKENS, WIDTH, Way, best
 from jaxmp.bench.twin import Twin
 from jaxmp.plan.predict import parse
@@ -71,7 +71,7 @@ def record(row: Row) -> dict[str, Any]:
     twin = row.twin._asdict() if row.twin else None
     return {
         **row.entry._asdict(),
-        'peer': PEERS.get(row.entry.fwd, ''),
+        'peer': DEFAULT.get(row.entry, ''),
         'costs': {w: c._asdict() for w, c in zip(('fwd', 'bwd'), row.costs, strict=True)},
         'ratio': row.ratio,
         'twin': twin,

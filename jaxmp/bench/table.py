@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.bench import picture
-from jaxmp.bench.entries import MISSING, PEERS
+from jaxmp.bench.entries import DEFAULT, MISSING
 from jaxmp.bench.protocol import LINK, LINKS, RECORDS, step
 from jaxmp.bench.rows import NEVER, Row, ranked, record
-from jaxmp.bench.twin import LOSS
 from jaxmp.plan.choose import Order
 from jaxmp.plan.predict import parse
 from jaxmp.report.tables import NONE, plain
@@ -19,12 +18,13 @@ from jaxmp.training.files import write_json
 from jaxmp.training.summary import provenance
 
 
-def markdown(rows: Sequence[Row], link: str, made: dict[str, Any]) -> str:
+def markdown(rows: Sequence[Row], link: str, loss: float, made: dict[str, Any]) -> str:
     """The table, the test of the event model, and where they were made.
 
     Args:
       rows: of the entries.
       link: that ranks them.
+      loss: of the twin, that counts as learned.
       made: commit, hardware and versions.
     """
     heads = 'channels, forward; backward', 'as', 'bits', 'above Shannon', 'memcpys', 'steps'
@@ -37,7 +37,7 @@ def markdown(rows: Sequence[Row], link: str, made: dict[str, Any]) -> str:
         f'# Channels, by predicted time over {link}\n\n{table}\n\n'
         'Bits per element, as compiled, forward / backward; memcpys to encode and decode, forward '
         '/ backward; steps of the eight-stage twin until '
-        f'{LOSS:g} nats per byte over those without compression of the same seed, the mean of the '
+        f'{loss:g} nats per byte over those without compression of the same seed, the mean of the '
         'seeds and their range; its last test loss, and the difference to the loss without '
         f'compression; predicted seconds of a step over {link}; predicted seconds until '
         f"ProtocolNanoGPT's loss over each link.\n\n{MISSING}\n\n{checked()}\n\n"
@@ -51,8 +51,8 @@ def cells(row: Row, link: str) -> list[str]:
     both = lambda one, digits=2: f'{plain(one(fwd), digits)} / {plain(one(bwd), digits)}'
     times = [NEVER if (t := row.seconds(k)) is None else plain(t, 0) for k in LINKS]
     return [
-        '; '.join(f'`{text}`' for text in row.entry.line.split('; ')),
-        PEERS.get(row.entry.fwd, ''),
+        '; '.join(f'`{text}`' for text in dict.fromkeys(row.entry[:2])),
+        DEFAULT.get(row.entry, ''),
         both(lambda c: c.bits),
         both(lambda c: c.gap),
         both(lambda c: c.encode + c.decode, 1),
@@ -93,12 +93,12 @@ def checked() -> str:
     return f'The event model at the two records of ProtocolNanoGPT: {"; ".join(said)}.'
 
 
-def write(rows: Sequence[Row], link: str, out: Path) -> str:
+def write(rows: Sequence[Row], link: str, loss: float, out: Path) -> str:
     """Saves ``table.md``, ``table.json``, ``time.png`` and ``time.svg``; returns the table."""
     made = provenance()
-    text = markdown(rows, link, made)
+    text = markdown(rows, link, loss, made)
     written(out / 'table.md', text)
     shown = [record(row) for row in ranked(rows, link)]
-    write_json(out / 'table.json', {'link': link, 'loss': LOSS, **made, 'rows': shown})
+    write_json(out / 'table.json', {'link': link, 'loss': loss, **made, 'rows': shown})
     picture.draw(rows, link, out / 'time.png')
     return text

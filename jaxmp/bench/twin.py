@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxmp.bench.entries import RAW, Entry
@@ -18,15 +19,27 @@ from jaxmp.config import Config, Summary
 from jaxmp.plugins import load
 from jaxmp.sweep.study import Job, jobs
 
-LOSS = 1.95  # nats per byte
-SEEDS = 3
+
+class Task(NamedTuple):
+    """What the twin learns.
+
+    Attributes:
+      loss: that counts as learned, nats per byte.
+      changes: of `configs/text_twin.py`, by dotted names.
+    """
+
+    loss: float
+    changes: Mapping[str, Any] = MappingProxyType({})
+
+
+TASK = Task(loss=1.95)
 
 
 class Twin(NamedTuple):
     """How a pair of channels trained.
 
     Attributes:
-      ratios: steps until `LOSS` over those of the uncompressed run, of each seed; None of a seed
+      ratios: steps until the loss over those of the uncompressed run, of each seed; None of a seed
         that never gets there, or whose uncompressed run does not.
       losses: the last test loss of each seed.
       raw: likewise of the uncompressed runs.
@@ -43,25 +56,23 @@ class Twin(NamedTuple):
         return sum(known) / len(known) if known and len(known) == len(self.ratios) else None
 
 
-def plan(
-    entries: Sequence[Entry], seeds: int, out: Path, changes: Mapping[str, Any] | None = None
-) -> list[Job]:
+def plan(entries: Sequence[Entry], seeds: int, out: Path, task: Task = TASK) -> list[Job]:
     """The runs of entries, with the seeds of an entry one after another.
 
     Args:
       entries: pairs of channels.
       seeds: number of runs of each.
       out: folder of results and of unfinished runs.
-      changes: of the configuration, by dotted names.
+      task: what is learned.
     """
-    study = [(s, config_of(e, s, changes or {})) for e in entries for s in range(seeds)]
+    study = [(s, config_of(e, s, task)) for e in entries for s in range(seeds)]
     return jobs(study, out / 'runs', out / 'work')
 
 
-def config_of(entry: Entry, seed: int, changes: Mapping[str, Any]) -> Config:
+def config_of(entry: Entry, seed: int, task: Task = TASK) -> Config:
     """The configuration of a run."""
     c = load('text_twin')
-    c.update_from_flattened_dict(dict(changes))
+    c.update_from_flattened_dict(dict(task.changes))
     c.update(name=entry.name, fwd=entry.fwd, bwd=entry.bwd, codecs=entry.codecs, seed=seed)
     return c.lock()
 
@@ -71,7 +82,7 @@ def entry_of(summary: Summary) -> Entry:
     return Entry(summary['fwd'], summary['bwd'], summary['config']['codecs'])
 
 
-def twins(results: Sequence[Summary], loss: float = LOSS) -> dict[Entry, Twin]:
+def twins(results: Sequence[Summary], loss: float) -> dict[Entry, Twin]:
     """What the results say of each entry, by the seeds that have an uncompressed run too."""
     runs: dict[Entry, dict[int, Summary]] = {}
     for summary in results:
