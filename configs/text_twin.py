@@ -1,7 +1,7 @@
 """The small twin of ProtocolNanoGPT for `jaxmp bench`: a GPT of eight stages, on bytes.
 
 python train.py --config=text_twin
-One CPU core: a minute. A constant rate, so that a step is worth as much in a longer run.
+One CPU core: a minute. A warm-up and then a constant rate, so that a step is worth as much in a longer run.
 """
 
 from jaxmp.config import Config
@@ -15,8 +15,8 @@ def get_config() -> Config:
     c.data.sequence_length = 64
     c.model.width, c.model.blocks, c.model.stages = 64, 8, 8
     c.fwd = c.bwd = 'raw'
-    c.optimizer.schedule = 'constant'
+    c.optimizer.schedule = 'jaxmp.bench.twin:rate'
     c.optimizer.lr = 2e-3
-    c.epochs = 16
-    c.batch_size = 32
+    c.epochs = 5
+    c.batch_size = 16
     return c

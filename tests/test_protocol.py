@@ -15,9 +15,10 @@ from jaxmp.plan.choose import Order
 from jaxmp.plan.predict import parse
 from jaxmp.sweep import runner
 
-TINY = {
-    'model.width': 8, 'model.heads': 2, 'model.blocks': 2, 'model.stages': 2, 'epochs': 1,
-    'data.sequence_length': 16, 'data.train_examples': 20, 'data.test_examples': 4, 'batch_size': 4,
+TINY = {  # two stages that compile at once, five steps
+    'model.name': 'tests.tiny_study:build', 'model.stages': 4, 'model.blocks': 4,
+    'data.name': 'digits', 'data.sequence_length': 128, 'data.train_examples': 20,
+    'data.test_examples': 4, 'batch_size': 4, 'epochs': 1,
 }  # fmt: skip
 OURS = Entry('uniform(4)', 'uniform(8)')
 

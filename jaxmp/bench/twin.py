@@ -1,7 +1,7 @@
 """The eight-stage twin: how many more steps a pair of channels needs until a fixed loss.
 
 A GPT of eight blocks, one per stage, learns the embedded text byte by byte (`configs/text_twin.py`)
-with a constant learning rate. It is tested after every epoch through its channels. The loss
+with a learning rate that is constant after a warm-up. It is tested after every epoch through its channels. The loss
 between two tests is interpolated; the ratio is that of two runs of the same seed, which start from
 the same weights and see the same batches.
 """
@@ -9,15 +9,19 @@ the same weights and see the same batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from jaxmp.bench.entries import RAW, Entry
 from jaxmp.config import Config, Summary
 from jaxmp.plugins import load
 from jaxmp.sweep.study import Job, jobs
+
+WARM = 100  # steps
 
 
 class Task(NamedTuple):
@@ -75,6 +79,12 @@ def config_of(entry: Entry, seed: int, task: Task = TASK) -> Config:
     c.update_from_flattened_dict(dict(task.changes))
     c.update(name=entry.name, fwd=entry.fwd, bwd=entry.bwd, codecs=entry.codecs, seed=seed)
     return c.lock()
+
+
+def rate(config: Config, epoch_steps: int) -> Callable[[Any], Any]:
+    """The learning rate: linear over `WARM` steps, then constant, for ``optimizer.schedule``."""
+    del epoch_steps
+    return lambda step: config.optimizer.lr * jnp.minimum(1.0, (step + 1) / WARM)
 
 
 def entry_of(summary: Summary) -> Entry:
