@@ -1,7 +1,8 @@
 """The small twin of ProtocolNanoGPT for `jaxmp bench`: a GPT of eight stages, on bytes.
 
 python train.py --config=text_twin
-One CPU core: a minute. A warm-up and then a constant rate, so that a step is worth as much in a longer run.
+One CPU core: a minute. After a warm-up the rate is constant, so that a step is worth as much in
+a longer run.
 """
 
 from jaxmp.config import Config

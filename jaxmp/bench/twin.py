@@ -1,9 +1,9 @@
 """The eight-stage twin: how many more steps a pair of channels needs until a fixed loss.
 
 A GPT of eight blocks, one per stage, learns the embedded text byte by byte (`configs/text_twin.py`)
-with a learning rate that is constant after a warm-up. It is tested after every epoch through its channels. The loss
-between two tests is interpolated; the ratio is that of two runs of the same seed, which start from
-the same weights and see the same batches.
+with a learning rate that is constant after a warm-up. It is tested after every epoch, through its
+channels. The loss between two tests is interpolated. A ratio is that of two runs of the same seed,
+which start from the same weights and see the same batches.
 """
 
 from __future__ import annotations
