@@ -18,6 +18,6 @@ def get_config() -> Config:
     c.fwd = c.bwd = 'raw'
     c.optimizer.schedule = 'jaxmp.bench.twin:rate'
     c.optimizer.lr = 2e-3
-    c.epochs = 5
+    c.epochs = 6
     c.batch_size = 16
     return c
