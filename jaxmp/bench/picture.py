@@ -13,6 +13,7 @@ from jaxmp.report import style
 from jaxmp.report.style import FAMILIES
 
 BITS = 0.25, 0.5, 1, 2, 4, 8, 16
+TICKS = tuple(n * 10**k for k in range(2, 8) for n in (1, 2, 5))
 
 
 def paint(figure: Any, rows: Sequence[Row], link: str) -> None:
@@ -34,9 +35,12 @@ def paint(figure: Any, rows: Sequence[Row], link: str) -> None:
         axes.plot(*at, '*', color='black', ms=10, zorder=3)
         names[f'record: {r.name}'] = at
     axes.set_xscale('log')
-    style.logarithmic(axes)
+    axes.set_yscale('log')
+    low, high = axes.get_ylim()
     axes.set_xticks(BITS, [f'{b:g}' for b in BITS])
+    axes.set_yticks(TICKS, [f'{t:,}' for t in TICKS])
     axes.minorticks_off()
+    axes.set_ylim(low, high)
     axes.set(xlabel='bits per element, mean of both directions', ylabel='seconds until the loss')
     axes.set_title(f'Predicted time to the loss of ProtocolNanoGPT over {link}')
     style.caption(
