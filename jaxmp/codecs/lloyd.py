@@ -71,18 +71,25 @@ def unit_rms(x: Float[Array, 'B n']) -> tuple[Array, Array]:
 
     Of zeros both are 1; of a sample that holds NaN or an infinity the RMS is NaN.
     """
-    ends, square = jnp.finfo(x.dtype), jnp.mean(x * x, 1, keepdims=True)
-    in_range = (square > ends.tiny * 2.0**24) & (square < ends.max)
+    least, square = float(jnp.finfo(x.dtype).tiny), jnp.mean(x * x, 1, keepdims=True)
+    in_range = (square > least * 2**24) & (square < jnp.inf)
     rms = jax.lax.cond(jnp.all(in_range), lambda: jnp.sqrt(square), lambda: _rms_of_any(x))
-    unit = short(jnp.clip(rms, 4 * ends.tiny, 1 / (4 * ends.tiny)), 1)
-    return unit, rms / unit
+    unit = _power(rms)
+    return unit, rms * (1 / unit)
 
 
 def _rms_of_any(x: Array) -> Array:
     """The RMS of samples whose squares may be beyond the range of floats; 1 of zeros."""
     most = jnp.max(jnp.abs(x), 1, keepdims=True)  # may miss NaN, which the sum does not
-    rms = jnp.sqrt(jnp.mean(jnp.square(x / jnp.where(most > 0, most, 1)), 1, keepdims=True)) * most
+    unit = _power(most)  # a quotient by `most` may be made through its reciprocal, which may be 0
+    rms = jnp.sqrt(jnp.mean(jnp.square(x * (1 / unit)), 1, keepdims=True)) * unit
     return jnp.where(rms == 0, 1, jnp.where(jnp.isfinite(rms), rms, jnp.nan))
+
+
+def _power(x: Array) -> Array:
+    """A power of two near ``x``, whose reciprocal is a normal number too."""
+    least = 4 * float(jnp.finfo(x.dtype).tiny)
+    return short(jnp.clip(x, least, 1 / least), 1)
 
 
 def least_squares(mixed: Array, energy: Array, unit: Array, rms: Array) -> Array:
@@ -188,8 +195,8 @@ def lloyd(bits: int, signed: bool = True) -> Codec:
         def energy(run: Array) -> Array:
             return of_nearest(lambda y: jnp.full((), y**2, x.dtype), size(run), levels, sigma)
 
-        words = least_squares(*sums(x, mixed, energy), unit, rms)
-        return {'codes': pack(x, bits, code), 'scale': words}
+        along, square = sums(x, mixed, energy)
+        return {'codes': pack(x, bits, code), 'scale': least_squares(along, square, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx

@@ -191,7 +191,8 @@ def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
         count = 2 ** (width - 1)
         levels[width, :count] = own = normal_levels(count)
         ends[width, 1:count] = (np.array(own[1:]) + own[:-1]) / 2
-    return tuple(jnp.asarray(a, dtype)[widths.astype(int)].T[..., None] for a in (levels, ends))
+    of = lambda table: jnp.asarray(table, dtype)[widths.astype(int)].T[..., None]
+    return of(levels), of(ends)
 
 
 def _encode(x: Array, book: Array, bits: float) -> dict[str, Array]:
