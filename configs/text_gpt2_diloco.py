@@ -36,7 +36,7 @@ ROWS = {
     'streaming': Row('diloco(30, all_gather(mx(4)), fragments=3, delay=5, mix=0.5)'),
     'sparseloco': Row(sparse(1 / 64)),
     'sparseloco8': Row(sparse(1 / 8)),  # few rounds need more of each
-    'muloco': Row('diloco(30, all_gather(ef(rotate(lloyd(2)))))', {'name': 'muon'}),
+    'muloco': Row('diloco(30, bucketed(all_gather(ef(rotate(lloyd(2))))))', {'name': 'muon'}),
     'demo': Row('demo(0.0078125)', {**BY_EXCHANGE, 'lr': 1e-3}),
     'one_bit': Row('double_squeeze(one_bit)'),
     'frozen_adam': Row('frozen_adam(double_squeeze(one_bit), 2)', BY_EXCHANGE),

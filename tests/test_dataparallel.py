@@ -1,5 +1,6 @@
 """Replicas in training: equal to one on the joined batch, resumed to the bit, watched for drift."""
 
+import functools
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ from jaxmp import exchange
 from jaxmp.distributed import process_group
 from jaxmp.models import lenet
 from jaxmp.report import exchanges
-from jaxmp.training import checkpoint, experiment, loop
+from jaxmp.training import checkpoint, engine, experiment, loop, one_program, replicated
 from jaxmp.training.replicas import DriftError
+from jaxmp.wire import nbytes
 from tests.runs import LAUNCH, config_of, known_model, pids, records, start, text_of, wait_for_steps
 
 
@@ -213,3 +215,16 @@ def test_report_of_runs(tmp_path):
     (tmp_path / 'none').mkdir()
     with pytest.raises(SystemExit, match='no finished run with replicas'):
         exchanges.main([str(tmp_path / 'none'), '--out', str(tmp_path / 'x')])
+
+
+@pytest.mark.parametrize('text', ['local_sgd(3)', 'diloco(3, mean, fragments=2)'])
+def test_a_tied_table_is_sent_once_per_round(text):
+    """The first stage's; the last stage takes its copy from there."""
+    config = config_of('text_gpt2', replicas=2, width=8, blocks=2, stages=2, heads=2, exchange=text)
+    exp = experiment.experiment_of(config)
+    state = jax.eval_shape(lambda: one_program.create(exp, 2))
+    rows = jax.ShapeDtypeStruct((8, *exp.data.train.x.shape[1:]), np.int32)
+    batch = {'x': rows, 'y': rows, 'id': jax.ShapeDtypeStruct((8,), np.int32)}
+    step, counts = one_program.step_of(exp, False, engine.rules_of(exp, 0)), {}
+    jax.eval_shape(functools.partial(step, exchange.metered(2, counts)), state, batch)
+    assert counts == {'all-reduce': nbytes(replicated.exchanged_shapes(exp))}

@@ -388,14 +388,14 @@ def test_demo_shares_the_signs_of_the_largest_cosines_of_the_momentum():
     grads, found = phased('demo(0.25, 0.9, size=16, chunk=64)', 3)
     u = np.zeros((4, 256))
     for g, y in zip(grads, found, strict=True):
-        u[:, :210] = 0.9 * u[:, :210] + g['w'].reshape(4, -1)
+        u[:, :217] = 0.9 * u[:, :217] + np.concatenate([g['b'], g['w'].reshape(4, -1)], 1)
         c = scipy.fft.dct(u.reshape(4, 16, 16), norm='ortho').reshape(4, 4, 64)
         kept = np.stack([[top(0.25)(chunk) for chunk in row] for row in c])
         kept = kept.astype(jnp.bfloat16).astype(float)
         q = scipy.fft.idct(kept.reshape(4, 16, 16), norm='ortho').reshape(4, 256)
-        q[:, 210:] = 0
+        q[:, 217:] = 0
         u = u - q
-        want = q.mean(0)[:210].reshape(SHAPES['w'])
+        want = q.mean(0)[7:217].reshape(SHAPES['w'])
         clear = np.abs(want) > 1e-4
         assert clear.mean() > 0.9
         np.testing.assert_array_equal(y['w'][clear], np.sign(want)[clear])

@@ -15,7 +15,7 @@ from jaxmp.codecs.sparse import check_parts, top_k
 from jaxmp.codecs.view import per_chunk
 from jaxmp.exchange.averages import all_gather
 from jaxmp.exchange.collectives import Collectives
-from jaxmp.exchange.layout import Exchange, Rule, State, check_rule, per_layer
+from jaxmp.exchange.layout import Exchange, Rule, State, bucketed, check_rule
 from jaxmp.feedback import ef
 from jaxmp.wire import Codec, Ctx, like
 from jaxmp.words import word
@@ -138,10 +138,10 @@ def demo(
               y = \mathrm{sign}(\mathrm{mean}\, q_i)
 
     C keeps the largest of the cosine coefficients of each chunk, as bfloat16. Without the sign it
-    is error feedback with a decay: ``all_gather(ef(dct(per_chunk(top_k(fraction, values=bf16,
-    indices=elias_fano), chunk), size), decay))`` of all arrays. DeMo transforms matrices in squares
-    of 64 x 64; here runs of ``size`` neighbours of the flattened array are transformed. The
-    optimizer must have no momentum, and clipping would clip the signs.
+    is error feedback with a decay: ``bucketed(all_gather(ef(dct(per_chunk(top_k(fraction,
+    values=bf16, indices=elias_fano), chunk), size), decay)))``. DeMo transforms matrices in squares
+    of 64 x 64, each array by itself; here runs of ``size`` neighbours of all arrays, joined, are
+    transformed. The optimizer must have no momentum, and clipping would clip the signs.
 
     Args:
       fraction: fraction of the coefficients that is sent, in (0, 1].
@@ -161,7 +161,7 @@ def demo(
         raise TypeError(f'demo sign must be True or False, got {sign!r}')
     check_parts('demo', fraction, top_k(1.0))
     kept = per_chunk(top_k(fraction, values=bf16, indices=elias_fano), chunk)
-    shared = per_layer(all_gather(ef(dct(kept, size), decay)), smallest=0)
+    shared = bucketed(all_gather(ef(dct(kept, size), decay)))
 
     def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
         y, state = shared.reduce(grads, state, key, via)
