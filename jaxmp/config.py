@@ -111,6 +111,8 @@ KEYS: Mapping[str, Key] = {
         'local', 'local: one program; spmd: one over a mesh; mpmd: one per stage',
         words=('local', 'spmd', 'mpmd'), free=True),
     'parallel.replicas': Key(1, 'of the whole model, each on a cut of the batch', 1),
+    'parallel.elastic': Key(
+        False, 'replicas are processes that may come and go between the rounds of diloco'),
     'parallel.num_microbatches': Key(1, 'equal cuts of a batch, which follow each other', 1),
     'parallel.remat': Key(
         False, 'run a stage again in its backward instead of keeping its residuals',

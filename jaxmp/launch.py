@@ -5,6 +5,9 @@
 The command of each process is extended by ``--coordinator``, ``--processes`` and ``--process``. All
 processes get the same random secret in the environment, by which they authenticate each other.
 Process 0 has the terminal. After Ctrl-C or SIGTERM all processes save their state and stop.
+
+With ``--elastic`` the processes are the replicas of an elastic run. The launcher is their hub, and
+starts a process again that was killed; the others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from jaxmp.distributed.rendezvous import TOKEN
+from jaxmp.distributed.hub import Hub
+from jaxmp.distributed.rendezvous import TOKEN, listen
 
 PATIENCE = 60.0  # seconds in which the others must end after the first has failed
 
@@ -64,21 +70,87 @@ def own_gpus(devices: Sequence[str], processes: int, process: int) -> dict[str, 
     return {'CUDA_VISIBLE_DEVICES': own} if own else {}
 
 
-def start(command: Sequence[str], processes: int, port: int) -> list[subprocess.Popen]:
-    """Starts ``processes`` copies of ``command``, each with the flags of its place in the group."""
-    devices, token = gpus(), {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(16)}
-    group = [*command, f'--coordinator=127.0.0.1:{port}', f'--processes={processes}']
-    return [
-        subprocess.Popen(
-            [*group, f'--process={i}'],
-            env={**os.environ, **token, **own_gpus(devices, processes, i)},
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-            stdin=None if i == 0 else subprocess.DEVNULL,
-            stdout=None if i == 0 else subprocess.DEVNULL,
-        )
-        for i in range(processes)
-    ]
+class Group(NamedTuple):
+    """What all processes of a run have in common.
+
+    Attributes:
+      command: the command that they run.
+      processes: their number.
+      port: of process 0, or of the hub.
+      token: their secret.
+    """
+
+    command: Sequence[str]
+    processes: int
+    port: int
+    token: str
+
+
+def group_of(command: Sequence[str], processes: int, port: int) -> Group:
+    """A group with the secret in the environment, or else a new one."""
+    return Group(command, processes, port, os.environ.get(TOKEN) or secrets.token_hex(16))
+
+
+def start(group: Group, i: int) -> subprocess.Popen:
+    """Starts process i of a group, with the flags of its place in it."""
+    flags = f'--coordinator=127.0.0.1:{group.port}', f'--processes={group.processes}'
+    return subprocess.Popen(
+        [*group.command, *flags, f'--process={i}'],
+        env={**os.environ, TOKEN: group.token, **own_gpus(gpus(), group.processes, i)},
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+        stdin=None if i == 0 else subprocess.DEVNULL,
+        stdout=None if i == 0 else subprocess.DEVNULL,
+    )
+
+
+def keep(
+    running: list[subprocess.Popen],
+    again: Callable[[int], subprocess.Popen],
+    asked: Sequence[int],
+    restarts: int,
+) -> int:
+    """Waits for the processes of an elastic run to end, and starts again those that are killed.
+
+    Args:
+      running: the processes.
+      again: starts a process with a number.
+      asked: signals received so far; the first one is passed on as SIGTERM.
+      restarts: how often each process is started again.
+
+    Returns:
+      The exit status: 0, or that of the first process that failed and was not started again.
+    """
+    left, first, deadline = [restarts] * len(running), 0, None
+    told: set[int] = set()
+    while True:
+        if asked and deadline is None:
+            deadline = time.monotonic() + PATIENCE
+            _signal(running, signal.SIGTERM)
+        for i, p in enumerate(running):
+            if not (code := p.poll()) or p.pid in told:
+                continue
+            told.add(p.pid)
+            restart = code < 0 and left[i] > 0 and not asked
+            then = f'started again, {left[i] - 1} times more at most' if restart else 'left out'
+            if not asked:
+                _say(f'process {i} {ending(code)}; {then}')
+            if restart:
+                left[i] -= 1
+                running[i] = again(i)
+            else:
+                first = first or code
+        alive = [p for p in running if p.poll() is None]
+        if not alive:
+            break
+        if deadline and time.monotonic() > deadline:
+            _signal(alive, signal.SIGKILL)
+        time.sleep(0.1)
+    return 128 - first if first < 0 else first
+
+
+def _say(text: str) -> None:
+    print(f'jaxmp launch: {text}', file=sys.stderr, flush=True)
 
 
 def monitor(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
@@ -138,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument('--processes', type=int, required=True, help='number of processes')
     parser.add_argument('--port', type=int, help='port of process 0; the next one is used too')
+    parser.add_argument('--elastic', action='store_true', help='replicas that may come and go')
+    parser.add_argument('--restarts', type=int, default=3, help='of each process, with --elastic')
     parser.add_argument('command', nargs='+', help='-- python train.py ...')
     args = parser.parse_args(argv)
     if args.processes < 1:
@@ -145,8 +219,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: asked.append(n))
+    group = group_of(args.command, args.processes, args.port or free_port())
+    again = lambda i: start(group, i)
+    hub = None
+    if args.elastic:
+        server = listen('127.0.0.1', group.port)
+        hub = Hub(server, group.processes, group.token, say=_say)
+        threading.Thread(target=hub.serve, daemon=True).start()
     try:
-        running = start(args.command, args.processes, args.port or free_port())
+        running = [again(i) for i in range(args.processes)]
     except OSError as error:
         print(
             f'jaxmp launch: cannot start {args.command[0]}: {error.strerror or error}; give a '
@@ -155,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 127
     try:
-        return monitor(running, asked)
+        return keep(running, again, asked, args.restarts) if hub else monitor(running, asked)
     finally:
         _signal([p for p in running if p.poll() is None], signal.SIGKILL)
 

@@ -280,7 +280,8 @@ def test_the_launcher_makes_a_secret(monkeypatch):
     monkeypatch.setattr(launch.subprocess, 'Popen', lambda words, env, **_: (words, env))
     told = []
     for _ in range(2):
-        for words, env in launch.start(['train.py'], 2, 9999):
+        group = launch.group_of(['train.py'], 2, 9999)
+        for words, env in (launch.start(group, i) for i in range(2)):
             told.append(env[rendezvous.TOKEN])
             assert '127.0.0.1:9999' in words[1]
             assert not any(told[-1] in word for word in words)

@@ -191,15 +191,10 @@ def connect(
         address = Address(*(found() or (None, 1, None)), *address[3:])
     if address.processes == 1:
         return ProcessGroup()
-    host, port = _check(address)
+    host, port = endpoint(address)
     owner = owners(1 + max(parts), int(address.processes or 0), what)
     names = names_of([owner[part] for part in parts], what)
-    token = secret(address.token_file)
-    if not token and not is_loopback(host):
-        raise ProcessGroupError(
-            f'any machine that reaches {host} could join this run: give all processes the same '
-            f'secret text, by the environment variable {TOKEN} or by --token_file'
-        )
+    token = token_of(address, host)
     about = json.loads(json.dumps({**about, 'heartbeat_timeout': address.heartbeat_timeout}))
     meeting = Meeting(host, _beside(port), names, about, token, timeout, address.heartbeat_timeout)
     if address.process == 0:
@@ -212,7 +207,22 @@ def connect(
     return ProcessGroup(monitor.index, len(names), monitor)
 
 
-def _check(address: Address) -> tuple[str, int]:
+def token_of(address: Address, host: str) -> str:
+    """The secret of the run, which is empty at most if ``host`` is a loopback address.
+
+    Raises:
+      ProcessGroupError: if it is missing, or its file cannot be read.
+    """
+    token = secret(address.token_file)
+    if not token and not is_loopback(host):
+        raise ProcessGroupError(
+            f'any machine that reaches {host} could join this run: give all processes the same '
+            f'secret text, by the environment variable {TOKEN} or by --token_file'
+        )
+    return token
+
+
+def endpoint(address: Address) -> tuple[str, int]:
     """Host and port of process 0; raises ValueError if the address is invalid."""
     coordinator, processes, process = address[:3]
     if coordinator is None or processes is None or process is None:
@@ -228,7 +238,7 @@ def _check(address: Address) -> tuple[str, int]:
 
 def _start_jax(address: Address, own: str, timeout: float) -> None:
     """Starts `jax.distributed`, listening only on the address by which others reach process 0."""
-    host, port = _check(address)
+    host, port = endpoint(address)
     bound = own_address(host) if address.process == 0 else ''
     _use_gloo(own)
     listen_at(own)

@@ -49,6 +49,8 @@ class Exchange(NamedTuple):
       period: number of steps in which ``after_update`` makes each of its calls once.
       shared: ``state -> the part of it that is the same in all replicas`` after every step; None
         if instead the parameters are the same, after every ``period`` steps.
+      rounds: the `jaxmp.exchange.rounds.Plan` of an exchange in rounds, whose steps replicas of
+        separate JAX worlds take themselves; else None.
       origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
@@ -59,6 +61,7 @@ class Exchange(NamedTuple):
     momentum: float = 0.0
     period: int = 1
     shared: Callable[[State], Any] | None = None
+    rounds: Any = None
     origin: Origin | None = None
 
     @property

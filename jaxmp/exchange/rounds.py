@@ -2,11 +2,11 @@
 
 In a round of `diloco` each fragment of the parameters takes two steps, which are two functions.
 ``_send`` passes the pseudo-gradient (shared parameters minus a replica's own) through an exchange
-of gradients. ``_apply`` makes the outer optimizer's step and moves the replica's parameters to the
-result. With a delay of t steps, ``_apply`` follows t steps after ``_send``, and the result is a
+of gradients. ``applied`` makes the outer optimizer's step and moves the replica's parameters to the
+result. With a delay of t steps, ``applied`` follows t steps after ``_send``, and the result is a
 part of the state meanwhile. In one program the collective still ends within the step that sends:
 the delay has its effect on training, and hides no time. Overlap in time needs a collective that
-runs while the program continues, started in ``_send`` and awaited in ``_apply``.
+runs while the program continues, started in ``_send`` and awaited in ``applied``.
 """
 
 from __future__ import annotations
@@ -125,15 +125,24 @@ def diloco(
         raise TypeError(f'diloco outer must be nesterov(0.7, 0.9) or sgd(1.0), got {outer}')
     exchange = exchange_of('diloco', rule)
     sends = tuple((p + 1) * steps // fragments for p in range(fragments))
-    plan = _Plan(exchange, outer, steps, sends, delay, mix)
+    plan = Plan(exchange, outer, steps, sends, delay, mix)
     phases = tuple(diloco(steps, e, outer, fragments, delay, mix) for e in exchange.by_epoch)
     init, after = (functools.partial(f, plan) for f in (_first, _turn))
     shared = lambda state: [part['start'] for part in state['parts']]
-    return Exchange(init, _alone, after, phases, period=steps, shared=shared)
+    return Exchange(init, _alone, after, phases, period=steps, shared=shared, rounds=plan)
 
 
-class _Plan(NamedTuple):
-    """What the rounds of `diloco` do not change: its arguments, and when each fragment sends."""
+class Plan(NamedTuple):
+    """What the rounds of `diloco` do not change: its arguments, and when each fragment sends.
+
+    Attributes:
+      exchange: what the pseudo-gradients pass through.
+      outer: the outer optimizer.
+      steps: H, the steps per round.
+      sends: the first step after which each fragment sends.
+      delay: steps between sending and applying.
+      mix: weight of a replica's own parameters when a result is applied.
+    """
 
     exchange: Exchange
     outer: Outer
@@ -142,8 +151,17 @@ class _Plan(NamedTuple):
     delay: int
     mix: float
 
+    def cut(self, params: Any) -> list[Any]:
+        """The fragments of parameters; the arrays of other fragments are None."""
+        count = len(self.sends)
+        return split(params, _owners(params, count), count)
 
-def _first(plan: _Plan, params: Any, n: int) -> State:
+    def join(self, parts: list[Any], like: Any) -> Any:
+        """Inverse of `cut`, in the form of ``like``."""
+        return joined(parts, _owners(like, len(self.sends)), like)
+
+
+def _first(plan: Plan, params: Any, n: int) -> State:
     """The state before the first step, of replicas that start from ``params``."""
 
     def one(part: Any) -> State:
@@ -152,19 +170,16 @@ def _first(plan: _Plan, params: Any, n: int) -> State:
         memory, held = plan.outer.init(start), plan.exchange.init(part, n) if start else ()
         return {'start': start, 'memory': memory, 'held': held, 'flying': flying}
 
-    count = len(plan.sends)
-    parts = [one(part) for part in split(params, _owners(params, count), count)]
-    return {'step': jnp.zeros((), jnp.int32), 'parts': parts}
+    return {'step': jnp.zeros((), jnp.int32), 'parts': [one(part) for part in plan.cut(params)]}
 
 
-def _turn(plan: _Plan, params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+def _turn(plan: Plan, params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
     """Parameters and state after a step, in which some fragments are sent or applied."""
     step, own, after = state['step'] + 1, [], []
-    owners = _owners(params, len(plan.sends))
-    rows = zip(split(params, owners, len(plan.sends)), state['parts'], plan.sends, strict=True)
+    rows = zip(plan.cut(params), state['parts'], plan.sends, strict=True)
     for p, (part, held, first) in enumerate(rows):
         send = functools.partial(_send, plan, jax.random.fold_in(key, p), via)
-        apply = functools.partial(_apply, plan)
+        apply = functools.partial(applied, plan)
         at, since = (part, held), step - first
         if plan.delay:
             at = _if(since % plan.steps == 0, send, at)
@@ -174,19 +189,23 @@ def _turn(plan: _Plan, params: Any, state: State, key: Any, via: Collectives) ->
             at = _if(since % plan.steps == 0, lambda at, s=send, a=apply: a(s(at)), at)
         own.append(at[0])
         after.append(at[1])
-    return joined(own, owners, params), {'step': step, 'parts': after}
+    return plan.join(own, params), {'step': step, 'parts': after}
 
 
-def _send(plan: _Plan, key: Any, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:
+def _send(plan: Plan, key: Any, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:
     """The state with the shared pseudo-gradient on its way."""
     own, state = at
-    start = jax.tree.unflatten(jax.tree.structure(own), state['start'])
-    change = jax.tree.map(jnp.subtract, start, own)
-    shared, held = plan.exchange.reduce(change, state['held'], key, via)
+    shared, held = plan.exchange.reduce(change(own, state), state['held'], key, via)
     return own, {**state, 'held': held, 'flying': jax.tree.leaves(shared)}
 
 
-def _apply(plan: _Plan, at: tuple[Any, State]) -> tuple[Any, State]:
+def change(own: Any, state: State) -> Any:
+    """The pseudo-gradient of a fragment: its shared parameters minus a replica's own."""
+    start = jax.tree.unflatten(jax.tree.structure(own), state['start'])
+    return jax.tree.map(jnp.subtract, start, own)
+
+
+def applied(plan: Plan, at: tuple[Any, State]) -> tuple[Any, State]:
     """Parameters and state after the outer step with what was sent."""
     own, state = at
     updates, memory = plan.outer.update(state['flying'], state['memory'], state['start'])

@@ -139,7 +139,10 @@ def run(argv: list[str]) -> None:
     keep_freed_pages()
     place = COORDINATOR.value, PROCESSES.value, PROCESS.value
     try:
-        group = process_group_of(config, Address(*place, TOKEN_FILE.value, HEARTBEAT.value))
+        address = Address(*place, TOKEN_FILE.value, HEARTBEAT.value)
+        if config.parallel.elastic and not DRY_RUN.value:
+            sys.exit(143 if as_member(config, address) is None else 0)
+        group = process_group_of(config, address)
         if group.count > 1:
             signal.signal(signal.SIGINT, lambda *_: group.fail('stopped by Ctrl-C'))
         if (count := devices(config, group.count)) > 1:  # makes a CPU appear as that many devices
@@ -165,6 +168,17 @@ def run(argv: list[str]) -> None:
         sys.excepthook = lambda *_: None  # for threads that a library has left
         sys.exit(f'train.py: {said}')
     sys.exit(143 if summary is None else 0)
+
+
+def as_member(config: Any, address: Any) -> dict[str, Any] | None:
+    """Trains a replica of an elastic run; the trackers are those of replica 0."""
+    from jaxmp.training.elastic import train_as_member
+
+    workdir = Path(WORKDIR.value or default_workdir(config))
+    with ExitStack() as stack:
+        own = trackers(config, workdir) if not address.process else []
+        callbacks = [stack.enter_context(made) for made in own]
+        return train_as_member(config, workdir, address, callbacks)
 
 
 def trackers(config: Any, workdir: Path) -> list[Any]:

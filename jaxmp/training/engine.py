@@ -36,6 +36,8 @@ class Engine(NamedTuple):
       check: raises if the state is not what it must be (replicas that differ).
       weights: the variables of all stages, where this process has them; else None.
       probe: a row per boundary and direction; see `jaxmp.training.probe`.
+      enter: the state with which this process joins others that have gone on without it.
+      leave: told the last state, and whether the run has finished there.
       profile: asks for a profile of one of the next steps, in a folder; see
         `jaxmp.training.profile`.
     """
@@ -49,6 +51,8 @@ class Engine(NamedTuple):
     check: Callable[[Any], None] = lambda state: None
     weights: Callable[[Any], Any] = lambda state: None
     probe: Callable[[Any], list[dict[str, Any]]] = lambda state: []
+    enter: Callable[[Any], Any] = lambda state: state
+    leave: Callable[[Any, bool], None] = lambda state, finished: None
     profile: Callable[[Path], None] = lambda folder: None
 
 

@@ -155,6 +155,7 @@ def train_and_evaluate(
                 engine.profile(workdir)
             r = Run(exp, engine, checkpoints, records, display, seen, workdir, done)
             state, place, stopped = train(r, state, place)
+            engine.leave(state, not stopped)
         if stopped:
             if lead and not quiet:
                 print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
@@ -219,7 +220,7 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
     """
     config, n, stop = r.exp.config, r.exp.epoch_steps, False
     start = time.time() - place['seconds']
-    for epoch in range(int(state.step) // n, config.epochs):
+    for epoch in range((int(state.step) - place['steps']) // n, config.epochs):
         steps = r.engine.epoch(epoch)
         order = data.order(config.seed, epoch, len(r.exp.data.train.y))[: n * config.batch_size]
         left = order[place['steps'] * config.batch_size :]
@@ -233,7 +234,7 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
         with r.display.pause():
             if place['steps'] == n:
                 record(r, state, place, epoch + 1)
-                place = {**place, **dict.fromkeys(r.exp.task.scores, 0.0), 'steps': 0}
+                place = {**place, **dict.fromkeys(r.exp.task.scores, 0.0), 'steps': 0, 'missed': 0}
             if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
                 r.engine.check(state)
                 r.checkpoints.save(int(state.step), r.engine.export(state), place)
@@ -261,17 +262,24 @@ def add(place: Place, values: Values, before: int) -> Place:
 
 def show_progress(r: Run, place: Place, epoch: int) -> None:
     """Tells the display the running means of the epoch."""
-    means = {k: place[k] / place['steps'] for k in r.exp.task.scores}
+    means = means_of(r, place)
     step = epoch * r.exp.epoch_steps + place['steps']
     r.display.update(f'epoch {epoch + 1}/{r.exp.config.epochs}', step, means)
+
+
+def means_of(r: Run, place: Place) -> Values:
+    """The means of the scores over the steps of the epoch that this process has made."""
+    count = place['steps'] - place['missed']
+    return {k: place[k] / count if count else math.nan for k in r.exp.task.scores}
 
 
 def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
     """Closes an epoch: its mean training loss, the probe, the test with compression off and on."""
     r.engine.check(state)
     base = {'step': int(state.step), 'epoch': epoch}
-    means = {k: place[k] / place['steps'] for k in r.exp.task.scores}
-    r.records.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
+    means = means_of(r, place)
+    if place['steps'] > place['missed']:
+        r.records.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
     for row in r.engine.probe(state):
         r.records.write({'kind': 'boundary', **base, **row})
     metric, tests = r.exp.task.metric, {}

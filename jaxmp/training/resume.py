@@ -15,7 +15,8 @@ from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError
 from jaxmp.training.progress import Display
 
-Place = dict[str, Any]  # of the current epoch: sums over its steps; and the seconds of the run
+Place = dict[str, Any]  # of the current epoch: its steps, those that this process missed, sums over
+# the others; and the seconds of the run
 
 
 @contextmanager
@@ -50,10 +51,14 @@ def begin(
         `Checkpoints.restore`.
     """
     state = engine.create(exp)
-    place = {**dict.fromkeys(exp.task.scores, 0.0), 'steps': 0, 'seconds': 0.0}
+    place = {**dict.fromkeys(exp.task.scores, 0.0), 'steps': 0, 'missed': 0, 'seconds': 0.0}
     if (saved := checkpoints.restore(engine.export(state))) is not None:
-        state, place = engine.load(state, saved[0]), saved[1]
+        state, place = engine.load(state, saved[0]), {**place, **saved[1]}
+    before, state = int(state.step), engine.enter(state)
     done = int(state.step)
+    if done != before:
+        here = (done - 1) % exp.epoch_steps + 1 if done else 0
+        place = {**place, **dict.fromkeys(exp.task.scores, 0.0), 'steps': here, 'missed': here}
     if done > exp.config.epochs * exp.epoch_steps:
         raise WorkdirError(
             f'{workdir} has {done / exp.epoch_steps:.4g} epochs, more than config.epochs='

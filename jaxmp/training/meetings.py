@@ -1,0 +1,283 @@
+"""`Meetings`: the shared part of an elastic replica's state, and the rounds that are under way.
+
+A replica trains alone, and after certain steps its pseudo-gradients go through the rule of `diloco`
+to the others, by the hub (`jaxmp.distributed.hub`). A thread does this, so that with a delay the
+inner steps go on meanwhile. The result depends on the messages of all members only, so that the
+shared parameters have the same bits at all of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.distributed.member import Member, View
+from jaxmp.exchange.pieces import Pieces, in_pieces
+from jaxmp.exchange.rounds import Plan, applied, change
+from jaxmp.training import one_program, step
+from jaxmp.training.engine import rules_of
+from jaxmp.training.experiment import Experiment
+from jaxmp.training.replicas import checksums
+from jaxmp.training.step import TrainState
+
+SHARED = ('start', 'memory', 'flying')  # of a fragment's state, what is the same at all members
+
+
+class Meetings:
+    """The states of `diloco` of one replica, by stage and half (`jaxmp.training.step.halves`).
+
+    Attributes:
+      member: the connection to the hub.
+      held: the states.
+    """
+
+    def __init__(self, exp: Experiment) -> None:
+        """Starts without states and without a connection.
+
+        Args:
+          exp: the experiment, whose exchange is in rounds.
+        """
+        self.exp, self.rules, self.local = exp, rules_of(exp, 0), one_program.local_of(exp)
+        self.member: Member
+        self.held: dict[int, list[Any]] = {}
+        self._thread = ThreadPoolExecutor(1, 'rounds')
+        self._under_way: dict[int, Future] = {}
+        self._pieces: dict[Any, Pieces] = {}
+        self._compiled: dict[Any, tuple[Callable, Callable]] = {}
+
+    # States.
+
+    def take(self, state: TrainState) -> TrainState:
+        """Takes the states of the exchange out of a train state, and forgets rounds under way."""
+        self.held, self._under_way = state.exchange, {}
+        self.key = np.asarray(jax.random.key_data(state.key))
+        return state.replace(exchange={s: [() for _ in x] for s, x in self.held.items()})
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The train state with the states of the exchange, once all rounds under way have ended."""
+        self._settle_all()
+        number = jnp.asarray(state.step, jnp.int32)
+        put = lambda x: {**x, 'step': number} if x else x
+        return state.replace(exchange={s: [put(x) for x in xs] for s, xs in self.held.items()})
+
+    def shared(self, params: dict[int, Any]) -> dict[int, Any]:
+        """The shared parameters, in the form of a replica's own ``params``."""
+        plan = self._plan(0)
+
+        def one(own: Any, state: Any) -> Any:
+            parts = zip(plan.cut(own), state['parts'], strict=True)
+            whole = lambda a, x: jax.tree.unflatten(jax.tree.structure(a), x['start'])
+            return plan.join([whole(*part) for part in parts], own)
+
+        units = [self.held[s][h] for s, h in self._units()]
+        return self._put(
+            params, [one(*pair) for pair in zip(self._own(params), units, strict=True)]
+        )
+
+    def digest(self) -> int:
+        """A number that is equal where the shared states are."""
+        return _digest(_checksums(self._leaves()))
+
+    def to_bytes(self) -> bytes:
+        """The shared states, once all rounds under way have ended."""
+        self._settle_all()
+        return b''.join(np.asarray(a).tobytes() for a in self._leaves())
+
+    def load(self, content: bytes) -> None:
+        """Takes the shared states of another member; the memory of the rule begins anew.
+
+        Raises:
+          ValueError: if they are of another size.
+        """
+        leaves = self._leaves()
+        sizes = np.cumsum([0, *(a.nbytes for a in leaves)])
+        if sizes[-1] != len(content):
+            raise ValueError(f'shared states of {len(content)} bytes, not {sizes[-1]}')
+        rows = iter(
+            jnp.asarray(np.frombuffer(content[i:j], a.dtype).reshape(a.shape))
+            for a, i, j in zip(leaves, sizes, sizes[1:], strict=False)
+        )
+        first = one_program.create(self.exp, self.exp.replicas).exchange
+        for s, h in self._units():
+            parts = zip(self.held[s][h]['parts'], first[s][h]['parts'], strict=True)
+            for part, new in parts:
+                own = {name: part[name] for name in SHARED}
+                form = jax.tree.structure(own)
+                part.update(form.unflatten([next(rows) for _ in range(form.num_leaves)]))
+                part['held'] = new['held']
+
+    # Rounds.
+
+    def turn(self, state: TrainState, number: int) -> TrainState:
+        """The state after the rounds that begin or end after step ``number``.
+
+        Raises:
+          BehindError: if the others go on without this replica.
+        """
+        plan = self._plan((number - 1) // self.exp.epoch_steps)
+        for p, first in enumerate(plan.sends):
+            since = number - first
+            if since % plan.steps == 0:
+                self._send(plan, p, state, number)
+            if since >= 0 and since % plan.steps == plan.delay:
+                self._settle(p)
+                params = self._apply(plan, p, state.model.params)
+                state = state.replace(model=state.model._replace(params=params))
+                if self.member.asked.is_set():
+                    content = self.to_bytes()
+                    self.member.provide(number, self.digest(), content)
+        return state
+
+    def _send(self, plan: Plan, p: int, state: TrainState, number: int) -> None:
+        """Begins the round of fragment p."""
+        parts = self._parts(p)
+        changes = self._programs(plan, p)[0](state.model.params, parts)
+        memory = [part['held'] for part in parts]
+        key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(self.key)), number)
+        words = jax.random.key_data(jax.random.fold_in(key, 2))  # the stream of `train_step`
+        sums = _checksums(self._leaves(('start', 'memory')))
+
+        def run(view: View, gather: Callable[[bytes], list[bytes]]) -> Any:
+            args = words, changes, memory
+            pieces = self._reduce(plan, p, len(view.members), args)
+            return pieces.run(view.members.index(self.member.replica), args, gather)
+
+        member = self.member
+        round_ = lambda: jax.block_until_ready(member.gathering(number, _digest(sums), run))
+        self._under_way[p] = self._thread.submit(round_)
+
+    def _settle(self, p: int) -> None:
+        """Waits for the round of fragment p, if one is under way, and takes its result."""
+        if p in self._under_way:
+            for part, (shared, memory) in zip(
+                self._parts(p), self._under_way[p].result(), strict=True
+            ):
+                part.update(held=memory, flying=jax.tree.leaves(shared))
+            del self._under_way[p]
+
+    def _settle_all(self) -> None:
+        for p in list(self._under_way):
+            self._settle(p)
+
+    def _apply(self, plan: Plan, p: int, params: dict[int, Any]) -> dict[int, Any]:
+        """The parameters after the outer step of fragment p."""
+        parts = self._parts(p)
+        params, after = self._programs(plan, p)[1](params, parts)
+        for part, new in zip(parts, after, strict=True):
+            part.update(new)
+        return params
+
+    def check(self) -> None:
+        """Traces the rounds of all replicas.
+
+        Raises:
+          ValueError: if members could not come and go with the exchange.
+        """
+        n, text = self.exp.replicas, self.exp.config.exchange
+        same = self._shapes(n) == self._shapes(n + 1)
+        for p in range(len(self._plan(0).sends)) if same else ():
+            args = jax.eval_shape(lambda *a: a, *self._arguments(p))
+            pieces = self._reduce(self._plan(self.exp.config.epochs), p, n, args)
+            same = same and not any(jax.tree.leaves([shared for shared, _ in pieces.private]))
+        if not same:
+            raise ValueError(
+                f'config.exchange={text!r} keeps states that depend on who was there before, and '
+                'in an elastic run replicas come and go; take diloco of mean, or of all_gather or '
+                'all_reduce of a codec or of ef of one'
+            )
+
+    # Parts.
+
+    def _plan(self, epoch: int) -> Plan:
+        return self.exp.exchange.phase(epoch).rounds
+
+    def _units(self) -> list[tuple[int, int]]:
+        """Stage and half of each state; a tied parameter has one."""
+        return [(s, h) for s, xs in self.held.items() for h, x in enumerate(xs) if x]
+
+    def _parts(self, p: int) -> list[dict[str, Any]]:
+        """The states of fragment p."""
+        return [self.held[s][h]['parts'][p] for s, h in self._units()]
+
+    def _leaves(self, names: tuple[str, ...] = SHARED) -> list[Any]:
+        rows = [part for s, h in self._units() for part in self.held[s][h]['parts']]
+        return jax.tree.leaves([{name: part[name] for name in names} for part in rows])
+
+    def _halves(self, params: dict[int, Any]) -> dict[int, list[Any]]:
+        return {s: step.halves(self.rules, self.local, s, tree) for s, tree in params.items()}
+
+    def _own(self, params: dict[int, Any]) -> list[Any]:
+        """The parameters of each state."""
+        halves = self._halves(params)
+        return [halves[s][h] for s, h in self._units()]
+
+    def _put(self, params: dict[int, Any], own: list[Any]) -> dict[int, Any]:
+        """Inverse of `_own`."""
+        halves, tied = self._halves(params), self.exp.task.tied
+        for (s, h), tree in zip(self._units(), own, strict=True):
+            halves[s][h] = tree
+        params = {s: step.whole(parts) for s, parts in halves.items()}
+        return one_program.across(tied).share(params) if tied else params
+
+    def _programs(self, plan: Plan, p: int) -> tuple[Callable, Callable]:
+        """The compiled beginning and end of a round of fragment p."""
+
+        def changes(params: Any, parts: list[Any]) -> list[Any]:
+            rows = zip(self._own(params), parts, strict=True)
+            return [change(plan.cut(own)[p], part) for own, part in rows]
+
+        def apply(params: Any, parts: list[Any]) -> Any:
+            own, after = self._own(params), []
+            for i, part in enumerate(parts):
+                cut = plan.cut(own[i])
+                if jax.tree.leaves(cut[p]):
+                    cut[p], part = applied(plan, (cut[p], part))
+                own[i] = plan.join(cut, own[i])
+                after.append(part)
+            return self._put(params, own), after
+
+        if (plan, p) not in self._compiled:
+            self._compiled[plan, p] = jax.jit(changes), jax.jit(apply)
+        return self._compiled[plan, p]
+
+    def _arguments(self, p: int) -> tuple[Any, Any, Any]:
+        """Arguments of `_reduce`, of the right shapes."""
+        zeros = one_program.create(self.exp, self.exp.replicas).model.params
+        parts = self._parts(p)
+        changes = self._programs(self._plan(0), p)[0](zeros, parts)
+        return jnp.asarray(self.key), changes, [part['held'] for part in parts]
+
+    def _reduce(self, plan: Plan, p: int, n: int, args: tuple) -> Pieces:
+        """The exchange of the pseudo-gradients of fragment p between n members."""
+        units, both = self._units(), self.local.last + 1
+        stream = lambda s, h: s if h == len(self.held[s]) - 1 else both  # as in `train_step`
+
+        def reduce(via: Any, words: Any, changes: list[Any], memory: list[Any]) -> list[Any]:
+            out, run = [], jax.random.wrap_key_data(words)
+            for (s, h), own, state in zip(units, changes, memory, strict=True):
+                key = jax.random.fold_in(jax.random.fold_in(run, stream(s, h)), p)
+                some = jax.tree.leaves(own)
+                out.append(plan.exchange.reduce(own, state, key, via) if some else (own, state))
+            return out
+
+        if (plan, p, n) not in self._pieces:
+            self._pieces[plan, p, n] = in_pieces(reduce, n, *args)
+        return self._pieces[plan, p, n]
+
+    def _shapes(self, n: int) -> Any:
+        """Shapes of the states of one of n replicas."""
+        own = jax.eval_shape(lambda: one_program.create(self.exp, n).exchange)
+        return jax.tree.map(lambda a: (a.shape, a.dtype), own)
+
+
+_checksums = jax.jit(checksums)
+
+
+def _digest(sums: Any) -> int:
+    return zlib.crc32(np.asarray(sums).tobytes())
