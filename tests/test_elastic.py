@@ -333,7 +333,7 @@ def build(config, dataset):
     pace, batches = pathlib.Path(__file__).with_name('pace'), elastic.own_batches
     def slow(exp, order, k):
         for batch in batches(exp, order, k):
-            time.sleep(0.05 * pace.exists())
+            time.sleep(0.1 * pace.exists())
             yield batch
     elastic.own_batches = slow
     return Flat(12), Flat(dataset.classes)
@@ -355,13 +355,13 @@ def test_kill_9_of_one_of_three_in_a_round(tmp_path):
     (tmp_path / 'plugin.py').write_text(PLUGIN)
     (tmp_path / 'pace').touch()
     folder, views = tmp_path / 'run', tmp_path / 'run' / 'members.jsonl'
-    words = {**WORDS, 'model': f'{tmp_path}/plugin.py:build', 'epochs': 200, 'checkpoint_every': 5}
-    words |= {'exchange': 'diloco(10, all_gather(ef(one_bit)))', 'test_examples': 36}
+    words = {**WORDS, 'model': f'{tmp_path}/plugin.py:build', 'epochs': 14, 'train_examples': 1404}
+    words |= {'exchange': 'diloco(10, all_gather(ef(one_bit)))', 'checkpoint_every': 1}
     before = (sys.executable, '-m', 'jaxmp.launch', '--processes', '3', '--elastic', '--')
     process = start(folder, *before, name='digits_dataparallel', elastic=True, **words)
     seen = lambda: [json.loads(row)['members'] for row in views.read_text().splitlines()]
     try:
-        wait_for(lambda: views.exists() and (folder / 'checkpoints' / '25').exists(), process)
+        wait_for(lambda: views.exists() and (folder / 'checkpoints' / '39').exists(), process)
         os.kill(pids(folder, 2)[0], signal.SIGKILL)
         assert wait_for(lambda: seen()[-1] == [0, 1], process) < 10
         wait_for(lambda: seen()[-1] == [0, 1, 2], process)

@@ -44,6 +44,11 @@ class Patience(NamedTuple):
 
 
 PATIENCE = Patience()
+TIMES = {
+    'start': 'seconds to wait for all replicas at the start',
+    'silent': 'seconds without a sign of life after which a replica has left',
+    'late': 'seconds after the first message of a round after which a replica has left',
+}
 
 
 class Hub(FrameServer):
@@ -258,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--replicas', type=int, required=True, help='number of replicas')
     parser.add_argument('--token_file', help=f'file with the secret; default ${TOKEN}')
     for name, value in PATIENCE._asdict().items():
-        parser.add_argument(f'--{name}', type=float, default=value, help='seconds; see the docs')
+        parser.add_argument(f'--{name}', type=float, default=value, help=TIMES[name])
     args = parser.parse_args(argv)
     host, _, port = args.address.rpartition(':')
     try:
