@@ -2,10 +2,10 @@
 
 import datetime
 import re
-import time
 
 import jax
 
+from jaxmp.bench.cost import best
 from jaxmp.distributed.allocator import keep_freed_pages
 from jaxmp.training.summary import provenance
 
@@ -30,14 +30,3 @@ def compiled(f, *args):
     f = jax.jit(f)
     jax.block_until_ready(f(*args))
     return lambda: jax.block_until_ready(f(*args))
-
-
-def best(functions, repeats):
-    """CPU-seconds of each function, best of ``repeats`` interleaved runs."""
-    seconds = dict.fromkeys(functions, float('inf'))
-    for _ in range(repeats):
-        for name, f in functions.items():
-            start = time.process_time()
-            f()
-            seconds[name] = min(seconds[name], time.process_time() - start)
-    return seconds

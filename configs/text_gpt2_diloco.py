@@ -3,6 +3,7 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=4 jaxmp sweep configs/text_gpt2_diloco.py \
     --scale=cpu --out=results/text_gpt2_diloco
 python train.py --config=configs/text_gpt2_diloco.py:sparseloco
+2 CPU cores: minutes per row, for as many tokens as text_gpt2.
 
 All rows see the same tokens in the same order. Optimizers have their own rates: DeMo's signs and
 1-bit Adam, which is the exchange's, come with plain SGD.

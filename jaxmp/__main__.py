@@ -19,6 +19,7 @@ COMMANDS = {
     'launch': ('jaxmp.launch', 'start the processes of a run on this machine'),
     'hub': ('jaxmp.distributed.hub', 'where the replicas of an elastic run on several hosts meet'),
     'plan': ('jaxmp.plan.__main__', 'choose codecs, schedule and micro-batches for a link'),
+    'bench': ('jaxmp.bench.__main__', 'score channels: bits, error, time, steps, time over links'),
     'codecs': ('jaxmp.codecs.__main__', 'the words of the algebra, with bits per element'),
 }
 
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f' (did you mean {near[0]}?)' if near else ''
         sys.exit(f'jaxmp: no command {name!r}{hint}; there are {", ".join(COMMANDS)}')
-    if own and name in ('train', 'sweep', 'generate'):
+    if own and name in ('train', 'sweep', 'generate', 'bench'):
         signal.signal(signal.SIGINT, leave)
     elif own:  # `jaxmp codecs | head` ends quietly
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -85,6 +85,8 @@ KEYS: Mapping[str, Key] = {
     'tied_exchange': Key('mean', "how two stages share the token table's gradient: an exchange"),
     'codecs': Key('', 'own modules or files, with commas, whose words these texts may use'),
     'warmup_epochs': Key(0, 'epochs sent uncompressed, which fill the feedback states'),
+    'phases': Key(
+        '', "codecs in place of fwd and bwd in some epochs, as in 'raw@:1; lloyd(4)@8:13'"),
     'eval_feedback': Key(
         'carry', 'feedback states in a test', words=('carry', 'direct', 'frozen')),
     'metric': Key(

@@ -228,7 +228,7 @@ def above_shannon(example: str, names: Mapping[str, Any] = KNOWN) -> float | Non
 
     @jax.jit
     def error(x: jax.Array) -> jax.Array:
-        ctx, codec = _context(x), channel.codec
+        ctx, codec = _context(x)._replace(key=jax.random.key(1)), channel.codec  # not that of x
         y = codec.decode(codec.encode(x, ctx), like(x), ctx)
         return jnp.sum((x - y) ** 2) / jnp.sum(x**2)
 

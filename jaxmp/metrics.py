@@ -55,6 +55,23 @@ def of_summary(summary: Mapping[str, Any]) -> Metric:
     return METRICS.get(name) or Metric(name, name, summary.get('higher_is_better', True))
 
 
+def by_phases(summary: Mapping[str, Any], epoch: float) -> float:
+    """Bytes per step that the phases add at the boundaries, summed over the first epochs of a run.
+
+    A summary of before there were phases has the warm-up alone.
+
+    >>> row = {'boundary': 1, 'uncompressed': 100, 'forward': 10, 'backward': 10}
+    >>> by_phases({'bytes': [row], 'phases': [{'start': 2, 'stop': 5, 'bytes': 200}]}, epoch=3)
+    180
+    """
+    rows, warm = summary['bytes'], summary.get('config', {}).get('warmup_epochs', 0)
+    full = sum(2 * r['uncompressed'] for r in rows)
+    sent = sum(r['forward'] + r['backward'] for r in rows)
+    phases = summary.get('phases', [{'start': 0, 'stop': warm, 'bytes': full}])
+    epochs = lambda p: max(0, min(epoch, p['stop']) - p['start'])
+    return sum(epochs(p) * (p['bytes'] - sent) for p in phases)
+
+
 def own(thing: Any, name: str) -> Metric:
     """What an import path names, as a metric: a function of output and y, or a `Metric`.
 

@@ -20,7 +20,7 @@ from jaxmp.words import called, named
 
 LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)
-RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored')
+RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt')
 NAMES: Mapping[str, Any] = {
     **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
     **{name: getattr(feedback, name) for name in RULES},

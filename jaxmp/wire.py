@@ -226,13 +226,15 @@ def pack(
 
 
 def _join(planes: list[Array]) -> Array:
-    """Concatenates along the last axis by updates, because XLA:CPU does not vectorise a concat."""
+    """Concatenates along the last axis in the way that XLA:CPU vectorises: rows, or one row."""
     if len({p.shape for p in planes}) > 1:  # 16-bit parts occur only in indices, which are few
         return jnp.concatenate(planes, -1)
+    if planes[0].ndim > 1:
+        return jnp.stack(planes, -2).reshape(*planes[0].shape[:-1], -1)
     out = jnp.zeros((len(planes), *planes[0].shape), jnp.uint8)
     for i, plane in enumerate(planes):
         out = out.at[i].set(plane)
-    return jnp.moveaxis(out, 0, -2).reshape(*planes[0].shape[:-1], -1)
+    return out.reshape(-1)
 
 
 def _wide_plane(codes: list[Array], part: int) -> list[Array]:

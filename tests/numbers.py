@@ -14,6 +14,7 @@ IMAGES, TEST = 50_000, 10_000  # of CIFAR-10
 MARGIN = 100 * claims.PAPER['margin']['errors']
 SPEED = 'bench/results/epyc_2026-11-21.md'
 CODECS = ('raw', '8-bit', 'fw4-bw8', 'aqsgd2-bw2')
+BESIDE = 'xeon_2026-11-22_network'  # messages beside compute
 TEXT = (
     'none',
     'top50',
@@ -161,7 +162,8 @@ def bits(row):
 
 def bench(file, kind, **key):
     """The rows of a bench that have these entries."""
-    lines = (ROOT / f'bench/results/epyc_2026-11-21_{file}.jsonl').read_text().splitlines()
+    stem = file if '_' in file else f'epyc_2026-11-21_{file}'
+    lines = (ROOT / f'bench/results/{stem}.jsonl').read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [r for r in rows if all(r.get(k) == v for k, v in {'kind': kind, **key}.items())]
 
@@ -188,6 +190,13 @@ def worse(model, codec):
     """By how many percent a codec's loss exceeds raw's."""
     raw, own = (bench('network', 'codec', model=model, codec=c)[0] for c in ('raw', codec))
     return 100 * (own['losses'][-1] / raw['losses'][-1] - 1)
+
+
+def overlaps(link):
+    """Milliseconds of steps whose messages overlap compute; how many times the last is faster."""
+    rows = [bench(BESIDE, 'step', link=link, codec=c)[0] for c in CODECS]
+    found = [1e3 * row['step_s'] for row in rows]
+    return *found, found[0] / found[-1]
 
 
 def three_seeds():

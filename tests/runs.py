@@ -89,7 +89,7 @@ def damage_newest(workdir, process=0):
     return step
 
 
-def text_of(process, limit=100):
+def text_of(process, limit=300):
     """Output to the end, and the status."""
     out = process.communicate(timeout=limit)[0].decode()
     return out, process.returncode

@@ -247,6 +247,7 @@ def crossed(text):
 CODE = Code(4, (2, 3))  # not all of a kind, so that the search splits it
 LOOPS = {  # loops and reductions by a Python function, which JAX compiles when called by themselves
     'top_k': crossed('top_k(0.3)'),
+    'lloyd': crossed('lloyd(2)'),
     'random_k': crossed('random_k(0.3)'),
     'the range of uniform and block': lambda x, key: extremes.span(x, 1),
     'the range of log_scale': lambda x, key: extremes.magnitudes(x, 1),

@@ -225,6 +225,6 @@ def test_a_tied_table_is_sent_once_per_round(text):
     state = jax.eval_shape(lambda: one_program.create(exp, 2))
     rows = jax.ShapeDtypeStruct((8, *exp.data.train.x.shape[1:]), np.int32)
     batch = {'x': rows, 'y': rows, 'id': jax.ShapeDtypeStruct((8,), np.int32)}
-    step, counts = one_program.step_of(exp, False, engine.rules_of(exp, 0)), {}
+    step, counts = one_program.step_of(exp, exp.model.boundaries, engine.rules_of(exp, 0)), {}
     jax.eval_shape(functools.partial(step, exchange.metered(2, counts)), state, batch)
     assert counts == {'all-reduce': nbytes(replicated.exchanged_shapes(exp))}

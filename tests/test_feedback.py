@@ -1,6 +1,7 @@
 """Feedback rules: each is its equation, with sender and receiver run apart, message by message."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Ctx, Like
+from jaxmp.feedback.klt import ERRORS
 from tests import laws
 
 CODECS = ('log_scale(3)', 'block(2, size=32, rounding=stochastic)')  # top_k: test_golden.py
@@ -373,3 +375,61 @@ def test_anchors_need_a_token_for_each_position():
             jax.eval_shape(channel.send, x, channel.init(x)[0], ctx)
     with pytest.raises(ValueError, match='vocabulary 0 is not a positive integer'):
         jaxmp.anchored(jaxmp.raw, 0)
+
+
+def coloured(steps, count=8):
+    """Positions whose principal components have the variances 1, 1/4, 1/16, ..., off zero."""
+    r = np.random.default_rng(0)
+    basis, _ = np.linalg.qr(r.standard_normal((count, count)))
+    x = r.standard_normal((steps, 4, 64, count)) * 2.0 ** -np.arange(count)
+    return np.float32(x @ basis.T + 3)
+
+
+def klt_run(text, xs):
+    pair, rows = laws.ends(jaxmp.parse(text), jaxmp.like(xs[0])), []
+    tx, rx = pair.init()
+    for x in xs:
+        m, y, tx, rx = pair.cross(x, tx, rx, at(0))
+        np.testing.assert_array_equal(tx.known.book, rx.book)
+        rows.append((m, np.asarray(y, np.float64), rx))
+    return rows
+
+
+def test_klt_spends_bits_where_the_variance_is():
+    """Errors before a basis has arrived, with the first one, and those that theory gives."""
+    xs = coloured(7)
+    rows = klt_run('klt(1.5, refresh=3)', xs)
+    errors = [
+        np.mean((y - x) ** 2) / np.mean((x - 3) ** 2) for x, (_, y, _) in zip(xs, rows, strict=True)
+    ]
+    assert min(errors[:3]) > 0.1
+    widths = np.sort(rows[-1][2].book[0])[::-1]
+    assert widths.tolist() == [5, 4, 2, 1, 0, 0, 0, 0]
+    variances = 4.0 ** -np.arange(8)
+    want = sum(variances * np.array(ERRORS)[widths.astype(int)]) / sum(variances)
+    np.testing.assert_allclose(errors[3:], want, rtol=0.25)
+    parts = jaxmp.nbytes(rows[0][0]['part']), jaxmp.nbytes(rows[0][0]['codes'])
+    assert parts == (2 * math.ceil(10 * 8 / 3), 12 * 256 / 8)
+
+
+def test_klt_goes_on_after_a_message_that_is_not_finite():
+    xs = coloured(3)
+    xs[0, 0, 0, 0] = np.nan
+    rows = klt_run('klt(2, refresh=1)', xs)
+    assert np.isnan(rows[0][1]).any()
+    assert np.mean((rows[2][1] - xs[2]) ** 2) < 0.01 * np.var(xs[2])
+
+
+def test_a_warm_up_gives_klt_its_first_basis():
+    xs, channel = coloured(2), jaxmp.parse('klt(2, refresh=1)')
+    tx, rx = channel.init(jaxmp.like(xs[0]))
+    m, tx = jaxmp.warm(channel).send(xs[0], tx, at(0))
+    _, rx = jaxmp.warm(channel).recv(m, rx, jaxmp.like(xs[0]), at(0))
+    assert tx.weight == 1
+    np.testing.assert_array_equal(tx.known.book, rx.book)
+
+
+@pytest.mark.parametrize('text', ['klt(0)', 'klt(5.5)', 'klt(2, refresh=0)', 'klt(2, refresh=1.5)'])
+def test_klt_refuses(text):
+    with pytest.raises(ValueError, match=r'klt (bits|refresh) [\d.]+ is not a '):
+        jaxmp.parse(text)

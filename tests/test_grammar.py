@@ -81,6 +81,8 @@ def test_codecs_for_normal_data_are_near_shannons_bound(codec, most):
     """At 1, 2 and 3 bits; none is below it."""
     for i, bar in enumerate(most):
         assert 0 < grammar.above_shannon(f'{codec}({i + 1})') < bar
+    rotated, plain = (grammar.above_shannon(f) for f in ('rotate(lloyd(2))', 'lloyd(2)'))
+    assert abs(rotated - plain) < 0.05  # its signs are not drawn as the data are
 
 
 def test_the_page_has_the_tables_that_the_code_makes(words):

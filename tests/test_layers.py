@@ -49,6 +49,7 @@ ABOVE = {  # may import everything below
     '__main__',
     'training',
     'plan',
+    'bench',
     'sweep',
     '__init__',
 }

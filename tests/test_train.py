@@ -77,7 +77,9 @@ def small(**changes):
 
 
 def alone(s):
-    return functools.partial(one_program.step_of(s, False, engine.rules_of(s, 0)), None)
+    return functools.partial(
+        one_program.step_of(s, s.model.boundaries, engine.rules_of(s, 0)), None
+    )
 
 
 def batch_of(s, rows=slice(0, 32)):

@@ -21,10 +21,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
+from jaxmp.codecs.exact import short
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, samples, unpack, wide
 from jaxmp.words import word
 
+RUNS = 32  # of a row, whose sums are formed side by side
 GRID = 2**10  # levels are multiples of 1 / GRID, so that products with a bfloat16 scale are exact
 
 
@@ -48,28 +50,58 @@ def normal_levels(count: int, zero: bool = False) -> tuple[float, ...]:
     return tuple(float(v) for v in np.round(x * GRID) / GRID)
 
 
-def unit_rms(x: Float[Array, 'B n']) -> tuple[Array, Array, Array]:
-    """Samples divided by their largest magnitudes, those, and the RMS of the quotients.
+def sums(x: Float[Array, 'B n'], *functions: Callable[[Array], Array]) -> list[Array]:
+    """Sums of elementwise functions over each sample, ``(B, 1)``, all in one pass.
 
-    Of zeros both are 1; of a sample that holds NaN or an infinity they are NaN.
+    XLA:CPU adds the elements of a row one by one. Runs of a row are added by vectors, if the
+    results are joined; with a function alone XLA would put the last sum back into the loop.
     """
+    width = x.shape[1] // RUNS
+    runs = [x[:, i * width : (i + 1) * width] for i in range(RUNS)] * (width > 0)
+    rest = x[:, RUNS * width :]
+    parts = [functools.reduce(jnp.add, map(f, runs)) for f in functions] if runs else []
+    joined = jnp.concatenate(parts, 1).reshape(len(x), -1, width).sum(2) if runs else 0
+    totals = joined + jnp.stack([f(rest).sum(1) for f in functions], 1)
+    return jnp.split(totals, len(functions), 1)
+
+
+@functools.partial(jax.jit, inline=True)  # else an eager call would compile its branches again
+def unit_rms(x: Float[Array, 'B n']) -> tuple[Array, Array]:
+    """A power of two near the RMS of each sample, and the RMS of the sample divided by it.
+
+    Of zeros both are 1; of a sample that holds NaN or an infinity the RMS is NaN.
+    """
+    least, square = float(jnp.finfo(x.dtype).tiny), jnp.mean(x * x, 1, keepdims=True)
+    in_range = (square > least * 2**24) & (square < jnp.inf)
+    rms = jax.lax.cond(jnp.all(in_range), lambda: jnp.sqrt(square), lambda: _rms_of_any(x))
+    unit = _power(rms)
+    return unit, rms * (1 / unit)
+
+
+def _rms_of_any(x: Array) -> Array:
+    """The RMS of samples whose squares may be beyond the range of floats; 1 of zeros."""
     most = jnp.max(jnp.abs(x), 1, keepdims=True)  # may miss NaN, which the sum does not
-    x = x / jnp.where(most > 0, most, 1)
-    rms = jnp.sqrt(jnp.mean(x * x, 1, keepdims=True))
-    return x, jnp.where(most > 0, most, 1), jnp.where(rms == 0, 1, rms)
+    unit = _power(most)  # a quotient by `most` may be made through its reciprocal, which may be 0
+    rms = jnp.sqrt(jnp.mean(jnp.square(x * (1 / unit)), 1, keepdims=True)) * unit
+    return jnp.where(rms == 0, 1, jnp.where(jnp.isfinite(rms), rms, jnp.nan))
 
 
-def least_squares(mixed: Array, energy: Array, most: Array, rms: Array) -> Array:
-    """The bfloat16 scale s that makes ``|most x - s y|`` least, per sample, as 16-bit words.
+def _power(x: Array) -> Array:
+    """A power of two near ``x``, whose reciprocal is a normal number too."""
+    least = 4 * float(jnp.finfo(x.dtype).tiny)
+    return short(jnp.clip(x, least, 1 / least), 1)
+
+
+def least_squares(mixed: Array, energy: Array, unit: Array, rms: Array) -> Array:
+    """The bfloat16 scale s that makes ``|unit x - s y|`` least, per sample, as 16-bit words.
 
     Args:
-      mixed: products ``x y`` of all elements; energy has ``y y``.
+      mixed: the sum of all products ``x y``; energy is that of ``y y``.
       energy: see ``mixed``.
-      most: from `unit_rms`.
+      unit: from `unit_rms`; x is in this unit.
       rms: likewise; not finite where the sample is not.
     """
-    below = jnp.sum(energy, 1, keepdims=True)
-    s = jnp.sum(mixed, 1, keepdims=True) / jnp.where(below > 0, below, 1) * most
+    s = mixed / jnp.where(energy > 0, energy, 1) * unit
     s = jnp.minimum(s, float(jnp.finfo(jnp.bfloat16).max))
     return half_bytes(jnp.where(jnp.isfinite(rms), s, jnp.nan).astype(jnp.bfloat16))
 
@@ -144,21 +176,27 @@ def lloyd(bits: int, signed: bool = True) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
         del ctx
-        x, most, rms = unit_rms(wide(samples(x)))
+        x = wide(samples(x))
+        unit, rms = unit_rms(x)
         # Of a rectified normal distribution only one half of the elements has energy.
-        unit = rms if signed else rms * np.float32(math.sqrt(2))
+        sigma = rms if signed else rms * np.float32(math.sqrt(2))
+
+        def size(run: Array) -> Array:
+            return (jnp.abs(run) if signed else run) * (1 / unit)
 
         def code(run: Array, i: int) -> Array:
             del i
-            if not signed:
-                return nearest(run, levels, unit)
-            return nearest(jnp.abs(run), levels, unit) + half * (run < 0).astype(jnp.uint8)
+            number = nearest(size(run), levels, sigma)
+            return number + half * (run < 0).astype(jnp.uint8) if signed else number
 
-        a = jnp.abs(x) if signed else x
-        mixed = of_nearest(lambda level: level * a, a, levels, unit)
-        energy = of_nearest(lambda level: jnp.full((), level**2, a.dtype), a, levels, unit)
-        words = least_squares(mixed, energy, most, rms)
-        return {'codes': pack(x, bits, code), 'scale': words}
+        def mixed(run: Array) -> Array:
+            return of_nearest(lambda level: level * size(run), size(run), levels, sigma)
+
+        def energy(run: Array) -> Array:
+            return of_nearest(lambda y: jnp.full((), y**2, x.dtype), size(run), levels, sigma)
+
+        along, square = sums(x, mixed, energy)
+        return {'codes': pack(x, bits, code), 'scale': least_squares(along, square, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx

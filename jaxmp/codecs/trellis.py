@@ -118,8 +118,9 @@ def trellis(bits: int, states: int = 8) -> Codec:
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
         del ctx
-        x = samples(x)
-        v, most, rms = unit_rms(wide(x))
+        x = wide(samples(x))
+        unit, rms = unit_rms(x)
+        v = x * (1 / unit)
         runs = jnp.pad(v / rms, ((0, 0), (0, -v.shape[1] % RUN))).reshape(-1, RUN)
         first = _path(runs, levels, states)
         subset = subsets(first).astype(jnp.int32)
@@ -127,7 +128,8 @@ def trellis(bits: int, states: int = 8) -> Codec:
         number = jax.lax.select_n(subset, *(nearest(runs, levels[s::4], one) for s in range(4)))
         y = chosen(4 * number + subset, levels, v.dtype)
         y, codes = (a.reshape(len(x), -1)[:, : v.shape[1]] for a in (y, number << 1 | first))
-        return {'codes': pack(codes, bits), 'scale': least_squares(v * y, y * y, most, rms)}
+        mixed, energy = (jnp.sum(a * y, 1, keepdims=True) for a in (v, y))
+        return {'codes': pack(codes, bits), 'scale': least_squares(mixed, energy, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx

@@ -52,7 +52,7 @@ class Stream(NamedTuple):
     def send(self, message: Any) -> None:
         """Sends the arrays of a pytree; returns when the system has taken their bytes."""
         leaves = map(np.ascontiguousarray, jax.tree.leaves(message))
-        self.socket.sendall(b''.join(a.reshape(-1).view(np.uint8) for a in leaves))
+        self.socket.sendall(b''.join(a.reshape(-1).view(np.uint8).data for a in leaves))
 
     def receive(self, like: Any) -> Any:
         """The next pytree of such shapes, as NumPy arrays.

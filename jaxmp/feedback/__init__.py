@@ -10,6 +10,7 @@ inside one process keeps a single copy.
 
 from jaxmp.feedback.anchored import anchored
 from jaxmp.feedback.channel import Channel, Slots, check_codec
+from jaxmp.feedback.klt import klt
 from jaxmp.feedback.rules import aqsgd, direct, ef, ef21, ef_mixed, warm
 from jaxmp.feedback.slots import per_microbatch, put, take
 
@@ -23,6 +24,7 @@ __all__ = [
     'ef',
     'ef21',
     'ef_mixed',
+    'klt',
     'per_microbatch',
     'put',
     'take',

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -87,7 +86,6 @@ def anchored(codec: Codec, vocabulary: int, window: int = 1024) -> Channel:
         return (mean + change).astype(like.dtype), _moved(a, at, change, window)
 
     def warm_start(x: Array, a: Anchors, ctx: Ctx) -> Anchors:
-        x = jax.lax.optimization_barrier(x)  # as `read`: what made x may be fused with the sum
         at, mean = own(a, x, ctx)
         return _moved(a, at, x - mean, window)
 

@@ -33,7 +33,7 @@ class Channel(NamedTuple):
       init: ``like -> (tx, rx)``, the states of the two ends.
       send: ``(x, tx, ctx) -> (payload, tx)``.
       recv: ``(payload, rx, like, ctx) -> (y, rx)``.
-      warm_start: ``(x, state, ctx) -> state``, the state of either end after ``x`` itself was sent.
+      warm_start: ``(x, state, ctx) -> state``, that of either end after `warm` sent ``x``.
       shared_state: whether the two ends always hold equal states.
       per_token: whether the state is a table by ``ctx.tokens``, which all micro-batches share.
       slots: where a crossing's state lies in the memory of a channel that keeps many, or None.

@@ -54,7 +54,6 @@ def lean(channel: Channel, bits: int) -> Channel:
         return y, _stored(state, bits)
 
     def warm_start(x: Array, state: Stored, ctx: Ctx) -> Stored:
-        x = jax.lax.optimization_barrier(x)  # else the rounding may be fused with what made x
         return _stored(channel.warm_start(x, _loaded(state, like(x), bits), ctx), bits)
 
     return channel._replace(

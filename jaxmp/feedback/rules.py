@@ -229,22 +229,30 @@ def aqsgd(codec: Codec, examples: int, table: int = 32) -> Channel:
 
 
 @word
-def warm(channel: Channel) -> Channel:
-    """The same channel in its warm-up: sends the tensor itself and primes both states with it.
+def warm(channel: Channel, codec: Codec = raw) -> Channel:
+    """The same channel in a phase with another codec, which primes both states with what arrives.
 
-    ``y = x``; afterwards EF has ``e = 0``, EF21 ``g = x``, AQ-SGD ``m[id] = x``.
+    ``y = C'(x)``; afterwards EF has ``e = 0``, EF21 ``g = y``, AQ-SGD ``m[id] = y``. In a warm-up
+    C' is `raw`, so that ``y = x``.
 
     Args:
-      channel: the channel that takes over when the warm-up ends; the states are its own.
+      channel: the channel of the other phases; the states are its own.
+      codec: C'.
+
+    Raises:
+      TypeError: if ``codec`` is not a codec.
     """
+    check_codec('warm', codec)
     if channel.slots:
-        return slotted(channel.slots._replace(channel=warm(channel.slots.channel)), channel.init)
+        one = warm(channel.slots.channel, codec)
+        return slotted(channel.slots._replace(channel=one), channel.init)
 
     def send(x: Array, tx: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
-        return raw.encode(x, ctx), channel.warm_start(x, tx, ctx)
+        m = codec.encode(x, ctx)
+        return m, channel.warm_start(read(codec, m, like(x), ctx), tx, ctx)
 
     def recv(m: Payload, rx: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
-        y = raw.decode(m, like, ctx)
+        y = read(codec, m, like, ctx)
         return y, channel.warm_start(y, rx, ctx)
 
-    return channel._replace(codec=raw, send=send, recv=recv)
+    return channel._replace(codec=codec, send=send, recv=recv)

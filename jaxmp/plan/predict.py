@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmp.runtimes.schedule import Action
@@ -77,17 +77,20 @@ def step(
     stages: Sequence[Times],
     messages: Mapping[Edge, Message],
     delay: float,
+    wire: Callable[[Edge], Hashable] = lambda edge: edge,
 ) -> float:
     """Seconds of a step: each device runs its actions in order, each as early as it can.
 
-    An action takes the time of its stage and of the codecs that its program runs. The messages of
-    an edge follow each other, beside compute: each occupies its link, and arrives a delay later.
+    An action takes the time of its stage and of the codecs that its program runs. The messages on
+    a wire follow each other, beside compute, in the order in which their receivers take them: each
+    occupies the wire, and arrives a delay later.
 
     Args:
       actions: a schedule, whose order counts and whose times do not.
       stages: times of each stage.
       messages: those of every edge between neighbours, in both directions.
       delay: of every message, seconds.
+      wire: names the wire of an edge, which edges of the same name share; default one per edge.
 
     >>> from jaxmp.runtimes.plans import gpipe
     >>> edges = {(0, 1): Message(0.0, 4.0, 0.0), (1, 0): Message(0.0, 2.0, 0.0)}
@@ -95,20 +98,21 @@ def step(
     13.0
     """
     split = any(a.kind == 'W' for a in actions)
-    free: dict[int | Edge, float] = {}
-    ready: dict[tuple[str, int, int], float] = {}  # when the input of an action is there
+    free: dict[int, float] = {}  # devices
+    wires: dict[Hashable, float] = {}
+    sent: dict[tuple[str, int, int], float] = {}  # when the input of an action was sent
     ends = [0.0] * len(stages)
     for a in actions:
         own, to = stages[a.stage], a.stage + {'F': 1, 'B': -1, 'W': len(stages)}[a.kind]
-        source, edge = a.stage - (to - a.stage), (a.stage, to)
+        source, start = a.stage - (to - a.stage), free.get(a.device, 0.0)
         seconds = {'F': own.forward, 'B': own.backward, 'W': 0.0}[a.kind]
         if split and a.kind != 'F':
             seconds = own.halves[a.kind == 'W']
-        start = max(free.get(a.device, 0.0), ready.get((a.kind, a.stage, a.microbatch), 0.0))
-        coming, going = messages.get((source, a.stage)), messages.get(edge)
-        end = start + seconds + (coming.decode if coming else 0) + (going.encode if going else 0)
-        free[a.device] = ends[a.stage] = end
-        if going:
-            free[edge] = max(free.get(edge, 0.0), end) + going.wire
-            ready[a.kind, to, a.microbatch] = free[edge] + delay
+        if coming := messages.get((source, a.stage)):
+            name, at = wire((source, a.stage)), sent[a.kind, a.stage, a.microbatch]
+            wires[name] = max(wires.get(name, 0.0), at) + coming.wire
+            start, seconds = max(start, wires[name] + delay), seconds + coming.decode
+        if going := messages.get((a.stage, to)):
+            seconds += going.encode
+        free[a.device] = ends[a.stage] = sent[a.kind, to, a.microbatch] = start + seconds
     return max(end + own.update for end, own in zip(ends, stages, strict=True))

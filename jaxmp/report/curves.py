@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric, of_summary
+from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric, by_phases, of_summary
 from jaxmp.report import style
 
 Records = Sequence[Mapping[str, Any]]
@@ -90,7 +90,7 @@ def sent(run: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def gigabytes(summary: Mapping[str, Any], epoch: float) -> float:
-    r"""Bytes sent until the end of an epoch, in 1e9, with boundaries uncompressed in the warm-up.
+    r"""Bytes sent until the end of an epoch, in 1e9, with the phases' bytes in their epochs.
 
     >>> row = {'boundary': 1, 'uncompressed': 100, 'forward': 10, 'backward': 10}
     >>> config = {'epochs': 4, 'warmup_epochs': 1}
@@ -99,9 +99,8 @@ def gigabytes(summary: Mapping[str, Any], epoch: float) -> float:
     (2000, 2400)
     """
     config, (moved, _) = summary['config'], sent(summary)
-    warm = min(epoch, config['warmup_epochs'])
-    more = sum(2 * r['uncompressed'] - r['forward'] - r['backward'] for r in summary['bytes'])
-    return (epoch * moved + warm * more) * summary['steps'] / config['epochs'] / 1e9
+    each = summary['steps'] / config['epochs']
+    return (epoch * moved + by_phases(summary, epoch)) * each / 1e9
 
 
 def value(metric: Metric, scores: Mapping[str, Any]) -> float:

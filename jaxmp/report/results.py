@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmp.config import Summary, settings
-from jaxmp.metrics import of_summary
+from jaxmp.metrics import by_phases, of_summary
 from jaxmp.report.residuals import Estimate, estimate
 
-VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs')  # may vary between rows
+# What may vary between rows.
+VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs', 'phases')
 TUNED = (
     'optimizer.lr',
     'optimizer.momentum',
@@ -162,7 +163,7 @@ def difference(row: Row, to: Row) -> Estimate | None:
 
 
 def wire(row: Row) -> dict[str, float]:
-    """Bytes per step after the warm-up; ratio to uncompressed and bits per element over the run.
+    """Bytes per step outside the phases; ratio to uncompressed and bits per element over the run.
 
     For boundaries these count both directions of all boundaries; for replicas what one sends.
     """
@@ -172,6 +173,6 @@ def wire(row: Row) -> dict[str, float]:
         return {'bytes': sent, 'ratio': full / sent, 'bits': 32 * sent / full}
     full = 2 * sum(s['uncompressed'] for s in run['bytes'])
     sent = sum(s['forward'] + s['backward'] for s in run['bytes'])
-    warm = run['config']['warmup_epochs'] / run['config']['epochs']
-    mean = warm * full + (1 - warm) * sent
+    epochs = run['config']['epochs']
+    mean = sent + by_phases(run, epochs) / epochs
     return {'bytes': sent, 'ratio': full / mean, 'bits': 32 * mean / full}

@@ -183,6 +183,18 @@ def plan_of(args: argparse.Namespace) -> list[Job]:
     return jobs(chosen, args.out / args.scale, args.work / args.scale)
 
 
+def set_up() -> None:
+    """What a process does once before it trains: quiet logs, compiled programs and memory kept."""
+    from absl import logging
+
+    from jaxmp.distributed.allocator import keep_freed_pages
+    from jaxmp.distributed.placement import keep_compiled
+
+    logging.set_verbosity(logging.WARNING)  # orbax logs each file that it writes
+    keep_compiled()
+    keep_freed_pages()
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs the command; exits with 1 if a run failed and with 143 after a signal."""
     args = arguments(argv)
@@ -190,14 +202,7 @@ def main(argv: list[str] | None = None) -> None:
         plan = plan_of(args)
         if args.plan:
             return show_plan(plan)
-        from absl import logging
-
-        from jaxmp.distributed.allocator import keep_freed_pages
-        from jaxmp.distributed.placement import keep_compiled
-
-        logging.set_verbosity(logging.WARNING)  # orbax logs each file that it writes
-        keep_compiled()
-        keep_freed_pages()
+        set_up()
         failed = sweep(plan, quiet=not args.verbose)
     except (ValueError, OSError) as error:
         sys.exit(f'jaxmp sweep: {error}')

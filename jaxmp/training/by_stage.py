@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp import data
+from jaxmp.boundary import Boundary
 from jaxmp.config import Config
 from jaxmp.distributed.placement import open_links, place
 from jaxmp.distributed.process_group import ProcessGroup, together
@@ -92,15 +93,15 @@ class _ByStage:
         emulated = (c.link_rate, c.link_delay) if train else (0.0, 0.0)
         return Mpmd(model, self.columns, actions, train=train, emulated=emulated)
 
-    @functools.cached_property
+    @property
     def training(self) -> Any:
         """Boundaries as configured."""
-        return self.runtime(self.exp.model.boundaries, True)
+        return self.during(self.exp.model.boundaries)
 
-    @functools.cached_property
-    def warming(self) -> Any:
-        """Boundaries of the warm-up."""
-        return self.runtime(self.exp.warm_model.boundaries, True)
+    @functools.cache  # noqa: B019
+    def during(self, cuts: tuple[Boundary, ...]) -> Any:
+        """Boundaries of a phase."""
+        return self.runtime(cuts, True)
 
     @functools.cache  # noqa: B019
     def scoring(self, compressed: bool) -> Any:
@@ -122,8 +123,8 @@ class _ByStage:
 
     def epoch(self, number: int) -> Epoch:
         """See `Engine`."""
-        warming = number < self.exp.config.warmup_epochs
-        runtime = self.warming if warming else self.training
+        runtime = self.during(self.exp.boundaries(number))
+        configured = runtime is self.training
         rules, count = rules_of(self.exp, number), self.exp.config.batch_size
 
         def run(state: TrainState, order: np.ndarray, stopped: Stopped) -> Iterator:
@@ -132,14 +133,14 @@ class _ByStage:
             def steps(state: TrainState) -> Iterator:
                 for batch in data.batches(self.exp.data.train, count, order):
                     step = lambda via, b=(state, batch): train_step(rules, via, self.across, b)
-                    state, values = (profile.plainly if warming else self.run_step)(step, runtime)
-                    self.steps += not warming
+                    run_step = self.run_step if configured else profile.plainly
+                    state, values = run_step(step, runtime)
+                    self.steps += configured
                     yield state.replace(step=np.asarray(state.step, np.int32)), values
 
-            last = len(order) // count
-            names = self.exp.task.scores
-            yield from together(self.group, steps(state), (last, names), stopped, self.share)
-            self.sent += interface_bytes() - sent
+            ends = len(order) // count, self.exp.task.scores
+            yield from together(self.group, steps(state), ends, stopped, self.share)
+            self.sent += (interface_bytes() - sent) * configured
 
         return run
 

@@ -21,6 +21,7 @@ import optax
 
 from jaxmp import config as schema
 from jaxmp import data, version
+from jaxmp.boundary import Boundary
 from jaxmp.config import Config
 from jaxmp.distributed.member import BehindError, Member
 from jaxmp.distributed.process_group import Address, ProcessGroup, endpoint, token_of
@@ -117,12 +118,12 @@ def elastic(exp: Experiment, meetings: Meetings, k: int, workdir: Path) -> Engin
     score = one_program.evaluator(exp)
     via = Collectives(exp.replicas, k, *(lambda tree: tree,) * 3)
 
-    @functools.lru_cache(maxsize=2)
-    def compiled(warming: bool) -> Callable[..., Any]:
+    @functools.cache
+    def compiled(cuts: tuple[Boundary, ...]) -> Callable[..., Any]:
         rules = rules_of(exp, 0)._replace(exchange=ALONE)
-        return jax.jit(functools.partial(step_of(exp, warming, rules), via), donate_argnums=0)
+        return jax.jit(functools.partial(step_of(exp, cuts, rules), via), donate_argnums=0)
 
-    steps = lambda n: compiled(n < exp.config.warmup_epochs)
+    steps = lambda n: compiled(exp.boundaries(n))
     public = lambda state: state.replace(
         model=state.model._replace(params=meetings.shared(state.model.params))
     )

@@ -15,9 +15,10 @@ import optax
 
 from jaxmp import config as schema
 from jaxmp import data, exchange
+from jaxmp.boundary import Boundary
 from jaxmp.config import KEYS, Config
 from jaxmp.exchange import Exchange
-from jaxmp.feedback import Channel, warm
+from jaxmp.feedback import Channel
 from jaxmp.grammar import own_words
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.plugins import called
@@ -26,6 +27,7 @@ from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.schedule import Action
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.optimizer import optimizer_of
+from jaxmp.training.phases import Phase, phases_of
 from jaxmp.training.task import Task, task_of
 from jaxmp.wire import Like
 
@@ -37,8 +39,8 @@ class Experiment(NamedTuple):
       config: validated.
       task: model and scores.
       data: what is trained on and tested, perhaps fewer examples than the task has.
-      model: stages and boundaries after the warm-up.
-      warm_model: the same in the warm-up.
+      model: stages and boundaries, as ``config.fwd`` and ``config.bwd`` say.
+      phases: epochs with other boundaries.
       optimizer: of one stage's parameters.
       epoch_steps: steps per epoch.
       exchange: between replicas.
@@ -49,11 +51,16 @@ class Experiment(NamedTuple):
     task: Task
     data: data.Dataset
     model: Pipeline
-    warm_model: Pipeline
+    phases: tuple[Phase, ...]
     optimizer: optax.GradientTransformation
     epoch_steps: int
     exchange: Exchange
     replicas: int
+
+    def boundaries(self, epoch: int) -> tuple[Boundary, ...]:
+        """The boundaries of an epoch, counted from 0."""
+        of_phases = (p.boundaries for p in self.phases if epoch in p.epochs)
+        return next(of_phases, self.model.boundaries)
 
 
 def experiment_of(config: Config, task: Task | None = None) -> Experiment:
@@ -67,11 +74,6 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
       ValueError: for a value that is not allowed; the message names the key.
     """
     schema.check(config)
-    if config.warmup_epochs > config.epochs:
-        raise ValueError(
-            f'config.warmup_epochs={config.warmup_epochs} is not between 0 and epochs='
-            f'{config.epochs}; the warm-up counts inside the total'
-        )
     task = task_of(config) if task is None else task
     tied_exchange(config, bool(task.tied))
     actions_of(config, len(task.stages))
@@ -80,10 +82,12 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     shared = replication(config)
     if config.batch_size > count:
         raise ValueError(f'config.batch_size={config.batch_size} is not in 1..{count}')
-    model, warmed = pipelines(config, task, count)
+    names = words_of(config, task, count)
+    model = pipeline_of(config, task, names)
+    phases = phases_of(config, model.boundaries, names)
     epoch_steps = count // config.batch_size
     return Experiment(
-        config, task, examples, model, warmed, optimizer_of(config, epoch_steps), epoch_steps,
+        config, task, examples, model, phases, optimizer_of(config, epoch_steps), epoch_steps,
         shared, config.parallel.replicas,
     )  # fmt: skip
 
@@ -96,15 +100,23 @@ def sized(dataset: data.Dataset, config: Config) -> data.Dataset:
     return dataset
 
 
-def pipelines(config: Config, task: Task, examples: int) -> tuple[Pipeline, Pipeline]:
-    """The model with its boundaries, after the warm-up and in it.
+def words_of(config: Config, task: Task, examples: int) -> dict[str, Any]:
+    """The words that a channel's text may use besides those of the algebra."""
+    numbers = {'examples': examples, 'vocabulary': vocabulary(task)}
+    return {k: n for k, n in numbers.items() if n} | own_words(config.codecs)
+
+
+def vocabulary(task: Task) -> int:
+    """The number of the input's tokens; 0 if it is of numbers."""
+    return task.data.classes if jnp.issubdtype(task.like.dtype, jnp.integer) else 0
+
+
+def pipeline_of(config: Config, task: Task, names: dict[str, Any]) -> Pipeline:
+    """The model with its boundaries.
 
     Raises:
       ValueError: if a text names no channel, or a channel that does not fit.
     """
-    of_tokens = jnp.issubdtype(task.like.dtype, jnp.integer)
-    numbers = {'examples': examples} | ({'vocabulary': task.data.classes} if of_tokens else {})
-    names = {**numbers, **own_words(config.codecs)}
     n = len(task.stages) - 1
     fwd, bwd = (channels_of(config, way, names, n) for way in ('fwd', 'bwd'))
     if any(c.per_example for c in fwd) and config.parallel.replicas > 1:
@@ -119,11 +131,10 @@ def pipelines(config: Config, task: Task, examples: int) -> tuple[Pipeline, Pipe
             )
     for channel in fwd:
         if channel.per_example:
-            check_ids(channel, config.fwd, examples)
+            check_ids(channel, config.fwd, names['examples'])
         if channel.per_token:
-            check_tokens(channel, config.fwd, task.data.classes if of_tokens else 0)
-    warmed = [warm(c) for c in fwd], [warm(c) for c in bwd]
-    return pipeline(task.stages, fwd, bwd), pipeline(task.stages, *warmed)
+            check_tokens(channel, config.fwd, vocabulary(task))
+    return pipeline(task.stages, fwd, bwd)
 
 
 def channels_of(config: Config, way: str, names: dict[str, Any], boundaries: int) -> list[Channel]:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp import data
+from jaxmp.boundary import Boundary
 from jaxmp.exchange import Collectives
 from jaxmp.models.tied import TiedParameter
 from jaxmp.runtimes.local import Local, join
@@ -35,13 +36,13 @@ Step = Callable[[TrainState, dict[str, Array]], tuple[TrainState, Values]]
 def one_program(exp: Experiment) -> Engine:
     """The engine of ``config.parallel.runtime = 'local'`` with one replica."""
 
-    @functools.lru_cache(maxsize=2)  # in the warm-up and after it, for run after run
-    def compiled(warming: bool) -> Epoch:
-        return epoch_form()(exp, functools.partial(step_of(exp, warming, rules_of(exp, 0)), None))
+    @functools.cache  # for run after run
+    def compiled(cuts: tuple[Boundary, ...]) -> Epoch:
+        return epoch_form()(exp, functools.partial(step_of(exp, cuts, rules_of(exp, 0)), None))
 
     return Engine(
         create=create,
-        epoch=lambda n: compiled(n < exp.config.warmup_epochs),
+        epoch=lambda n: compiled(exp.boundaries(n)),
         evaluate=evaluator(exp),
         export=lambda state: export(exp, state),
         load=lambda state, saved: load(exp, state, saved),
@@ -97,10 +98,10 @@ class _Placed(Local):
 
 
 def step_of(
-    exp: Experiment, warming: bool, rules: Rules
+    exp: Experiment, cuts: tuple[Boundary, ...], rules: Rules
 ) -> Callable[..., tuple[TrainState, Values]]:
     """The step of a replica: ``(collectives or None, state, batch) -> (state, scores)``."""
-    model = model_of(exp, (exp.warm_model if warming else exp.model).boundaries)
+    model = model_of(exp, cuts)
     over_stages = across(exp.task.tied)
 
     def step(via: Collectives | None, state: TrainState, batch: dict[str, Array]) -> Any:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from jaxmp.boundary import Boundary
 from jaxmp.distributed.placement import device_mesh, open_links
 from jaxmp.distributed.process_group import ProcessGroup, together
 from jaxmp.exchange import AXIS, over
@@ -50,15 +51,15 @@ def replicated(exp: Experiment, group: ProcessGroup) -> Engine:
     score = one_program.evaluator(exp)
 
     @functools.lru_cache(maxsize=1)
-    def compiled(warming: bool, rules: Rules) -> Epoch:
-        step = replica_step(step_of(exp, warming, rules), mesh)
+    def compiled(cuts: tuple[Boundary, ...], rules: Rules) -> Epoch:
+        step = replica_step(step_of(exp, cuts, rules), mesh)
         if group.count == 1:
             return functools.partial(_averaged, one_program.epoch_form()(exp, step))
         return functools.partial(_agreed, exp, group, one_program.epoch_by_step(exp, step))
 
     return Engine(
         create=lambda seeded: spread(one_program.create(seeded, exp.replicas), mesh),
-        epoch=lambda n: compiled(n < exp.config.warmup_epochs, rules_of(exp, n)),
+        epoch=lambda n: compiled(exp.boundaries(n), rules_of(exp, n)),
         evaluate=lambda state, compressed: score(one_of(state, mesh), compressed),
         export=lambda state: export(exp, state, mesh),
         load=lambda state, saved: load(exp, state, saved, mesh),

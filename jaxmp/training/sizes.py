@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp import exchange
-from jaxmp.boundary import FeedbackState
+from jaxmp.boundary import Boundary, FeedbackState
 from jaxmp.distributed.placement import memory
 from jaxmp.runtimes.schedule import most_kept
 from jaxmp.runtimes.stage import StageProgram, programs
@@ -102,18 +103,38 @@ def check_residuals(exp: Experiment) -> None:
     )
 
 
-def message_bytes(exp: Experiment) -> list[dict[str, int]]:
-    """Bytes per step at each boundary: uncompressed, and each way as sent after the warm-up."""
+def message_bytes(exp: Experiment, cuts: Sequence[Boundary] | None = None) -> list[dict[str, int]]:
+    """Bytes per step at each boundary: uncompressed, and each way as sent.
+
+    Args:
+      exp: the experiment.
+      cuts: boundaries of a phase; without them those of the configuration's channels.
+    """
+    cuts = exp.model.boundaries if cuts is None else cuts
     x, count = microbatch_like(exp), exp.config.parallel.num_microbatches
     variables, _ = shapes(exp)
     rows = []
     likes = exp.model.likes(variables, x, train=True)
-    for i, (b, x) in enumerate(zip(exp.model.boundaries, likes, strict=True), 1):
+    for i, (b, x) in enumerate(zip(cuts, likes, strict=True), 1):
         forward, backward = (count * n // 8 for n in b.bits(x))
         full = count * nbytes(x)
         row = {'boundary': i, 'uncompressed': full, 'forward': forward, 'backward': backward}
         rows.append(row)
     return rows
+
+
+def phase_bytes(exp: Experiment) -> list[dict[str, Any]]:
+    """The phases of a run: codec, first epoch from 0, the epoch after the last, bytes per step.
+
+    The bytes are those of all boundaries, both ways.
+    """
+    return [
+        {
+            'codec': str(p.codec), 'start': p.epochs.start, 'stop': p.epochs.stop,
+            'bytes': sum(r['forward'] + r['backward'] for r in message_bytes(exp, p.boundaries)),
+        }
+        for p in exp.phases
+    ]  # fmt: skip
 
 
 def table_bytes(exp: Experiment) -> dict[str, Any]:

@@ -14,11 +14,11 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxmp.metrics import METRICS, Metric, of_summary
+from jaxmp.metrics import METRICS, Metric, by_phases, of_summary
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError, write_json
 from jaxmp.training.resume import Place
-from jaxmp.training.sizes import message_bytes, parameters, table_bytes
+from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
 
 
 def finish(
@@ -48,6 +48,7 @@ def finish(
         'test': best_and_last(records, metric, exp.config.warmup_epochs),
         'history': history(records, exp.task.scores),
         'bytes': message_bytes(exp),
+        'phases': phase_bytes(exp),
         **table_bytes(exp),
         **moved,
         'parameters': parameters(exp),
@@ -159,10 +160,25 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         full, f, b = row['uncompressed'], row['forward'], row['backward']
         cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
         size.add_row(str(row['boundary']), *cells)
+    if texts := _phases(summary):
+        size.title = f'bytes per step; {texts}'
     if 'exchange' in summary:
         _add_exchange(size, summary['exchange'], summary['processes'])
     links = [_moved(summary)] if 'moved' in summary and summary['processes'] > 1 else []
     return [scores, size, *links]
+
+
+def _phases(summary: dict[str, Any]) -> str:
+    """The phases of a run and the bytes that it sent at its boundaries; empty without phases."""
+    epochs, steps = summary['config']['epochs'], summary['steps']
+    sent = sum(r['forward'] + r['backward'] for r in summary['bytes'])
+    full = sum(2 * r['uncompressed'] for r in summary['bytes'])
+    if not summary['phases'] or not full:
+        return ''
+    texts = [f'{p["codec"]} in epochs {p["start"] + 1} to {p["stop"]}' for p in summary['phases']]
+    mean = sent + by_phases(summary, epochs) / epochs
+    total = f'over the run {round(mean * steps):,}, ratio {full / mean:.2f}'
+    return '; '.join([*texts, total])
 
 
 def _add_exchange(size: Table, exchange: dict[str, Any], processes: int) -> None:

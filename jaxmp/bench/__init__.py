@@ -1,0 +1,1 @@
+"""`jaxmp bench`: any channels scored on one small task, beside those of others."""

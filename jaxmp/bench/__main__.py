@@ -1,0 +1,112 @@
+"""`jaxmp bench [TEXT ...]`: scores channels on one small task, beside ours and those of others.
+
+    jaxmp bench
+    jaxmp bench 'rotate(lloyd(2))' --backward='block(4)'
+    jaxmp bench 'mine.py:mine(2)'
+
+A text is a forward channel; without one, all entries of the table are run. A score is the bits
+of the messages as compiled, the bits above Shannon's bound, the time of the codec in memcpys, the
+steps that an eight-stage GPT needs until a fixed loss (3 seeds, each against its run without
+compression), and the time that ProtocolNanoGPT would need over four links. Two cores take more
+than an hour for all entries, and some minutes for a text of yours. What has ended is kept in the
+folder --out, and the same command goes on there; the table shows all entries of the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxmp.bench.entries import Entry, entries_of
+from jaxmp.bench.protocol import LINK, LINKS
+
+if TYPE_CHECKING:
+    from jaxmp.bench.twin import Task
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog='jaxmp bench',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument('text', nargs='*', help='forward channels; default those of the table')
+    parser.add_argument('--backward', default='', help='their backward channel; default the same')
+    parser.add_argument('--seeds', type=int, default=3, help='runs of each; default 3')
+    parser.add_argument('--link', default=LINK, choices=LINKS, help=f'that ranks; default {LINK}')
+    parser.add_argument('--out', type=Path, default=Path('runs/bench'), help='default runs/bench')
+    args = parser.parse_args(argv)
+    if args.backward and not args.text:
+        parser.error('--backward needs a forward channel before it')
+    if args.seeds < 1:
+        parser.error('--seeds is a whole number from 1')
+    return args
+
+
+def bench(
+    entries: Sequence[Entry],
+    out: Path,
+    seeds: int = 3,
+    link: str = LINK,
+    task: Task | None = None,
+) -> str:
+    """Runs what has not been run, writes the table to ``out``, and returns it.
+
+    Args:
+      entries: pairs of channels, the uncompressed one among them.
+      out: folder.
+      seeds: runs of each entry.
+      link: that ranks the table.
+      task: what the twin learns; default `jaxmp.bench.twin.TASK`.
+
+    Raises:
+      ValueError: if a text names no channel, or one that does not fit the twin; before any run.
+      KeyboardInterrupt: after a signal; the state of the run has been saved.
+    """
+    from jaxmp.bench.cost import costs_of
+    from jaxmp.bench.rows import row_of
+    from jaxmp.bench.table import write
+    from jaxmp.bench.twin import TASK, config_of, entry_of, plan, twins
+    from jaxmp.sweep.runner import sweep
+    from jaxmp.training.experiment import experiment_of
+
+    task = task or TASK
+    for entry in entries:
+        experiment_of(config_of(entry, 0, task))
+    out.mkdir(parents=True, exist_ok=True)
+    for entry in entries:
+        costs_of(entry, out)
+    failed = sweep(plan(entries, seeds, out, task))
+    results = [json.loads(p.read_text()) for p in sorted((out / 'runs').glob('*.json'))]
+    found = twins(results, task.loss)
+    why = {e: r for e in entries for n, r in failed.items() if n.rpartition('-s')[0] == e.name}
+    shown = dict.fromkeys([*map(entry_of, results), *entries])
+    rows = [row_of(e, costs_of(e, out), found.get(e), why.get(e, '')) for e in shown]
+    return write(rows, link, task.loss, out)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line; exits with 143 after a signal."""
+    args = arguments(argv)
+    try:
+        entries = entries_of(args.text, args.backward)
+        from jaxmp.sweep.runner import set_up
+
+        set_up()
+        print(bench(entries, args.out, args.seeds, args.link))
+    except (OSError, ValueError) as error:
+        sys.exit(f'jaxmp bench: {error}')
+    except KeyboardInterrupt:
+        print('stopped by a signal; the current run is saved, and the same command continues it')
+        sys.exit(143)
+    print(f'wrote {args.out / "table.md"}, table.json, time.png and time.svg')
+
+
+if __name__ == '__main__':
+    main()

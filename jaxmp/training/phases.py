@@ -1,0 +1,92 @@
+"""`Phase`: epochs in which another codec stands in for the channels of both directions.
+
+A warm-up sends the first epochs uncompressed; a run may also wean the model off its compression at
+the end, or change the number of bits on the way. The feedback states stay those of the channels,
+and every message primes them (`jaxmp.warm`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxmp.boundary import Boundary
+from jaxmp.config import Config
+from jaxmp.feedback import warm
+from jaxmp.spec import NAMES, complete, read
+from jaxmp.wire import Codec
+
+FORM = re.compile(r'(?P<codec>[^@]+)@(?P<start>-?\d+)?:(?P<stop>-?\d+)?')
+
+
+class Phase(NamedTuple):
+    """A phase of a run.
+
+    Attributes:
+      codec: in place of the channels.
+      epochs: counted from 0.
+      boundaries: with that codec.
+    """
+
+    codec: Codec
+    epochs: range
+    boundaries: tuple[Boundary, ...]
+
+
+def phases_of(
+    config: Config, boundaries: Sequence[Boundary], names: Mapping[str, Any]
+) -> tuple[Phase, ...]:
+    """The phases of a run in ascending order; all other epochs are trained with ``boundaries``.
+
+    Args:
+      config: ``warmup_epochs``, and ``phases``: codecs, each with its epochs as a slice in Python's
+        form, with ``;`` between them.
+      boundaries: with the channels of the configuration.
+      names: words that the texts may use besides those of the algebra.
+
+    Raises:
+      ValueError: if a text is not of that form, has no epoch, or shares an epoch with another.
+    """
+    if config.warmup_epochs > config.epochs:
+        raise ValueError(
+            f'config.warmup_epochs={config.warmup_epochs} is not between 0 and epochs='
+            f'{config.epochs}; the warm-up counts inside the total'
+        )
+    texts = [t.strip() for t in config.phases.split(';') if t.strip()]
+    texts = [f'raw@:{config.warmup_epochs}'] * bool(config.warmup_epochs) + texts
+    phases = sorted(
+        (_phase(t, config, boundaries, names) for t in texts), key=lambda p: p.epochs.start
+    )
+    for before, after in itertools.pairwise(phases):
+        if before.epochs.stop > after.epochs.start:
+            raise ValueError(
+                f'config.phases={config.phases!r}, after config.warmup_epochs='
+                f'{config.warmup_epochs}: epoch {after.epochs.start}, counted from 0, is in two '
+                'phases; give each epoch one'
+            )
+    return tuple(phases)
+
+
+def _phase(
+    text: str, config: Config, boundaries: Sequence[Boundary], names: Mapping[str, Any]
+) -> Phase:
+    found = FORM.fullmatch(text)
+    bounds = [int(b) if b else None for b in found.group('start', 'stop')] if found else []
+    epochs = range(config.epochs)[slice(*bounds)] if found else range(0)
+    if not found or not epochs:
+        raise ValueError(
+            f'config.phases={config.phases!r}: {text!r} is not a codec and some of '
+            f'{config.epochs} epochs, such as raw@:1 (the first), lloyd(4)@3:5 or raw@-2: (the '
+            'last two)'
+        )
+    codec = read(found['codec'], {**NAMES, **names}, _codec)
+    cuts = (Boundary(warm(b.fwd, codec), warm(b.bwd, codec), b.via) for b in boundaries)
+    return Phase(codec, epochs, tuple(cuts))
+
+
+def _codec(thing: Any, text: str) -> Codec:
+    if not isinstance(complete(thing, text), Codec):
+        raise TypeError(f'{text} is not a codec; a phase keeps the feedback rules of fwd and bwd')
+    return thing

@@ -1,0 +1,82 @@
+"""Epochs in which another codec stands in for the channels, in every runtime."""
+
+import numpy as np
+import pytest
+
+import jaxmp
+from jaxmp.distributed import process_group
+from jaxmp.metrics import by_phases
+from jaxmp.training import experiment, loop, sizes
+from tests.runs import config_of, known_model
+from tests.test_portable import RUNTIMES, Flat, steps
+
+
+def made(**words):
+    fixed = {'model': 'flat', 'width': 24, 'train_examples': 64, 'batch_size': 32, 'epochs': 3}
+    fixed |= {'fwd': 'ef21(uniform(2))', 'bwd': 'ef(uniform(2))', 'warmup_epochs': 1}
+    return experiment.experiment_of(config_of(**fixed | words))
+
+
+@pytest.fixture(autouse=True)
+def flat(monkeypatch):
+    known_model(monkeypatch, 'flat', lambda classes, width: (Flat(width), Flat(classes)))
+
+
+def losses(exp):
+    """The loss of each step, by epoch."""
+    engine, order, rows = loop.engine_of(exp, process_group.ProcessGroup()), np.arange(64), []
+    state = engine.create(exp)
+    for number in range(exp.config.epochs):
+        run = engine._replace(epoch=lambda _, n=number: engine.epoch(n))
+        row, state = steps(run, state, order)
+        rows.append(row)
+    return np.array(rows)
+
+
+def test_a_phase_replaces_the_channels_in_its_epochs():
+    """Like a run without it until then, and alike in every runtime."""
+    own, *weaned = (
+        losses(made(phases=p, runtime=r))
+        for p, r in (('', 'local'), *(('raw@-1:', r) for r in RUNTIMES))
+    )
+    for found in weaned:
+        np.testing.assert_allclose(found, weaned[0], rtol=1e-4)
+    np.testing.assert_array_equal(weaned[0][:2], own[:2])
+    assert np.all(weaned[0][2] != own[2])
+
+
+def test_both_ends_are_primed_with_what_a_phase_sent():
+    x = np.random.default_rng(0).standard_normal((2, 40)).astype('f4')
+    channel = jaxmp.warm(jaxmp.parse('ef21(top_k(0.1))'), jaxmp.uniform(4))
+    tx, rx = channel.init(jaxmp.like(x))
+    m, tx = channel.send(x, tx, jaxmp.Ctx())
+    y, rx = channel.recv(m, rx, jaxmp.like(x), jaxmp.Ctx())
+    np.testing.assert_array_equal(tx, rx)
+    np.testing.assert_array_equal(tx, y)
+    assert 0 < np.abs(y - x).max() < 0.5
+
+
+def test_bytes_count_every_phase():
+    exp = made(phases='uniform(8)@2:3; raw@3:', epochs=4)
+    rows = sizes.phase_bytes(exp)
+    [row] = sizes.message_bytes(exp)
+    full, eight, own = (2 * 32 * 24 * 4, 2 * (32 * 24 + 8), row['forward'] + row['backward'])
+    assert [(p['codec'], p['start'], p['stop'], p['bytes']) for p in rows] == [
+        ('raw', 0, 1, full), ('uniform(8)', 2, 3, eight), ('raw', 3, 4, full)
+    ]  # fmt: skip
+    assert 4 * own + by_phases({'bytes': [row], 'phases': rows}, 4) == 2 * full + eight + own
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        ({'phases': 'raw'}, "'raw' is not a codec and some of 3 epochs"),
+        ({'phases': 'raw@3:'}, 'is not a codec and some of'),
+        ({'phases': 'raw@:2'}, 'epoch 0, counted from 0, is in two phases'),
+        ({'phases': 'ef(raw)@2:'}, 'a phase keeps the feedback rules'),
+        ({'phases': 'top_k@2:'}, 'needs its arguments'),
+    ],
+)
+def test_what_is_no_phase_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        made(**words)
