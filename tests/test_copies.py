@@ -108,6 +108,7 @@ def shown_tables(s, tied, moved):
     test = {mode: {'best': best, 'last': best} for mode in ('off', 'on')}
     found = {'name': 'n', 'fwd': 'f', 'bwd': 'b', 'measure': 'accuracy', 'test': test}
     found |= {'bytes': sizes.message_bytes(s), 'tied': tied, 'moved': moved}
+    found |= {'config': {'epochs': 1}, 'steps': 1, 'phases': []}
     console = Console(file=io.StringIO(), width=100)
     for table in summary.tables({**found, 'processes': 2, 'interface': 0}):
         console.print(table)

@@ -105,7 +105,9 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
         display=progress.Display(ACCURACY, 12, 0, 100),
     )  # fmt: skip
     loop.train(
-        r, SimpleNamespace(step=0), {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'seconds': 0.0}
+        r,
+        SimpleNamespace(step=0),
+        {'loss': 0.0, 'accuracy': 0.0, 'steps': 0, 'missed': 0, 'seconds': 0.0},
     )
     rates = re.findall(r'(\S+) ex/s', capsys.readouterr().err)
     assert rates == ['5'] * 11

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
+import math
 import secrets
 import socket
 import time
@@ -25,7 +26,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmp.distributed.placement import gathered
-from jaxmp.wire import nbytes
 
 PATIENCE = 60.0  # seconds in which the sender has to connect
 ROOM = 128  # bytes of an introduction
@@ -61,7 +61,7 @@ class Stream(NamedTuple):
           ConnectionError: if the other process has ended.
         """
         leaves, tree = jax.tree.flatten(like)
-        sizes = [nbytes(a) for a in leaves]
+        sizes = [math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in leaves]
         whole, at = np.empty(sum(sizes), np.uint8), 0
         while at < whole.size:
             if not (count := self.socket.recv_into(whole.data[at:])):
