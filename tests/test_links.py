@@ -43,11 +43,11 @@ def test_a_slow_link_takes_the_time_of_its_bytes(monkeypatch):
     rate = bits * steps / (1e6 * 0.6)
     expected = 0.6 + steps * 2 * delay  # of the last micro-batch forward, and of its gradient
     _, slow = made(link_rate=rate, link_delay=1e3 * delay)
-    without, quick, _ = losses_and_seconds(exp, fast)
+    without, _, _ = losses_and_seconds(exp, fast)
     found, seconds, state = losses_and_seconds(exp, slow)
     assert found == without
     assert len(found) == steps
-    assert quick < expected <= seconds
+    assert expected <= seconds  # nothing is said of the one without a link: a busy machine is slow too
     monkeypatch.setattr(links.time, 'sleep', None)  # a test of the model waits for no link
     assert slow.evaluate(state, True)['loss'] > 0
 

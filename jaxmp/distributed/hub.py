@@ -100,7 +100,8 @@ class Hub(FrameServer):
             del self.newcomers[replica]  # pyright: ignore
         if self.members.get(replica) is line:  # pyright: ignore
             del self.members[replica]  # pyright: ignore
-            rest = f'{_named(self.members)} go on' if self.members else 'none is left'
+            goes = 'goes on' if len(self.members) == 1 else 'go on'
+            rest = f'{_named(self.members)} {goes}' if self.members else 'none is left'
             self.say(f'replica {replica} {how}; {rest}')
             self._next_view()
 
