@@ -182,7 +182,11 @@ def arguments() -> argparse.Namespace:
     ask.add_argument('--windows', type=int, default=9, help='windows at most')
     ask.add_argument('--stages', type=int, default=2, choices=(2, 4))
     ask.add_argument('--microbatches', type=int, default=1, help='of a batch')
-    ask.add_argument('--schedule', default='1f1b', help='of one stage per process, by its name')
+    ask.add_argument(
+        '--schedule',
+        default='1f1b',
+        help='of one stage per process, by its name; 1f1b+N takes N more forwards ahead',
+    )
     ask.add_argument('--mtu', type=int, default=emulated_network.MTU, help='bytes of a packet')
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')

@@ -27,6 +27,7 @@ import jaxmp
 from jaxmp import Ctx
 from jaxmp.distributed.placement import place
 from jaxmp.feedback import per_microbatch
+from jaxmp.plan.choose import ahead
 from jaxmp.runtimes.driver import Driver, drive
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.plans import SCHEDULES
@@ -79,7 +80,8 @@ def machine(task: Task, fwd: str, bwd: str, devices: Any, plan: Plan) -> Driver:
     n = len(task.stages)
     x = jax.ShapeDtypeStruct((task.batch // m, *task.x.shape[1:]), task.x.dtype)
     made = programs(task.stages, [cut] * (n - 1), loss, x, {})
-    actions = SCHEDULES[name](n, m)
+    name, _, extra = name.partition('+')
+    actions = ahead(n, m, int(extra)) if extra else SCHEDULES[name](n, m)
     at = devices or place(1, n)[0]
     lane = functools.partial(opener(np.array([at])), 0)
     return drive(made, at, actions, lane)

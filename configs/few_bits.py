@@ -1,9 +1,10 @@
-"""Codecs of 1 to 4 bits per element against none, on the small CIFAR-10 of the study.
+"""Codecs of 0.5 to 4 bits per element against none, on the small CIFAR-10 of the study, or text.
 
 jaxmp sweep configs/few_bits.py --scale=cpu --out=results/few_bits --set data.dir=DIR
+jaxmp sweep configs/few_bits.py --scale=text --out=results/few_bits
 python train.py --config=configs/few_bits.py:trellis2 --config.data.dir=DIR
 
-A run takes about a minute of one core.
+A run takes about a minute of one core, of text about four.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ CHANNELS = {  # forward and backward
     'trellis1': ('rotate(trellis(1))',) * 2,
     # 4 bits
     'lloyd4': ('rotate(lloyd(4))',) * 2,
+    # principal components, and what they cost
+    'klt-half': ('klt(0.5)',) * 2,
+    'klt1': ('klt(1)',) * 2,
+    'klt2': ('klt(2)',) * 2,
 }
-SEEDS = {'smoke': 1, 'cpu': 5}
+SEEDS = {'smoke': 1, 'cpu': 5, 'text': 3}
 
 
 def smoke() -> Config:
@@ -43,7 +48,12 @@ def cpu() -> Config:
     return c
 
 
-SCALES = {'smoke': smoke, 'cpu': cpu}
+def text() -> Config:
+    """A GPT-2 trained from nothing on a book, byte by byte."""
+    return load('text_gpt2')
+
+
+SCALES = {'smoke': smoke, 'cpu': cpu, 'text': text}
 
 
 def get_config(name: str = 'none', scale: str = 'cpu') -> Config:
@@ -51,7 +61,7 @@ def get_config(name: str = 'none', scale: str = 'cpu') -> Config:
 
     Args:
       name: of `CHANNELS`.
-      scale: ``smoke`` or ``cpu``.
+      scale: ``smoke``, ``cpu`` or ``text``.
     """
     c = SCALES[scale]()
     fwd, bwd = CHANNELS[name]

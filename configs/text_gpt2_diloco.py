@@ -27,7 +27,7 @@ class Row(NamedTuple):
 def sparse(fraction: float) -> str:
     """SparseLoCo's exchange with another fraction; 1/64 is the published one."""
     kept = f'per_chunk(top_k({fraction}, values=k_means(2), indices=elias_fano), 4096)'
-    return f'diloco(30, all_gather(ef({kept}, decay=0.95)), outer=sgd(1.0))'
+    return f'diloco(30, bucketed(all_gather(ef({kept}, decay=0.95))), outer=sgd(1.0))'
 
 
 BY_EXCHANGE = {'name': 'sgd', 'clip_norm': 0.0}  # the exchange is the optimizer

@@ -71,7 +71,9 @@ REPLICATED = {
     'ef21': ('ef21(top_k(0.3)) | ef21(uniform(4))',),
     'ef_mixed': ('ef_mixed(top_k(0.2)) | ef_mixed(top_k(0.3), True)',),
     'reuse': ('aqsgd(top_k(0.3), examples) | ef(same_support())',),
+    'rounds': ('ef21(top_k(0.3)) | ef21(uniform(4))',),
 }
+ROUNDS = 'diloco(2, all_gather(ef(top_k(0.3))), fragments=2, delay=1, mix=0.5)'
 
 
 class Layer(nn.Module):
@@ -110,8 +112,9 @@ def model(case, n, stages=STAGES):
     return Model(stages, cuts(case, n, len(stages) - 1), prepare, loss, x, n)
 
 
-def rules(replicas):
+def rules(case, replicas):
     text = 'all_gather(ef(top_k(0.3)))' if replicas > 1 else 'mean'
+    text = ROUNDS if case == 'rounds' else text
     return Rules(optax.sgd(0.1, 0.9), exchange.parse(text), clip_norm=1.0)
 
 
@@ -136,7 +139,7 @@ def scanned(body, carry, parts):
 def local(case, n, replicas):
     """Means, and what a step leaves of each stage and replica, by the runtime of one program."""
     stages = STAGES if replicas == 1 else SHORT
-    cut, rule, key = model(case, n, stages), rules(replicas), jax.random.key(0)
+    cut, rule, key = model(case, n, stages), rules(case, replicas), jax.random.key(0)
     total = lambda squares: sum(x for row in squares.values() for x in row)
     across, found = Across(total, lambda grads, held, key: (grads, held)), []
     own = lambda via: Local(cut, via=via)
@@ -207,28 +210,29 @@ def added(mine, number, processes):
     client, own = global_state.client, jax.process_index()
     client.key_value_set(f'{number}/{own}', mine.tobytes().hex())
     texts = [client.blocking_key_value_get(f'{number}/{i}', 60_000) for i in range(processes)]
-    return sum(np.frombuffer(bytes.fromhex(text)) for text in texts)
+    return sum(np.frombuffer(bytes.fromhex(text)).reshape(mine.shape) for text in texts)
 
 
 def apart(kind, case, n, replicas, processes=1, **options):
     """Three steps by `built`: means, what they leave, the runtime, and the seconds of each."""
     runtime = built(kind, case, n, replicas, processes, **options)
-    return (*steps(runtime, n, processes), runtime)
+    return (*steps(runtime, case, n, processes), runtime)
 
 
-def steps(runtime, n, processes=1):
+def steps(runtime, case, n, processes=1):
     """Means, what is left, and the seconds of each step."""
     columns, replicas, stages = runtime.columns, runtime.replicas, range(runtime.last + 1)
 
     def total(squares):
-        mine = np.zeros(len(stages))
+        mine = np.zeros((replicas, len(stages)))
         for s, rows in squares.items():
-            if 0 in columns.here[s]:
-                mine[s] = sum(float(r[0]) for r in rows)
-        return jnp.sum(jnp.asarray(added(mine, next(counter), processes)))
+            for r in columns.here[s]:
+                mine[r, s] = sum(float(row[r]) for row in rows)
+        sums = jnp.sum(jnp.asarray(added(mine, next(counter), processes)), -1)
+        return sums if replicas > 1 else sums[0]
 
     counter = itertools.count()
-    rule, across = rules(replicas), Across(total, lambda grads, held, key: (grads, held))
+    rule, across = rules(case, replicas), Across(total, lambda grads, held, key: (grads, held))
     state, found, seconds = create(rule, runtime, across, jax.random.key(0)), [], []
     for batch in batches(n, replicas):
         start = time.perf_counter()

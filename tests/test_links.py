@@ -47,7 +47,7 @@ def test_a_slow_link_takes_the_time_of_its_bytes(monkeypatch):
     found, seconds, state = losses_and_seconds(exp, slow)
     assert found == without
     assert len(found) == steps
-    assert expected <= seconds  # nothing is said of the one without a link: a busy machine is slow too
+    assert expected <= seconds  # of the one without a link a busy machine says nothing
     monkeypatch.setattr(links.time, 'sleep', None)  # a test of the model waits for no link
     assert slow.evaluate(state, True)['loss'] > 0
 

@@ -12,6 +12,7 @@ from tests.runs import config_of, known_model
 
 RUNTIMES = ('local', 'spmd', 'mpmd')
 CUT = 2 * 32  # examples before the checkpoint
+ROUNDS = 'diloco(2, all_gather(ef21(uniform(4))), delay=1)'  # cut while a round is on its way
 
 
 class Flat(nn.Module):
@@ -27,7 +28,7 @@ class Flat(nn.Module):
 def small(runtime, replicas):
     words = {'model': 'flat', 'width': 24, 'train_examples': 160, 'batch_size': 32, 'epochs': 1}
     words |= {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))', 'num_microbatches': 2}
-    words |= {'warmup_epochs': 0, 'exchange': 'all_gather(ef21(uniform(4)))', 'clip_norm': 1.0}
+    words |= {'warmup_epochs': 0, 'exchange': ROUNDS, 'clip_norm': 1.0}
     return config_of('digits_dataparallel', **words, runtime=runtime, replicas=replicas)
 
 
@@ -74,6 +75,7 @@ def test_a_run_goes_on_under_another_runtime(saved, of, to):
     kept.close()
     state = engine.load(engine.create(s), read)
     assert int(state.step) == 2
+    engine.check(state)
     again = checkpoint.portable.to_bytes(engine.export(state))
     again = checkpoint.portable.from_bytes([again])
     jax.tree.map(np.testing.assert_array_equal, again, read)

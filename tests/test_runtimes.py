@@ -117,7 +117,7 @@ def test_every_schedule_equals_one_program():
     [driver] = runtime.drivers.values()
     for name, schedule in SCHEDULES.items():
         runtime.drivers[0] = driver.follow(schedule(4, 4))
-        found, model, _ = pipelines.steps(runtime, 4)
+        found, model, _ = pipelines.steps(runtime, 'ef21', 4)
         close(np.array(found), np.array(wanted('ef21', 4, 1)[0]), err_msg=name)
         leaves = lambda part, s, r, model=model: jax.tree.leaves(getattr(model, part)[s][r])
         assert assert_equal(leaves, 'ef21', 4, 1)
@@ -158,7 +158,7 @@ def run_processes(folder, count, *what):
     [
         (2, 'ef', 4, 1, 'zb_v', 0, True),
         (4, 'ef21', 1, 1, '1f1b', 80, True),
-        (4, 'ef21', 4, 2, 'zb_h2', 0, False),
+        (4, 'rounds', 4, 2, 'zb_h2', 0, False),
     ],
 )
 def test_processes_equal_one_program(

@@ -158,12 +158,13 @@ class _ByStage:
     # Across stages.
 
     def total(self, squares: dict[int, list[Any]]) -> Any:
-        """The sum over all stages of replica 0's squared norms, which all replicas share."""
-        here = np.zeros(self.last + 1)
-        for s, rows in squares.items():
-            if 0 in self.columns.here[s]:
-                here[s] = sum(float(r[0]) for r in rows)
-        return jnp.asarray(np.sum(self.group.total(here)), jnp.result_type(float))
+        """The sum over all stages of each replica's squared norms, at every process."""
+        here = np.zeros((self.columns.replicas, self.last + 1))
+        for s, rows in jax.device_get(squares).items():
+            for r in self.columns.here[s]:
+                here[r, s] = sum(row[r] for row in rows)
+        sums = np.sum(self.group.total(here), 1)
+        return jnp.asarray(sums if len(sums) > 1 else sums[0], jnp.result_type(float))
 
     @functools.cached_property
     def tables(self) -> dict[int, Copies]:

@@ -63,7 +63,7 @@ class Across(NamedTuple):
     """What a step needs across stages, wherever they are.
 
     Attributes:
-      total: sums numbers by stage.
+      total: sums numbers by stage; of several replicas, an array of their sums.
       tie: ``(gradients, state, key) -> (gradients, state)`` with the sum of both tied gradients in
         both stages.
       share: ``parameters -> parameters`` with equal copies, where two programs may round apart.
@@ -220,7 +220,8 @@ def _updated(
 
     def run(via: Collectives | None, *given: Any) -> Any:
         params, opt_state, grads, held, scale, words, stream = given
-        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        own = scale[via.index] if via and scale.ndim else scale
+        grads = jax.tree.map(lambda g: (g * own).astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         if via and exchange:
