@@ -46,19 +46,14 @@ CASES = {
         'uniform(4, stochastic) | ef(top_k(0.2))',
         'aqsgd(top_k(0.3), examples) | ef(same_support())',
     ),
-    'ef': (
-        'ef(top_k(0.3)) | ef(uniform(4))',
-        'ef(uniform(3)) | top_k(0.3)',
-        'top_k(0.3) | ef(same_support())',
-    ),
     'ef21': (
-        'ef21(top_k(0.3)) | ef21(uniform(4))',
+        'ef(top_k(0.3)) | ef21(uniform(4))',
         'ef21(uniform(3)) | ef21(top_k(0.2))',
         'aqsgd(uniform(4), examples, table=8) | ef_mixed(top_k(0.2))',
     ),
     'ef_mixed': (
-        'ef_mixed(top_k(0.2)) | ef_mixed(top_k(0.3, uniform(4)))',
-        'ef_mixed(top_k(0.4), True) | ef_mixed(top_k(0.3), True)',
+        'ef_mixed(top_k(0.2)) | ef(uniform(4))',
+        'top_k(0.3, uniform(4)) | ef_mixed(top_k(0.3), True)',
         'random_k(0.5) | ef21(same_support(values=fp16))',
     ),
 }
@@ -67,7 +62,6 @@ CASES = {
 # With two replicas, of two stages each: every rule in either direction, and index reuse.
 REPLICATED = {
     'direct': ('uniform(4, stochastic) | top_k(0.2)',),
-    'ef': ('ef(top_k(0.3)) | ef(uniform(4))',),
     'ef21': ('ef21(top_k(0.3)) | ef21(uniform(4))',),
     'ef_mixed': ('ef_mixed(top_k(0.2)) | ef_mixed(top_k(0.3), True)',),
     'reuse': ('aqsgd(top_k(0.3), examples) | ef(same_support())',),
