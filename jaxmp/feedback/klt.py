@@ -1,6 +1,6 @@
 """`klt`: the channels' principal components, each in as many bits as its variance is worth.
 
-An activation's channels are correlated, so that few directions have most of its energy. The sender
+An activation's channels are correlated: few directions have most of its variance. The sender
 estimates the covariance, and sends its eigenvectors to the receiver, a part in every message, which
 thus keeps its size. Both ends change to the new basis when its last part has arrived.
 """
@@ -29,12 +29,12 @@ class Receiver(NamedTuple):
     """What both ends know.
 
     Attributes:
-      book: row 0 has the bits of each component, row 1 the mean, the others the components.
+      book: row 0 has the bits of each component, the others are the components.
       coming: the next book, in the parts that messages bring.
       step: messages so far, modulo their number per book.
     """
 
-    book: Float[Array, 'C+2 C']
+    book: Float[Array, 'C+1 C']
     coming: Float[Array, 'parts size']
     step: Float[Array, '']
 
@@ -45,25 +45,24 @@ class Sender(NamedTuple):
     Attributes:
       known: what the receiver knows too; of the next book, also what it will know.
       weight: number of messages in the means.
-      mean: of a position.
-      square: of the outer product of a position with itself.
+      square: of the covariance of the positions of a message.
     """
 
     known: Receiver
     weight: Float[Array, '']
-    mean: Float[Array, ' C']
     square: Float[Array, 'C C']
 
 
 @word
 def klt(bits: float, refresh: int = 50) -> Channel:
-    r"""Karhunen-Loeve transform of the channels: ``y = mean + U^T Q(U (x - mean))``.
+    r"""Karhunen-Loeve transform of the channels: ``y = U^T (m + Q(U x - m))``.
 
     The rows of U are eigenvectors of the covariance of a position's C channels, the last axis, as
-    the sender has estimated it. Q is the Lloyd-Max quantiser of each component, in 0 to 5 bits: of
-    all widths with a mean of ``bits`` those of least squared error for a normal distribution. Every
-    message has a bfloat16 scale per component and a part of the next mean, U and widths, also as
-    bfloat16: ``16 / P (1 + (C + 2) / refresh)`` bits per element besides ``bits``, for P positions.
+    the sender has estimated it, and m is the mean of a message's components. Q is the Lloyd-Max
+    quantiser of each component, in 0 to 5 bits: of all widths with a mean of ``bits`` those of
+    least squared error for a normal distribution. Every message has m and a scale per component,
+    and a part of the next U and widths, all as bfloat16: ``16 / P (2 + (C + 1) / refresh)`` bits
+    per element besides ``bits``, for P positions.
     The first ``refresh`` messages have the channels themselves as components. An eigenvalue problem
     of size C is solved once per ``refresh`` messages.
 
@@ -97,14 +96,15 @@ def klt(bits: float, refresh: int = 50) -> Channel:
         raise ValueError(f'klt refresh {refresh!r} is not a positive number of messages')
 
     def first(like: Like) -> Receiver:
-        book = _book(jnp.eye(like.shape[-1], dtype=compute_dtype(like)), None, bits)
+        basis = jnp.eye(like.shape[-1], dtype=compute_dtype(like))
+        book = _book(basis, jnp.ones(len(basis)), bits)
         return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
 
     def init(like: Like) -> tuple[Tx, Rx]:
         known = first(like)
         zeros = lambda *shape: jnp.zeros(shape, known.book.dtype)
         count = like.shape[-1]
-        return Sender(known, zeros(), zeros(count), zeros(count, count)), known
+        return Sender(known, zeros(), zeros(count, count)), known
 
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
         del ctx
@@ -133,28 +133,26 @@ def klt(bits: float, refresh: int = 50) -> Channel:
 def _estimated(tx: Sender, x: Array, refresh: int) -> Sender:
     """The sender with one more message in its means, unless it holds NaN or an infinity."""
     rows, fade = wide(x).reshape(-1, x.shape[-1]), 1 - 1 / refresh
-    mean, square = rows.mean(0), rows.T @ rows / len(rows)
+    rows = rows - rows.mean(0)
+    square = rows.T @ rows / len(rows)
     sound = jnp.all(jnp.isfinite(square))
-    new = fade * tx.weight + 1, fade * tx.mean + mean, fade * tx.square + square
+    new = fade * tx.weight + 1, fade * tx.square + square
     return Sender(tx.known, *(jnp.where(sound, a, b) for a, b in zip(new, tx[1:], strict=True)))
 
 
 def _components(tx: Sender, bits: float) -> Array:
     """The book of the sender's estimate."""
-    weight = jnp.maximum(tx.weight, 1e-30)
-    mean = tx.mean / weight
-    values, vectors = jnp.linalg.eigh(tx.square / weight - jnp.outer(mean, mean))
-    return _book(vectors.T, (mean, values), bits)
+    values, vectors = jnp.linalg.eigh(tx.square / jnp.maximum(tx.weight, 1e-30))
+    return _book(vectors.T, values, bits)
 
 
-def _book(basis: Array, known: tuple[Array, Array] | None, bits: float) -> Array:
-    """A book in numbers of bfloat16: widths, mean, basis; without variances they are alike."""
+def _book(basis: Array, variances: Array, bits: float) -> Array:
+    """A book in numbers of bfloat16: widths and basis."""
     count = len(basis)
-    mean, variances = (jnp.zeros(count), jnp.ones(count)) if known is None else known
     gains = jnp.maximum(variances, 0)[:, None] * -jnp.diff(jnp.array(ERRORS, basis.dtype))
     most = jnp.argsort(-gains.reshape(-1), stable=True)[: _total(count, bits)]
     widths = jnp.zeros(count, basis.dtype).at[most // WIDEST].add(1)
-    book = jnp.concatenate([widths[None], mean[None].astype(basis.dtype), basis])
+    book = jnp.concatenate([widths[None], basis])
     return jnp.asarray(book, jnp.bfloat16).astype(basis.dtype)
 
 
@@ -196,8 +194,11 @@ def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
 
 
 def _encode(x: Array, book: Array, bits: float) -> dict[str, Array]:
-    widths, mean, basis = book[0], book[1], book[2:]
-    z = basis @ (wide(x).reshape(-1, x.shape[-1]) - mean).T
+    widths, z = book[0], book[1:] @ wide(x).reshape(-1, x.shape[-1]).T
+    most = float(jnp.finfo(jnp.bfloat16).max)
+    mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
+    mean = half_bytes(mean.astype(jnp.bfloat16))
+    z = z - scale_of(mean, z)
     unit, rms = unit_rms(z)
     a, (levels, ends) = jnp.abs(z) * (1 / unit), _levels(widths, z.dtype)
     level, number = jnp.broadcast_to(levels[0], z.shape), jnp.zeros(z.shape, jnp.uint8)
@@ -208,11 +209,11 @@ def _encode(x: Array, book: Array, bits: float) -> dict[str, Array]:
     of, bit = _planes(widths, _total(len(widths), bits))
     mixed, energy = (jnp.sum(b * level, 1, keepdims=True) for b in (a, level))
     words = least_squares(mixed, energy, unit, rms)
-    return {'codes': pack(codes[of] >> bit[:, None] & 1, 1), 'scale': words}
+    return {'codes': pack(codes[of] >> bit[:, None] & 1, 1), 'scale': words, 'mean': mean}
 
 
 def _decode(m: Payload, book: Array, like: Like, bits: float) -> Array:
-    widths, mean, basis = book[0], book[1], book[2:]
+    widths, basis = book[0], book[1:]
     count = math.prod(like.shape[:-1])
     of, bit = _planes(widths, _total(len(widths), bits))
     codes = jnp.zeros((len(widths), count), jnp.uint8)
@@ -222,5 +223,5 @@ def _decode(m: Payload, book: Array, like: Like, bits: float) -> Array:
     for i in range(1, len(levels)):
         y = jnp.where(codes >> 1 >= i, levels[i], y)
     y = scaled(y, scale_of(m['scale'], like))
-    y = basis.T @ jnp.where(codes & 1, -y, y)
-    return saturated((y.T + mean).reshape(like.shape), like.dtype)
+    y = jnp.where(codes & 1, -y, y) + scale_of(m['mean'], like)
+    return saturated((basis.T @ y).T.reshape(like.shape), like.dtype)
