@@ -18,7 +18,17 @@ from jaxmp.report import exchanges
 from jaxmp.training import checkpoint, engine, experiment, loop, one_program, replicated
 from jaxmp.training.replicas import DriftError
 from jaxmp.wire import nbytes
-from tests.runs import LAUNCH, config_of, known_model, pids, records, start, text_of, wait_for_steps
+from tests.runs import (
+    LAUNCH,
+    ROOT,
+    config_of,
+    known_model,
+    pids,
+    records,
+    start,
+    text_of,
+    wait_for_steps,
+)
 
 
 class Flat(nn.Module):
@@ -205,16 +215,28 @@ def test_report_of_runs(tmp_path):
         config = small(exchange=text, epochs=1)
         config.name = name
         loop.train_and_evaluate(config, tmp_path / name)
+    again = json.loads((tmp_path / 'plain' / 'summary.json').read_text())
+    again['test']['off']['last']['loss'] += 0.2
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other' / 'summary.json').write_text(json.dumps({**again, 'seed': 1}))
     exchanges.main([str(tmp_path), '--out', str(tmp_path / 'out')])
     page = (tmp_path / 'out' / 'README.md').read_text()
     rows = [line for line in page.splitlines() if line.startswith('| `')]
     assert [r.split('`')[1] for r in rows] == ['mean', 'all_reduce(fp16)']
+    assert '± 0.1000 |' in rows[0]
     assert (tmp_path / 'out' / 'curves.png').read_bytes().startswith(b'\x89PNG')
     exchanges.main([str(tmp_path / 'out'), '--out', str(tmp_path / 'again')])
     assert (tmp_path / 'again' / 'README.md').read_text() == page
     (tmp_path / 'none').mkdir()
     with pytest.raises(SystemExit, match='no finished run with replicas'):
         exchanges.main([str(tmp_path / 'none'), '--out', str(tmp_path / 'x')])
+
+
+@pytest.mark.parametrize('folder', ['mnist_dataparallel', 'mnist_dataparallel_100'])
+def test_the_committed_table_is_what_the_command_makes(folder):
+    runs = exchanges.load(ROOT / 'results' / folder)
+    page = (ROOT / 'results' / folder / 'README.md').read_text()
+    assert f'{exchanges.table(runs)}\n\n{exchanges.note(runs)}\n' in page
 
 
 @pytest.mark.parametrize('text', ['local_sgd(3)', 'diloco(3, mean, fragments=2)'])

@@ -43,7 +43,7 @@ BELOW = {
     'launch': 'distributed',
     'models': '',
     'data': '',
-    'report': 'config metrics',
+    'report': 'config exchange metrics',
 }
 ABOVE = {  # may import everything below
     '__main__',

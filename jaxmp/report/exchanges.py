@@ -1,26 +1,29 @@
 """`python -m jaxmp.report.exchanges WORKDIRS --out DIR`: a table of runs with different exchanges.
 
 The command reads finished runs (workdirs, or a folder of their summaries). It writes one JSON file
-per run, ``README.md`` with the table, and ``curves.png``.
+per run, unless DIR contains WORKDIRS, and ``README.md`` with the table, and ``curves.png``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 from jaxmp.config import settings
+from jaxmp.exchange import parse
+from jaxmp.metrics import ACCURACY, Metric, of_summary
 from jaxmp.report import style
 
 Run = dict[str, Any]
-NEAR = 0.005  # of the uncompressed accuracy
 
 
 def load(folder: Path) -> list[Run]:
-    """The runs in ``folder`` that exchanged gradients.
+    """The runs in ``folder`` that exchanged gradients, by bytes sent, name and seed.
 
     Raises:
       FileNotFoundError: if there is none.
@@ -32,26 +35,56 @@ def load(folder: Path) -> list[Run]:
         raise FileNotFoundError(
             f'{folder} has no finished run with replicas; give the folder of such workdirs'
         )
-    return sorted(runs, key=lambda r: (-r['exchange']['sent'], r['name']))
+    return sorted(runs, key=lambda r: (-r['exchange']['sent'], r['name'], r['seed']))
+
+
+def rows_of(runs: list[Run]) -> list[list[Run]]:
+    """The runs of each row of the table, which differ in their seeds only."""
+    return [list(own) for _, own in itertools.groupby(runs, key=lambda r: r['name'])]
+
+
+def spread(values: list[float], form: str) -> str:
+    """The mean of the seeds with its standard error; one seed has none."""
+    mean = format(statistics.mean(values), form)
+    if len(values) == 1:
+        return mean
+    return f'{mean} ± {format(statistics.stdev(values) / len(values) ** 0.5, form)}'
 
 
 def table(runs: list[Run]) -> str:
-    """A Markdown table: accuracy, NLL, bytes and time of each exchange."""
-    heads = ['exchange', 'accuracy, %', 'best (epoch)', 'NLL', 'bytes per step', 'ratio']
+    """A Markdown table: scores, bytes and time of each exchange."""
+    metric, rows = of_summary(runs[0]), rows_of(runs)
+    score = 'accuracy, %' if metric is ACCURACY else metric.name
+    heads = ['exchange', score, 'best (epoch)', 'NLL', 'bytes per step', 'ratio']
     heads += ['server up', 'server down', 'seconds']
-    rates = len({r['config']['optimizer']['lr'] for r in runs}) > 1
-    heads += ['lr'] * rates
+    found = [settings(own[0]['config']) for own in rows]
+    differ = [k for k in ('optimizer.name', 'optimizer.lr') if len({c[k] for c in found}) > 1]
+    periods = [parse(own[0]['exchange']['text']).period for own in rows]
+    heads += [k.removeprefix('optimizer.').replace('name', 'optimizer') for k in differ]
+    heads += ['message per round'] * (max(periods) > 1)
     lines = ['| ' + ' | '.join(heads) + ' |', '|---|' + '--:|' * (len(heads) - 1)]
-    for r in runs:
-        last, best, e = r['test']['off']['last'], r['test']['off']['best'], r['exchange']
+    for own, config, period in zip(rows, found, periods, strict=True):
+        first, e = own[0], own[0]['exchange']
+        last, best = ([r['test']['off'][k] for r in own] for k in ('last', 'best'))
         full = 2 * e['uncompressed'] * (e['replicas'] - 1) // e['replicas']
-        cells = [f'`{e["text"]}`', f'{100 * last["accuracy"]:.2f}']
-        cells += [f'{100 * best["accuracy"]:.2f} ({best["epoch"]})', f'{last["loss"]:.4f}']
+        cells = [f'`{e["text"]}`', _scores(metric, last)]
+        epochs = ', '.join(map(str, sorted({b['epoch'] for b in best})))
+        cells += [f'{_scores(metric, best)} ({epochs})']
+        cells += [spread([b['loss'] for b in last], '.4f')]
         cells += [f'{e["sent"]:,}', f'{full / e["sent"]:.1f}']
-        cells += [f'{e["server"]["up"]:,}', f'{e["server"]["down"]:,}', f'{r["seconds"]:.0f}']
-        cells += [f'{r["config"]["optimizer"]["lr"]}'] * rates
+        cells += [f'{e["server"]["up"]:,}', f'{e["server"]["down"]:,}', f'{first["seconds"]:.0f}']
+        cells += [f'{config[k]}' for k in differ]
+        message = sum(e['handed'].values())
+        cells += [f'{period * message:,}'] * (max(periods) > 1)
         lines.append('| ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines)
+
+
+def _scores(metric: Metric, found: list[Any]) -> str:
+    if metric is ACCURACY:
+        return spread([100 * s['accuracy'] for s in found], '.2f')
+    mean = statistics.mean(s[metric.score] for s in found)
+    return metric.format({metric.score: mean})
 
 
 def note(runs: list[Run]) -> str:
@@ -61,41 +94,72 @@ def note(runs: list[Run]) -> str:
     found = [settings(r['config']) for r in runs]
     words = *keys, 'optimizer.lr', 'optimizer.momentum'
     setting = ', '.join(f'{k} {same(c[k] for c in found)}' for k in words)
+    score = 'Accuracy and NLL' if of_summary(runs[0]) is ACCURACY else 'Scores'
+    several = len({r['seed'] for r in runs}) > 1
+    score += ' (mean and standard error over the seeds)' * several
+    rounds = any(parse(r['exchange']['text']).period > 1 for r in runs)
+    message = '; *message per round*: bytes that a replica hands over in a round' * rounds
     return (
         f'{setting} (batch over all replicas); {same(r["parameters"] for r in runs)} parameters; '
         f'seeds {same(r["seed"] for r in runs)}; commit {same(r["commit"] for r in runs)}; '
-        f'{same(r["hardware"] for r in runs)}. Accuracy and NLL: test, last epoch. *bytes per '
+        f'{same(r["hardware"] for r in runs)}. {score}: test, last epoch. *bytes per '
         'step*: bytes that a replica sends on a ring, from the operands of the compiled '
         'collectives; *ratio*: float32 by all-reduce over these; *server*: the same messages over '
-        'a parameter server; *seconds*: wall time of training and tests.'
+        f'a parameter server; *seconds*: wall time of training and tests{message}.'
     )
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Draws test error and NLL by epoch, in the order of the last error."""
-    runs = sorted(runs, key=lambda r: -r['history']['off']['accuracy'][-1])
+    """Draws scores by epoch, and of accuracies the error and the NLL, in the order of the last."""
+    accuracy = of_summary(runs[0]) is ACCURACY
+    last = lambda own: statistics.mean(r['history']['off']['loss'][-1] for r in own)
+    if accuracy:
+        last = lambda own: -statistics.mean(r['history']['off']['accuracy'][-1] for r in own)
+    rows = sorted(rows_of(runs), key=last)
     with style.style():
         figure = style.figure(12, 5)
         axes = figure.subplots(1, 2)
-        for i, r in enumerate(runs):
-            off, text = r['history']['off'], r['exchange']['text']
-            epochs = range(1, 1 + len(off['loss']))
+        for i, own in enumerate(rows):
+            text = own[0]['exchange']['text']
             kind = {'marker': 'o^svDPX*'[i % 8], 'ms': 3, 'lw': 1}
             kind |= {'color': style.FAMILIES[style.family(text)]}
-            error = [100 * (1 - a) for a in off['accuracy']]
-            axes[0].plot(epochs, error, label=f'{style.exchange(text)}: {error[-1]:.2f}', **kind)
-            axes[1].plot(epochs, off['loss'], **kind)
+            losses = _mean(own, 'loss')
+            epochs = range(1, 1 + len(losses))
+            if accuracy:
+                error = [100 * (1 - a) for a in _mean(own, 'accuracy')]
+                name = f'{style.exchange(text)}: {error[-1]:.2f}'
+                axes[0].plot(epochs, error, label=name, **kind)
+                axes[1].plot(epochs, losses, **kind)
+            else:
+                name = f'{own[0]["name"]}, {style.exchange(text)}: {losses[-1]:.3f}'
+                axes[0].plot(epochs, losses, label=name, **kind)
+                ends = [r['history']['off']['loss'][-1] for r in own]
+                axes[1].plot([own[0]['exchange']['sent']] * len(ends), ends, **{**kind, 'ms': 5})
         axes[0].set(title='test error', ylabel='error (%), logarithmic')
-        axes[1].set(title='test NLL', ylabel='NLL (nats), logarithmic')
-        for a in axes:
-            a.set(xlabel='epoch')
+        axes[1].set(title='test NLL', ylabel='NLL (nats), logarithmic', xlabel='epoch')
+        if not accuracy:
+            axes[0].set(title='test NLL', ylabel='NLL (nats), logarithmic')
+            axes[1].set(title='last NLL against bytes, a point per seed', ylabel='NLL (nats)')
+            axes[1].set(xlabel='bytes per step that a replica sends, logarithmic', xscale='log')
+        axes[0].set(xlabel='epoch')
+        for a in axes[: 1 + accuracy]:
             style.logarithmic(a)
-        best = style.exchange(runs[0]['exchange']['text'])
-        figure.suptitle(f'Lowest error in the last epoch: {best}', fontsize=11)
-        figure.legend(loc='outside right center', fontsize=7, title='last error (%)')
-        counts = {sum(o['name'] == r['name'] for o in runs) for r in runs}
-        style.caption(figure, f'n = {" or ".join(map(str, sorted(counts)))} run per exchange')
+        best = rows[0][0]
+        best = style.exchange(best['exchange']['text']) if accuracy else best['name']
+        what = ('error', 'error (%)') if accuracy else ('NLL', 'NLL')
+        figure.suptitle(f'Lowest {what[0]} in the last epoch: {best}', fontsize=11)
+        figure.legend(loc='outside right center', fontsize=7, title=f'last {what[1]}')
+        counts = ' or '.join(map(str, sorted({len(own) for own in rows})))
+        runs_ = 'run' if counts == '1' else 'runs'
+        style.caption(figure, f'n = {counts} {runs_} per exchange')
         style.save(figure, path)
+
+
+def _mean(own: list[Run], score: str) -> list[float]:
+    """The mean over seeds, by epoch."""
+    return [
+        statistics.mean(v) for v in zip(*(r['history']['off'][score] for r in own), strict=True)
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -109,8 +173,11 @@ def main(argv: list[str] | None = None) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.exit(f'jaxmp.report.exchanges: {error}')
-    for r in runs:
-        (args.out / f'{r["name"]}.json').write_text(json.dumps(r, indent=1) + '\n')
+    alone = len({r['name'] for r in runs}) == len(runs)
+    inside = args.folder.resolve().is_relative_to(args.out.resolve())
+    for r in [] if inside and args.folder.resolve() != args.out.resolve() else runs:
+        name = r['name'] if alone else f'{r["name"]}-s{r["seed"]}'
+        (args.out / f'{name}.json').write_text(json.dumps(r, indent=1) + '\n')
     text = '\n'.join([table(runs), '', note(runs), ''])
     (args.out / 'README.md').write_text(f'# Exchanges of gradients\n\n{text}\n![](curves.png)\n')
     draw(runs, args.out / 'curves.png')
