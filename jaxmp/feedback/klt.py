@@ -198,7 +198,7 @@ def _encode(x: Array, book: Array, bits: float) -> dict[str, Array]:
     most = float(jnp.finfo(jnp.bfloat16).max)
     mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
     mean = half_bytes(mean.astype(jnp.bfloat16))
-    z = z - scale_of(mean, z)
+    z = z - scale_of(mean, Like(z.shape, z.dtype))
     unit, rms = unit_rms(z)
     a, (levels, ends) = jnp.abs(z) * (1 / unit), _levels(widths, z.dtype)
     level, number = jnp.broadcast_to(levels[0], z.shape), jnp.zeros(z.shape, jnp.uint8)

@@ -163,8 +163,7 @@ class _ByStage:
         for s, rows in jax.device_get(squares).items():
             for r in self.columns.here[s]:
                 here[r, s] = sum(row[r] for row in rows)
-        sums = np.sum(self.group.total(here), 1)
-        return jnp.asarray(sums if len(sums) > 1 else sums[0], jnp.result_type(float))
+        return jnp.asarray(self.group.total(here).sum(1).squeeze(), jnp.result_type(float))
 
     @functools.cached_property
     def tables(self) -> dict[int, Copies]:
@@ -273,11 +272,11 @@ class _ByStage:
     # Bytes.
 
     def bytes(self) -> dict[str, Any]:
-        """Bytes per step on every link: payload, compiled collectives, network interface."""
+        """Bytes per step of replica 0's links: payload, compiled collectives, network interface."""
         num_microbatches, training = self.exp.config.parallel.num_microbatches, self.training
         compiled = np.zeros((self.last, 2))
         for link, sizes in training.collectives().items():
-            compiled[link] = sizes if link in self.columns.here else 0
+            compiled[link] = sizes if 0 in self.columns.here.get(link, ()) else 0
         payload = training.payload() / max(self.steps, 1)
         share = 1 if self.exp.config.parallel.runtime == 'spmd' else self.group.count > 1
         payload, compiled = self.group.total(payload), self.group.total(compiled * bool(share))
