@@ -74,6 +74,8 @@ def task_of(config: Config) -> Task:
         the message names the key.
     """
     task = _task(config)
+    if config.model.bottleneck:
+        task = narrow(task, config.model.bottleneck)
     name = config.metric
     if not name:
         return task
@@ -96,6 +98,24 @@ def _task(config: Config) -> Task:
     if isinstance(result, Task):
         return result
     return classifier(config, dataset, checked(result, name))
+
+
+def narrow(task: Task, channels: int) -> Task:
+    """``task`` with stages that send so many channels; see `jaxmp.models.bottleneck`.
+
+    Raises:
+      TypeError: if a stage is no Linen module.
+      ValueError: if no boundary has more channels.
+    """
+    from jaxmp.models.bottleneck import narrowed
+
+    x = jax.ShapeDtypeStruct((1, *task.like.shape), task.like.dtype)
+
+    def start(stage: int, variables: Any, key: Array) -> Any:
+        found = task.start(stage, variables, key)
+        return {**found, 'params': {**variables['params'], **found['params']}}
+
+    return task._replace(stages=narrowed(task.stages, x, channels), start=start, export=None)
 
 
 def measured(task: Task, metric: Metric) -> Task:

@@ -1,0 +1,68 @@
+"""Learned projections at boundaries: what crosses, what they are at first, and tied tables."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.models.bottleneck import narrowed
+from jaxmp.training import experiment, loop, sizes
+from tests.runs import config_of
+
+
+class Layer(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(self.width)(x)
+
+
+def test_the_first_channels_cross_until_it_has_learned_better():
+    x = np.random.default_rng(0).standard_normal((3, 5), np.float32)
+    plain = Layer(8), Layer(6), Layer(2)
+    stages = narrowed(plain, jax.ShapeDtypeStruct(x.shape, x.dtype), 7)
+    assert stages[2] is plain[2]  # six channels are no more than seven
+    kept, y, want = [], x, x
+    for stage, alone in zip(stages, plain, strict=True):
+        y, variables = stage.init_with_output(jax.random.key(1), y)
+        want = alone.apply({'params': {'Dense_0': variables['params']['Dense_0']}}, want)
+        if stage is stages[0]:
+            assert y.shape == (3, 7)
+            want = want.at[:, 7:].set(0)
+        kept.append(sorted(variables['params']))
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+    assert kept == [['Dense_0', 'narrow'], ['Dense_0', 'widen'], ['Dense_0']]
+
+
+def test_a_gpt2_with_a_bottleneck_trains_alike_in_stages_of_their_own():
+    """Its table stays tied, the projections learn, and three of eight channels cross."""
+    found, order = [], np.arange(64)
+    for runtime in ('local', 'mpmd'):
+        config = config_of('text_gpt2', width=8, heads=2, blocks=2, stages=2, runtime=runtime)
+        config.update(epochs=1, parallel={'num_microbatches': 2})
+        config.data.update(train_examples=64, sequence_length=16)
+        config.model.bottleneck = 3
+        exp = experiment.experiment_of(config)
+        engine, losses = loop.engine_of(exp, ProcessGroup()), []
+        state = engine.create(exp)
+        for after, values, _ in engine.epoch(0)(state, order, lambda: False):
+            state, losses = after, losses + np.ravel(values['loss']).tolist()
+        found.append(losses)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    [row] = sizes.message_bytes(exp)
+    assert row['uncompressed'] == 4 * 16 * 16 * 3
+    first, last = (state.model.params[s][0] for s in (0, 1))
+    np.testing.assert_array_equal(first['wte'], last['wte'])
+    assert not np.array_equal(first['narrow']['kernel'], jnp.eye(8, 3))
+    assert not np.array_equal(last['widen']['kernel'], jnp.eye(3, 8))
+
+
+def test_what_cannot_be_narrowed_is_refused():
+    x = jax.ShapeDtypeStruct((3, 5), np.float32)
+    with pytest.raises(ValueError, match='8 channels: no boundary has more channels'):
+        narrowed([Layer(8), Layer(2)], x, 8)
+    with pytest.raises(TypeError, match='takes Linen stages, and function is none'):
+        narrowed([Layer(8), lambda x: x], x, 2)
