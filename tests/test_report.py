@@ -152,14 +152,17 @@ def test_the_readings_of_a_row_stand_beside_each_other(studies):
     assert sum(v.verdict != 'undecided' for v in claims.judge(study)) > 0
 
 
-def test_exchanges_may_differ_in_rate_and_momentum_and_in_nothing_else(tmp_path):
+def test_exchanges_may_differ_in_their_optimizer_and_in_nothing_else(tmp_path):
     def run(name, **config):
         return summary(name=name, fwd='raw', exchange={}, config=config)
 
     study = results.study(
         tmp_path,
         'rates',
-        [run('a', optimizer={'lr': 0.1, 'momentum': 0.5}), run('b', optimizer={'lr': 0.2})],
+        [
+            run('a', optimizer={'lr': 0.1, 'momentum': 0.5}),
+            run('b', optimizer={'lr': 0.2, 'name': 'adamw', 'clip_norm': 1.0}),
+        ],
     )
     assert len(study.rows) == 2
     with pytest.raises(ValueError, match=r'different settings: batch_size=1 and 2'):

@@ -122,7 +122,8 @@ def draw(runs: list[Run], path: Path) -> None:
         for i, own in enumerate(rows):
             text = own[0]['exchange']['text']
             kind = {'marker': 'o^svDPX*'[i % 8], 'ms': 3, 'lw': 1}
-            kind |= {'color': style.FAMILIES[style.family(text)]}
+            family = style.FAMILIES[style.family(text)]
+            kind |= {'color': family if accuracy else f'C{i}'}
             losses = _mean(own, 'loss')
             epochs = range(1, 1 + len(losses))
             if accuracy:

@@ -43,10 +43,11 @@ def points(rows: Sequence[Row]) -> Points:
     """Scores of the last epoch, in the mode in which rows are judged, against bits per element.
 
     Args:
-      rows: rows of one measure. For exchanges of gradients the error is shown instead of the
+      rows: rows of one measure. For exchanges of gradients the error is shown instead of an
         accuracy, because it varies by orders of magnitude.
     """
-    text, exchanges = rows[0].measure == 'perplexity', 'exchange' in rows[0].runs[0]
+    text = rows[0].measure == 'perplexity'
+    exchanges = 'exchange' in rows[0].runs[0] and not text
     word = 'validation loss (nats)' if text else f'test {"error" if exchanges else "accuracy"} (%)'
     said, none = dict(zip(names(rows), rows, strict=True)), reference(rows)
     shown = lambda score: 100 - score if exchanges else score
@@ -81,7 +82,9 @@ def finding(
             f'No row is within {100 * NEAR:g} % of the {"perplexity" if text else "errors"} of none'
         )
     name = min(near, key=lambda n: (round(data[n]['bits'], 2), worse(data[n]['y'])))
-    bits = f'{data[name]["bits"]:.1f} bits per element instead of {data[plain]["bits"]:.0f}'
+    few = data[name]['bits']
+    few = f'{few:.2g}' if few < 0.1 else f'{few:.1f}'
+    bits = f'{few} bits per element instead of {data[plain]["bits"]:.0f}'
     unit, e = 'nats' if text else 'points of accuracy', difference(said[name], none)
     if e is None:
         return f'{name}: {bits}'

@@ -23,8 +23,10 @@ from jaxmp.report.residuals import Estimate, estimate
 # What may vary between rows.
 VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs', 'phases')
 TUNED = (
+    'optimizer.name',
     'optimizer.lr',
     'optimizer.momentum',
+    'optimizer.clip_norm',
 )  # may also vary between rows with exchanges, some of which have their own momentum
 REMEMBERS = re.compile(r'(ef\w*|aqsgd)\(')
 
