@@ -231,6 +231,13 @@ def exchange(name):
     return [100 * accuracy, sent['bytes'], sent['ratio']]
 
 
+def rounds(name):
+    """Nats per byte of a GPT-2 with four replicas, and bytes handed over in 30 steps."""
+    found = runs('text_gpt2_diloco_cpu', f'{name}, replicas')
+    losses = [r['test']['off']['last']['loss'] for r in found]
+    return mean(losses), 30 * sum(found[0]['exchange']['handed'].values())
+
+
 def codec(text):
     return bench('gradients', 'codec', codec=text, vector='normal')[0]
 

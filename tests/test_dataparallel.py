@@ -232,10 +232,13 @@ def test_report_of_runs(tmp_path):
         exchanges.main([str(tmp_path / 'none'), '--out', str(tmp_path / 'x')])
 
 
-@pytest.mark.parametrize('folder', ['mnist_dataparallel', 'mnist_dataparallel_100'])
+@pytest.mark.parametrize(
+    'folder', ['mnist_dataparallel', 'mnist_dataparallel_100', 'text_gpt2_diloco']
+)
 def test_the_committed_table_is_what_the_command_makes(folder):
-    runs = exchanges.load(ROOT / 'results' / folder)
-    page = (ROOT / 'results' / folder / 'README.md').read_text()
+    rows = ROOT / 'results' / folder
+    runs = exchanges.load(rows / 'cpu' if (rows / 'cpu').exists() else rows)
+    page = (rows / 'README.md').read_text()
     assert f'{exchanges.table(runs)}\n\n{exchanges.note(runs)}\n' in page
 
 
