@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-# With two replicas, of two stages each: every rule in either direction, and index reuse.
+# With two replicas, of two stages each: every rule, most in both directions, and index reuse.
 REPLICATED = {
     'direct': ('uniform(4, stochastic) | top_k(0.2)',),
     'ef21': ('ef21(top_k(0.3)) | ef21(uniform(4))',),
