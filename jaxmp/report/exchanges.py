@@ -18,6 +18,8 @@ from jaxmp.config import settings
 from jaxmp.exchange import parse
 from jaxmp.metrics import ACCURACY, Metric, of_summary
 from jaxmp.report import style
+from jaxmp.report.residuals import estimate
+from jaxmp.report.tables import with_error
 
 Run = dict[str, Any]
 
@@ -43,14 +45,6 @@ def rows_of(runs: list[Run]) -> list[list[Run]]:
     return [list(own) for _, own in itertools.groupby(runs, key=lambda r: r['name'])]
 
 
-def spread(values: list[float], form: str) -> str:
-    """The mean of the seeds with its standard error; one seed has none."""
-    mean = format(statistics.mean(values), form)
-    if len(values) == 1:
-        return mean
-    return f'{mean} ± {format(statistics.stdev(values) / len(values) ** 0.5, form)}'
-
-
 def table(runs: list[Run]) -> str:
     """A Markdown table: scores, bytes and time of each exchange."""
     metric, rows = of_summary(runs[0]), rows_of(runs)
@@ -70,7 +64,7 @@ def table(runs: list[Run]) -> str:
         cells = [f'`{e["text"]}`', _scores(metric, last)]
         epochs = ', '.join(map(str, sorted({b['epoch'] for b in best})))
         cells += [f'{_scores(metric, best)} ({epochs})']
-        cells += [spread([b['loss'] for b in last], '.4f')]
+        cells += [with_error(estimate([b['loss'] for b in last]), 4)]
         cells += [f'{e["sent"]:,}', f'{full / e["sent"]:.1f}']
         cells += [f'{e["server"]["up"]:,}', f'{e["server"]["down"]:,}', f'{first["seconds"]:.0f}']
         cells += [f'{config[k]}' for k in differ]
@@ -82,7 +76,7 @@ def table(runs: list[Run]) -> str:
 
 def _scores(metric: Metric, found: list[Any]) -> str:
     if metric is ACCURACY:
-        return spread([100 * s['accuracy'] for s in found], '.2f')
+        return with_error(estimate([100 * s['accuracy'] for s in found]))
     mean = statistics.mean(s[metric.score] for s in found)
     return metric.format({metric.score: mean})
 
