@@ -26,13 +26,13 @@ from jaxmp.training.summary import provenance
 
 BATCH = 100
 STEPS = [(64, 32), (16, 32), (8, 32), (16, 16), (8, 16)]  # width, pixels per side
-SMALLEST = convolution.LARGE, convolution._small
+SMALLEST = convolution.LARGE, convolution._product
 
 
 def choose(own):
     """Whether the layers that are traced next take XLA's form."""
     convolution.LARGE = sys.maxsize if own else SMALLEST[0]
-    convolution._small = (lambda x, kernel: False) if own else SMALLEST[1]
+    convolution._product = (lambda x, kernel: None) if own else SMALLEST[1]
 
 
 def jax_step(width, size, own):

@@ -1,22 +1,37 @@
-"""Codecs of 0.5 to 4 bits per element against none, on the small CIFAR-10 of the study, or text.
+"""Codecs of 0.5 to 4.5 bits per element against none: CIFAR-10 made small, MNIST, text.
 
 jaxmp sweep configs/few_bits.py --scale=cpu --out=results/few_bits --set data.dir=DIR
+jaxmp sweep configs/few_bits.py --scale=mnist --out=results/few_bits --set data.dir=DIR
 jaxmp sweep configs/few_bits.py --scale=text --out=results/few_bits
 python train.py --config=configs/few_bits.py:trellis2 --config.data.dir=DIR
 
-A run takes about a minute of one core, of text about four.
+A run takes about a minute of one core, of MNIST two, of text four.
 """
 
 from __future__ import annotations
 
 from jaxmp.config import Config
 from jaxmp.plugins import load
+from jaxmp.sweep.study import study_of
 
+EXACT = 'top_k(0.1, values=fp16)'
+COARSE = 'top_k(0.4, values=log_scale(4), indices=bitmap)'
 CHANNELS = {  # forward and backward
     'none': ('raw', 'raw'),
-    # 2.6 bits
-    'top10-fp16': ('top_k(0.1, values=fp16)',) * 2,
-    'top40-log4': ('top_k(0.4, values=log_scale(4), indices=bitmap)',) * 2,
+    # 2.4 to 2.6 bits: few exact values, or many coarse ones
+    'top10-fp16': (EXACT,) * 2,
+    'top10-fp16-local': ('top_k(0.1, values=fp16, indices=block_local)',) * 2,
+    'top20-log8': ('top_k(0.2, values=log_scale(8), indices=bitmap)',) * 2,
+    'top40-log4': (COARSE,) * 2,
+    'top40-uniform4': ('top_k(0.4, values=uniform(4), indices=bitmap)',) * 2,
+    'top53-log3': ('top_k(0.53, values=log_scale(3), indices=bitmap)',) * 2,
+    'block2': ('block(2)',) * 2,
+    'random16-fp16': ('random_k(0.1625, values=fp16)',) * 2,
+    # the same in one direction
+    'top10-fp16-forward': (EXACT, 'raw'),
+    'top40-log4-forward': (COARSE, 'raw'),
+    'top10-fp16-backward': ('raw', EXACT),
+    'top40-log4-backward': ('raw', COARSE),
     # 2 bits
     'lloyd2': ('rotate(lloyd(2))',) * 2,
     'trellis2': ('rotate(trellis(2))',) * 2,
@@ -25,6 +40,8 @@ CHANNELS = {  # forward and backward
     'trellis1': ('rotate(trellis(1))',) * 2,
     # 4 bits
     'lloyd4': ('rotate(lloyd(4))',) * 2,
+    'top10': ('top_k(0.1)',) * 2,
+    'block4': ('block(4)',) * 2,
     # principal components, and what they cost
     'klt-half': ('klt(0.5)',) * 2,
     'klt1': ('klt(1)',) * 2,
@@ -34,7 +51,7 @@ CHANNELS = {  # forward and backward
     'learned60-block4': ('block(4)',) * 2,
 }
 BOTTLENECKS = {'learned24-block4': 24, 'learned60-block4': 60}  # of the text
-SEEDS = {'smoke': 1, 'cpu': 5, 'text': 3}
+SEEDS = {'smoke': 1, 'cpu': 5, 'mnist': 5, 'text': 3}
 
 
 def smoke() -> Config:
@@ -46,10 +63,12 @@ def smoke() -> Config:
 
 def cpu() -> Config:
     """The setting of Tables 1-4 in `paper_tables` at the same scale: 600 steps."""
-    c = load('cifar10_resnet18')
-    c.data.update(pool=2, train_examples=6000, test_examples=2500)
-    c.update(model={'width': 8}, epochs=10, optimizer={'cosine_epochs': 20})
-    return c
+    return study_of('paper_tables').cpu(1)
+
+
+def mnist() -> Config:
+    """The setting of Tables 1-4 in `paper_tables` at the same scale: 6,000 steps."""
+    return study_of('paper_tables').mnist(1)
 
 
 def text() -> Config:
@@ -57,7 +76,7 @@ def text() -> Config:
     return load('text_gpt2')
 
 
-SCALES = {'smoke': smoke, 'cpu': cpu, 'text': text}
+SCALES = {'smoke': smoke, 'cpu': cpu, 'mnist': mnist, 'text': text}
 
 
 def get_config(name: str = 'none', scale: str = 'cpu') -> Config:
@@ -65,7 +84,7 @@ def get_config(name: str = 'none', scale: str = 'cpu') -> Config:
 
     Args:
       name: of `CHANNELS`.
-      scale: ``smoke``, ``cpu`` or ``text``.
+      scale: of `SCALES`.
     """
     c = SCALES[scale]()
     fwd, bwd = CHANNELS[name]

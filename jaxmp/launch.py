@@ -4,7 +4,8 @@
 
 The command of each process is extended by ``--coordinator``, ``--processes`` and ``--process``. All
 processes get the same random secret in the environment, by which they authenticate each other.
-Process 0 has the terminal. After Ctrl-C or SIGTERM all processes save their state and stop.
+Process 0 has the terminal. After Ctrl-C or SIGTERM all processes save their state and stop; a
+second Ctrl-C ends them at once.
 
 With ``--elastic`` the processes are the replicas of an elastic run. The launcher is their hub, and
 starts a process again that was killed; the others go on meanwhile.
@@ -143,10 +144,19 @@ def keep(
         alive = [p for p in running if p.poll() is None]
         if not alive:
             break
-        if deadline and time.monotonic() > deadline:
+        if deadline and (time.monotonic() > deadline or impatient(asked)):
             _signal(alive, signal.SIGKILL)
         time.sleep(0.1)
     return 128 - first if first < 0 else first
+
+
+def impatient(asked: Sequence[int]) -> bool:
+    """Whether Ctrl-C came a second time.
+
+    >>> impatient([signal.SIGTERM, signal.SIGINT]), impatient([signal.SIGINT] * 2)
+    (False, True)
+    """
+    return asked.count(signal.SIGINT) > 1
 
 
 def _say(text: str) -> None:
@@ -155,6 +165,8 @@ def _say(text: str) -> None:
 
 def monitor(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
     """Waits for all processes to end; after a failure or a signal the others have one minute.
+
+    A second Ctrl-C ends them at once.
 
     Args:
       running: the processes.
@@ -177,9 +189,10 @@ def monitor(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
                 print(f'jaxmp launch: process {i} {ending(first)}', file=sys.stderr)
         if not alive:
             return 128 - first if first < 0 else first
-        if deadline and time.monotonic() > deadline:
+        if deadline and (time.monotonic() > deadline or impatient(asked)):
             left = [i for i, p in enumerate(running) if p.poll() is None]
-            text = f'killed processes {left}, which were still running after {PATIENCE:g} s'
+            after = 'the second Ctrl-C' if impatient(asked) else f'{PATIENCE:g} s'
+            text = f'killed processes {left}, which were still running after {after}'
             print(f'jaxmp launch: {text}', file=sys.stderr)
             _signal(running, signal.SIGKILL)
             deadline = None

@@ -3,7 +3,7 @@
 import json
 import re
 from functools import cache
-from math import exp, log  # noqa: F401
+from math import exp, expm1, log  # noqa: F401
 from statistics import mean, median  # noqa: F401
 
 from jaxmp.config import settings
@@ -60,7 +60,12 @@ def fewer(row, mode='on'):
 
 def again(row, what):
     """Mean accuracy of a row's seeds: off, on, or off with statistics estimated again."""
-    paths = (ROOT / 'results' / 'few_bits' / 'statistics').glob(f'{row}-s*.json')
+    return statistics(what, 'few_bits', row)
+
+
+def statistics(what, study='converged', row='top10'):
+    """The same of a study's folder."""
+    paths = (ROOT / 'results' / study / 'statistics').glob(f'{row}-s*.json')
     tables = [list(json.loads(path.read_text())['test'].values()) for path in paths]
     pick = {'off': (0, 0), 'on': (0, 1), 'again': (1, 0)}[what]
     return 100 * mean(list(t[pick[0]].values())[pick[1]]['accuracy'] for t in tables)
@@ -94,6 +99,29 @@ def small(row, mode='on'):
 
 def gap(study, row):
     return last(study, row) - last(study, row, 'off')
+
+
+def wrong(row, mode='on'):
+    """Percent of the test images of study mnist that a row takes for another."""
+    return 100 - last('mnist', row, mode)
+
+
+def quantity(study, first):
+    """The evidence against none that begins with ``errors of first``."""
+    found = (e for v in claims.judge(studies()[study]) for e in v.evidence)
+    return next(e for e in found if e.text.startswith(f'errors of {first} against none'))
+
+
+def more(row):
+    """Percent more errors than none, as the report has them."""
+    mode = studies()['mnist'].rows[row].judged
+    return 100 * expm1(quantity('mnist', f'{row} ({mode})').ours.mean)
+
+
+def plateau(study, row):
+    """How far the last five evaluations of a seed lie apart, in points, at most."""
+    curves = [r['history']['on']['accuracy'][-5:] for r in runs(study, row)]
+    return max(100 * (max(c) - min(c)) for c in curves)
 
 
 def less_none(row, mode='on'):

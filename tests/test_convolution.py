@@ -14,6 +14,7 @@ from jaxmp.models.convolution import LAYOUT, convolve
 from jaxmp.models.resnet import Stage
 
 LARGE, SMALL = ((4, 16, 16, 16), (3, 3, 16, 8)), ((4, 2, 2, 5), (3, 3, 5, 3))
+WIDE = (4, 12, 12, 5), (5, 5, 5, 6)
 ONE = ((1, 1), (1, 1))
 SHAPES = [  # input, kernel, strides, padding
     (*LARGE, (1, 1), ONE),
@@ -22,6 +23,8 @@ SHAPES = [  # input, kernel, strides, padding
     ((3, 32, 32, 32), (1, 1, 32, 8), (2, 2), ((0, 0), (0, 0))),
     (*SMALL, (1, 1), ONE),
     ((4, 3, 2, 5), (3, 3, 5, 3), (2, 2), ONE),
+    (*WIDE, (1, 1), ((0, 0), (0, 0))),
+    ((4, 28, 27, 1), (5, 6, 1, 4), (2, 3), ((2, 0), (1, 3))),
 ]
 
 
@@ -50,7 +53,7 @@ def test_gradients_are_those_of_xla(case):
     assert apart(of(convolve), of(lax.conv_general_dilated)) < 1e-5
 
 
-@pytest.mark.parametrize('case', [LARGE, SMALL], ids=str)
+@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE], ids=str)
 @pytest.mark.parametrize(('dtype', 'bar'), [('float64', 1e-13), ('bfloat16', 1e-2)])
 def test_other_dtypes(case, dtype, bar):
     with jax.enable_x64(dtype == 'float64'):
@@ -60,7 +63,7 @@ def test_other_dtypes(case, dtype, bar):
         assert apart(ours, own) < bar
 
 
-@pytest.mark.parametrize('case', [LARGE, SMALL], ids=str)
+@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE], ids=str)
 def test_within_transformations(case):
     x, kernel = arrays(*case)
     mesh = jax.make_mesh((1,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
@@ -85,7 +88,7 @@ def test_within_transformations(case):
     assert apart(ours, own) < 1e-5
 
 
-@pytest.mark.parametrize('case', [LARGE, SMALL], ids=str)
+@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE], ids=str)
 def test_products_are_for_cpu_only(case):
     traced = jax.jit(gradients(convolve)).trace(*arrays(*case))
     products = {

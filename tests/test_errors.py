@@ -337,7 +337,7 @@ def test_residuals_that_do_not_fit_are_refused(monkeypatch):
     rows = sizes.residual_rows(exp)
     assert [most for _, most in rows] == [2, 1]
     sizes.check_residuals(exp)
-    total = sum(n * most for n, most in rows) + sum(sizes.feedback_rows(exp))
+    total = sum(n * most for n, most in rows) + sizes.feedback_bytes(exp)
     monkeypatch.setattr(sizes, 'memory', lambda: total - 1)
     first = rf'2 stages keep .*stage 0: 2 x {rows[0][0]:,} bytes.*parallel\.remat=True'
     with pytest.raises(ValueError, match=first):

@@ -330,27 +330,34 @@ def sentences():
     return xs, r.integers(0, WORDS - 1, (STEPS, 3, LENGTH)).astype(np.int32)
 
 
+@pytest.mark.parametrize('pairs', [0, 2 * WORDS, WORDS**2])
 @pytest.mark.parametrize('window', [4, 1024])
-def test_anchors_are_their_equation(window):
+def test_anchors_are_their_equation(window, pairs):
     """A loop over tokens; one of them never occurs, most occur several times in a batch."""
     xs, tokens = sentences()
-    codec = 'block(2, size=32)'
+    before = np.pad(tokens[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    codec, others = 'block(2, size=32)', (WORDS * before + tokens) % max(pairs, 1)
     pair = laws.ends(jaxmp.parse(codec), jaxmp.like(xs[0]))
-    anchors, weight = np.zeros((WORDS, 8)), np.zeros(WORDS)
-    rows = anchored_run(f'anchored({codec}, {WORDS}, window={window})', xs, tokens)
-    for step, (y, table) in enumerate(rows):
-        known = anchors[tokens[step]].astype('f4')
+    tables = [np.zeros((n, 8)) for n in (WORDS, max(pairs, 1))]
+    weights = [np.zeros(len(a)) for a in tables]
+    text = f'anchored({codec}, {WORDS}, window={window}, pairs={pairs})'
+    for step, (y, found) in enumerate(anchored_run(text, xs, tokens)):
+        of_token, more = tables[0][tokens[step]], tables[1][others[step]]
+        known = (of_token + more).astype('f4')
         m = pair.cross((xs[step] - known).astype('f4'), (), (), at(step))[1]
         np.testing.assert_allclose(y, known + m, rtol=0, atol=1e-5)
-        for t in range(WORDS):
-            here = m[tokens[step] == t].astype('f8')
-            weight[t] = max(len(here), min(weight[t] + len(here), window))
-            anchors[t] += here.sum(0) / max(weight[t], 1)
-        np.testing.assert_array_equal(table.weight, weight)
-        np.testing.assert_allclose(table.mean, anchors, rtol=0, atol=4e-3)  # 11 bits of 1 / w
-        anchors = np.asarray(table.mean, 'f8')
-    assert weight.max() > 4 or window == 4, 'the window has been reached'
-    assert not anchors[-1].any()
+        parts = (tokens[step], more + m, 0, found), (others[step], m, 1, found.pairs)
+        for k, (rows, change, rest, state) in enumerate(parts[: 1 + bool(pairs)]):
+            for t in range(len(tables[k])):
+                here = change[rows == t].astype('f8')
+                weights[k][t] = max(len(here), min(weights[k][t] + len(here), window))
+                tables[k][t] += here.sum(0) / max(weights[k][t] + rest, 1)
+            np.testing.assert_array_equal(state.weight, weights[k])
+            np.testing.assert_allclose(state.mean, tables[k], rtol=0, atol=4e-3)  # 11 bits of 1 / w
+            tables[k] = np.asarray(state.mean, 'f8')
+    assert weights[0].max() > 4 or window == 4, 'the window has been reached'
+    assert not tables[0][-1].any()
+    assert not pairs or weights[1].max() > 1
 
 
 def test_anchors_are_means_of_what_came_and_stay_in_the_vocabulary():
@@ -375,6 +382,8 @@ def test_anchors_need_a_token_for_each_position():
             jax.eval_shape(channel.send, x, channel.init(x)[0], ctx)
     with pytest.raises(ValueError, match='vocabulary 0 is not a positive integer'):
         jaxmp.anchored(jaxmp.raw, 0)
+    with pytest.raises(ValueError, match='pairs -1 is not 0 or a positive integer'):
+        jaxmp.anchored(jaxmp.raw, 3, pairs=-1)
 
 
 def coloured(steps, count=8):

@@ -45,6 +45,17 @@ def test_a_phase_replaces_the_channels_in_its_epochs():
     assert np.all(weaned[0][2] != own[2])
 
 
+def test_replicas_have_phases_too():
+    """Two replicas, whose mean loss is shown; alike in every runtime, in the phase and after."""
+    two = {'replicas': 2, 'phases': 'raw@1:2'}
+    found = [losses(made(runtime=r, warmup_epochs=0, **two)) for r in RUNTIMES]
+    plain = losses(made(runtime='local', warmup_epochs=0, replicas=2))
+    for row in found:
+        np.testing.assert_allclose(row, found[0], rtol=1e-4)
+    np.testing.assert_array_equal(found[0][0], plain[0])
+    assert np.all(found[0][1:] != plain[1:])
+
+
 def test_both_ends_are_primed_with_what_a_phase_sent():
     x = np.random.default_rng(0).standard_normal((2, 40)).astype('f4')
     channel = jaxmp.warm(jaxmp.parse('ef21(top_k(0.1))'), jaxmp.uniform(4))

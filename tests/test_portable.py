@@ -25,9 +25,17 @@ class Flat(nn.Module):
         return nn.Dense(self.features)(jnp.tanh(x.reshape(len(x), -1)))
 
 
-def small(runtime, replicas):
+BUFFERS = 'ef21(uniform(4))', 'ef(uniform(4))'
+BASES = 'klt(3, refresh=2)', 'klt(4, refresh=3)'  # the checkpoint is between two parts of a basis
+
+
+def made(classes, width):
+    return Flat(width), Flat(classes)
+
+
+def small(runtime, replicas, channels):
     words = {'model': 'flat', 'width': 24, 'train_examples': 160, 'batch_size': 32, 'epochs': 1}
-    words |= {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))', 'num_microbatches': 2}
+    words |= {'fwd': channels[0], 'bwd': channels[1], 'num_microbatches': 2}
     words |= {'warmup_epochs': 0, 'exchange': ROUNDS, 'clip_norm': 1.0}
     return config_of('digits_dataparallel', **words, runtime=runtime, replicas=replicas)
 
@@ -41,15 +49,18 @@ def steps(engine, state, order):
     return losses, state
 
 
-@pytest.fixture(scope='module', params=[1, 2], ids=['one replica', 'two replicas'])
+@pytest.fixture(
+    scope='module',
+    params=[(1, BUFFERS), (2, BUFFERS), (1, BASES)],
+    ids=['one replica', 'two replicas', 'bases'],
+)
 def saved(request, tmp_path_factory):
     """By runtime: engine, setting, folder of a checkpoint, and the losses of a whole run."""
     found, order = {}, np.random.default_rng(0).permutation(160)
     with pytest.MonkeyPatch.context() as patch:
-        made = lambda classes, width: (Flat(width), Flat(classes))
         known_model(patch, 'flat', made)
-        for runtime in RUNTIMES:
-            s = experiment.experiment_of(small(runtime, request.param))
+        for runtime in RUNTIMES if request.param[1] is BUFFERS else ('local', 'mpmd'):
+            s = experiment.experiment_of(small(runtime, *request.param))
             engine, folder = (
                 loop.engine_of(s, process_group.ProcessGroup()),
                 tmp_path_factory.mktemp(runtime),
@@ -60,14 +71,16 @@ def saved(request, tmp_path_factory):
             kept.close()
             rest, _ = steps(engine, state, order[CUT:])
             found[runtime] = engine, s, folder, first + rest
-        yield found, order
+        yield found, order, 1e-4 if request.param[1] is BUFFERS else 2e-3  # of rounded bases
 
 
 @pytest.mark.parametrize('to', RUNTIMES)
 @pytest.mark.parametrize('of', RUNTIMES)
 def test_a_run_goes_on_under_another_runtime(saved, of, to):
     """As if nothing had happened; under the same one to the bit. Nothing is lost in between."""
-    found, order = saved
+    found, order, rtol = saved
+    if {of, to} - found.keys():
+        pytest.skip('spmd refuses bases, see below')
     _, _, folder, want = found[of]
     engine, s, _, there = found[to]
     kept = checkpoint.Checkpoints(folder)
@@ -84,5 +97,12 @@ def test_a_run_goes_on_under_another_runtime(saved, of, to):
     losses, _ = steps(engine, state, order[CUT:])
     if of == to:
         assert losses == want[2:]
-    np.testing.assert_allclose(losses, want[2:], rtol=1e-4)
-    np.testing.assert_allclose(losses, there[2:], rtol=1e-4)
+    np.testing.assert_allclose(losses, want[2:], rtol=rtol)
+    np.testing.assert_allclose(losses, there[2:], rtol=rtol)
+
+
+def test_a_state_without_a_row_per_sample_is_not_for_spmd(monkeypatch):
+    known_model(monkeypatch, 'flat', made)
+    exp = experiment.experiment_of(small('spmd', 1, BASES))
+    with pytest.raises(ValueError, match=r'not a row per sample \(16\).*use mpmd or local'):
+        loop.engine_of(exp, process_group.ProcessGroup()).create(exp)

@@ -9,11 +9,13 @@ from jaxmp.bench import protocol, twin
 from jaxmp.bench.cost import Cost, cost
 from jaxmp.bench.entries import DEFAULT, RAW, Entry, entries_of
 from jaxmp.bench.protocol import DENSE, LINK, RECORDS, Way
-from jaxmp.bench.rows import row_of
+from jaxmp.bench.rows import ranked, record, row_of
+from jaxmp.bench.table import markdown
 from jaxmp.bench.twin import Twin
 from jaxmp.plan.choose import Order
 from jaxmp.plan.predict import parse
 from jaxmp.sweep import runner
+from tests.runs import ROOT
 
 TINY = {  # two stages that compile at once, five steps
     'model.name': 'tests.tiny_study:build', 'model.stages': 4, 'model.blocks': 4,
@@ -67,6 +69,32 @@ def test_steps_are_compared_with_the_run_of_the_same_seed():
     assert found[OURS].ratio is None
 
 
+def test_the_committed_table_is_that_of_the_committed_runs():
+    """Nothing is measured: the folder has the costs of every entry, and the page its picture."""
+    folder = ROOT / 'results' / 'bench'
+    before = sorted(p.name for p in (folder / 'costs').iterdir())
+    rows = command.rows_in(folder, twin.TASK.loss)
+    assert sorted(p.name for p in (folder / 'costs').iterdir()) == before
+    assert {r.entry for r in rows} == {*DEFAULT}
+    saved = json.loads((folder / 'table.json').read_text())
+    assert saved['rows'] == json.loads(json.dumps([record(r) for r in ranked(rows, LINK)]))
+    text = markdown(rows, LINK, twin.TASK.loss, saved)
+    assert text == (folder / 'table.md').read_text()
+    for end in ('png', 'svg'):
+        assert (folder / f'time.{end}').read_bytes() == (
+            ROOT / f'docs/bench_time.{end}'
+        ).read_bytes()
+
+
+def test_the_page_of_the_table_says_what_it_says():
+    rows = command.rows_in(ROOT / 'results' / 'bench', twin.TASK.loss)
+    there = [r for r in rows if r.ratio is not None and r.bits < 8]
+    assert [r.entry.fwd for r in there] == ['anchored(rotate(trellis(2)), vocabulary, pairs=65536)']
+    public = min(r.seconds * r.steps for r in RECORDS)
+    assert 0.3 < there[0].seconds(LINK) / public < 0.4
+    assert 1.25 < there[0].ratio < 1.35
+
+
 def test_entries_are_named_apart_and_read_their_own_words():
     assert len({e.name for e in DEFAULT}) == len(DEFAULT)
     assert entries_of(['block(4)', 'block(4)'], '') == [RAW, Entry('block(4)', 'block(4)')]
@@ -90,11 +118,11 @@ def test_the_table_of_two_entries_goes_on_after_an_interruption(tmp_path, monkey
     """Two stages, five steps; a run that has ended, and a cost, are kept and not made again."""
     real, ran = runner.one, []
 
-    def one(job, made, quiet):
+    def one(job, *rest):
         ran.append(job.result.stem)
         if len(ran) == 2:
             raise KeyboardInterrupt
-        return real(job, made, quiet)
+        return real(job, *rest)
 
     monkeypatch.setattr(runner, 'one', one)
     with pytest.raises(KeyboardInterrupt):

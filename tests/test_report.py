@@ -14,7 +14,7 @@ import pytest
 from jaxmp import config
 from jaxmp.distributed import placement
 from jaxmp.report import __main__ as report
-from jaxmp.report import claims, curves, page, points, residuals, results, tables
+from jaxmp.report import claims, curves, gap, page, points, residuals, results, tables
 from jaxmp.sweep import runner
 from tests.runs import ROOT
 
@@ -213,11 +213,24 @@ def test_the_power_of_few_seeds(seeds, points):
 
 def test_holm_decides_among_all_tests():
     """One quantity in ten with p = .02 alone decides nothing; one with p = .004 does."""
-    e = claims.Evidence('', False, 0.0, 0.0, residuals.estimate([1.0, 2.0]), 0.0)
+    e = claims.Evidence('', claims.RATIO, 0.0, 0.0, residuals.estimate([1.0, 2.0]), 0.0)
     for p, verdict in ((0.02, 'undecided'), (0.004, 'supported')):
         found = claims.decided([e._replace(p=p), *[e._replace(p=0.9)] * 9], ['above'] * 10)
         assert found[0].verdict == verdict
     assert claims.decided([e._replace(p=0.004)], ['below'])[0].verdict == 'contradicted'
+
+
+def test_a_registered_quantity_is_in_points(studies):
+    study = studies['few_bits_cpu']
+    mean = lambda row: results.last(study.rows[row], 'on').mean
+    given = claims.REGISTERED['claims']
+    judged = {c['id']: v for c, v in zip(given, claims.judge(study, given), strict=True)}
+    primary, two = judged['equal bytes'], judged['lloyd2']
+    assert primary.verdict == 'supported'
+    assert primary.evidence[0].ours.mean == pytest.approx(mean('top40-log4') - mean('top10-fp16'))
+    assert two.evidence[0].bound == 1
+    assert two.evidence[0].ours.mean == pytest.approx(mean('none') - mean('lloyd2'))
+    assert judged['block2'].evidence[0].verdict == 'not run: block2'
 
 
 def test_the_margin_holds_what_the_paper_says_of_its_own_tables():
@@ -253,6 +266,31 @@ def test_gaps_are_compared_by_what_is_off(studies):
     assert e.points == pytest.approx(54.98 - 49.25)
     assert math.exp(e.paper) == pytest.approx((100 - 90.83) / (100 - 75.89))
     assert e.verdict == 'one seed'
+
+
+def test_the_gap_of_off_to_on_is_a_ratio_of_errors(studies):
+    found = gap.gap([*studies.values()])
+    name = next(n for n in found.ratios if n.endswith('(cpu)'))
+    off, on = (results.by_seed(studies['cpu'].rows['top10'], mode) for mode in ('off', 'on'))
+    last = [r[-1] for r in found.ratios[name]]
+    assert last == pytest.approx([(100 - off[s]) / (100 - on[s]) for s in off])
+    assert found.steps[name][-1] == studies['cpu'].rows['top10'].runs[0]['steps']
+    assert found.paper == (50_000, pytest.approx((100 - 75.89) / (100 - 91.87)))
+    assert gap.gap([studies['mnist_dataparallel']]) is None
+    name = next(n for n in found.ratios if n.endswith('(converged)'))
+    test = json.loads(
+        (ROOT / 'results' / 'converged' / 'statistics' / 'top10-s0.json').read_text()
+    )['test']
+    again = 1 - test['top10-s0, statistics again']['raw']['accuracy']
+    want = again / (1 - test['top10-s0']['top_k(0.1)']['accuracy'])
+    assert found.again == {name: pytest.approx(want)}
+
+
+def test_two_studies_stand_beside_each_other(studies):
+    text = '<!-- verdicts cpu,few_bits_cpu -->\n<!-- /verdicts -->'
+    head, _, first = report.renew(text, [*studies.values()]).splitlines()[1:4]
+    assert head.split(' | ') == ['| claim', 'cpu', 'few_bits_cpu |']
+    assert first.endswith('| undecided | undecided |')
 
 
 def test_pictures_say_what_they_were_made_from(studies, tmp_path):

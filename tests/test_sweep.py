@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
 from jaxmp.sweep import runner, study
-from jaxmp.training import files
+from jaxmp.training import crosstest, files, loop
+from jaxmp.training.experiment import experiment_of
 from tests.runs import ENV, ROOT
 
 TWO_A_TABLE = (
@@ -40,7 +42,7 @@ def process(tmp_path, *more):
 def smoke(tmp_path_factory):
     """Two rows of every table, one seed, embedded data; then the report."""
     home = tmp_path_factory.mktemp('smoke')
-    assert process(home, '--tables=1,2,3,4,5', f'--rows={TWO_A_TABLE}').wait(600) == 0
+    assert process(home, '--tables=1,2,3,4,5', f'--rows={TWO_A_TABLE}', '--keep').wait(600) == 0
     report.main([str(home / 'results'), f'--out={home / "report"}'])
     return home
 
@@ -55,9 +57,14 @@ def test_the_smoke_study_runs_and_is_reported(smoke):
         assert len(ran) == 2, part
         assert (smoke / 'report' / f'smoke_figure{table + 1}.png').exists()
     page = (smoke / 'report' / 'report.html').read_text()
-    assert page.count('src="data:image/png;base64,') == page.count('<img') == 7
+    assert page.count('src="data:image/png;base64,') == page.count('<img') == 8
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert (smoke / 'report' / 'smoke.csv').read_text().count('\n') == 1 + len(results)
+
+
+def test_a_kept_run_can_be_evaluated(smoke, capsys):
+    crosstest.main([str(smoke / 'work' / 'smoke' / 'top10-s0'), '--batchnorm'])
+    assert 'statistics again' in capsys.readouterr().out
 
 
 def test_a_finished_study_is_not_run_again(smoke, capsys):
@@ -95,12 +102,45 @@ def test_the_report_follows_the_results(smoke, tmp_path):
 
 def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=1')
-    jobs[0].config.optimizer.lr = 1e30
+    jobs[0].config.fwd = 'aqsgd(top_k(0.1), examples=5)'
     failed = runner.sweep(jobs)
     assert list(failed) == ['none-s0']
-    assert failed['none-s0'].startswith('DivergedError: the loss')
+    assert failed['none-s0'].startswith('ValueError: config.fwd')
     assert jobs[1].result.exists()
+    assert not (jobs[1].workdir / 'checkpoints').exists()
     assert '1 finished, 0 running in other processes, 1 failed' in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_counts_as_guessing(tmp_path, capsys, monkeypatch):
+    """From the epoch in which it did; the ones before stay what they were."""
+    jobs = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=3', '--set', 'probe=off')
+    real = loop.add
+
+    def add(place, values, before):
+        if place['steps'] == 2 and before:  # the third step of the second epoch
+            values = {k: np.full_like(v, np.nan) for k, v in values.items()}
+        return real(place, values, before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, 'add', add)
+        assert runner.sweep(jobs[:1]) == {}
+    assert runner.sweep(jobs) == {}
+    said = capsys.readouterr().out
+    found, other = (json.loads(j.result.read_text()) for j in jobs)
+    n = found['steps'] // 3
+    assert found['diverged'] == n + 3
+    assert f'diverged at step {n + 3}' in said
+    assert found['steps'] == other['steps']
+    assert 'diverged' not in other
+    for mode in ('off', 'on'):
+        first, *rest = found['history'][mode]['accuracy']
+        y = experiment_of(jobs[0].config).data.test.y
+        assert rest == [pytest.approx(np.mean(y == 0), abs=1e-6)] * 2
+        assert found['history'][mode]['loss'][1:] == [pytest.approx(np.log(10), abs=1e-5)] * 2
+        assert found['test'][mode]['best'] == {'epoch': 1} | found['test'][mode]['best']
+        assert first > 0.2
+    [row] = results.load(tmp_path / 'results')[0].rows.values()
+    assert tables.count(row) == '2, 1 diverged'
 
 
 def test_two_sweeps_share_the_work(tmp_path, capsys):

@@ -485,6 +485,29 @@ def test_the_launcher_lets_nobody_outlive(signals, monkeypatch, capfd):
     assert ('killed processes [1]' in said) == (len(signals) == 1)
 
 
+@pytest.mark.parametrize(
+    'wait', [launch.monitor, lambda running, asked: launch.keep(running, None, asked, 0)]
+)
+def test_the_second_ctrl_c_ends_what_the_first_does_not(wait):
+    """Two processes that do not listen to SIGTERM; PATIENCE is a minute."""
+    deaf = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(50)'
+    running = [
+        subprocess.Popen(
+            [sys.executable, '-uc', deaf], start_new_session=True, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    for p in running:
+        assert p.stdout.readline() == b'1\n'
+        p.stdout.close()
+    asked, began = [signal.SIGINT], time.time()
+    timer = threading.Timer(0.5, asked.append, [signal.SIGINT])
+    timer.start()
+    assert wait(running, asked) == 137
+    assert 0.5 <= time.time() - began < 30
+    assert all(p.returncode == -9 for p in running)
+
+
 MPMD = {
     'model': 'lenet',
     'runtime': 'mpmd',

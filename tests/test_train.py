@@ -58,13 +58,17 @@ class TinyStage(nn.Module):
         return x if self.classes is None else nn.Dense(self.classes)(x.mean((1, 2)))
 
 
+def stages(classes, width):
+    return TinyStage(4 * width), TinyStage(4 * width), TinyStage(4 * width, classes)
+
+
+def build(config, dataset):
+    """The same for a process of its own."""
+    return stages(dataset.classes, config.model.width)
+
+
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    stages = lambda classes, width: (
-        TinyStage(4 * width),
-        TinyStage(4 * width),
-        TinyStage(4 * width, classes),
-    )
     known_model(monkeypatch, 'tiny', stages)
 
 
@@ -304,6 +308,22 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
             np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-4)
 
 
+@pytest.mark.parametrize('runtime', ['local', 'mpmd', 'spmd'])
+@pytest.mark.parametrize(
+    ('fwd', 'bwd'),
+    [('aqsgd(top_k(0.3), examples)', 'ef21(uniform(6))'), ('ef(uniform(4))', 'raw')],
+)
+def test_the_memory_of_feedback_is_what_a_run_keeps(runtime, fwd, bwd):
+    """With both ends apart a table per example is there twice; spmd pads to the largest."""
+    changes = {'fwd': fwd, 'bwd': bwd, 'runtime': runtime, 'num_microbatches': 2}
+    exp = experiment.experiment_of(small(**changes))
+    state = loop.engine_of(exp, process_group.ProcessGroup()).create(exp)
+    kept = sum(a.nbytes for a in jax.tree.leaves(state.model.feedback))
+    assert sizes.feedback_bytes(exp) == kept
+    rows = sum(sizes.feedback_rows(exp))
+    assert rows == kept if runtime != 'spmd' else rows < kept
+
+
 def test_anchors_of_tokens_train_alike():
     """Tokens reach every stage, in training and in a test; both ends' tables agree to the bit."""
     found = []
@@ -314,7 +334,7 @@ def test_anchors_of_tokens_train_alike():
         order = data.order(0, 0, TEXT['train_examples'])
         *_, (state, _, _) = engine.epoch(0)(engine.create(exp), order, lambda: False)
         found.append((state.model.feedback, engine.evaluate(state, True)['loss']))
-        assert sizes.feedback_rows(exp) == [256 * (16 + 1) * 4]
+        assert sizes.feedback_rows(exp) == [256 * (16 + 1) * 4 * (1 + (runtime == 'mpmd'))]
     (local, loss), (apart, same) = found
     sent, received = apart[0][0].right_tx, apart[1][0].left_rx
     jax.tree.map(np.testing.assert_array_equal, sent, received)
@@ -391,7 +411,7 @@ def last_arrays(workdir, config):
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     """SIGTERM in mid-epoch, kill -9, a damaged checkpoint, then to the end: equal to the bit."""
     changes = {'fwd': 'aqsgd(top_k(0.3), examples=examples)', 'bwd': 'ef21(top_k(0.1))'}
-    changes |= {'epochs': 7, 'warmup_epochs': 1}
+    changes |= {'epochs': 7, 'warmup_epochs': 1, 'model': 'tests.test_train:build'}
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
     process = start(whole, **changes)
     assert process.wait(300) == 0, process.stdout.read().decode()[-2000:]
@@ -409,7 +429,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     assert f'checkpoint at step {step} is damaged' in out
     assert 'resuming from step' in out
     process.stdout.close()
-    config = small(model='resnet18', **changes)
+    config = small(**changes)
     assert leaves_equal(last_arrays(whole, config), last_arrays(cut, config))
     assert records(whole) == records(cut)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from jaxmp.bench.entries import Entry, entries_of
 from jaxmp.bench.protocol import LINK, LINKS
 
 if TYPE_CHECKING:
+    from jaxmp.bench.rows import Row
     from jaxmp.bench.twin import Task
 
 
@@ -70,9 +71,8 @@ def bench(
       KeyboardInterrupt: after a signal; the state of the run has been saved.
     """
     from jaxmp.bench.cost import costs_of
-    from jaxmp.bench.rows import row_of
     from jaxmp.bench.table import write
-    from jaxmp.bench.twin import TASK, config_of, entry_of, plan, twins
+    from jaxmp.bench.twin import TASK, config_of, plan
     from jaxmp.sweep.runner import sweep
     from jaxmp.training.experiment import experiment_of
 
@@ -83,12 +83,29 @@ def bench(
     for entry in entries:
         costs_of(entry, out)
     failed = sweep(plan(entries, seeds, out, task))
-    results = [json.loads(p.read_text()) for p in sorted((out / 'runs').glob('*.json'))]
-    found = twins(results, task.loss)
     why = {e: r for e in entries for n, r in failed.items() if n.rpartition('-s')[0] == e.name}
+    return write(rows_in(out, task.loss, entries, why), link, task.loss, out)
+
+
+def rows_in(
+    out: Path, loss: float, entries: Sequence[Entry] = (), why: Mapping[Entry, str] | None = None
+) -> list[Row]:
+    """The rows of the entries that a folder has results of, and of ``entries``.
+
+    Args:
+      out: folder.
+      loss: of the twin, that counts as learned.
+      entries: pairs of channels.
+      why: the error of an entry whose run has failed.
+    """
+    from jaxmp.bench.cost import costs_of
+    from jaxmp.bench.rows import row_of
+    from jaxmp.bench.twin import entry_of, twins
+
+    results = [json.loads(p.read_text()) for p in sorted((out / 'runs').glob('*.json'))]
+    found, why = twins(results, loss), why or {}
     shown = dict.fromkeys([*map(entry_of, results), *entries])
-    rows = [row_of(e, costs_of(e, out), found.get(e), why.get(e, '')) for e in shown]
-    return write(rows, link, task.loss, out)
+    return [row_of(e, costs_of(e, out), found.get(e), why.get(e, '')) for e in shown]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -60,6 +60,8 @@ DEFAULT = {  # entries, and whose codecs they are
     both('rotate(trellis(2))'): '',
     Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(trellis(2))'): '',
     Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(lloyd(1))'): '',
+    Entry('anchored(rotate(trellis(2)), vocabulary, pairs=65536)', 'rotate(trellis(2))'): '',
+    Entry('klt(2)', 'rotate(trellis(2))'): '',
     both(
         'ef(per_chunk(top_k(0.015625, values=lloyd(2), indices=block_local), 4096), decay=0.95)'
     ): 'TopK of SparseLoCo, made for gradients',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -20,14 +20,16 @@ class Anchors(NamedTuple):
     Attributes:
       mean: the anchor of each token.
       weight: occurrences that it is the mean of; beyond the window the oldest ones fade.
+      pairs: the table of what pairs of tokens add, or nothing.
     """
 
     mean: Float[Array, 'V C']
     weight: Float[Array, ' V']
+    pairs: Any = ()
 
 
 @word
-def anchored(codec: Codec, vocabulary: int, window: int = 1024) -> Channel:
+def anchored(codec: Codec, vocabulary: int, window: int = 1024, pairs: int = 0) -> Channel:
     """Anchors, the difference to a token's mean activation: ``y = a[token] + C(x - a[token])``.
 
     Every position of an activation ``(B, ..., C)`` has a token, ``ctx.tokens``, which both ends
@@ -40,15 +42,22 @@ def anchored(codec: Codec, vocabulary: int, window: int = 1024) -> Channel:
     grow with the training set, and helps from a token's second occurrence on, within the first
     epoch and in a test. A token out of range has no anchor, and NaN arrives for its position.
 
+    With ``pairs`` a second table has what the token before tells: ``y = a[t] + b[p] + C(x - a[t] -
+    b[p])``, where the row is ``p = (vocabulary * before + t) mod pairs`` and the first token of a
+    sequence comes after token 0. Its mean has one occurrence of zero more, ``b[p] <- b[p] + sum m /
+    (w[p] + 1)``, and then ``a[t] <- a[t] + sum (b[p] + m) / w[t]``. With ``vocabulary**2`` rows
+    each pair has its own; take fewer as a multiple of the vocabulary.
+
     Args:
       codec: C.
       vocabulary: number of tokens; ids are ``0 .. vocabulary - 1``.
       window: occurrences over which an anchor is a mean.
+      pairs: rows for pairs of tokens; 0: none.
 
     Raises:
       TypeError: if ``codec`` is not a codec.
-      ValueError: if a number is not a positive integer, or the context has not a token for each
-        position.
+      ValueError: if a number is not a positive integer (``pairs`` may be 0), or the context has not
+        a token for each position.
 
     >>> import jaxmp
     >>> rule, ctx = anchored(jaxmp.raw, 3), jaxmp.Ctx(tokens=jnp.array([[1, 2, 1]]))
@@ -61,33 +70,54 @@ def anchored(codec: Codec, vocabulary: int, window: int = 1024) -> Channel:
       arXiv 2206.01299, whose table is keyed by example.
     """
     check_codec('anchored', codec)
-    for name, value in (('vocabulary', vocabulary), ('window', window)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f'anchored {name} {value!r} is not a positive integer')
+    least = {'vocabulary': (vocabulary, 1), 'window': (window, 1), 'pairs': (pairs, 0)}
+    for name, (value, low) in least.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            kind = 'a positive integer' if low else '0 or a positive integer'
+            raise ValueError(f'anchored {name} {value!r} is not {kind}')
 
     def table(like: Like) -> Anchors:
-        dtype = compute_dtype(like)
-        mean = jnp.zeros((vocabulary, like.shape[-1]), dtype)
-        return Anchors(mean, jnp.zeros(vocabulary, dtype))
+        rows = lambda n: jnp.zeros((n, like.shape[-1]), compute_dtype(like))
+        own = lambda n, *more: Anchors(rows(n), rows(n)[:, 0], *more)
+        return own(vocabulary, own(pairs)) if pairs else own(vocabulary)
 
-    def own(a: Anchors, x: Array | Like, ctx: Ctx) -> tuple[Array, Array]:
-        """The token of each position, and its anchor."""
+    def place(x: Array | Like, ctx: Ctx) -> tuple[Array, Array]:
+        """The row of each position in the table of tokens, and in that of pairs."""
         at = _tokens(ctx, x.shape)
-        at = jnp.where((at >= 0) & (at < vocabulary), at, vocabulary)
-        return at, a.mean.at[at].get(mode='fill')
+        before = jnp.roll(at, 1, -1).at[..., 0].set(0) if at.ndim > 1 else jnp.zeros_like(at)
+        numbers = before.astype(jnp.uint32) * jnp.uint32(vocabulary) + at.astype(jnp.uint32)
+        fit = (at >= 0) & (at < vocabulary)
+        of_pair = (numbers % max(pairs, 1)).astype(jnp.int32)
+        return jnp.where(fit, at, vocabulary), jnp.where(fit, of_pair, pairs)
+
+    def known(a: Anchors, rows: tuple[Array, Array]) -> tuple[Array, Array]:
+        """The anchors of tokens and of pairs, at each position."""
+        take = lambda table, at: table.mean.at[at].get(mode='fill')
+        mean = take(a, rows[0])
+        return mean, take(a.pairs, rows[1]) if pairs else jnp.zeros_like(mean)
+
+    def moved(a: Anchors, rows: tuple[Array, Array], more: Array, change: Array) -> Anchors:
+        """The tables after a message, where pairs had added ``more``."""
+        if not pairs:
+            return _moved(a, rows[0], change, window)
+        of_pairs = _moved(a.pairs, rows[1], change, window, rest=1)
+        return _moved(a, rows[0], more + change, window)._replace(pairs=of_pairs)
 
     def send(x: Array, a: Anchors, ctx: Ctx) -> tuple[Payload, Anchors]:
-        at, mean = own(a, x, ctx)
-        m = codec.encode((x - mean).astype(x.dtype), ctx)
-        return m, _moved(a, at, read(codec, m, like(x), ctx), window)
+        rows = place(x, ctx)
+        mean, more = known(a, rows)
+        m = codec.encode((x - (mean + more)).astype(x.dtype), ctx)
+        return m, moved(a, rows, more, read(codec, m, like(x), ctx))
 
     def recv(m: Payload, a: Anchors, like: Like, ctx: Ctx) -> tuple[Array, Anchors]:
-        (at, mean), change = own(a, like, ctx), read(codec, m, like, ctx)
-        return (mean + change).astype(like.dtype), _moved(a, at, change, window)
+        rows, change = place(like, ctx), read(codec, m, like, ctx)
+        mean, more = known(a, rows)
+        return (mean + more + change).astype(like.dtype), moved(a, rows, more, change)
 
     def warm_start(x: Array, a: Anchors, ctx: Ctx) -> Anchors:
-        at, mean = own(a, x, ctx)
-        return _moved(a, at, x - mean, window)
+        rows = place(x, ctx)
+        mean, more = known(a, rows)
+        return moved(a, rows, more, x - (mean + more))
 
     init = lambda like: (table(like), table(like))
     return Channel(
@@ -106,8 +136,12 @@ def _tokens(ctx: Ctx, shape: tuple[int, ...]) -> Array:
     return ctx.tokens
 
 
-def _moved(a: Anchors, at: Int[Array, 'B ...'], change: Array, window: int) -> Anchors:
+def _moved(
+    a: Anchors, at: Int[Array, 'B ...'], change: Array, window: int, rest: int = 0
+) -> Anchors:
     """The anchors after a message, with equal bits in every program.
+
+    A mean counts ``rest`` occurrences of no change besides its weight.
 
     Changes are rounded to multiples of a power of two so small that their sums fit in 31 bits. The
     sums of a token stand at one of its positions, not in a table, and all of its positions write
@@ -127,6 +161,6 @@ def _moved(a: Anchors, at: Int[Array, 'B ...'], change: Array, window: int) -> A
     n = occurred[place].astype(a.weight.dtype)
     weight = jnp.maximum(n, jnp.minimum(a.weight[at] + n, window))
     # XLA makes a quotient by a column a product with its reciprocal, which rounds otherwise.
-    share = short(1 / weight, 11)[:, None]
+    share = short(1 / (weight + rest), 11)[:, None]
     mean = a.mean[at] + product(share, total[place].astype(change.dtype) * unit)
     return Anchors(a.mean.at[at].set(mean, mode='drop'), a.weight.at[at].set(weight, mode='drop'))

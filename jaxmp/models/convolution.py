@@ -1,9 +1,10 @@
 """`convolve`: the convolution of this package's models, in the forms that are fast on a CPU.
 
-XLA:CPU computes most convolutions near the speed of a matrix product of the same size. Two are
+XLA:CPU computes most convolutions near the speed of a matrix product of the same size. Three are
 slow there and become matrix products: the kernel's gradient of a layer with a large map, for which
-XLA transposes the whole input, and a layer whose kernel is larger than its image. Other platforms
-keep XLA's forms. ``bench/convolution.py`` measures each layer.
+XLA transposes the whole input, a layer whose kernel is larger than its image, and a layer with a
+large kernel and few channels. Other platforms keep XLA's forms. ``bench/convolution.py`` measures
+the layers of ResNet-18; those of LeNet are in docs/LOG.md.
 
 Shapes: B batch; H, W image; h, w map; C, O input and output channels; k, l kernel.
 """
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float
 
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
 LARGE = 4096  # h w C from which products over patches are faster than XLA's form
+BAND = 5, 6, 256  # kernel rows at least; widths of the kernel in a row, channel pairs at most
 ROWS, ELEMENTS = 2048, 3 << 19  # of one matrix of patches, at most, so that it stays in cache
 
 Pair = tuple[int, int]
@@ -92,9 +94,36 @@ def _dense(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
     return (x.reshape(B, -1) @ matrix).reshape(B, len(rows), len(cols), O)
 
 
+def _banded(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
+    """The convolution as one product of each ``k`` rows of the image, whole, with a band matrix."""
+    dtype = x.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)  # its gradients are sums of many terms
+    x, kernel = jnp.pad(x.astype(wide), ((0, 0), *padding, (0, 0))), kernel.astype(wide)
+    (B, H, W, C), (k, l, _, O) = x.shape, kernel.shape
+    s, t = strides
+    h, w = (H - k) // s + 1, (W - l) // t + 1
+    lines = x.reshape(B, H, W * C)
+    rows = jnp.concatenate([lines[:, i : i + (h - 1) * s + 1 : s] for i in range(k)], -1)
+    zero, keep = jnp.zeros((), wide), (0, 0, 0)
+    at = [lax.pad(kernel, zero, [keep, (j, W - l - j, 0), keep, keep]) for j in range(0, w * t, t)]
+    matrix = jnp.stack(at, 3).reshape(k * W * C, w * O)
+    return (rows.reshape(B * h, -1) @ matrix).reshape(B, h, w, O).astype(dtype)
+
+
 def _small(x: Array, kernel: Array) -> bool:
     """Whether the kernel has at least as many places as the image."""
     return 1 < kernel.shape[0] * kernel.shape[1] >= x.shape[1] * x.shape[2]
+
+
+def _wide(x: Array, kernel: Array) -> bool:
+    """Whether the kernel is large, and its channels too few to keep a product busy."""
+    (k, l, C, O), (rows, widths, pairs) = kernel.shape, BAND
+    return k >= rows and x.shape[2] <= widths * l and pairs >= C * O
+
+
+def _product(x: Array, kernel: Array):
+    """The form of the whole convolution as one product, if that is the fast one on a CPU."""
+    return _dense if _small(x, kernel) else _banded if _wide(x, kernel) else None
 
 
 def _own(strides: Pair, padding: Pads):
@@ -106,11 +135,11 @@ def _own(strides: Pair, padding: Pads):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _convolution(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
-    own = _own(strides, padding)
-    if not _small(x, kernel):
+    own, product = _own(strides, padding), _product(x, kernel)
+    if product is None:
         return own(x, kernel)
-    dense = functools.partial(_dense, strides=strides, padding=padding)
-    return lax.platform_dependent(x, kernel, cpu=dense, default=own)
+    product = functools.partial(product, strides=strides, padding=padding)
+    return lax.platform_dependent(x, kernel, cpu=product, default=own)
 
 
 def _forward(x, kernel, strides, padding):
@@ -128,9 +157,9 @@ def _backward(strides, padding, kept, g):
             [dx] = jax.vjp(lambda x: own(x, kernel), x)[1](g)
         return dx, _kernel_gradient(x, g, kernel.shape[:2], strides, padding)
 
-    cpu = products
-    if _small(*kept):
-        cpu = gradients(functools.partial(_dense, strides=strides, padding=padding))
+    cpu, product = products, _product(*kept)
+    if product is not None:
+        cpu = gradients(functools.partial(product, strides=strides, padding=padding))
     return lax.platform_dependent(*kept, g, cpu=cpu, default=gradients(own))
 
 
@@ -165,8 +194,10 @@ def convolve(
     plain = {'lhs_dilation': (1, 1), 'rhs_dilation': (1, 1), 'feature_group_count': 1}
     plain |= {'precision': None, 'dimension_numbers': numbers(LAYOUT)} if lhs.ndim == 4 else {}
     given = {**rest, 'dimension_numbers': numbers(rest.get('dimension_numbers'))}
-    large = lhs.ndim == 4 and out.shape[1] * out.shape[2] * lhs.shape[-1] >= LARGE
-    if not given.items() <= plain.items() or not (large or _small(lhs, rhs)) or not out.size:
+    ours = lhs.ndim == 4 and (
+        out.shape[1] * out.shape[2] * lhs.shape[-1] >= LARGE or _product(lhs, rhs) is not None
+    )
+    if not given.items() <= plain.items() or not ours or not out.size:
         return own()
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], window_strides, padding)

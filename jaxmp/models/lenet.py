@@ -16,6 +16,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxmp.models.convolution import convolve
+
 SMALLEST = 16  # pixels per side that two convolutions of 5 x 5 with pooling need
 start = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
 
@@ -37,7 +39,13 @@ class Convolutions(nn.Module):
         """Maps ``(B, 28, 28, 1)`` to ``(B, 4, 4, 2 width)``."""
         if min(x.shape[1:3]) < SMALLEST:
             x = jnp.repeat(jnp.repeat(x, 3, 1), 3, 2)
-        conv = partial(nn.Conv, kernel_size=(5, 5), padding='VALID', kernel_init=start)
+        conv = partial(
+            nn.Conv,
+            kernel_size=(5, 5),
+            padding='VALID',
+            kernel_init=start,
+            conv_general_dilated=convolve,
+        )
         x = nn.relu(pool(conv(self.width)(x)))
         x = conv(2 * self.width)(x)
         x = nn.Dropout(self.dropout, broadcast_dims=(1, 2), deterministic=not train)(x)

@@ -35,10 +35,14 @@ def overview(study: Study) -> str:
     return markdown(whole[0], whole[1:], words=3) + f'\n\n{page.setting(study)}\n'
 
 
-def findings(study: Study) -> str:
-    """A table of the paper's claims with a verdict on each."""
-    rows = [[f'{v.claim} ({v.where})', v.verdict] for v in judge(study)]
-    return markdown(['claim', 'verdict'], rows, words=2) + '\n'
+def findings(*studies: Study) -> str:
+    """A table of the paper's claims with a verdict on each, in each study."""
+    judged = [judge(study) for study in studies]
+    rows = [
+        [f'{v[0].claim} ({v[0].where})', *(e.verdict for e in v)] for v in zip(*judged, strict=True)
+    ]
+    heads = [s.name for s in studies] if len(studies) > 1 else ['verdict']
+    return markdown(['claim', *heads], rows, words=1 + len(heads)) + '\n'
 
 
 def renew(text: str, studies: list[Study]) -> str:
@@ -48,9 +52,10 @@ def renew(text: str, studies: list[Study]) -> str:
       ValueError: if a mark has the name of an unknown study.
     """
     known, make = {s.name: s for s in studies}, {'results': overview, 'verdicts': findings}
-    if unknown := [m['study'] for m in MARKS.finditer(text) if m['study'] not in known]:
+    named = lambda m: m['study'].split(',') if m['what'] == 'verdicts' else [m['study']]
+    if unknown := [n for m in MARKS.finditer(text) for n in named(m) if n not in known]:
         raise ValueError(f'no study {unknown[0]!r}; allowed are {", ".join(known)}')
-    return MARKS.sub(lambda m: m[1] + make[m['what']](known[m['study']]) + m[4], text)
+    return MARKS.sub(lambda m: m[1] + make[m['what']](*(known[n] for n in named(m))) + m[4], text)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--out', type=Path, required=True, help='folder of the report')
     parser.add_argument(
         '--into', type=Path, nargs='+', default=[],
-        help='pages in which to replace <!-- results STUDY --> and <!-- verdicts STUDY -->',
+        help='pages in which to replace <!-- results STUDY --> and <!-- verdicts STUDY,STUDY -->',
     )  # fmt: skip
     args = parser.parse_args(words)
     try:

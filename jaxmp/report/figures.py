@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.report import captions, epochs, points, style
+from jaxmp.report import captions, epochs, gap, points, style
 from jaxmp.report.claims import PAPER
 from jaxmp.report.results import Study
 from jaxmp.report.tables import shown
 
-CODE = [str(m.__file__) for m in (captions, epochs, points)]
+CODE = [str(m.__file__) for m in (captions, epochs, gap, points)]
 
 
 class Picture(NamedTuple):
@@ -39,16 +39,26 @@ class Picture(NamedTuple):
 
 def draw(study: Study, out: Path) -> dict[str, str]:
     """Draws the pictures of ``study`` that ``out`` lacks; returns file names by title."""
-    files = {}
-    for picture in pictures(study):
-        path, mark = out / picture.file, style.digest([picture.data, picture.size], __file__, *CODE)
-        if not style.holds(path, mark):
-            with style.style():
-                figure = style.figure(*picture.size)
-                picture.paint(figure)
-                style.save(figure, path, mark)
-        files[picture.title] = picture.file
-    return files
+    return {picture.title: put(picture, out) for picture in pictures(study)}
+
+
+def put(picture: Picture, out: Path) -> str:
+    """Draws a picture if ``out`` lacks it; returns the name of its file."""
+    path, mark = out / picture.file, style.digest([picture.data, picture.size], __file__, *CODE)
+    if not style.holds(path, mark):
+        with style.style():
+            figure = style.figure(*picture.size)
+            picture.paint(figure)
+            style.save(figure, path, mark)
+    return picture.file
+
+
+def across(studies: list[Study]) -> Picture | None:
+    """The picture of all studies together, if one has its data."""
+    data = gap.gap(studies)
+    if data is None:
+        return None
+    return Picture(gap.TITLE, 'gap.png', data, lambda figure: gap.paint(figure, data), (11, 5.4))
 
 
 def pictures(study: Study) -> Iterator[Picture]:

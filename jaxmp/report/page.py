@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxmp.config import KEYS, settings
 from jaxmp.report import figures
-from jaxmp.report.claims import PAPER, Evidence, Verdict, judge
-from jaxmp.report.residuals import CONFIDENCE, POWER
+from jaxmp.report.claims import PAPER, RATIO, REGISTERED, Evidence, Verdict, judge
+from jaxmp.report.residuals import CONFIDENCE, MOST, POWER
 from jaxmp.report.results import Study
 from jaxmp.report.tables import HEADS, NONE, lines, markdown, others, plain
 
@@ -62,7 +62,14 @@ UNSAID = ('name', 'fwd', 'bwd', 'seed', 'warmup_epochs', 'parallel.runtime')
 def verdicts(judged: list[Verdict]) -> str:
     """The claims as a table with one line per quantity."""
     heads = ['claim', 'verdict', 'quantity and claimed side', 'is', 'paper', 'ours']
-    heads += ['in points', 'p (Holm)', f'detectable at {100 * POWER:g} % power', 'seeds', 'df']
+    heads += [
+        'in points',
+        'p (Holm)',
+        f'detectable at {100 * POWER:g} % power',
+        'seeds',
+        'would take',
+        'df',
+    ]
     rows = []
     for v in judged:
         for i, e in enumerate(v.evidence):
@@ -73,19 +80,19 @@ def verdicts(judged: list[Verdict]) -> str:
 
 def weighed(e: Evidence) -> list[str]:
     """The cells of a quantity."""
-    more = lambda x: (
-        NONE if math.isnan(x) else f'{x:+.2f}' if e.nats else f'{100 * math.expm1(x):+.1f} %'
-    )
+    ratio = lambda x: f'{100 * math.expm1(x):+.1f} %' if e.unit == RATIO else f'{x:+.2f}'
+    more = lambda x: NONE if math.isnan(x) else ratio(x)
     cells = [e.text, e.verdict, more(e.paper)]
     if e.ours is None:
-        return [*cells, *[NONE] * 6]
+        return [*cells, *[NONE] * 7]
     ours, known = e.ours, not math.isnan(e.ours.error)
     between = f' [{more(ours.low)}, {more(ours.high)}]' * known
-    points = NONE if e.nats else f'{e.points:+.2f}'
+    points = f'{e.points:+.2f}' if e.unit == RATIO else NONE
     p = NONE if not known else f'{e.p:.3f}' if e.p >= TINY else f'< {TINY}'
     freedom = str(ours.freedom) if known else NONE
     cells += [more(ours.mean) + between, points, p, more(e.detectable)]
-    return [*cells, str(ours.seeds), freedom]
+    take = f'{MOST} or more' if e.enough == MOST else str(e.enough or NONE)
+    return [*cells, str(ours.seeds), take if e.verdict == 'undecided' else NONE, freedom]
 
 
 TINY = 0.001
@@ -113,23 +120,32 @@ def section(study: Study, out: Path) -> str:
 
 
 def claims(study: Study) -> str:
-    """The verdicts on the paper's claims; empty if the study has no row of any claim."""
-    judged = judge(study)
-    if not any(e.ours for v in judged for e in v.evidence):
-        return ''
-    margin = PAPER['margin']
-    return template(
-        'claims.md', verdicts=verdicts(judged), margin=f'{100 * margin["errors"]:g}',
-        why=margin['why'], confidence=f'{100 * CONFIDENCE:g}', power=f'{100 * POWER:g}',
-    )  # fmt: skip
+    """The verdicts on the paper's claims, and on the registered ones if the first was run."""
+    tested = lambda judged: [v for v in judged if any(e.ours for e in v.evidence)]
+    paper, own = judge(study), judge(study, REGISTERED['claims'])
+    parts = []
+    if tested(paper):
+        margin = PAPER['margin']
+        parts += [template(
+            'claims.md', verdicts=verdicts(paper), margin=f'{100 * margin["errors"]:g}',
+            why=margin['why'], confidence=f'{100 * CONFIDENCE:g}', power=f'{100 * POWER:g}',
+        )]  # fmt: skip
+    if tested(own[:1]):
+        table = verdicts(tested(own))
+        parts += [f'### {REGISTERED["title"]}\n\n{REGISTERED["rule"]}\n\n{table}\n\n']
+    return '\n'.join(parts)
 
 
 def write(studies: list[Study], folder: str, out: Path) -> None:
     """Writes report.md, report.html and the pictures."""
     out.mkdir(parents=True, exist_ok=True)
+    parts = [section(s, out) for s in studies]
+    if picture := figures.across(studies):
+        file = figures.put(picture, out)
+        parts.append(f'## {picture.title}\n\n![{picture.title}]({file})\n')
     text = template(
         'template.md', title=TITLE, source=PAPER['source'], folder=folder,
-        confidence=f'{100 * CONFIDENCE:g}', studies='\n'.join(section(s, out) for s in studies),
+        confidence=f'{100 * CONFIDENCE:g}', studies='\n'.join(parts),
     )  # fmt: skip
     (out / 'report.md').write_text(text)
     (out / 'report.html').write_text(html(text, out))

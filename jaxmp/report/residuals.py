@@ -14,6 +14,7 @@ import numpy as np
 
 Column = dict[str, dict[int, float]]  # one value per row and seed
 LEVEL, POWER = 0.05, 0.8
+MOST = 1000  # seeds
 CONFIDENCE = 1 - LEVEL
 
 
@@ -172,3 +173,21 @@ def detectable(e: Estimate) -> float:
 
     threshold = stdtrit(e.freedom, 0.5 + CONFIDENCE / 2)
     return float(nctdtrinc(e.freedom, 1 - POWER, threshold)) * e.error
+
+
+def enough(e: Estimate, bound: float) -> int:
+    """The seeds with which one test alone detects the estimated distance with that power.
+
+    Degrees of freedom are taken to grow with the seeds. From `MOST` on the number is `MOST`.
+
+    >>> enough(estimate([0.0, 1.0, 2.0, 3.0]), 0.0), enough(estimate([0.0, 1.0]), 0.5)
+    (8, 1000)
+    """
+    low, high = 2, MOST
+    while low < high:
+        n = (low + high) // 2
+        more = n / e.seeds
+        freedom = max(e.freedom * more, e.freedom + n - e.seeds, 1)
+        then = e._replace(error=e.error / more**0.5, freedom=freedom)
+        low, high = (low, n) if detectable(then) <= abs(e.mean - bound) else (n + 1, high)
+    return low

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxmp.config import Summary, settings
@@ -49,10 +51,18 @@ class Row(NamedTuple):
 
 
 class Study(NamedTuple):
-    """The rows of one folder."""
+    """The rows of one folder.
+
+    Attributes:
+      name: of the folder.
+      rows: by name.
+      again: accuracies by row, one pair per seed: off with BatchNorm's statistics estimated again,
+        and on, from the files of `jaxmp evaluate --batchnorm` in its folder ``statistics``.
+    """
 
     name: str
     rows: dict[str, Row]
+    again: Mapping[str, Sequence[tuple[float, float]]] = MappingProxyType({})
 
 
 def load(folder: Path) -> list[Study]:
@@ -96,7 +106,18 @@ def study(home: Path, name: str, runs: list[Summary]) -> Study:
         rows[row.name] = row._replace(runs=(*row.runs, run))
     for row in rows.values():
         check_same(home, [r for other in rows.values() for r in other.runs], row)
-    return Study(name, rows)
+    return Study(name, rows, estimated_again(home))
+
+
+def estimated_again(home: Path) -> dict[str, list[tuple[float, float]]]:
+    """What `Study` has as ``again``."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for path in sorted((home / 'statistics').glob('*-s*.json')):
+        trained, again = json.loads(path.read_text())['test'].values()
+        *_, on = trained.values()
+        pair = again['raw']['accuracy'], on['accuracy']
+        found.setdefault(path.stem.rpartition('-s')[0], []).append(pair)
+    return found
 
 
 def check_same(home: Path, runs: list[Summary], row: Row) -> None:

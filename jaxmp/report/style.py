@@ -87,7 +87,9 @@ TERMS = {  # a function of the grammar in words; {} is its first argument
     'dgc': 'DGC over Top{}',
 }
 SHARES = ('top_k', 'random_k', 'unbiased_random_k', 'dgc', 'demo')  # the first argument is a share
-TELLING = {'accumulate': 'accumulated', 'values': '{} values', 'indices': '{}'}  # arguments shown
+TELLING = {  # arguments shown
+    'accumulate': 'accumulated', 'values': '{} values', 'indices': '{}', 'pairs': 'of pairs',
+}  # fmt: skip
 
 
 def human(fwd: str, bwd: str, warmup: int = 0) -> str:

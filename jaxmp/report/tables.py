@@ -78,7 +78,13 @@ def cells(label: str, paper: dict[str, Any], row: Row | None, none: Row | None) 
     apart += ' (off)' * (row.judged == 'off' and apart != NONE)
     size = wire(row)
     sent = f'{size["bytes"]:,}', plain(size['ratio']), plain(size['bits'])
-    return [label, *theirs, *ours, apart, *sent, str(len(row.runs))]
+    return [label, *theirs, *ours, apart, *sent, count(row)]
+
+
+def count(row: Row) -> str:
+    """The number of a row's seeds, and of those that diverged."""
+    lost = sum('diverged' in r for r in row.runs)
+    return f'{len(row.runs)}, {lost} diverged' if lost else f'{len(row.runs)}'
 
 
 def shown(table: dict[str, Any], study: Study) -> list[tuple[str, dict[str, Any], Row | None]]:

@@ -3,8 +3,9 @@
 Run every row of a study with every seed. FILE is a Python file with ``get_study(scale, tables)``,
 such as configs/paper_tables.py. A finished run is saved as ``OUT/SCALE/ROW-sSEED.json`` and is not
 run again; a run that was killed continues from its checkpoint in ``WORK``. A run holds a lock, so
-that two processes with the same command share the work. A run that fails does not stop the others;
-failures are listed at the end.
+that two processes with the same command share the work. A run that diverges has a result as well:
+from there on it counts as guessing. A run that fails does not stop the others; failures are listed
+at the end.
 
 The seeds of a row run one after another in one process and share its compiled programs. Batching
 seeds by `jax.vmap` would turn convolutions into grouped ones, which take twice as long on CPU.
@@ -36,12 +37,13 @@ def left(todo: list[Job], done: list[Summary]) -> str:
     return f'about {duration(len(todo) * statistics.median(s["seconds"] for s in done))} left'
 
 
-def sweep(plan: list[Job], quiet: bool = True) -> dict[str, str]:
+def sweep(plan: list[Job], quiet: bool = True, keep: bool = False) -> dict[str, str]:
     """Executes the runs that are not finished, one after another.
 
     Args:
       plan: runs from `jobs`.
       quiet: report each run only, not its epochs.
+      keep: leave the last checkpoint of each run in its workdir.
 
     Returns:
       The error of each run that failed, by the name of its result.
@@ -61,7 +63,7 @@ def sweep(plan: list[Job], quiet: bool = True) -> dict[str, str]:
                 busy += 1
                 continue
             try:
-                done.append(one(job, prepared.of(job), quiet))
+                done.append(one(job, prepared.of(job), quiet, keep))
             except Exception as error:  # a run that fails does not stop the sweep
                 failed[job.result.stem] = ' '.join(
                     [f'{type(error).__name__}:', *str(error).split()]
@@ -104,14 +106,20 @@ def scores(summary: Summary) -> str:
     modes = summary['test'].items()
     metric = of_summary(summary)
     values = [f'{m} {metric.format(s["last"])}' for m, s in modes]
+    if step := summary.get('diverged'):
+        values.append(f'diverged at step {step:,}')
     return '  '.join([*values, duration(summary['seconds'])])
 
 
-def one(job: Job, made: Any, quiet: bool) -> Summary:
+def one(job: Job, made: Any, quiet: bool, keep: bool) -> Summary:
     """Executes ``job`` and saves its result; raises KeyboardInterrupt if a signal ended it."""
-    from jaxmp.training.loop import train_and_evaluate
+    from jaxmp.sweep.diverged import diverged
+    from jaxmp.training.loop import DivergedError, train_and_evaluate
 
-    summary = train_and_evaluate(job.config, job.workdir, made=made, quiet=quiet)
+    try:
+        summary = train_and_evaluate(job.config, job.workdir, made=made, quiet=quiet)
+    except DivergedError as error:
+        summary = diverged(made.exp, error.step, job.workdir)
     if summary is None:
         raise KeyboardInterrupt
     job.result.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +127,8 @@ def one(job: Job, made: Any, quiet: bool) -> Summary:
     lines = (f' {json.dumps(k)}: {json.dumps(v)}' for k, v in summary.items())
     whole.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
     whole.replace(job.result)
-    shutil.rmtree(job.workdir / 'checkpoints')
+    if not keep:
+        shutil.rmtree(job.workdir / 'checkpoints', ignore_errors=True)
     return summary
 
 
@@ -158,6 +167,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--out', type=Path, default=Path('results'), help='folder of results')
     parser.add_argument('--work', type=Path, default=Path('runs/sweep'), help='folder of workdirs')
     parser.add_argument('--set', action='append', default=[], help='key=value for all runs')
+    parser.add_argument(
+        '--keep', action='store_true', help='leave the last checkpoints, for jaxmp evaluate'
+    )
     parser.add_argument('--plan', action='store_true', help='show the plan and run nothing')
     parser.add_argument('--verbose', action='store_true', help='report each epoch')
     return parser.parse_args(argv)
@@ -203,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.plan:
             return show_plan(plan)
         set_up()
-        failed = sweep(plan, quiet=not args.verbose)
+        failed = sweep(plan, not args.verbose, args.keep)
     except (ValueError, OSError) as error:
         sys.exit(f'jaxmp sweep: {error}')
     except KeyboardInterrupt:

@@ -40,7 +40,15 @@ from jaxmp.training.trackers import Callback
 
 
 class DivergedError(RuntimeError):
-    """The loss is not finite; the last checkpoint is from before."""
+    """The loss of ``step`` is not finite; the last checkpoint is from before."""
+
+    def __init__(self, loss: float, step: int) -> None:
+        """Says what to do."""
+        super().__init__(
+            f'the loss, in the last stage, is {loss} at step {step}; the last checkpoint is from '
+            'before it. Lower config.optimizer.lr, or send more bits backward'
+        )
+        self.step = step
 
 
 def process_group_of(config: Config, address: Address) -> ProcessGroup:
@@ -249,12 +257,7 @@ def add(place: Place, values: Values, before: int) -> Place:
     for step_values in zip(*rows.values(), strict=True):
         own = dict(zip(rows, step_values, strict=True))
         if not math.isfinite(own['loss']):
-            step = before + place['steps'] + 1
-            raise DivergedError(
-                f'the loss, in the last stage, is {own["loss"]} at step {step}; the last '
-                'checkpoint is from before it. Lower config.optimizer.lr, or send more bits '
-                'backward'
-            )
+            raise DivergedError(own['loss'], before + place['steps'] + 1)
         total = {name: place[name] + value for name, value in own.items()}
         place = {**place, **total, 'steps': place['steps'] + 1}
     return place

@@ -22,8 +22,8 @@ from jaxmp.wire import Ctx, nbytes
 
 def check_memory(exp: Experiment) -> None:
     """Raises ValueError if the feedback states are larger than this machine's memory."""
-    rows, have = feedback_rows(exp), memory()
-    if exp.replicas * sum(rows) <= have:
+    rows, total, have = feedback_rows(exp), exp.replicas * feedback_bytes(exp), memory()
+    if total <= have:
         return
     _, states = shapes(exp)
     terms = []
@@ -31,12 +31,12 @@ def check_memory(exp: Experiment) -> None:
         largest = max(jax.tree.leaves(own), key=lambda a: a.size)
         product = ' x '.join(f'{n:,}' for n in largest.shape)
         terms.append(
-            f'boundary {i}: {product} x {largest.dtype.itemsize} bytes, with the backward state '
+            f'boundary {i}: {product} x {largest.dtype.itemsize} bytes, both ends and ways '
             f'{size / 2**30:,.1f} GiB'
         )
     raise ValueError(
         f'config.fwd={exp.config.fwd!r} and config.bwd={exp.config.bwd!r} keep feedback states of '
-        f'{exp.replicas * sum(rows) / 2**30:,.1f} GiB ({"; ".join(terms)}'
+        f'{total / 2**30:,.1f} GiB ({"; ".join(terms)}'
         + (f'; {exp.replicas} replicas' if exp.replicas > 1 else '')
         + f'), and there is a memory of {have / 2**30:,.1f} GiB; take fewer '
         'config.data.train_examples (and examples=examples), a smaller config.model.width, '
@@ -45,13 +45,36 @@ def check_memory(exp: Experiment) -> None:
 
 
 def feedback_rows(exp: Experiment) -> list[int]:
-    """Bytes of the feedback states of each boundary, both ways, of one replica."""
+    """Bytes of the feedback states of each boundary, both ends and ways, of one replica."""
+    return [sum(ends) for ends in feedback_ends(exp)]
+
+
+def feedback_bytes(exp: Experiment) -> int:
+    """Bytes of all feedback states of one replica as its runtime keeps them.
+
+    A device of ``spmd`` has the largest state of each end and way, whichever stage it runs.
+    """
+    ends = feedback_ends(exp)
+    if exp.config.parallel.runtime != 'spmd' or not ends:
+        return sum(map(sum, ends))
+    return len(exp.task.stages) * sum(max(column) for column in zip(*ends, strict=True))
+
+
+def feedback_ends(exp: Experiment) -> list[tuple[int, ...]]:
+    """Bytes at each boundary: of the sender and the receiver forward, and of both backward.
+
+    Under ``local`` both ends share a state where it is the same at both.
+    """
     _, states = shapes(exp)
-    count = exp.config.parallel.num_microbatches
+    count, apart = exp.config.parallel.num_microbatches, exp.config.parallel.runtime != 'local'
     rows = []
     for i, cut in enumerate(exp.model.boundaries):
-        slots = [1 if c.per_example or c.per_token else count for c in (cut.fwd, cut.bwd)]
-        rows.append(slots[0] * nbytes(states.fwd[i]) + slots[1] * nbytes(states.bwd[i]))
+        row: list[int] = []
+        for channel, (tx, rx) in ((cut.fwd, states.fwd[i]), (cut.bwd, states.bwd[i])):
+            slots = 1 if channel.per_example or channel.per_token else count
+            copy = tx if channel.shared_state and apart else rx
+            row += [slots * nbytes(tx), slots * nbytes(copy)]
+        rows.append(tuple(row))
     return rows
 
 
@@ -91,7 +114,7 @@ def _residuals(p: StageProgram, batch: MicroBatch) -> Any:
 def check_residuals(exp: Experiment) -> None:
     """Raises ValueError if residuals of the stages of a process and all else cannot fit."""
     rows, have = residual_rows(exp), memory()
-    total = exp.replicas * (sum(size * most for size, most in rows) + sum(feedback_rows(exp)))
+    total = exp.replicas * (sum(size * most for size, most in rows) + feedback_bytes(exp))
     if total <= have:
         return
     terms = '; '.join(f'stage {s}: {most} x {size:,} bytes' for s, (size, most) in enumerate(rows))

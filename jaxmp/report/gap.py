@@ -1,0 +1,99 @@
+"""What switching compression off costs as training goes on: Top10 % in all studies of a report.
+
+The errors with compression off over those with compression on, by step, a line per study; the
+paper's row is a point, and so is the end of a study with BatchNorm's statistics estimated again. If
+the line of a study without BatchNorm rises as well, its statistics are not the only cause; if lines
+of one width rise with the steps, width is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp.config import settings
+from jaxmp.report import style
+from jaxmp.report.claims import LEAST, PAPER, paper_score
+from jaxmp.report.results import Study
+
+ROW = 'top10'
+TITLE = 'What Top10 % costs when it is switched off'
+NAMES = {'resnet18': 'ResNet-18', 'lenet': 'LeNet', 'cifar10': 'CIFAR-10', 'mnist': 'MNIST'}
+
+
+class Gap(NamedTuple):
+    """The errors off over the errors on by step, one list per seed, of each study; the paper's."""
+
+    steps: dict[str, list[float]]
+    ratios: dict[str, list[list[float]]]
+    paper: tuple[float, float]
+    again: dict[str, float]  # at the end, with BatchNorm's statistics estimated again
+
+
+def gap(studies: Sequence[Study]) -> Gap | None:
+    """The ratios of the row `ROW` in all studies that have it; None if none has."""
+    steps, ratios, again = {}, {}, {}
+    for study in studies:
+        if ROW not in study.rows:
+            continue
+        runs = study.rows[ROW].runs
+        curves = [r['history'] for r in runs if 'accuracy' in r.get('history', {}).get('on', ())]
+        if not curves:
+            continue
+        name = f'{described(settings(runs[0]["config"]))} ({study.name})'
+        epochs = len(curves[0]['on']['accuracy'])
+        steps[name] = [runs[0]['steps'] * (e + 1) / epochs for e in range(epochs)]
+        ratios[name] = [[*map(ratio, c['off']['accuracy'], c['on']['accuracy'])] for c in curves]
+        if pairs := study.again.get(ROW):
+            again[name] = float(np.exp(np.mean([np.log(ratio(*pair)) for pair in pairs])))
+    off, on = (paper_score(ROW, mode) / 100 for mode in ('off', 'on'))
+    paper = PAPER['steps'], ratio(off, on)
+    return Gap(steps, ratios, paper, again) if steps else None
+
+
+def ratio(off: float, on: float) -> float:
+    """The errors off over the errors on, for accuracies as shares."""
+    return max(1 - off, LEAST / 100) / max(1 - on, LEAST / 100)
+
+
+def described(config: dict[str, Any]) -> str:
+    """Model, width and data of a run."""
+    named = lambda key: NAMES.get(config[key], config[key])
+    pool = config['data.pool']
+    pooled = f' averaged {pool} x {pool}' if pool > 1 else ''
+    return f'{named("model.name")} of width {config["model.width"]}, {named("data.name")}{pooled}'
+
+
+def paint(figure: Any, data: Gap) -> None:
+    """Draws a thick line per study, its geometric mean over seeds, and thin lines of the seeds."""
+    axes = figure.subplots()
+    ends = {'the paper': data.paper}
+    colours = {'the paper': 'black'}
+    for colour, (name, rows) in zip(style.PALETTE[1:] * 2, data.ratios.items(), strict=False):
+        x, mean = data.steps[name], np.exp(np.mean(np.log(rows), 0))
+        for row in rows if len(rows) > 1 else ():
+            axes.plot(x, row, color=colour, lw=0.5, alpha=0.6)
+        axes.plot(x, mean, color=colour, lw=2, marker='.' if len(x) < 5 else '')
+        ends[name], colours[name] = (x[-1], float(mean[-1])), colour
+        if name in data.again:
+            below = f'BatchNorm estimated again: {data.again[name]:.2f}'
+            axes.plot(x[-1], data.again[name], 'o', color=colour, mfc='white')
+            ends[below], colours[below] = (x[-1], data.again[name]), colour
+    axes.plot(*data.paper, 'o', color='black')
+    axes.axhline(1, color='gray', lw=0.8)
+    axes.set_xscale('log')
+    style.logarithmic(axes)
+    axes.set(xlabel='steps', ylabel='errors off over errors on')
+    last = {n: e[1] for n, e in ends.items() if n in data.ratios}
+    least, most = (f(last.values()) for f in (min, max))
+    told = f'from {least:.2f} to {most:.2f} times the errors in these studies'
+    axes.set_title(f'Switching Top10 % off at the test: {told}, {data.paper[1]:.2f} in the paper')
+    counts = sorted({len(rows) for rows in data.ratios.values()})
+    style.caption(
+        figure,
+        f'n = {" or ".join(map(str, counts))} seeds: thick, their geometric mean; thin, each seed; '
+        'both ways alike, last evaluation at the right',
+    )
+    style.label(figure, axes, ends, size=7.5, colours=colours)
