@@ -309,6 +309,17 @@ def test_unbiased(text):
         assert abs(lost - 0.5 * energy) <= 5 * energy / 2 / np.sqrt(DRAWS)
 
 
+@pytest.mark.parametrize(('codec', 'shrunk'), [('lloyd(1', 0.65), ('trellis(2', 0.92)])
+def test_an_unbiased_scale_does_not_shrink(codec, shrunk):
+    """Random signs before a Hadamard matrix are nearly a random rotation."""
+    x = np.random.default_rng(2).standard_normal((2, 20)).astype(np.float32)
+    along = lambda text: (draws(text, x).mean(0) * x).sum() / np.square(x).sum()
+    assert along(f'rotate({codec}), 128)') == pytest.approx(shrunk, abs=0.01)
+    assert along(f'rotate({codec}, unbiased=True), 128)') == pytest.approx(1, abs=1e-3)
+    y = draws(f'rotate({codec}, unbiased=True), 128)', x)
+    assert np.abs(y.mean(0) - x).max() < 0.05 * np.abs(x).max()
+
+
 # Levels.
 
 

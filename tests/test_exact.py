@@ -21,7 +21,7 @@ CODECS = (
     *('raw', 'fp16', 'bf16', 'max_scaled(4)', 'one_bit', 'as_bool', 'natural', 'qsgd(3)'),
     *('uniform(1)', 'uniform(4)', 'uniform(8, stochastic)', 'block(4)', 'block(8, size=32)'),
     *('log_scale(2)', 'log_scale(4)', 'log_scale(8)', 'polar(0.5, 32)', 'rotate(uniform(4), 32)'),
-    *('lloyd(3)', 'lloyd(2, signed=False)', 'trellis(2, 4)'),
+    *('lloyd(3)', 'lloyd(2, signed=False, unbiased=True)', 'trellis(2, 4, unbiased=True)'),
     *('mx(8)', 'mx(6)', 'mx(4)', 'nvfp4', 'spikes(block(2), 5)'),
     'per_chunk(adaptive(lloyd(2), mx(4)), 50)',
 )
@@ -108,6 +108,7 @@ def drift(text, shape, dtype='float32', options=HURRIED):
         (f'anchored(block(4), {TOKENS})', (8, 9, 30), 'float32', HURRIED),
         (f'anchored(block(4), {TOKENS}, window=7)', (8, 9, 30), 'bfloat16', FULL),
         (f'anchored(block(4), {TOKENS}, pairs={2 * TOKENS})', (8, 9, 30), 'float32', FULL),
+        (f'anchored(block(4), {TOKENS}, 7, {TOKENS}, True)', (8, 9, 30), 'float32', HURRIED),
     ],
 )
 def test_both_ends_hold_the_same_bits(text, shape, dtype, options):

@@ -330,18 +330,27 @@ def sentences():
     return xs, r.integers(0, WORDS - 1, (STEPS, 3, LENGTH)).astype(np.int32)
 
 
-@pytest.mark.parametrize('pairs', [0, 2 * WORDS, WORDS**2])
-@pytest.mark.parametrize('window', [4, 1024])
-def test_anchors_are_their_equation(window, pairs):
+@pytest.mark.parametrize(
+    ('window', 'pairs', 'target'),
+    [
+        *((w, p, False) for w in (4, 1024) for p in (0, 2 * WORDS, WORDS**2)),
+        (4, 0, True),
+        (1024, WORDS**2, True),
+    ],
+)
+def test_anchors_are_their_equation(window, pairs, target):
     """A loop over tokens; one of them never occurs, most occur several times in a batch."""
     xs, tokens = sentences()
+    own = tokens
+    if target:
+        tokens = np.pad(own[..., 1:], ((0, 0), (0, 0), (0, 1)))
     before = np.pad(tokens[..., :-1], ((0, 0), (0, 0), (1, 0)))
     codec, others = 'block(2, size=32)', (WORDS * before + tokens) % max(pairs, 1)
     pair = laws.ends(jaxmp.parse(codec), jaxmp.like(xs[0]))
     tables = [np.zeros((n, 8)) for n in (WORDS, max(pairs, 1))]
     weights = [np.zeros(len(a)) for a in tables]
-    text = f'anchored({codec}, {WORDS}, window={window}, pairs={pairs})'
-    for step, (y, found) in enumerate(anchored_run(text, xs, tokens)):
+    text = f'anchored({codec}, {WORDS}, window={window}, pairs={pairs}, target={target})'
+    for step, (y, found) in enumerate(anchored_run(text, xs, own)):
         of_token, more = tables[0][tokens[step]], tables[1][others[step]]
         known = (of_token + more).astype('f4')
         m = pair.cross((xs[step] - known).astype('f4'), (), (), at(step))[1]
@@ -384,6 +393,8 @@ def test_anchors_need_a_token_for_each_position():
         jaxmp.anchored(jaxmp.raw, 0)
     with pytest.raises(ValueError, match='pairs -1 is not 0 or a positive integer'):
         jaxmp.anchored(jaxmp.raw, 3, pairs=-1)
+    with pytest.raises(TypeError, match='target must be True or False, got 1'):
+        jaxmp.anchored(jaxmp.raw, 3, target=1)
 
 
 def coloured(steps, count=8):

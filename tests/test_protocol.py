@@ -147,7 +147,7 @@ def test_the_table_of_two_entries_goes_on_after_an_interruption(tmp_path, monkey
     ('words', 'message'),
     [
         (['topk(0.1)'], 'topk'),
-        (['uniform(4)', '--backward', 'anchored(fp16, vocabulary)'], 'anchored is for activations'),
+        (['fp16', '--backward', 'anchored(fp16, vocabulary)'], 'anchored is for activations'),
         (['nowhere.py:mine(2)'], "cannot import 'nowhere.py'"),
     ],
 )

@@ -326,21 +326,28 @@ def test_the_memory_of_feedback_is_what_a_run_keeps(runtime, fwd, bwd):
 
 def test_anchors_of_tokens_train_alike():
     """Tokens reach every stage, in training and in a test; both ends' tables agree to the bit."""
-    found = []
+    found, fwd = [], 'anchored(block(4), vocabulary)'
     for runtime in ('local', 'mpmd'):
-        changes = {**ALIKE, 'fwd': 'anchored(block(4), vocabulary)', 'runtime': runtime}
+        bwd = 'anchored(block(4), vocabulary, target=True)'
+        changes = {**ALIKE, 'fwd': fwd, 'bwd': bwd, 'runtime': runtime}
         exp = experiment.experiment_of(config_of('text_gpt2', **TEXT, **changes))
         engine = loop.engine_of(exp, process_group.ProcessGroup())
         order = data.order(0, 0, TEXT['train_examples'])
         *_, (state, _, _) = engine.epoch(0)(engine.create(exp), order, lambda: False)
         found.append((state.model.feedback, engine.evaluate(state, True)['loss']))
-        assert sizes.feedback_rows(exp) == [256 * (16 + 1) * 4 * (1 + (runtime == 'mpmd'))]
+        assert sizes.feedback_rows(exp) == [2 * 256 * (16 + 1) * 4 * (1 + (runtime == 'mpmd'))]
     (local, loss), (apart, same) = found
     sent, received = apart[0][0].right_tx, apart[1][0].left_rx
     jax.tree.map(np.testing.assert_array_equal, sent, received)
     occurred = np.bincount(exp.data.train.x.ravel(), minlength=256)
     np.testing.assert_array_equal(sent.weight, occurred)  # each fewer times than the window
     np.testing.assert_allclose(local.fwd[0][0].mean, sent.mean, atol=0.02)
+    back, arrived = apart[1][0].left_tx, apart[0][0].right_rx
+    jax.tree.map(np.testing.assert_array_equal, back, arrived)
+    follows = np.pad(exp.data.train.x[:, 1:], ((0, 0), (0, 1)))
+    np.testing.assert_array_equal(back.weight, np.bincount(follows.ravel(), minlength=256))
+    np.testing.assert_allclose(local.bwd[0][0].mean, back.mean, atol=1e-4)
+    assert np.abs(back.mean).max() > 1e-3
     np.testing.assert_allclose(loss, same, rtol=1e-3)
 
 
@@ -348,7 +355,9 @@ def test_anchors_are_for_tokens_and_not_for_one_program_over_a_mesh():
     for make, changes, message in (
         (small, {'fwd': 'anchored(raw, 5)'}, 'the input of this model has no tokens'),
         (config_of, {'fwd': 'anchored(raw, 9)'}, 'anchors for 9 tokens and the data has 256'),
-        (config_of, {'bwd': 'anchored(raw, vocabulary)'}, 'anchored is for activations'),
+        (config_of, {'bwd': 'anchored(raw, 9, target=True)'}, "config.bwd='.* has anchors for 9 to"),
+        (config_of, {'bwd': 'anchored(raw, vocabulary)'}, 'anchored is for activations; .*target=T'),
+        (config_of, {'fwd': 'anchored(raw, 256, target=True)'}, 'would tell the answer'),
     ):
         config = make('text_gpt2', **TEXT, **changes) if make is config_of else make(**changes)
         with pytest.raises(ValueError, match=message):

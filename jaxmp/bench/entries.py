@@ -44,6 +44,10 @@ def both(text: str) -> Entry:
 
 
 RAW = both('raw')
+PAIRS = 'anchored(rotate(trellis(2)), vocabulary, pairs=65536)'
+TARGETS = (
+    'anchored(rotate(trellis(2, unbiased=True)), vocabulary, window=64, pairs=65536, target=True)'
+)
 DEFAULT = {  # entries, and whose codecs they are
     RAW: 'no compression, as the dense record',
     both('bf16'): '',
@@ -60,7 +64,8 @@ DEFAULT = {  # entries, and whose codecs they are
     both('rotate(trellis(2))'): '',
     Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(trellis(2))'): '',
     Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(lloyd(1))'): '',
-    Entry('anchored(rotate(trellis(2)), vocabulary, pairs=65536)', 'rotate(trellis(2))'): '',
+    Entry(PAIRS, 'rotate(trellis(2))'): '',
+    Entry(PAIRS, TARGETS): '',
     Entry('klt(2)', 'rotate(trellis(2))'): '',
     both(
         'ef(per_chunk(top_k(0.015625, values=lloyd(2), indices=block_local), 4096), decay=0.95)'

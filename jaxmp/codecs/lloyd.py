@@ -92,22 +92,25 @@ def _power(x: Array) -> Array:
     return short(jnp.clip(x, least, 1 / least), 1)
 
 
-def least_squares(mixed: Array, energy: Array, unit: Array, rms: Array) -> Array:
-    """The bfloat16 scale s that makes ``|unit x - s y|`` least, per sample, as 16-bit words.
+def scale_words(above: Array, below: Array, unit: Array, rms: Array) -> Array:
+    """The bfloat16 scale ``unit above / below``, per sample, as 16-bit words.
+
+    For levels y of elements ``unit x`` the sums of ``x y`` and ``y y`` give the scale of least
+    squares, and those of ``x x`` and ``x y`` the unbiased one.
 
     Args:
-      mixed: the sum of all products ``x y``; energy is that of ``y y``.
-      energy: see ``mixed``.
+      above: a sum over a sample.
+      below: another; the quotient by zero is ``above``.
       unit: from `unit_rms`; x is in this unit.
       rms: likewise; not finite where the sample is not.
     """
-    s = mixed / jnp.where(energy > 0, energy, 1) * unit
+    s = above / jnp.where(below > 0, below, 1) * unit
     s = jnp.minimum(s, float(jnp.finfo(jnp.bfloat16).max))
     return half_bytes(jnp.where(jnp.isfinite(rms), s, jnp.nan).astype(jnp.bfloat16))
 
 
 def scale_of(words: Array, like: Like) -> Array:
-    """The scale that `least_squares` sent, in the dtype in which a codec computes."""
+    """The scale of `scale_words`, in the dtype in which a codec computes."""
     return jax.lax.bitcast_convert_type(words, jnp.bfloat16).astype(compute_dtype(like))
 
 
@@ -139,7 +142,7 @@ def chosen(number: Array, levels: Sequence[float], dtype: jnp.dtype) -> Array:
 
 
 @word
-def lloyd(bits: int, signed: bool = True) -> Codec:
+def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
     r"""Lloyd-Max quantiser for normal data, with one least-squares scale per sample.
 
     .. math:: C(x) = s\, l_q,\quad q_i = \arg\min_j |x_i / \sigma - l_j|,\quad
@@ -154,8 +157,11 @@ def lloyd(bits: int, signed: bool = True) -> Codec:
       bits: 1 to 5.
       signed: False for data without negative numbers, such as the output of a ReLU: one level is
         zero, and the others are positive.
+      unbiased: the scale is ``s = |x|^2 / <x, l_q>``, with which the mean of C(x) over the random
+        signs of `rotate` is x. The squared error is larger, and the part along x is not shrunk.
 
     Raises:
+      TypeError: if ``signed`` or ``unbiased`` is not a truth value.
       ValueError: if ``bits`` is out of range or the tensor has no axis besides the samples.
 
     >>> import jaxmp
@@ -169,8 +175,9 @@ def lloyd(bits: int, signed: bool = True) -> Codec:
       arXiv 2108.08842.
     """
     check_bits('lloyd', bits, 1, 5)
-    if not isinstance(signed, bool):
-        raise TypeError(f'lloyd signed must be True or False, got {signed!r}')
+    for name, value in (('signed', signed), ('unbiased', unbiased)):
+        if not isinstance(value, bool):
+            raise TypeError(f'lloyd {name} must be True or False, got {value!r}')
     half = 2 ** (bits - 1)
     levels = normal_levels(half) if signed else (0.0, *normal_levels(2**bits - 1, zero=True))
 
@@ -195,8 +202,11 @@ def lloyd(bits: int, signed: bool = True) -> Codec:
         def energy(run: Array) -> Array:
             return of_nearest(lambda y: jnp.full((), y**2, x.dtype), size(run), levels, sigma)
 
-        along, square = sums(x, mixed, energy)
-        return {'codes': pack(x, bits, code), 'scale': least_squares(along, square, unit, rms)}
+        def square(run: Array) -> Array:
+            return jnp.square(size(run))
+
+        above, below = sums(x, *((square, mixed) if unbiased else (mixed, energy)))
+        return {'codes': pack(x, bits, code), 'scale': scale_words(above, below, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx

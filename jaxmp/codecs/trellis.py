@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.codecs.lloyd import GRID, chosen, least_squares, nearest, scale_of, scaled, unit_rms
+from jaxmp.codecs.lloyd import GRID, chosen, nearest, scale_of, scale_words, scaled, unit_rms
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
 from jaxmp.words import word
@@ -76,7 +76,7 @@ def _path(u: Float[Array, 'rows n'], levels: Sequence[float], states: int) -> UI
 
 
 @word
-def trellis(bits: int, states: int = 8) -> Codec:
+def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
     r"""Trellis-coded quantiser for normal data, with one least-squares scale per sample.
 
     .. math:: C(x) = s\, l_q,\quad q = \arg\min_{q \in T} |x / \sigma - l_q|^2,\quad
@@ -91,8 +91,10 @@ def trellis(bits: int, states: int = 8) -> Codec:
     Args:
       bits: 1 to 3.
       states: 4, 8, 16 or 32; the time of the sender is proportional to it.
+      unbiased: the scale is ``s = |x|^2 / <x, l_q>``, as in `lloyd`.
 
     Raises:
+      TypeError: if ``unbiased`` is not a truth value.
       ValueError: if an argument is out of range or the tensor has no axis besides the samples.
 
     >>> import jaxmp
@@ -108,6 +110,8 @@ def trellis(bits: int, states: int = 8) -> Codec:
     check_bits('trellis', bits, 1, 3)
     if isinstance(states, bool) or states not in CHECKS:
         raise ValueError(f'trellis states {states!r} is not one of {", ".join(map(str, CHECKS))}')
+    if not isinstance(unbiased, bool):
+        raise TypeError(f'trellis unbiased must be True or False, got {unbiased!r}')
     positive = [k / GRID for k in LEVELS[bits]]
     levels = [*(-k for k in reversed(positive)), *positive]
 
@@ -128,8 +132,9 @@ def trellis(bits: int, states: int = 8) -> Codec:
         number = jax.lax.select_n(subset, *(nearest(runs, levels[s::4], one) for s in range(4)))
         y = chosen(4 * number + subset, levels, v.dtype)
         y, codes = (a.reshape(len(x), -1)[:, : v.shape[1]] for a in (y, number << 1 | first))
-        mixed, energy = (jnp.sum(a * y, 1, keepdims=True) for a in (v, y))
-        return {'codes': pack(codes, bits), 'scale': least_squares(mixed, energy, unit, rms)}
+        products = ((v, v), (v, y)) if unbiased else ((v, y), (y, y))
+        above, below = (jnp.sum(a * b, 1, keepdims=True) for a, b in products)
+        return {'codes': pack(codes, bits), 'scale': scale_words(above, below, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         del ctx

@@ -1,4 +1,4 @@
-"""`anchored`: the difference to the mean activation of a token, kept alike at both ends."""
+"""`anchored`: the difference to the mean activation or gradient of a token, kept at both ends."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class Anchors(NamedTuple):
 
 
 @word
-def anchored(codec: Codec, vocabulary: int, window: int = 1024, pairs: int = 0) -> Channel:
-    """Anchors, the difference to a token's mean activation: ``y = a[token] + C(x - a[token])``.
+def anchored(
+    codec: Codec, vocabulary: int, window: int = 1024, pairs: int = 0, target: bool = False
+) -> Channel:
+    """Anchors, the difference to a token's mean: ``y = a[token] + C(x - a[token])``.
 
     Every position of an activation ``(B, ..., C)`` has a token, ``ctx.tokens``, which both ends
     know. A token that occurred n times in the batch moves its anchor by the mean of what was sent,
@@ -48,14 +50,22 @@ def anchored(codec: Codec, vocabulary: int, window: int = 1024, pairs: int = 0) 
     (w[p] + 1)``, and then ``a[t] <- a[t] + sum (b[p] + m) / w[t]``. With ``vocabulary**2`` rows
     each pair has its own; take fewer as a multiple of the vocabulary.
 
+    With ``target`` the token of a position is the one that follows, which the position is to
+    predict, and the last position of a sequence has token 0. So it is for gradients: that of the
+    logits is the softmax less the target's unit vector, and the same pull comes back through every
+    stage. Take a short window, for gradients change as fast as the model, and an unbiased codec,
+    such as ``rotate(trellis(2, unbiased=True))``: a codec of least squares shrinks what anchors do
+    not know, in every step again.
+
     Args:
       codec: C.
       vocabulary: number of tokens; ids are ``0 .. vocabulary - 1``.
       window: occurrences over which an anchor is a mean.
       pairs: rows for pairs of tokens; 0: none.
+      target: whether an anchor is that of the next token, for gradients.
 
     Raises:
-      TypeError: if ``codec`` is not a codec.
+      TypeError: if ``codec`` is not a codec, or ``target`` is not a truth value.
       ValueError: if a number is not a positive integer (``pairs`` may be 0), or the context has not
         a token for each position.
 
@@ -70,6 +80,8 @@ def anchored(codec: Codec, vocabulary: int, window: int = 1024, pairs: int = 0) 
       arXiv 2206.01299, whose table is keyed by example.
     """
     check_codec('anchored', codec)
+    if not isinstance(target, bool):
+        raise TypeError(f'anchored target must be True or False, got {target!r}')
     least = {'vocabulary': (vocabulary, 1), 'window': (window, 1), 'pairs': (pairs, 0)}
     for name, (value, low) in least.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -84,7 +96,9 @@ def anchored(codec: Codec, vocabulary: int, window: int = 1024, pairs: int = 0) 
     def place(x: Array | Like, ctx: Ctx) -> tuple[Array, Array]:
         """The row of each position in the table of tokens, and in that of pairs."""
         at = _tokens(ctx, x.shape)
-        before = jnp.roll(at, 1, -1).at[..., 0].set(0) if at.ndim > 1 else jnp.zeros_like(at)
+        if target:
+            at = _beside(at, -1)
+        before = _beside(at, 1)
         numbers = before.astype(jnp.uint32) * jnp.uint32(vocabulary) + at.astype(jnp.uint32)
         fit = (at >= 0) & (at < vocabulary)
         of_pair = (numbers % max(pairs, 1)).astype(jnp.int32)
@@ -121,9 +135,16 @@ def anchored(codec: Codec, vocabulary: int, window: int = 1024, pairs: int = 0) 
 
     init = lambda like: (table(like), table(like))
     return Channel(
-        codec, init, send, recv, warm_start, shared_state=True, per_token=True,
-        values=lambda a, like: a.mean,
+        codec, init, send, recv, warm_start, shared_state=True,
+        per_token='target' if target else 'input', values=lambda a, like: a.mean,
     )  # fmt: skip
+
+
+def _beside(at: Array, shift: int) -> Array:
+    """The token ``shift`` positions before each, and 0 beyond the end of a sequence."""
+    if at.ndim < 2:
+        return jnp.zeros_like(at)
+    return jnp.roll(at, shift, -1).at[..., 0 if shift > 0 else -1].set(0)
 
 
 def _tokens(ctx: Ctx, shape: tuple[int, ...]) -> Array:

@@ -35,7 +35,8 @@ class Channel(NamedTuple):
       recv: ``(payload, rx, like, ctx) -> (y, rx)``.
       warm_start: ``(x, state, ctx) -> state``, that of either end after `warm` sent ``x``.
       shared_state: whether the two ends always hold equal states.
-      per_token: whether the state is a table by ``ctx.tokens``, which all micro-batches share.
+      per_token: 'input' or 'target', the tokens of ``ctx.tokens`` or those that follow, whose table
+        the state is; all micro-batches share it. Empty: it is none.
       slots: where a crossing's state lies in the memory of a channel that keeps many, or None.
       values: ``(state, like) -> arrays``, what a state of an end says about tensors.
       origin: the call that made it, its text and identity (`jaxmp.words`).
@@ -47,7 +48,7 @@ class Channel(NamedTuple):
     recv: Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]
     warm_start: Callable[[Array, Any, Ctx], Any] = _keep
     shared_state: bool = False
-    per_token: bool = False
+    per_token: str = ''
     slots: Slots | None = None
     values: Callable[[Any, Like], Any] = _itself
     origin: Origin | None = None

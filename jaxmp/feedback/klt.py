@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.codecs.lloyd import least_squares, normal_levels, scale_of, scaled, unit_rms
+from jaxmp.codecs.lloyd import normal_levels, scale_of, scale_words, scaled, unit_rms
 from jaxmp.feedback.channel import Channel, Rx, Tx
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, pack, unpack, wide
 from jaxmp.words import word
@@ -208,7 +208,7 @@ def _encode(x: Array, book: Array, bits: float) -> dict[str, Array]:
     codes = 2 * number + (z < 0).astype(jnp.uint8)
     of, bit = _planes(widths, _total(len(widths), bits))
     mixed, energy = (jnp.sum(b * level, 1, keepdims=True) for b in (a, level))
-    words = least_squares(mixed, energy, unit, rms)
+    words = scale_words(mixed, energy, unit, rms)
     return {'codes': pack(codes[of] >> bit[:, None] & 1, 1), 'scale': words, 'mean': mean}
 
 

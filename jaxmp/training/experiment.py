@@ -124,16 +124,15 @@ def pipeline_of(config: Config, task: Task, names: dict[str, Any]) -> Pipeline:
             f'config.fwd={config.fwd!r} has a state per example, and of several replicas another '
             'meets an example in every epoch; take ef21, or config.parallel.replicas=1'
         )
-    for word, found in (('aqsgd', 'per_example'), ('anchored', 'per_token')):
-        if any(getattr(c, found) for c in bwd):
-            raise ValueError(
-                f'config.bwd={config.bwd!r}: {word} is for activations; use ef or ef21'
-            )
+    if any(c.per_example for c in bwd):
+        raise ValueError(f'config.bwd={config.bwd!r}: aqsgd is for activations; use ef or ef21')
     for channel in fwd:
         if channel.per_example:
             check_ids(channel, config.fwd, names['examples'])
-        if channel.per_token:
-            check_tokens(channel, config.fwd, vocabulary(task))
+    for way, channels in (('fwd', fwd), ('bwd', bwd)):
+        for channel in channels:
+            if channel.per_token:
+                check_tokens(channel, way, config[way], vocabulary(task))
     return pipeline(task.stages, fwd, bwd)
 
 
@@ -261,18 +260,29 @@ def check_ids(fwd: Channel, text: str, examples: int) -> None:
         )
 
 
-def check_tokens(fwd: Channel, text: str, vocabulary: int) -> None:
-    """Raises ValueError unless ``fwd`` has an anchor for each of ``vocabulary`` tokens (or 0)."""
+def check_tokens(channel: Channel, way: str, text: str, vocabulary: int) -> None:
+    """Raises ValueError unless a channel with anchors fits its direction and the data's tokens."""
+    said = f'config.{way}={text!r}'
+    if way == 'fwd' and channel.per_token == 'target':
+        raise ValueError(
+            f'{said}: an anchor of the target would tell the answer to the stages that are to '
+            'predict it; target=True is for gradients, config.bwd'
+        )
+    if way == 'bwd' and channel.per_token == 'input':
+        raise ValueError(
+            f'{said}: anchored is for activations; a gradient follows the next token, so write '
+            'anchored(..., target=True), or take ef or ef21'
+        )
     if not vocabulary:
         raise ValueError(
-            f'config.fwd={text!r} keeps an anchor per token, and the input of this model has no '
-            'tokens but numbers; take aqsgd, which keeps examples, or ef21'
+            f'{said} keeps an anchor per token, and the input of this model has no tokens but '
+            f'numbers; take {"aqsgd, which keeps examples, or " * (way == "fwd")}ef21'
         )
-    tx, _ = jax.eval_shape(lambda: fwd.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
+    tx, _ = jax.eval_shape(lambda: channel.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
     if len(tx.mean) < vocabulary:
         raise ValueError(
-            f'config.fwd={text!r} has anchors for {len(tx.mean)} tokens and the data has '
-            f'{vocabulary}; write vocabulary=vocabulary'
+            f'{said} has anchors for {len(tx.mean)} tokens and the data has {vocabulary}; write '
+            'vocabulary=vocabulary'
         )
 
 
