@@ -16,6 +16,16 @@ from jaxmp.sweep.study import study_of
 
 EXACT = 'top_k(0.1, values=fp16)'
 COARSE = 'top_k(0.4, values=log_scale(4), indices=bitmap)'
+
+
+def anchors(forward: str, backward: str) -> tuple[str, str]:
+    """Anchors of pairs of tokens, and of targets; bits of all boundaries, or of each of three."""
+    quantiser = 'anchored(rotate(trellis({}{})), vocabulary, {}pairs=65536{})'
+    fwd = [quantiser.format(b, '', '', '') for b in forward]
+    bwd = [quantiser.format(b, ', unbiased=True', 'window=64, ', ', target=True') for b in backward]
+    return ';'.join(fwd), ';'.join(bwd)
+
+
 CHANNELS = {  # forward and backward
     'none': ('raw', 'raw'),
     # 2.4 to 2.6 bits: few exact values, or many coarse ones
@@ -49,8 +59,14 @@ CHANNELS = {  # forward and backward
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.7 bits per element of the 96
     'learned24-block4': ('block(4)',) * 2,
     'learned60-block4': ('block(4)',) * 2,
+    # what tokens tell, sent apart: 2.0, 2.7 and 3.0 bits, and 1.0 of 48 learned channels
+    'anchors2': anchors('2', '2'),
+    'anchors2.7': anchors('332', '233'),
+    'anchors3': anchors('3', '3'),
+    'learned48-anchors2': anchors('2', '2'),
 }
-BOTTLENECKS = {'learned24-block4': 24, 'learned60-block4': 60}  # of the text
+BOTTLENECKS = {'learned24-block4': 24, 'learned60-block4': 60, 'learned48-anchors2': 48}
+TEXT = {*BOTTLENECKS, 'anchors2', 'anchors2.7', 'anchors3'}  # images have few channels, no tokens
 SEEDS = {'smoke': 1, 'cpu': 5, 'mnist': 5, 'text': 3}
 
 
@@ -99,8 +115,8 @@ def get_study(scale: str, tables: tuple[int, ...] = (1,)) -> list[tuple[int, Con
     study = []
     for seed in range(SEEDS[scale]):
         for name in CHANNELS:
-            if name in BOTTLENECKS and scale != 'text':
-                continue  # images have as few channels as eight
+            if name in TEXT and scale != 'text':
+                continue
             c = get_config(name, scale)
             c.seed = seed
             study.append((seed, c))
