@@ -355,8 +355,16 @@ def test_anchors_are_for_tokens_and_not_for_one_program_over_a_mesh():
     for make, changes, message in (
         (small, {'fwd': 'anchored(raw, 5)'}, 'the input of this model has no tokens'),
         (config_of, {'fwd': 'anchored(raw, 9)'}, 'anchors for 9 tokens and the data has 256'),
-        (config_of, {'bwd': 'anchored(raw, 9, target=True)'}, "config.bwd='.* has anchors for 9 to"),
-        (config_of, {'bwd': 'anchored(raw, vocabulary)'}, 'anchored is for activations; .*target=T'),
+        (
+            config_of,
+            {'bwd': 'anchored(raw, 9, target=True)'},
+            "config.bwd='.* has anchors for 9 to",
+        ),
+        (
+            config_of,
+            {'bwd': 'anchored(raw, vocabulary)'},
+            'anchored is for activations; .*target=T',
+        ),
         (config_of, {'fwd': 'anchored(raw, 256, target=True)'}, 'would tell the answer'),
     ):
         config = make('text_gpt2', **TEXT, **changes) if make is config_of else make(**changes)
