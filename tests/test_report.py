@@ -94,7 +94,7 @@ def summary(**changes):
         'best': {'epoch': 1, 'loss': 0.1, 'accuracy': 0.9},
         'last': {'epoch': 3, 'loss': 0.4, 'accuracy': 0.6},
     }
-    values = {'name': 'ef', 'seed': 0, 'epochs': 3, 'warmup_epochs': 1}
+    values = {'name': 'ef', 'seed': 0, 'epochs': 3, 'warmup_epochs': 1, 'model': {'name': 'lenet'}}
     return {
         'name': 'ef',
         'fwd': 'ef(top_k(0.1))',
@@ -114,6 +114,13 @@ def test_best_leaves_the_warmup_out_and_bits_count_it():
     assert results.wire(row)['bits'] == pytest.approx(32 / 3 + 3.2 * 2 / 3)
     bare = {k: v for k, v in summary().items() if k != 'history'}
     assert results.best(results.Row('ef', (bare,)), 'off') == 60.0
+
+
+@pytest.mark.parametrize(('name', 'bits'), [('gpt2', 1.6), ('resnet18', 3.2)])
+def test_bits_of_a_bottleneck_are_per_channel_of_the_model_without(name, bits):
+    config = {'warmup_epochs': 0, 'model': {'name': name, 'width': 96, 'bottleneck': 48}}
+    found = results.wire(results.Row('ef', (summary(config=config),)))
+    assert found['bits'] == pytest.approx(bits)
 
 
 def test_ef_with_a_warmup_of_a_fifth_sends_ten_bits(studies):

@@ -23,7 +23,7 @@ from jaxmp.metrics import by_phases, of_summary
 from jaxmp.report.residuals import Estimate, estimate
 
 # What may vary between rows.
-VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs', 'phases')
+VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs', 'phases', 'model.bottleneck')
 TUNED = (
     'optimizer.name',
     'optimizer.lr',
@@ -188,13 +188,17 @@ def difference(row: Row, to: Row) -> Estimate | None:
 def wire(row: Row) -> dict[str, float]:
     """Bytes per step outside the phases; ratio to uncompressed and bits per element over the run.
 
-    For boundaries these count both directions of all boundaries; for replicas what one sends.
+    For boundaries these count both directions of all boundaries; for replicas what one sends. A
+    GPT-2 with a learned bottleneck is compared with the same one without.
     """
     run = row.runs[0]
     if 'exchange' in run:
         full, sent = run['exchange']['uncompressed'], run['exchange']['sent']
         return {'bytes': sent, 'ratio': full / sent, 'bits': 32 * sent / full}
     full = 2 * sum(s['uncompressed'] for s in run['bytes'])
+    model = run['config']['model']
+    if model['name'] == 'gpt2' and model.get('bottleneck'):
+        full *= max(1, model['width'] / model['bottleneck'])
     sent = sum(s['forward'] + s['backward'] for s in run['bytes'])
     epochs = run['config']['epochs']
     mean = sent + by_phases(run, epochs) / epochs
