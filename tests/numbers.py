@@ -15,6 +15,7 @@ MARGIN = 100 * claims.PAPER['margin']['errors']
 SPEED = 'bench/results/epyc_2026-11-21.md'
 CODECS = ('raw', '8-bit', 'fw4-bw8', 'aqsgd2-bw2')
 BESIDE = 'xeon_2026-11-22_network'  # messages beside compute
+TUNE = 'few_bits_tune'
 TEXT = (
     'none',
     'top50',
@@ -56,6 +57,18 @@ def accuracies(study):
 def fewer(row, mode='on'):
     """Points of accuracy that a row of few bits loses against none, of the same seeds."""
     return last('few_bits_cpu', 'none', mode) - last('few_bits_cpu', row, mode)
+
+
+def longer(row, mode='on', study='few_bits_text'):
+    """Percent that a row's loss lies above that of none, over the seeds that it has."""
+    none, own = (
+        results.by_seed(studies()[study].rows[r], m) for r, m in (('none', 'on'), (row, mode))
+    )
+    return 100 * mean(v / none[s] - 1 for s, v in own.items())
+
+
+def bits_of(study, row):
+    return results.wire(studies()[study].rows[row])['bits']
 
 
 def again(row, what):
