@@ -62,7 +62,9 @@ def k_largest(x: Float[Array, 'B n'], k: int) -> UInt32[Array, 'B w']:
             f'k_largest of rows of {x.shape[1]} entries needs 1 <= k <= n, got k = {k}'
         )
     return _each_row(
-        partial(_k_largest, k=k, count=_vertical_count), partial(_k_largest, k=k, count=_count), x
+        partial(_k_largest, k=k, count=_vertical_count),
+        partial(_k_largest, k=k, count=_count),
+        _bits(x),  # before the loop: jax 0.12 makes the smallest bfloat16 zero in it, on a CPU
     )
 
 
@@ -112,8 +114,8 @@ def _each_row(cpu, default, x):
     return lax.platform_dependent(x, cpu=partial(lax.map, cpu), default=jax.vmap(default))
 
 
-def _k_largest(x: Float[Array, ' n'], k: int, count: Count) -> UInt32[Array, ' w']:
-    key = _key(jnp.pad(x, (0, -x.size % (FOLD * LANES))))
+def _k_largest(bits: Shaped[Array, ' n'], k: int, count: Count) -> UInt32[Array, ' w']:
+    key = _magnitude(jnp.pad(bits, (0, -bits.size % (FOLD * LANES))))
     t = _threshold(key, k, count)
     reach = _pack(key >= t)
 
@@ -122,13 +124,15 @@ def _k_largest(x: Float[Array, ' n'], k: int, count: Count) -> UInt32[Array, ' w
         return above | _lowest(reach ^ above, k - _ones(above).sum(dtype=jnp.int32))
 
     words = lax.cond(_ones(reach).sum() == k, lambda: reach, settle_ties)
-    return words[: -(-x.size // 32)]
+    return words[: -(-bits.size // 32)]
 
 
-def _key(x):
-    bits = 8 * x.dtype.itemsize
-    key = lax.bitcast_convert_type(x, f'uint{bits}')
-    return key & key.dtype.type(2 ** (bits - 1) - 1)
+def _bits(x):
+    return lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')
+
+
+def _magnitude(bits):
+    return bits & bits.dtype.type(jnp.iinfo(bits.dtype).max >> 1)
 
 
 def _threshold(key, k: int, count: Count):
