@@ -106,9 +106,13 @@ def human(fwd: str, bwd: str, warmup: int = 0) -> str:
     'AQ-SGD over Top30 %, warm-up 1'
     >>> human('ef_mixed(top_k(0.1), accumulate=True)', 'ef_mixed(top_k(0.1), accumulate=True)')
     'EF-mixed over Top10 %, accumulated'
+    >>> human('uniform(4);uniform(8)', 'uniform(8);uniform(8)')
+    '4-bit, by boundary'
     """
-    there, back = said(parsed(fwd)), said(parsed(bwd))
-    if 'same_support' in bwd:
+    there, back = (said(parsed(text.split(';')[0])) for text in (fwd, bwd))
+    if ';' in fwd + bwd:  # a channel for each boundary: the first one is named
+        name = f'{there}, by boundary'
+    elif 'same_support' in bwd:
         name = f'{there}, shared indices'
     elif back == there or there == f'AQ-SGD over {back}':
         name = f'{there} both ways' if there.endswith('-bit') else there
@@ -160,7 +164,7 @@ def family(text: str) -> str:
     >>> family('momentum(all_gather(ef21(top_k(0.1))), 0.5)'), family('local_sgd(8)')
     ('error feedback', 'other')
     """
-    node = parsed(text)
+    node = parsed(text.split(';')[0])
     carriers = (*CARRIERS, 'scatter_gather', 'rotate')
     while isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in carriers:
         node = node.args[0]
