@@ -34,15 +34,15 @@ def anchored(
 ) -> Channel:
     """Anchors, the difference to a token's mean: ``y = a[token] + C(x - a[token])``.
 
-    Every position of an activation ``(B, ..., C)`` has a token, ``ctx.tokens``, which both ends
+    Every position of a tensor ``(B, ..., C)`` has a token, ``ctx.tokens``, which both ends
     know. A token that occurred n times in the batch moves its anchor by the mean of what was sent,
     ``a[t] <- a[t] + sum m / w[t]`` with ``w[t] <- max(n, min(w[t] + n, window))``: a running mean
     of what arrived until there are ``window`` occurrences, and an exponential mean beyond. The
     sums are of integers, which no order of addition changes, and ``1 / w`` has 11 bits, so both
-    ends hold the same bits. A
-    table takes ``vocabulary`` times the bytes of one position; unlike that of `aqsgd` it does not
-    grow with the training set, and helps from a token's second occurrence on, within the first
-    epoch and in a test. A token out of range has no anchor, and NaN arrives for its position.
+    ends hold the same bits. A table takes ``vocabulary`` times the bytes of one position; unlike
+    that of `aqsgd` it does not grow with the training set, and helps from a token's second
+    occurrence on, within the first epoch and in a test. A token out of range has no anchor, and NaN
+    arrives for its position.
 
     With ``pairs`` a second table has what the token before tells: ``y = a[t] + b[p] + C(x - a[t] -
     b[p])``, where the row is ``p = (vocabulary * before + t) mod pairs`` and the first token of a
@@ -80,13 +80,9 @@ def anchored(
       arXiv 2206.01299, whose table is keyed by example.
     """
     check_codec('anchored', codec)
+    _check_numbers({'vocabulary': (vocabulary, 1), 'window': (window, 1), 'pairs': (pairs, 0)})
     if not isinstance(target, bool):
         raise TypeError(f'anchored target must be True or False, got {target!r}')
-    least = {'vocabulary': (vocabulary, 1), 'window': (window, 1), 'pairs': (pairs, 0)}
-    for name, (value, low) in least.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            kind = 'a positive integer' if low else '0 or a positive integer'
-            raise ValueError(f'anchored {name} {value!r} is not {kind}')
 
     def table(like: Like) -> Anchors:
         rows = lambda n: jnp.zeros((n, like.shape[-1]), compute_dtype(like))
@@ -138,6 +134,13 @@ def anchored(
         codec, init, send, recv, warm_start, shared_state=True,
         per_token='target' if target else 'input', values=lambda a, like: a.mean,
     )  # fmt: skip
+
+
+def _check_numbers(least: dict[str, tuple[int, int]]) -> None:
+    for name, (value, low) in least.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            kind = 'a positive integer' if low else '0 or a positive integer'
+            raise ValueError(f'anchored {name} {value!r} is not {kind}')
 
 
 def _beside(at: Array, shift: int) -> Array:
