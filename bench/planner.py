@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from jaxmp.plan.__main__ import TEXTS, changed, planned
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
 from jaxmp.plan.predict import parse
 from jaxmp.plan.write import text as written
+from jaxmp.training.task import stage_count
 
 HERE, WARM, STEPS, CORES = Path(__file__).parent, 3, 12, 2
 PAPER = (  # of the paper
@@ -105,18 +106,36 @@ def measure(args: argparse.Namespace) -> None:
     if (count := devices(config, group.count)) > 1:
         jax.config.update('jax_num_cpu_devices', count)
     exp, engine = prepare(config, group)
-    state, seconds = engine.create(exp), []
+    state = engine.create(exp)
     rows = data.order(config.seed, 0, len(exp.data.train.y))
     steps = engine.epoch(config.warmup_epochs)(state, rows, lambda: False)
-    for _ in range(WARM + args.steps):
-        start = time.perf_counter()
-        state, _, _ = next(steps)
-        jax.block_until_ready(state)
-        seconds.append(time.perf_counter() - start)
+    seconds = step_times(steps, args.steps)
     steps.close()
     group.share(None)
-    print(json.dumps(seconds[WARM:]), flush=True)
+    print(json.dumps(seconds), flush=True)
     group.close()
+
+
+def step_times(
+    steps: Iterable[tuple[Any, Any, bool]], count: int, now: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Seconds per step of at least ``count`` steps after `WARM`.
+
+    A runtime gives the values of several steps at once (`together`): each of them counts with
+    their mean.
+    """
+    import jax
+
+    seconds: list[float] = []
+    start = now()
+    for state, values, _ in steps:
+        jax.block_until_ready(state)
+        done = len(next(iter(values.values())))
+        seconds += [(now() - start) / done] * done
+        start = now()
+        if len(seconds) >= WARM + count:
+            break
+    return seconds[WARM:]
 
 
 def loss_of(out: Path) -> float:
@@ -125,12 +144,13 @@ def loss_of(out: Path) -> float:
 
     from jaxmp import data
     from jaxmp.config import complete
+    from jaxmp.distributed.process_group import ProcessGroup
     from jaxmp.plugins import load
     from jaxmp.training.loop import prepare
 
     config = complete(load(str(out)))
     config.parallel.update(runtime='local', schedule='1f1b')
-    exp, engine = prepare(config)
+    exp, engine = prepare(config, ProcessGroup())
     rows = data.order(config.seed, 0, len(exp.data.train.y))
     losses: list[float] = []
     for _, found, _ in engine.epoch(0)(engine.create(exp), rows, lambda: False):
@@ -200,7 +220,9 @@ def main() -> None:
     ask.add_argument('--error', type=float, default=0.1)
     ask.add_argument('--seconds', type=float, default=90, help='of the probe')
     ask.add_argument('--steps', type=int, default=STEPS)
-    ask.add_argument('--change', nargs='*', default=[], help='key=value of the configuration')
+    ask.add_argument(
+        '--change', nargs='*', default=['model.stages=2'], help='key=value of the configuration'
+    )
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')
     ask.add_argument('--measure', help=argparse.SUPPRESS)
@@ -210,6 +232,7 @@ def main() -> None:
     args = ask.parse_args()
     if args.measure:
         return measure(args)
+    os.sched_setaffinity(0, {0})  # before JAX makes its threads: the probe is of one core
     out = args.out or HERE / 'results' / stem('planner')
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
     rows.start(config=args.config, change=args.change, error=args.error)
@@ -218,11 +241,14 @@ def main() -> None:
         probed = pickle.loads(kept.read_bytes())
     else:
         config, _ = changed(args.config, args.change)
+        if (found := stage_count(config)) != CORES:
+            sys.exit(
+                f'{args.config} has {found} stages, and there are {CORES} cores; give --change'
+            )
         own = list(dict.fromkeys(t for pair in (*PAPER, *HAND) for t in pair if t not in TEXTS))
-        os.sched_setaffinity(0, {0})
         probed, _ = planned(config, own, parse(args.links[0]), args.error, args.seconds)
-        os.sched_setaffinity(0, set(range(os.cpu_count() or 1)))
         kept.write_bytes(pickle.dumps(probed))
+    os.sched_setaffinity(0, set(range(os.cpu_count() or 1)))  # of the processes to start
     work(args, rows, probed)
     out.with_suffix('.md').write_text(table(rows.rows))
     kept.unlink()
