@@ -106,6 +106,8 @@ def test_a_stream_carries_messages_and_admits_only_who_knows_its_secret(monkeypa
                 assert {k: a.dtype for k, a in found.items()} == {
                     k: a.dtype for k, a in message.items()
                 }
+                put = jax.device_put(found['d'], jax.devices('cpu')[0])
+                assert put.unsafe_buffer_pointer() == found['d'].ctypes.data, 'a copy waits'
             line.close()
             with pytest.raises(ConnectionError, match='other end of a link has ended'):
                 ends[1].receive(message)
