@@ -111,6 +111,24 @@ def test_the_order_is_the_least_of_all_predicted():
     assert choose.choose(given, delayed, 0.1).order.microbatches == 1  # as fast, and nothing kept
 
 
+def test_late_messages_do_not_make_the_chosen_schedule_slow(monkeypatch):
+    """Free messages: 1F1B keeps least and is as fast, until they come a tenth of an action late."""
+    free = CHEAP._replace(encode=0.0, decode=0.0, nbytes=0.0)
+    edges = {(0, 1): [free], (1, 0): [free]}
+    given = Probed({8: [Times(1.0, 2.0)] * 2}, edges)
+    codecs = {e: free for e in edges}
+    found = choose.ordered(given, LINK, codecs)
+    monkeypatch.setattr(choose, 'LATE', 0.0)
+    never = choose.ordered(given, LINK, codecs)
+    assert never.order.schedule == '1f1b'
+    assert found.seconds == never.seconds == 27.0
+    late = [
+        choose.predicted(given, LINK, codecs, (o, choose.actions_of(o, 2)), 0.15)
+        for o in (found.order, never.order)
+    ]
+    assert late == pytest.approx([27.3, 28.2])
+
+
 def test_what_hands_over_a_message_counts_per_message():
     """Of steps with equal bytes and no compute, that of 4 micro-batches takes 6 further ones."""
     given = probed(forward=1e-9, rows=(CHEAP._replace(encode=0.0, decode=0.0),))

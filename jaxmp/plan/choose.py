@@ -9,6 +9,7 @@ of a crossing is hidden, behind compute or behind other messages, that of the le
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ LINES = '1f1b', 'gpipe', 'eager_1f1b', 'zb_h1', 'zb_h2'  # one stage per device
 EXTRA = 1, 2, 4, 8  # micro-batches of a cap beyond that of 1F1B
 EQUAL = 1.001  # steps whose ratio is less are equal: the codec of the least error counts
 ALIKE = 1.01  # likewise of schedules, of which the one that keeps the fewest examples counts
+LATE = 0.1  # of the mean action: messages so late must not make the chosen schedule slow
 ROUNDS = 3  # of schedule, then codecs
 
 
@@ -147,16 +149,20 @@ def searched(
 
 
 def ordered(probed: Probed, link: Link, codecs: Mapping[Edge, Candidate]) -> Choice:
-    """The order of the least predicted step for given codecs; see `ALIKE`."""
+    """The order of the least step for given codecs with messages that are `LATE`; see `ALIKE`."""
     stages = 1 + max(max(e) for e in codecs)
     found = []
     for order, actions in orders(probed, stages):
-        seconds = predicted(probed, link, codecs, (order, actions))
+        late = LATE * statistics.mean(
+            (t.forward + t.backward) / 2 for t in probed.stages[order.microbatches]
+        )
+        slow = predicted(probed, link, codecs, (order, actions), late)
         kept = max(saved_inputs(actions)) / order.microbatches
-        found.append((Choice(order, codecs, seconds), kept))
-    least = min(choice.seconds for choice, _ in found)
-    fast = [pair for pair in found if pair[0].seconds <= ALIKE * least]
-    return min(fast, key=lambda p: (p[1], p[0].order.microbatches, p[0].seconds))[0]
+        seconds = predicted(probed, link, codecs, (order, actions))
+        found.append((slow, kept, Choice(order, codecs, seconds)))
+    least = min(slow for slow, *_ in found)
+    fast = [row for row in found if row[0] <= ALIKE * least]
+    return min(fast, key=lambda row: (row[1], row[2].order.microbatches, row[0]))[2]
 
 
 def improved(
@@ -192,12 +198,13 @@ def predicted(
     link: Link,
     codecs: Mapping[Edge, Candidate],
     order: tuple[Order, Sequence[Action]],
+    late: float = 0.0,
 ) -> float:
-    """Predicted seconds of a step."""
+    """Predicted seconds of a step, whose messages arrive so many seconds ``late``."""
     count = order[0].microbatches
     wire = lambda c: link.seconds(c.nbytes / count) + probed.handover
     messages = {e: Message(c.encode / count, wire(c), c.decode / count) for e, c in codecs.items()}
-    return step(order[1], probed.stages[count], messages, link.delay / 1e3)
+    return step(order[1], probed.stages[count], messages, link.delay / 1e3 + late)
 
 
 def uniform(probed: Probed, link: Link, fwd: str, bwd: str) -> Choice | None:

@@ -37,7 +37,7 @@ class Times(NamedTuple):
       backward: of a micro-batch, both gradients.
       halves: of a micro-batch, the gradient of the input and that of the weights as programs of
         their own; empty where they were not measured.
-      update: of the optimizer, once per step.
+      update: once per step, after the last backward: clipping, the optimizer.
     """
 
     forward: float

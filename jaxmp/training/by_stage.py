@@ -47,7 +47,7 @@ def by_stage(exp: Experiment, group: ProcessGroup) -> Engine:
     Raises:
       ValueError: if there are too few devices, or more processes than stages of all replicas.
     """
-    e = _ByStage(exp, group)
+    e = ByStage(exp, group)
     return Engine(
         e.create, e.epoch, e.evaluate, e.export, e.load, e.bytes, e.check, e.weights,
         profile=e.profile)  # fmt: skip
@@ -67,7 +67,7 @@ def places(config: Config, stages: int) -> list[list[Any]]:
     return [[row[d] for d in homes] for row in rows]
 
 
-class _ByStage:
+class ByStage:
     """The engine, whose runtimes are built when they are first used."""
 
     def __init__(self, exp: Experiment, group: ProcessGroup) -> None:
