@@ -116,7 +116,7 @@ def test_late_messages_do_not_make_the_chosen_schedule_slow(monkeypatch):
     free = CHEAP._replace(encode=0.0, decode=0.0, nbytes=0.0)
     edges = {(0, 1): [free], (1, 0): [free]}
     given = Probed({8: [Times(1.0, 2.0)] * 2}, edges)
-    codecs = {e: free for e in edges}
+    codecs = dict.fromkeys(edges, free)
     found = choose.ordered(given, LINK, codecs)
     monkeypatch.setattr(choose, 'LATE', 0.0)
     never = choose.ordered(given, LINK, codecs)
