@@ -232,10 +232,10 @@ def main() -> None:
     args = ask.parse_args()
     if args.measure:
         return measure(args)
-    os.sched_setaffinity(0, {0})  # before JAX makes its threads: the probe is of one core
     out = args.out or HERE / 'results' / stem('planner')
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
     rows.start(config=args.config, change=args.change, error=args.error)
+    os.sched_setaffinity(0, {0})  # before JAX makes its threads: the probe is of one core
     kept = out.with_suffix('.probe')
     if kept.exists() and not args.fresh:
         probed = pickle.loads(kept.read_bytes())
