@@ -1,6 +1,7 @@
 """The planner: a step predicted by hand, the choice on made-up numbers, a file that runs."""
 
 import re
+import time
 
 import flax.linen as nn
 import numpy as np
@@ -212,6 +213,21 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     assert (config.fwd, config.name) == ('uniform(8)', 'digits_resnet_plan')
     exp = experiment_of(config)
     assert [str(c.fwd) for c in exp.model.boundaries] == ['uniform(8)']
+
+
+def test_what_follows_the_gradients_is_timed_without_them():
+    """The rest of the runtime is as it was."""
+
+    class Slow:
+        last = 1
+
+        def value_and_grad(self, x):
+            time.sleep(0.05)
+            return x
+
+    start, via = time.monotonic(), crossings.Gradients(Slow())
+    assert (via.value_and_grad(3), via.last) == (3, 1)
+    assert start + 0.05 <= via.end <= time.monotonic()
 
 
 BAD = {

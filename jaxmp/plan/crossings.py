@@ -23,10 +23,12 @@ from jaxmp.pipeline import pipeline
 from jaxmp.plan.choose import Candidate
 from jaxmp.plan.clock import PASSES, Clock, timed
 from jaxmp.plan.predict import Edge
-from jaxmp.training.by_stage import by_stage
+from jaxmp.training.by_stage import ByStage
+from jaxmp.training.engine import rules_of
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.portable import name
 from jaxmp.training.probe import keeping
+from jaxmp.training.step import train_step
 from jaxmp.wire import Ctx, Like, bits, like
 
 STEPS = 30  # of training before the snapshots, at most
@@ -63,19 +65,25 @@ def candidates(texts: Iterable[str], names: Mapping[str, Any], like: Like) -> di
     return found
 
 
-def snapshots(exp: Experiment, clock: Clock) -> tuple[Tensors, Sequence[Any]]:
+def snapshots(exp: Experiment, clock: Clock) -> tuple[Tensors, Sequence[Any], float]:
     """What micro-batch 0 sends over each edge in the last training steps, in their order.
 
-    Also the variables of all stages after them.
+    Also the variables of all stages after them, and the median seconds per stage of what a step
+    does after its last backward: a tied table's exchange, clipping, the optimizer.
     """
     keep, n = keeping(direct(raw)), len(exp.task.stages) - 1
     kept = exp._replace(model=pipeline(exp.task.stages, [keep] * n, [keep] * n))
-    engine, size = by_stage(kept, ProcessGroup()), exp.config.batch_size
-    state, run, found, i = engine.create(kept), engine.epoch(0), [], 0
+    engine, size = ByStage(kept, ProcessGroup()), exp.config.batch_size
+    via: Any = Gradients(engine.training)
+    rules, state = rules_of(kept, 0), engine.create(kept)
+    found, times, i = [], [], 0
     while len(found) < SNAPSHOTS or not (i >= STEPS or clock.spent(SHARES['training'])):
         rows = data.order(exp.config.seed, i // exp.epoch_steps, len(exp.data.train.y))
         first = i % exp.epoch_steps * size
-        *_, (state, _, _) = run(state, rows[first : first + size], lambda: False)
+        [batch] = data.batches(exp.data.train, size, rows[first : first + size])
+        state, _ = train_step(rules, via, engine.across, (state, batch))
+        jax.block_until_ready(state)
+        times.append(time.monotonic() - via.end)
         parts = engine.export(state).parts
         found.append([parts[name(s, 0)]['feedback'] for s in range(n + 1)])
         found, i = found[-SNAPSHOTS:], i + 1
@@ -85,7 +93,26 @@ def snapshots(exp: Experiment, clock: Clock) -> tuple[Tensors, Sequence[Any]]:
     for s in range(n):
         ways[s, s + 1] = [first(stages[s].right_tx) for stages in found]
         ways[s + 1, s] = [first(stages[s + 1].left_tx) for stages in found]
-    return ways, jax.device_put(engine.weights(state), jax.devices()[0])
+    variables = jax.device_put(engine.weights(state), jax.devices()[0])
+    return ways, variables, statistics.median(times[1:]) / (n + 1)
+
+
+class Gradients:
+    """A runtime that waits for its gradients, and keeps the time of their end."""
+
+    def __init__(self, runtime: Any) -> None:
+        """Wraps a runtime."""
+        self._runtime, self.end = runtime, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not said here is the runtime's."""
+        return getattr(self._runtime, name)
+
+    def value_and_grad(self, *given: Any) -> Any:
+        """See `Runtime`."""
+        found = jax.block_until_ready(self._runtime.value_and_grad(*given))
+        self.end = time.monotonic()
+        return found
 
 
 def measured(

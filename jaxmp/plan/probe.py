@@ -30,7 +30,7 @@ def probe(exp: Experiment, texts: Mapping[str, Channel], clock: Clock) -> Probed
       clock: of the probe.
     """
     clock.say('training steps without compression')
-    tensors, variables = snapshots(exp, clock)
+    tensors, variables, rest = snapshots(exp, clock)
     clock.say(f'{len(texts)} candidates at {len(tensors)} crossings')
     crossings = measured(texts, tensors, exp.config.parallel.num_microbatches, clock)
-    return Probed(stage_times(exp, variables, clock), crossings, handover())
+    return Probed(stage_times(exp, variables, rest, clock), crossings, handover())

@@ -13,23 +13,29 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp import data
-from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.predict import Times
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch, StageState
 from jaxmp.runtimes.worker import CompiledStage, Worker
-from jaxmp.training.by_stage import ByStage
-from jaxmp.training.engine import model_of, rules_of
+from jaxmp.training.engine import model_of
 from jaxmp.training.experiment import Experiment, microbatch_like
-from jaxmp.training.step import train_step
 from jaxmp.wire import Ctx
 
 MOST = 16  # micro-batches
 
 
-def stage_times(exp: Experiment, variables: Sequence[Any], clock: Clock) -> dict[int, list[Times]]:
-    """Times of all stages by number of micro-batches."""
+def stage_times(
+    exp: Experiment, variables: Sequence[Any], rest: float, clock: Clock
+) -> dict[int, list[Times]]:
+    """Times of all stages by number of micro-batches.
+
+    Args:
+      exp: as in `jaxmp.plan.probe.probe`.
+      variables: of all stages.
+      rest: seconds per stage of what follows the last backward.
+      clock: of the probe.
+    """
     own, size = exp.config.parallel.num_microbatches, exp.config.batch_size
     counts = [n for n in range(1, min(MOST, size) + 1) if size % n == 0]
     counts = list(dict.fromkeys([own, counts[-1], 1, *counts]))
@@ -46,10 +52,9 @@ def stage_times(exp: Experiment, variables: Sequence[Any], clock: Clock) -> dict
             clock.say('backwards in two halves')
             pairs = zip(run(True), found[own], strict=True)
             shares = [tuple(t / b for t in halves) for (_, *halves), (_, b) in pairs]
-    update = rest(exp)
     return {
         count: [
-            Times(f, b, tuple(b * share for share in shares[s]), update)
+            Times(f, b, tuple(b * share for share in shares[s]), rest)
             for s, (f, b) in enumerate(rows)
         ]
         for count, rows in sorted(interpolated(found, counts).items())
@@ -129,39 +134,6 @@ def acted(worker: Worker, kind: str, own: MicroBatch | None, message: Any) -> tu
     made = worker.act(kind, 0, own, message)
     worker.wait(made)
     return made, time.monotonic() - start
-
-
-def rest(exp: Experiment) -> float:
-    """Median seconds per stage of what a training step does after the last backward.
-
-    That is the exchange of a tied table, clipping and the optimizer, of all stages in this process.
-    """
-    engine, size = ByStage(exp, ProcessGroup()), exp.config.batch_size
-    via, state, times = _Gradients(engine.training), engine.create(exp), []
-    rows = np.resize(np.arange(len(exp.data.train.y)), size * (2 + PASSES))
-    for batch in data.batches(exp.data.train, size, rows):
-        state, _ = train_step(rules_of(exp, 0), via, engine.across, (state, batch))
-        jax.block_until_ready(state)
-        times.append(time.monotonic() - via.end)
-    return statistics.median(times[2:]) / len(exp.task.stages)
-
-
-class _Gradients:
-    """A runtime that waits for its gradients, and keeps the time of their end."""
-
-    def __init__(self, runtime: Any) -> None:
-        """Wraps a runtime."""
-        self._runtime, self.end = runtime, 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        """What is not said here is the runtime's."""
-        return getattr(self._runtime, name)
-
-    def value_and_grad(self, *given: Any) -> Any:
-        """See `Runtime`."""
-        found = jax.block_until_ready(self._runtime.value_and_grad(*given))
-        self.end = time.monotonic()
-        return found
 
 
 def with_microbatches(exp: Experiment, count: int) -> Experiment:
