@@ -143,7 +143,8 @@ def row(case: Case, link: Link, mtu: int, seconds: Sequence[float]) -> dict[str,
     """A measured case with its bound and the plan of its schedule."""
     times = [t / 1e3 for t in case.times]
     wire = message_seconds(case.floats, link, mtu)
-    plan = SCHEDULES[case.schedule](STAGES, case.microbatches, Costs(*times, wire + link.delay))
+    costs = Costs(*times, message=wire + link.delay)
+    plan = SCHEDULES[case.schedule](STAGES, case.microbatches, costs)
     return {
         **case._asdict(),
         'seconds': list(seconds),

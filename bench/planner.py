@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace) -> None:
     exp, engine = prepare(config, group)
     state = engine.create(exp)
     rows = data.order(config.seed, 0, len(exp.data.train.y))
-    steps = engine.epoch(config.warmup_epochs)(state, rows, lambda: False)
+    steps: Any = engine.epoch(config.warmup_epochs)(state, rows, lambda: False)
     seconds = step_times(steps, args.steps)
     steps.close()
     group.share(None)
