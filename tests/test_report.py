@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from jaxmp import config
 from jaxmp.distributed import placement
 from jaxmp.report import __main__ as report
-from jaxmp.report import claims, curves, gap, page, points, residuals, results, tables
+from jaxmp.report import captions, claims, curves, gap, page, points, residuals, results, tables
 from jaxmp.sweep import runner
 from tests.runs import ROOT
 
@@ -377,3 +378,11 @@ def test_a_title_says_what_the_data_say(studies):
     assert near.caption.startswith('n = 1 seed, so no intervals')
     several = points.points([studies['cpu'].rows[n] for n in ('none', 'top10')])
     assert several.caption.startswith('n = 3 seeds; bars: 95 % intervals')
+
+
+def test_a_row_of_gradients_alone_is_not_the_reference():
+    """It has the colour of its backward channel."""
+    pairs = ('raw', 'top_k(0.1)'), ('raw', 'raw'), ('block(4)', 'raw')
+    rows = [SimpleNamespace(runs=[{'fwd': fwd, 'bwd': bwd}]) for fwd, bwd in pairs]
+    assert captions.reference(rows) is rows[1]
+    assert [captions.text_of(row) for row in rows] == ['top_k(0.1)', 'raw', 'block(4)']

@@ -15,9 +15,11 @@ INTERVALS = (
 
 
 def text_of(row: Row) -> str:
-    """The text of a row's exchange, or of its forward channel."""
+    """The text of a row's exchange, or of the first of its channels that compresses."""
     run = row.runs[0]
-    return run['exchange']['text'] if 'exchange' in run else run['fwd']
+    if 'exchange' in run:
+        return run['exchange']['text']
+    return run['bwd' if style.family(run['fwd']) == 'no compression' else 'fwd']
 
 
 def names(rows: Sequence[Row]) -> list[str]:
