@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxmp.wire import Codec, Ctx, Like, half_bytes, wide
@@ -22,14 +23,14 @@ def _decode_raw(m: Array, like: Like, ctx: Ctx) -> Array:
     return m.astype(like.dtype)
 
 
-def saturated(x: Array, dtype: jnp.dtype) -> Array:
+def saturated(x: Array, dtype: DTypeLike) -> Array:
     """``x`` in ``dtype``; finite values beyond its largest number become that number."""
     x = x.astype(jnp.promote_types(jnp.promote_types(x.dtype, dtype), jnp.float32))
     largest = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
 
 
-def _sixteen(dtype: jnp.dtype) -> Codec:
+def _sixteen(dtype: DTypeLike) -> Codec:
     def encode(x: Array, ctx: Ctx) -> Array:
         del ctx
         return half_bytes(saturated(wide(x), dtype))
