@@ -4,6 +4,7 @@ The search starts from the candidates whose encoder, message and decoder take th
 and from each candidate at all crossings that it is allowed at. From each start it takes the best
 schedule, then at each crossing the candidate with which the whole step is shortest; where the time
 of a crossing is hidden, behind compute or behind other messages, that of the least error.
+Schedules are compared with messages that come `LATE`.
 """
 
 from __future__ import annotations
