@@ -1,6 +1,7 @@
 """The CPU forms of convolutions against XLA's own, and memory kept between steps."""
 
 import functools
+import math
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from jaxmp.models.resnet import Stage
 LARGE, SMALL = ((4, 16, 16, 16), (3, 3, 16, 8)), ((4, 2, 2, 5), (3, 3, 5, 3))
 WIDE = (4, 12, 12, 5), (5, 5, 5, 6)
 ONE = ((1, 1), (1, 1))
+FILTERED = [((40, 11, 6, c), (3, 3, c, o)) for c, o in ((64, 70), (128, 129))]  # by Winograd's form
 SHAPES = [  # input, kernel, strides, padding
     (*LARGE, (1, 1), ONE),
     ((6, 33, 32, 16), (3, 3, 16, 8), (2, 2), ONE),
@@ -25,12 +27,15 @@ SHAPES = [  # input, kernel, strides, padding
     ((4, 3, 2, 5), (3, 3, 5, 3), (2, 2), ONE),
     (*WIDE, (1, 1), ((0, 0), (0, 0))),
     ((4, 28, 27, 1), (5, 6, 1, 4), (2, 3), ((2, 0), (1, 3))),
+    *((*layer, (1, 1), pads) for layer in FILTERED for pads in (ONE, ((2, 0), (0, 1)))),
 ]
 
 
 def arrays(x, kernel, dtype=jnp.float32):
+    """Normal data, and a kernel that keeps its variance, as in a network."""
     keys = jax.random.split(jax.random.key(0))
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, (x, kernel), strict=True)]
+    x, kernel = (jax.random.normal(k, s, dtype) for k, s in zip(keys, (x, kernel), strict=True))
+    return x, kernel * math.prod(kernel.shape[:3]) ** -0.5
 
 
 def gradients(f, strides=(1, 1), padding=ONE):
@@ -49,11 +54,11 @@ def apart(ours, own):
 
 @pytest.mark.parametrize('case', SHAPES, ids=str)
 def test_gradients_are_those_of_xla(case):
-    of = lambda f: jax.jit(gradients(f, *case[2:]))(*arrays(*case[:2]))
+    of = lambda f: jax.jit(gradients(f, *case[2:]))(*arrays(*case[:2]))[1]  # the value is a sum
     assert apart(of(convolve), of(lax.conv_general_dilated)) < 1e-5
 
 
-@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE], ids=str)
+@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE, FILTERED[1]], ids=str)
 @pytest.mark.parametrize(('dtype', 'bar'), [('float64', 1e-13), ('bfloat16', 1e-2)])
 def test_other_dtypes(case, dtype, bar):
     with jax.enable_x64(dtype == 'float64'):
@@ -63,7 +68,7 @@ def test_other_dtypes(case, dtype, bar):
         assert apart(ours, own) < bar
 
 
-@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE], ids=str)
+@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE, FILTERED[1]], ids=str)
 def test_within_transformations(case):
     x, kernel = arrays(*case)
     mesh = jax.make_mesh((1,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
@@ -88,7 +93,7 @@ def test_within_transformations(case):
     assert apart(ours, own) < 1e-5
 
 
-@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE], ids=str)
+@pytest.mark.parametrize('case', [LARGE, SMALL, WIDE, FILTERED[1]], ids=str)
 def test_products_are_for_cpu_only(case):
     traced = jax.jit(gradients(convolve)).trace(*arrays(*case))
     products = {
@@ -96,6 +101,13 @@ def test_products_are_for_cpu_only(case):
         for p in ('cpu', 'cuda')
     }
     assert products['cuda'] == 0 < products['cpu']
+
+
+def test_many_channels_need_no_convolution():
+    text = jax.jit(gradients(convolve)).lower(*arrays(*FILTERED[1])).as_text()
+    assert 'convolution' not in text
+    few = (40, 11, 6, 63), (3, 3, 63, 64)
+    assert 'convolution' in jax.jit(gradients(convolve)).lower(*arrays(*few)).as_text()
 
 
 def test_no_gradient_of_the_images():

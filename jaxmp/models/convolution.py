@@ -3,8 +3,9 @@
 XLA:CPU computes most convolutions near the speed of a matrix product of the same size. Three are
 slow there and become matrix products: the kernel's gradient of a layer with a large map, for which
 XLA transposes the whole input, a layer whose kernel is larger than its image, and a layer with a
-large kernel and few channels. Other platforms keep XLA's forms. ``bench/convolution.py`` measures
-the layers of ResNet-18; those of LeNet are in docs/LOG.md.
+large kernel and few channels. A fourth, of 3 x 3 places and many channels, needs fewer products
+than XLA takes (`jaxmp.models.winograd`). Other platforms keep XLA's forms.
+``bench/convolution.py`` measures the layers of ResNet-18; those of LeNet are in docs/LOG.md.
 
 Shapes: B batch; H, W image; h, w map; C, O input and output channels; k, l kernel.
 """
@@ -19,9 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxmp.models.winograd import images, winograd, winograd_kernel_gradient
+
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
 LARGE = 4096  # h w C from which products over patches are faster than XLA's form
 BAND = 5, 6, 256  # kernel rows at least; widths of the kernel in a row, channel pairs at most
+CHANNELS = 64, 128  # from which the transforms of 3 x 3 places pay, and those for its gradient
 ROWS, ELEMENTS = 2048, 3 << 19  # of one matrix of patches, at most, so that it stays in cache
 
 Pair = tuple[int, int]
@@ -50,7 +54,7 @@ def _input_gradient(g: Array, kernel: Array, padding: Pads) -> Array:
     rest = lambda n, pads: (n - 1 - pads[0], n - 1 - pads[1])
     turned = kernel[::-1, ::-1].swapaxes(2, 3)
     pads = rest(kernel.shape[0], padding[0]), rest(kernel.shape[1], padding[1])
-    return _own((1, 1), pads)(g, turned)
+    return _fast(g, turned, (1, 1), pads)
 
 
 def _kernel_gradient(x: Array, g: Array, size: Pair, strides: Pair, padding: Pads) -> Array:
@@ -110,6 +114,21 @@ def _banded(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
     return (rows.reshape(B * h, -1) @ matrix).reshape(B, h, w, O).astype(dtype)
 
 
+def _filtered(x: Array, kernel: Array, strides: Pair, padding: Pads, least: int) -> bool:
+    """Whether the layer is one of those that `winograd` does faster."""
+    (B, H, W, C), O = x.shape, kernel.shape[-1]
+    h, w = (n + sum(pads) - 2 for n, pads in zip((H, W), padding, strict=True))
+    shaped = kernel.shape[:2] == (3, 3) and strides == (1, 1) and x.dtype.itemsize >= 4
+    return shaped and min(C, O) >= least and B * h * w >= ROWS // 4 and images(B, h, w) > 0
+
+
+def _fast(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
+    """The convolution in the form that is fast on a CPU."""
+    if _filtered(x, kernel, strides, padding, CHANNELS[0]):
+        return winograd(x, kernel, padding)
+    return (_product(x, kernel) or _own)(x, kernel, strides, padding)
+
+
 def _small(x: Array, kernel: Array) -> bool:
     """Whether the kernel has at least as many places as the image."""
     return 1 < kernel.shape[0] * kernel.shape[1] >= x.shape[1] * x.shape[2]
@@ -126,20 +145,15 @@ def _product(x: Array, kernel: Array):
     return _dense if _small(x, kernel) else _banded if _wide(x, kernel) else None
 
 
-def _own(strides: Pair, padding: Pads):
-    """XLA's convolution, of input and kernel."""
-    return functools.partial(
-        lax.conv_general_dilated, window_strides=strides, padding=padding, dimension_numbers=LAYOUT
-    )
+def _own(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
+    """XLA's convolution."""
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=LAYOUT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _convolution(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
-    own, product = _own(strides, padding), _product(x, kernel)
-    if product is None:
-        return own(x, kernel)
-    product = functools.partial(product, strides=strides, padding=padding)
-    return lax.platform_dependent(x, kernel, cpu=product, default=own)
+    form = lambda f: functools.partial(f, strides=strides, padding=padding)
+    return lax.platform_dependent(x, kernel, cpu=form(_fast), default=form(_own))
 
 
 def _forward(x, kernel, strides, padding):
@@ -147,20 +161,22 @@ def _forward(x, kernel, strides, padding):
 
 
 def _backward(strides, padding, kept, g):
-    own = _own(strides, padding)
-    gradients = lambda f: lambda x, kernel, g: jax.vjp(f, x, kernel)[1](g)
+    def gradients(f):
+        f = functools.partial(f, strides=strides, padding=padding)
+        return lambda x, kernel, g: jax.vjp(f, x, kernel)[1](g)
 
     def products(x, kernel, g):
         if strides == (1, 1):
             dx = _input_gradient(g, kernel, padding)
         else:
-            [dx] = jax.vjp(lambda x: own(x, kernel), x)[1](g)
+            [dx] = jax.vjp(lambda x: _own(x, kernel, strides, padding), x)[1](g)
+        if _filtered(x, kernel, strides, padding, CHANNELS[1]):
+            return dx, winograd_kernel_gradient(x, g, padding)
         return dx, _kernel_gradient(x, g, kernel.shape[:2], strides, padding)
 
-    cpu, product = products, _product(*kept)
-    if product is not None:
-        cpu = gradients(functools.partial(product, strides=strides, padding=padding))
-    return lax.platform_dependent(*kept, g, cpu=cpu, default=gradients(own))
+    product = _product(*kept)
+    cpu = products if product is None else gradients(product)
+    return lax.platform_dependent(*kept, g, cpu=cpu, default=gradients(_own))
 
 
 _convolution.defvjp(_forward, _backward)
@@ -194,12 +210,13 @@ def convolve(
     plain = {'lhs_dilation': (1, 1), 'rhs_dilation': (1, 1), 'feature_group_count': 1}
     plain |= {'precision': None, 'dimension_numbers': numbers(LAYOUT)} if lhs.ndim == 4 else {}
     given = {**rest, 'dimension_numbers': numbers(rest.get('dimension_numbers'))}
-    ours = lhs.ndim == 4 and (
-        out.shape[1] * out.shape[2] * lhs.shape[-1] >= LARGE or _product(lhs, rhs) is not None
-    )
-    if not given.items() <= plain.items() or not ours or not out.size:
+    if not given.items() <= plain.items() or lhs.ndim != 4 or not out.size:
         return own()
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], window_strides, padding)
-    lhs, rhs = _varying(lhs, rhs), _varying(rhs, lhs)
-    return _convolution(lhs, rhs, tuple(window_strides), tuple(map(tuple, padding)))
+    strides, padding = tuple(window_strides), tuple(map(tuple, padding))
+    large = out.shape[1] * out.shape[2] * lhs.shape[-1] >= LARGE
+    filtered = _filtered(lhs, rhs, strides, padding, CHANNELS[0])
+    if not large and not filtered and _product(lhs, rhs) is None:
+        return own()
+    return _convolution(_varying(lhs, rhs), _varying(rhs, lhs), strides, padding)
