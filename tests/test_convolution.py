@@ -11,13 +11,17 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxmp.models import convolution
 from jaxmp.models.convolution import LAYOUT, convolve
 from jaxmp.models.resnet import Stage
 
 LARGE, SMALL = ((4, 16, 16, 16), (3, 3, 16, 8)), ((4, 2, 2, 5), (3, 3, 5, 3))
 WIDE = (4, 12, 12, 5), (5, 5, 5, 6)
 ONE = ((1, 1), (1, 1))
-FILTERED = [((40, 11, 6, c), (3, 3, c, o)) for c, o in ((64, 70), (128, 129))]  # by Winograd's form
+FILTERED = [  # by Winograd's form
+    ((4, 17, 16, 64), (3, 3, 64, 70)),
+    ((8, 9, 8, 128), (3, 3, 128, 129)),
+]
 SHAPES = [  # input, kernel, strides, padding
     (*LARGE, (1, 1), ONE),
     ((6, 33, 32, 16), (3, 3, 16, 8), (2, 2), ONE),
@@ -29,6 +33,12 @@ SHAPES = [  # input, kernel, strides, padding
     ((4, 28, 27, 1), (5, 6, 1, 4), (2, 3), ((2, 0), (1, 3))),
     *((*layer, (1, 1), pads) for layer in FILTERED for pads in (ONE, ((2, 0), (0, 1)))),
 ]
+
+
+@pytest.fixture(autouse=True)
+def any_work(monkeypatch):
+    """Small layers take Winograd's form, too."""
+    monkeypatch.setattr(convolution, 'WORK', 0)
 
 
 def arrays(x, kernel, dtype=jnp.float32):
@@ -106,8 +116,19 @@ def test_products_are_for_cpu_only(case):
 def test_many_channels_need_no_convolution():
     text = jax.jit(gradients(convolve)).lower(*arrays(*FILTERED[1])).as_text()
     assert 'convolution' not in text
-    few = (40, 11, 6, 63), (3, 3, 63, 64)
-    assert 'convolution' in jax.jit(gradients(convolve)).lower(*arrays(*few)).as_text()
+
+
+@pytest.mark.parametrize(('batch', 'channels'), [(4, 63), (3, 64)])
+def test_few_channels_or_places_need_one(batch, channels):
+    shapes = (batch, 17, 8, channels), (3, 3, channels, 64)
+    text = jax.jit(gradients(convolve)).lower(*arrays(*shapes)).as_text()
+    assert 'convolution' in text
+
+
+def test_little_work_needs_one(monkeypatch):
+    monkeypatch.setattr(convolution, 'WORK', 1 + 8 * 9 * 8 * 128 * 129)
+    text = jax.jit(gradients(convolve)).lower(*arrays(*FILTERED[1])).as_text()
+    assert 'convolution' in text
 
 
 def test_no_gradient_of_the_images():

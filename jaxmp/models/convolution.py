@@ -25,7 +25,8 @@ from jaxmp.models.winograd import images, winograd, winograd_kernel_gradient
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
 LARGE = 4096  # h w C from which products over patches are faster than XLA's form
 BAND = 5, 6, 256  # kernel rows at least; widths of the kernel in a row, channel pairs at most
-CHANNELS = 64, 128  # from which the transforms of 3 x 3 places pay, and those for its gradient
+CHANNELS = 64, 128  # from which the transforms of 3 x 3 places pay, and those for its gradient,
+PLACES, WORK = 512, 1 << 26  # where B h w and B h w C O are at least these: they cost compiling
 ROWS, ELEMENTS = 2048, 3 << 19  # of one matrix of patches, at most, so that it stays in cache
 
 Pair = tuple[int, int]
@@ -118,15 +119,19 @@ def _filtered(x: Array, kernel: Array, strides: Pair, padding: Pads, least: int)
     """Whether the layer is one of those that `winograd` does faster."""
     (B, H, W, C), O = x.shape, kernel.shape[-1]
     h, w = (n + sum(pads) - 2 for n, pads in zip((H, W), padding, strict=True))
-    shaped = kernel.shape[:2] == (3, 3) and strides == (1, 1) and x.dtype.itemsize >= 4
-    return shaped and min(C, O) >= least and B * h * w >= ROWS // 4 and images(B, h, w) > 0
+    places = B * h * w
+    if kernel.shape[:2] != (3, 3) or strides != (1, 1) or x.dtype.itemsize < 4:
+        return False
+    large = min(C, O) >= least and places >= PLACES and places * C * O >= WORK
+    return large and images(B, h, w) > 0
 
 
 def _fast(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
     """The convolution in the form that is fast on a CPU."""
-    if _filtered(x, kernel, strides, padding, CHANNELS[0]):
+    product = _product(x, kernel)
+    if product is None and _filtered(x, kernel, strides, padding, CHANNELS[0]):
         return winograd(x, kernel, padding)
-    return (_product(x, kernel) or _own)(x, kernel, strides, padding)
+    return (product or _own)(x, kernel, strides, padding)
 
 
 def _small(x: Array, kernel: Array) -> bool:
