@@ -53,9 +53,10 @@ def _input_gradient(g: Array, kernel: Array, padding: Pads) -> Array:
     XLA's own transposition has the same speed, but a tenth of it within a switch or a loop.
     """
     rest = lambda n, pads: (n - 1 - pads[0], n - 1 - pads[1])
-    turned = kernel[::-1, ::-1].swapaxes(2, 3)
     pads = rest(kernel.shape[0], padding[0]), rest(kernel.shape[1], padding[1])
-    return _fast(g, turned, (1, 1), pads)
+    if _filtered(g, kernel, (1, 1), pads, CHANNELS[0]):
+        return winograd(g, kernel, pads, turned=True)
+    return _own(g, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), pads)
 
 
 def _kernel_gradient(x: Array, g: Array, size: Pair, strides: Pair, padding: Pads) -> Array:
@@ -116,8 +117,8 @@ def _banded(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
 
 
 def _filtered(x: Array, kernel: Array, strides: Pair, padding: Pads, least: int) -> bool:
-    """Whether the layer is one of those that `winograd` does faster."""
-    (B, H, W, C), O = x.shape, kernel.shape[-1]
+    """Whether the layer is one of those that `winograd` does faster, forward or backward."""
+    (B, H, W, _), (C, O) = x.shape, kernel.shape[2:]
     h, w = (n + sum(pads) - 2 for n, pads in zip((H, W), padding, strict=True))
     places = B * h * w
     if kernel.shape[:2] != (3, 3) or strides != (1, 1) or x.dtype.itemsize < 4:

@@ -61,23 +61,40 @@ def _whole(x: Array, h: int, w: int, padding: Pads) -> Array:
 
 
 def images(batch: int, h: int, w: int) -> int:
-    """How many of ``batch`` images have their tiles in one product, or 0: too few or too many."""
+    """How many of ``batch`` images have their tiles in one product, or 0: too few or too many.
+
+    Never all of them: XLA undoes a loop of one step, and what it makes of that takes 1.6 times as
+    long.
+    """
     tiles = -(-h // 2) * -(-w // 2)
-    fit = (m for m in range(1, batch + 1) if batch % m == 0 and m * tiles <= TILES[1])
+    fit = (m for m in range(1, batch) if batch % m == 0 and m * tiles <= TILES[1])
     m = max(fit, default=0)
     return m if m * tiles >= TILES[0] else 0
 
 
 def winograd(
-    x: Float[Array, 'B H W C'], kernel: Float[Array, '3 3 C O'], padding: Pads
+    x: Float[Array, 'B H W C'],
+    kernel: Float[Array, '3 3 C O'],
+    padding: Pads,
+    *,
+    turned: bool = False,
 ) -> Float[Array, 'B h w O']:
-    """The convolution of stride 1; `images` of the batch and the map is not 0."""
+    """The convolution of stride 1; `images` of the batch and the map is not 0.
+
+    ``turned``, for the gradient by the input: the kernel is ``(3, 3, O, C)``, turned by half a
+    circle. To exchange the channels of the kernel instead would take longer than the products.
+    """
+    if turned:
+        kernel = kernel[::-1, ::-1]
+    channels = ((1,), (int(turned),)), ((), ())
     h, w = (n + sum(pads) - 2 for n, pads in zip(x.shape[1:3], padding, strict=True))
     m, factors = images(len(x), h, w), _twice(_kernel, kernel)
 
     def some(_, x):
         rows = zip(_tiles(_input, 4, _whole(x, h, w, padding)), factors, strict=True)
-        sums = [[a @ b for a, b in zip(*row, strict=True)] for row in rows]
+        sums = [
+            [lax.dot_general(a, b, channels) for a, b in zip(*row, strict=True)] for row in rows
+        ]
         place = lambda a: a.reshape(m, -(-h // 2), -(-w // 2), -1)
         y = [[place(a) for a in row] for row in _twice(_output, sums)]
         y = jnp.stack([jnp.stack(row, 3) for row in y], 2)  # m, h / 2, 2, w / 2, 2, O
