@@ -7,6 +7,7 @@ from math import exp, expm1, log  # noqa: F401
 from statistics import mean, median  # noqa: F401
 
 from jaxmp.config import settings
+from jaxmp.models.convolution import CHANNELS  # noqa: F401
 from jaxmp.report import claims, results
 from tests.runs import ROOT
 
@@ -207,6 +208,11 @@ def bench(file, kind, **key):
     lines = (ROOT / f'bench/results/{stem}.jsonl').read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [r for r in rows if all(r.get(k) == v for k, v in {'kind': kind, **key}.items())]
+
+
+def wide(width=64):
+    """A step of ResNet-18 on images of 32 x 32."""
+    return bench('epyc_2026-11-23_convolution', 'step', width=width, size=32)[0]
 
 
 def step(link, codec, model='mlp'):

@@ -86,6 +86,8 @@ def paint(figure: Any, data: Curves) -> None:
             if name in data.ends[part]:
                 axes.vlines(len(y) + 0.12 * (i + 2), *data.ends[part][name], color=colours[name])
         y = np.concatenate(list(means.values()))
+        if part == 'train':  # what diverges leaves the panel
+            y = np.minimum(y, 1.5 * max(m[0] for m in means.values()))
         axes.set_ylim(*np.quantile(y, (0, 1)) + 0.1 * np.ptp(y) * np.array((-1, 1)))
         axes.set(title=title, xlabel='epoch')
         axes.set_ylabel('training loss (nats)' if part == 'train' else data.score)

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 from jaxmp.report import style
 from jaxmp.report.captions import names, reference, seeds, text_of, trained
 from jaxmp.report.residuals import intervals
-from jaxmp.report.results import Row, by_seed, difference, wire
+from jaxmp.report.results import Row, by_seed, difference, last, wire
 
+HIGH = (
+    95  # accuracy of the best row, in percent, from which errors are shown: they differ by factors
+)
 NEAR = 0.05  # a title names the fewest bits with at most so many more errors, or perplexity
 
 
@@ -43,14 +46,13 @@ def points(rows: Sequence[Row]) -> Points:
     """Scores of the last epoch, in the mode in which rows are judged, against bits per element.
 
     Args:
-      rows: rows of one measure. For exchanges of gradients the error is shown instead of an
-        accuracy, because it varies by orders of magnitude.
+      rows: rows of one measure. Where the best accuracy is high, the error is shown instead.
     """
     text = rows[0].measure == 'perplexity'
-    exchanges = 'exchange' in rows[0].runs[0] and not text
-    word = 'validation loss (nats)' if text else f'test {"error" if exchanges else "accuracy"} (%)'
+    errors = not text and max(last(r, r.judged).mean for r in rows) > HIGH
+    word = 'validation loss (nats)' if text else f'test {"error" if errors else "accuracy"} (%)'
     said, none = dict(zip(names(rows), rows, strict=True)), reference(rows)
-    shown = lambda score: 100 - score if exchanges else score
+    shown = lambda score: 100 - score if errors else score
     scores = {n: {s: shown(y) for s, y in by_seed(r, r.judged).items()} for n, r in said.items()}
     data = {}
     for name, e in intervals(scores).items():
@@ -58,22 +60,21 @@ def points(rows: Sequence[Row]) -> Points:
         ends = [e.mean, e.mean] if math.isnan(e.error) else [e.low, e.high]
         point = {'bits': wire(row)['bits'], 'y': e.mean, 'ends': ends, 'judged': row.judged}
         data[name] = point | {'family': style.family(text_of(row))}
-    title = finding(data, said, none, text, exchanges) if none else f'{word}, {len(rows)} rows'
-    wide = max(r['y'] for r in data.values()) > 10 * min(r['y'] for r in data.values())
+    title = finding(data, said, none, text, errors) if none else f'{word}, {len(rows)} rows'
     caption = (
         seeds(rows) + '; bits: mean of both directions and of all steps, equal ones side by side'
     )
     title = f'{title}, after {trained(rows)}'
-    return Points(
-        f'{word}, last epoch', title, caption, text or exchanges, exchanges and wide, data
-    )
+    y = [r['y'] for r in data.values()]
+    log = errors and max(y) > 2 * min(y)
+    return Points(f'{word}, last epoch', title, caption, text or errors, log, data)
 
 
 def finding(
-    data: dict[str, dict[str, Any]], said: dict[str, Row], none: Row, text: bool, exchanges: bool
+    data: dict[str, dict[str, Any]], said: dict[str, Row], none: Row, text: bool, errors: bool
 ) -> str:
     """The row with the fewest bits among those near no compression, and its distance to it."""
-    worse = lambda y: math.exp(y) if text else y if exchanges else 100 - y
+    worse = lambda y: math.exp(y) if text else y if errors else 100 - y
     plain = next(n for n, row in said.items() if row is none)
     limit = (1 + NEAR) * worse(data[plain]['y'])
     near = [n for n, p in data.items() if n != plain and worse(p['y']) <= limit]
@@ -88,7 +89,7 @@ def finding(
     unit, e = 'nats' if text else 'points of accuracy', difference(said[name], none)
     if e is None:
         return f'{name}: {bits}'
-    digits = 1 if not (text or exchanges) else 2
+    digits = 1 if not (text or errors) else 2
     known = f' [{e.low:+.{digits}f}, {e.high:+.{digits}f}]' if e.seeds > 1 else ''
     return f'{name}: {bits},\n{e.mean:+.{digits}f}{known} {unit} compared with no compression'
 
@@ -101,7 +102,7 @@ def paint(figure: Any, data: Points) -> None:
     at = side_by_side({n: r['bits'] for n, r in rows.items()})
     for name, r in rows.items():
         colour = style.FAMILIES[r['family']]
-        axes.vlines(at[name], *r['ends'], color=colour, lw=1.2, alpha=0.6, zorder=2)
+        axes.plot([at[name]] * 2, r['ends'], color=colour, lw=1.2, alpha=0.6, zorder=2)
         fill = {'mfc': 'white'} if r['judged'] == 'off' else {}
         axes.plot(at[name], r['y'], 'o', color=colour, ms=5, zorder=5, **fill)
     for name in (f for f in style.FAMILIES if any(r['family'] == f for r in rows.values())):
@@ -119,7 +120,7 @@ def paint(figure: Any, data: Points) -> None:
     axes.set(xlabel='bits per element on the wire', ylabel=data.ylabel)
     figure.suptitle(data.title)
     style.caption(figure, data.caption)
-    axes.legend(loc=f'{"upper" if data.low_is_good else "lower"} right', fontsize=8)
+    axes.legend(loc='best', fontsize=8)
     style.label(figure, axes, {n: (at[n], r['y']) for n, r in rows.items()}, size=7.5)
 
 
@@ -140,7 +141,9 @@ def spread(axes: Any) -> None:
     axes.set_yscale('log')
     low, high = axes.get_ylim()
     axes.set_ylim(0.75 * low, high)
-    ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= high]
+    ticks = [
+        t for t in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100) if low <= t <= high
+    ]
     axes.set_yticks(ticks, [f'{t:g}' for t in ticks])
     axes.minorticks_off()
 
