@@ -185,7 +185,7 @@ def arguments() -> argparse.Namespace:
     ask.add_argument(
         '--schedule',
         default='1f1b',
-        help='of one stage per process, by its name; 1f1b+N takes N more forwards ahead',
+        help='of one stage per process, as config.parallel.schedule names it',
     )
     ask.add_argument('--mtu', type=int, default=emulated_network.MTU, help='bytes of a packet')
     ask.add_argument('--out', type=Path, help='results without their ending')

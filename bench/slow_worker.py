@@ -27,10 +27,9 @@ import jaxmp
 from jaxmp import Ctx
 from jaxmp.distributed.placement import place
 from jaxmp.feedback import per_microbatch
-from jaxmp.plan.choose import ahead
 from jaxmp.runtimes.driver import Driver, drive
 from jaxmp.runtimes.lanes import opener
-from jaxmp.runtimes.plans import SCHEDULES
+from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.stage import programs
 
 SEED = 0
@@ -80,11 +79,11 @@ def machine(task: Task, fwd: str, bwd: str, devices: Any, plan: Plan) -> Driver:
     n = len(task.stages)
     x = jax.ShapeDtypeStruct((task.batch // m, *task.x.shape[1:]), task.x.dtype)
     made = programs(task.stages, [cut] * (n - 1), loss, x, {})
-    name, _, extra = name.partition('+')
-    actions = ahead(n, m, int(extra)) if extra else SCHEDULES[name](n, m)
+    if not (make := named(name)):
+        raise ValueError(f'{name!r} is no schedule')
     at = devices or place(1, n)[0]
     lane = functools.partial(opener(np.array([at])), 0)
-    return drive(made, at, actions, lane)
+    return drive(made, at, make(n, m), lane)
 
 
 def median_seconds(f: Callable[[], Any], repeats: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ class Key(NamedTuple):
       line: what it means.
       least: smallest value of a number.
       words: the values that are allowed, of a text that is one of a few words.
+      pattern: of further values that are allowed, a regular expression.
       own: of a key that also takes an import path: how the named function is called, and its
         result.
       model: the only model that reads the key; empty if every model does.
@@ -40,6 +42,7 @@ class Key(NamedTuple):
     line: str
     least: float = 0
     words: tuple[str, ...] = ()
+    pattern: str = ''
     own: str = ''
     model: str = ''
     runtime: str = ''
@@ -119,8 +122,9 @@ KEYS: Mapping[str, Key] = {
         False, 'run a stage again in its backward instead of keeping its residuals',
         runtime='mpmd spmd', free=True),
     'parallel.schedule': Key(
-        '1f1b', 'order of forwards and backwards under mpmd', words=('1f1b', 'gpipe', 'eager_1f1b',
-        'interleaved', 'zb_h1', 'zb_h2', 'zb_v'),
+        '1f1b', 'order of forwards and backwards under mpmd; eager_1f1b(N), zb_h2(N): N forwards '
+        'ahead per later stage', words=('1f1b', 'gpipe', 'eager_1f1b', 'interleaved', 'zb_h1',
+        'zb_h2', 'zb_v'), pattern=r'(eager_1f1b|zb_h2)\(([1-9]\d{0,3})\)',
         own='make(stages, microbatches) -> a schedule, as jaxmp.runtimes.schedule.timed makes',
         runtime='mpmd', free=True),
     'parallel.link_rate': Key(
@@ -237,6 +241,8 @@ def _problem(name: str, key: Key, value: Any) -> str:
     if type(value) is not str:
         return 'is not a text'
     if not key.words or value in key.words or (key.own and ':' in value):
+        return ''
+    if key.pattern and re.fullmatch(key.pattern, value):
         return ''
     near = difflib.get_close_matches(value, key.words, n=1)
     hint = f' (did you mean {near[0]}?)' if near else ''

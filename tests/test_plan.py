@@ -104,7 +104,7 @@ def test_the_order_is_the_least_of_all_predicted():
             for o, a in choose.orders(given, 3)
         }
         assert any(o.schedule.startswith('zb') for o in found) == bool(halves)
-        assert any(o.extra for o in found)
+        assert any('(' in o.schedule for o in found)
         assert choice.seconds == found[choice.order] <= choose.ALIKE * min(found.values())
     delayed = Link(8.0, 200.0)  # so that every further message in a row costs
     assert choose.choose(probed(), LINK, 0.1).order.microbatches > 1
@@ -166,15 +166,15 @@ def test_nobody_meets_the_budget_and_it_says_so():
     assert show.open_because(given, choose.choose(given, LINK, 0.1), 0.1) == ''
 
 
-@pytest.mark.parametrize('extra', [0, 2])
-def test_a_written_file_is_a_configuration(tmp_path, extra, monkeypatch):
-    """Its base is a file beside it, and its schedule is its own where a cap is."""
+@pytest.mark.parametrize('schedule', ['zb_h2', 'eager_1f1b(3)'])
+def test_a_written_file_is_a_configuration(tmp_path, schedule, monkeypatch):
+    """Its base is a file beside it."""
     (tmp_path / 'base.py').write_text(
         'from jaxmp.plugins import load\n\n\ndef get_config(name):\n    c = load("text_gpt2")\n'
         '    c.name = name\n    return c\n'
     )
     edges = {(a, b): RAW._replace(text=f'block({1 + 2 * a + b}, size=64)') for a, b in EDGES}
-    order = Order('ahead_split' if extra else 'zb_h2', 4, extra)
+    order = Order(schedule, 4)
     monkeypatch.chdir(tmp_path)
     (out := tmp_path / 'own' / 'plan.py').parent.mkdir()
     changed = {'model.stages': 3, 'model.blocks': 3}

@@ -274,6 +274,20 @@ def test_stages_and_microbatches_divide():
 
 def test_the_configuration_has_the_names_of_all_schedules():
     assert {*KEYS['parallel.schedule'].words} == {*SCHEDULES}
+    assert KEYS['parallel.schedule'].pattern == plans.NUMBERED
+
+
+def test_forwards_ahead_per_later_stage():
+    """Messages of up to (n - 1) 3 / 2 cost nothing between the first and the last micro-batch."""
+    for n in (1, 2, 3, 4):
+        actions = plans.named(f'eager_1f1b({n})')(4, 20)
+        assert schedule.saved_inputs(actions) == tuple(1 + n * d for d in (3, 2, 1, 0))
+        assert schedule.saved_inputs(plans.named(f'zb_h2({n})')(4, 20)) == (1 + 3 * n,) * 4
+        costs = Costs(message=1.5 * (n - 1))
+        made = plans.eager_1f1b(4, 20, costs, n)
+        assert schedule.size(made)[2] == 3 * 20 + 3 * (3 + 2 * costs.message)
+    for text in ('eager_1f1b(0)', 'gpipe(2)', 'eager_1f1b(2', '2'):
+        assert plans.named(text) is None
 
 
 def test_the_page_has_the_tables_that_the_code_computes(monkeypatch):

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmp.plan.predict import Edge, Link, Message, Times, step
-from jaxmp.runtimes.plans import SCHEDULES, Plan, run
+from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.schedule import Action, saved_inputs
 
 LINES = '1f1b', 'gpipe', 'eager_1f1b', 'zb_h1', 'zb_h2'  # one stage per device
-EXTRA = 1, 2, 4, 8  # micro-batches of a cap beyond that of 1F1B
+AHEAD = 3, 4, 6, 10  # micro-batches per later stage, of eager_1f1b and zb_h2
 EQUAL = 1.001  # steps whose ratio is less are equal: the codec of the least error counts
 ALIKE = 1.01  # likewise of schedules, of which the one that keeps the fewest examples counts
 LATE = 0.1  # of the mean action: messages so late must not make the chosen schedule slow
@@ -61,23 +61,15 @@ class Probed(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A schedule, micro-batches and cap.
-
-    Attributes:
-      schedule: a name of `LINES`; ``'ahead'`` and ``'ahead_split'`` are `ahead` with ``extra``.
-      microbatches: per step.
-      extra: of the cap.
-    """
+    """A schedule, as ``config.parallel.schedule`` names it, and micro-batches per step."""
 
     schedule: str
     microbatches: int
-    extra: int = 0
 
     @property
     def line(self) -> str:
         """The schedule as tables show it."""
-        more = f' (1f1b and {self.extra} more kept)' if self.extra else ''
-        return f'{self.schedule}{more}, {self.microbatches} micro-batches'
+        return f'{self.schedule}, {self.microbatches} micro-batches'
 
 
 class Choice(NamedTuple):
@@ -93,24 +85,12 @@ class Choice(NamedTuple):
         return max(c.error for c in self.codecs.values())
 
 
-def ahead(stages: int, microbatches: int, extra: int, split: bool = False) -> tuple[Action, ...]:
-    """1F1B, or with ``split`` ZB-H1, whose caps are higher by ``extra`` micro-batches.
-
-    >>> from jaxmp.runtimes.plans import one_f_one_b
-    >>> ahead(4, 8, 0) == one_f_one_b(4, 8)
-    True
-    """
-    caps = [stages - s + extra for s in range(stages)]
-    kept = [stages + extra if split else microbatches] * stages
-    return run(Plan(range(stages), split, caps, kept), microbatches)
-
-
 @functools.cache
 def actions_of(order: Order, stages: int) -> tuple[Action, ...]:
     """The schedule of an order."""
-    if order.extra:
-        return ahead(stages, order.microbatches, order.extra, order.schedule == 'ahead_split')
-    return SCHEDULES[order.schedule](stages, order.microbatches)
+    make = named(order.schedule)
+    assert make, order.schedule
+    return make(stages, order.microbatches)
 
 
 def choose(probed: Probed, link: Link, budget: float) -> Choice:
@@ -187,11 +167,10 @@ def orders(probed: Probed, stages: int) -> Iterator[tuple[Order, tuple[Action, .
     """The orders that are tried; those that split backwards, where both halves were measured."""
     for count, times in probed.stages.items():
         halves = all(t.halves for t in times)
-        names = [Order(name, count) for name in LINES if halves or not name.startswith('zb')]
-        caps = [e for e in EXTRA if e < count]
-        names += [Order('ahead', count, e) for e in caps]
-        names += [Order('ahead_split', count, e) for e in caps if halves]
-        yield from ((order, actions_of(order, stages)) for order in names)
+        wide = [n for n in AHEAD if n < count]
+        names = [*LINES, *(f'{name}({n})' for name in ('eager_1f1b', 'zb_h2') for n in wide)]
+        tried = [Order(name, count) for name in names if halves or not name.startswith('zb')]
+        yield from ((order, actions_of(order, stages)) for order in tried)
 
 
 def predicted(

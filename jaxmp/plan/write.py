@@ -10,13 +10,6 @@ from typing import Any
 from jaxmp.plan.choose import Choice
 from jaxmp.plugins import folder
 
-AHEAD = '''
-
-def schedule(stages: int, microbatches: int) -> Any:
-    """1F1B whose devices keep {extra} more micro-batches."""
-    return ahead(stages, microbatches, {extra}{split})
-'''
-
 
 def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said: str) -> str:
     """The file.
@@ -28,7 +21,7 @@ def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said:
       out: where the file will be.
       said: what the docstring says of the plan.
     """
-    order, own = choice.order, bool(choice.order.extra)
+    order = choice.order
     count = len(choice.codecs) // 2
     values = {
         **changed,
@@ -36,20 +29,16 @@ def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said:
         'bwd': '; '.join(choice.codecs[s + 1, s].text for s in range(count)),
         'parallel.runtime': 'mpmd',
         'parallel.num_microbatches': order.microbatches,
+        'parallel.schedule': order.schedule,
     }
     rows = [f'            {key!r}: {value!r},' for key, value in values.items()]
-    name = "f'{__file__}:schedule'" if own else repr(order.schedule)
-    rows += [f"            'parallel.schedule': {name},"]
     path, imports = based(base, out)
-    imports += ['from typing import Any', ''] * own
-    tail = AHEAD.format(extra=order.extra, split=', split=True' * (order.schedule[5:] != ''))
     return '\n'.join(
         [
             f'"""{said}"""',
             '',
             *imports,
             'from jaxmp.config import Config',
-            *['from jaxmp.plan.choose import ahead'] * own,
             'from jaxmp.plugins import load',
             '',
             '',
@@ -63,7 +52,6 @@ def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said:
             '        }',
             '    )',
             '    return c',
-            *(tail.splitlines() if own else []),
             '',
         ]
     )

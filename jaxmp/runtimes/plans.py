@@ -26,6 +26,8 @@ References:
 
 from __future__ import annotations
 
+import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product, zip_longest
@@ -34,6 +36,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp.runtimes.schedule import UNIT, Action, Costs, Task, earliest, timed
+
+NUMBERED = r'(eager_1f1b|zb_h2)\(([1-9]\d{0,3})\)'
 
 
 class Plan(NamedTuple):
@@ -62,12 +66,14 @@ def one_f_one_b(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Ac
     return _line(stages, microbatches, costs, lambda d: stages - d)
 
 
-def eager_1f1b(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Action, ...]:
-    """Eager 1F1B: at most 2 (D - d) - 1 micro-batches kept.
+def eager_1f1b(
+    stages: int, microbatches: int, costs: Costs = UNIT, n: int = 2
+) -> tuple[Action, ...]:
+    """Eager 1F1B: at most ``1 + n (D - 1 - d)`` micro-batches kept, with n = 1 those of 1F1B.
 
-    Messages of up to ``(F + B + W) / 2`` delay the first and the last micro-batch only.
+    Messages of up to ``(n - 1) (F + B + W) / 2`` delay the first and the last micro-batch only.
     """
-    return _line(stages, microbatches, costs, lambda d: 2 * (stages - d) - 1)
+    return _line(stages, microbatches, costs, lambda d: 1 + n * (stages - 1 - d))
 
 
 def zb_h1(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Action, ...]:
@@ -78,13 +84,14 @@ def zb_h1(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Action, 
     return _line(stages, microbatches, costs, lambda d: stages - d, stages)
 
 
-def zb_h2(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Action, ...]:
+def zb_h2(stages: int, microbatches: int, costs: Costs = UNIT, n: int = 2) -> tuple[Action, ...]:
     """ZB-H2: `eager_1f1b`, but with W in its gaps.
 
-    If F = B = W and M >= D, a device waits for ``(D - 1) F`` in all, before its first action and
-    after its last, and not between them; 2 D - 1 micro-batches kept.
+    If F = B = W, n = 2 and M >= D, a device waits for ``(D - 1) F`` in all, before its first action
+    and after its last, and not between them; ``1 + n (D - 1)`` micro-batches kept.
     """
-    return _line(stages, microbatches, costs, lambda d: 2 * (stages - d) - 1, 2 * stages - 1)
+    kept = 1 + n * (stages - 1)
+    return _line(stages, microbatches, costs, lambda d: 1 + n * (stages - 1 - d), kept)
 
 
 def zb_v(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Action, ...]:
@@ -130,6 +137,17 @@ def interleaved(
 SCHEDULES = {'1f1b': one_f_one_b} | {
     f.__name__: f for f in (gpipe, eager_1f1b, interleaved, zb_h1, zb_h2, zb_v)
 }
+
+
+def named(text: str) -> Callable[[int, int], tuple[Action, ...]] | None:
+    """The schedule of a name in `SCHEDULES`, or of a text as ``'eager_1f1b(3)'``; None of others.
+
+    >>> named('eager_1f1b(1)')(4, 8) == one_f_one_b(4, 8)
+    True
+    """
+    if found := re.fullmatch(NUMBERED, text):
+        return functools.partial(SCHEDULES[found[1]], n=int(found[2]))
+    return SCHEDULES.get(text)
 
 
 def _line(

@@ -23,7 +23,7 @@ from jaxmp.grammar import own_words
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.plugins import called
 from jaxmp.runtimes import schedule
-from jaxmp.runtimes.plans import SCHEDULES
+from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.schedule import Action
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.optimizer import optimizer_of
@@ -234,9 +234,9 @@ def actions_of(config: Config, stages: int) -> tuple[Action, ...]:
       ValueError: if the schedule is broken, of another size, or not one of so many stages.
     """
     name, count = config.parallel.schedule, config.parallel.num_microbatches
-    if name in SCHEDULES:
+    if make := named(name):
         try:
-            return SCHEDULES[name](stages, count)
+            return make(stages, count)
         except ValueError as error:
             raise ValueError(f'config.parallel.schedule={name!r}: {error}') from None
     wanted = KEYS['parallel.schedule'].own
