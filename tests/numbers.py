@@ -115,6 +115,11 @@ def gap(study, row):
     return last(study, row) - last(study, row, 'off')
 
 
+def few(row):
+    """Percent of the test images of study few_bits_mnist that a row takes for another."""
+    return 100 - last('few_bits_mnist', row)
+
+
 def wrong(row, mode='on'):
     """Percent of the test images of study mnist that a row takes for another."""
     return 100 - last('mnist', row, mode)
