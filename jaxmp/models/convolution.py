@@ -220,7 +220,7 @@ def convolve(
         return own()
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], window_strides, padding)
-    strides, padding = tuple(window_strides), tuple(map(tuple, padding))
+    strides, padding = (window_strides[0], window_strides[1]), tuple(map(tuple, padding))
     large = out.shape[1] * out.shape[2] * lhs.shape[-1] >= LARGE
     filtered = _filtered(lhs, rhs, strides, padding, CHANNELS[0])
     if not large and not filtered and _product(lhs, rhs) is None:

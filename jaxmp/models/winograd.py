@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 TILES = 64, 512  # at least, at most in one matrix product
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
-Grid = Sequence[Sequence[Array]]
+Grid = Sequence[Sequence[Array]] | Array
 
 
 def _twice(f: Callable, grid: Grid) -> Grid:
