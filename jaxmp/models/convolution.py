@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp.models.winograd import images, winograd, winograd_kernel_gradient
+from jaxmp.models.winograd import images, padded, varying, winograd, winograd_kernel_gradient
 
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
 LARGE = 4096  # h w C from which products over patches are faster than XLA's form
@@ -33,15 +33,9 @@ Pair = tuple[int, int]
 Pads = tuple[Pair, Pair]
 
 
-def _varying(x: Array, other: Array) -> Array:
-    """``x`` also along those axes of `jax.shard_map` along which ``other`` varies."""
-    own, others = (jax.typeof(a).manual_axis_type.varying for a in (x, other))
-    return lax.pcast(x, tuple(others - own), to='varying')
-
-
 def _patches(x: Array, size: Pair, strides: Pair, padding: Pads, out: Pair) -> Array:
     """The ``k l C`` inputs of each place of the map, ``(B, h, w, k l C)``."""
-    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    x = padded(x, padding)
     (s, t), (rows, cols) = strides, ((n - 1) * s + 1 for n, s in zip(out, strides, strict=True))
     taps = [(i, j) for i in range(size[0]) for j in range(size[1])]
     return jnp.concatenate([x[:, i : i + rows : s, j : j + cols : t] for i, j in taps], -1)
@@ -77,7 +71,7 @@ def _kernel_gradient(x: Array, g: Array, size: Pair, strides: Pair, padding: Pad
         return total + lax.dot_general(g, patches, both, preferred_element_type=dtype), None
 
     split = lambda a: a.reshape(B // m, m, *a.shape[1:])
-    total = _varying(jnp.zeros((O, columns), dtype), g)
+    total = varying(jnp.zeros((O, columns), dtype), g)
     total, _ = lax.scan(add, total, (split(x), split(g)))
     return total.reshape(O, *size, C).transpose(1, 2, 3, 0).astype(x.dtype)
 
@@ -104,7 +98,7 @@ def _banded(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
     """The convolution as one product of each ``k`` rows of the image, whole, with a band matrix."""
     dtype = x.dtype
     wide = jnp.promote_types(dtype, jnp.float32)  # its gradients are sums of many terms
-    x, kernel = jnp.pad(x.astype(wide), ((0, 0), *padding, (0, 0))), kernel.astype(wide)
+    x, kernel = padded(x.astype(wide), padding), kernel.astype(wide)
     (B, H, W, C), (k, l, _, O) = x.shape, kernel.shape
     s, t = strides
     h, w = (H - k) // s + 1, (W - l) // t + 1
@@ -225,4 +219,4 @@ def convolve(
     filtered = _filtered(lhs, rhs, strides, padding, CHANNELS[0])
     if not large and not filtered and _product(lhs, rhs) is None:
         return own()
-    return _convolution(_varying(lhs, rhs), _varying(rhs, lhs), strides, padding)
+    return _convolution(varying(lhs, rhs), varying(rhs, lhs), strides, padding)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -27,13 +28,19 @@ Pads = tuple[tuple[int, int], tuple[int, int]]
 Grid = Sequence[Sequence[Array]] | Array
 
 
+def varying(x: Array, other: Array) -> Array:
+    """``x`` also along those axes of `jax.shard_map` along which ``other`` varies."""
+    own, others = (jax.typeof(a).manual_axis_type.varying for a in (x, other))
+    return lax.pcast(x, tuple(others - own), to='varying')
+
+
 def _twice(f: Callable, grid: Grid) -> Grid:
     """``f`` of each row of the grid, and of each column of what that gives."""
     once = lambda grid: list(zip(*(f(*row) for row in grid), strict=True))
     return once(once(grid))
 
 
-# Each transform along one axis; the second two are the transposes of the first three.
+# Each transform along one axis; the last two are the transposes of `_output` and `_kernel`.
 _input = lambda a, b, c, d: (a - c, b + c, c - b, b - d)
 _kernel = lambda a, b, c: (a, (a + b + c) / 2, (a - b + c) / 2, c)
 _output = lambda a, b, c, d: (a + b + c, b - c - d)
@@ -54,10 +61,16 @@ def _tiles(f: Callable, size: int, x: Array) -> Grid:
     return [[a.reshape(-1, a.shape[-1]) for a in along(2, row)] for row in along(1, x)]
 
 
+def padded(x: Array, padding: Pads) -> Array:
+    """The images with zeros around them, or cut where a number is negative."""
+    sides = (0, 0), *padding, (0, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), [(*side, 0) for side in sides])
+
+
 def _whole(x: Array, h: int, w: int, padding: Pads) -> Array:
-    """The image, padded so that its tiles are whole."""
+    """The images, padded so that their tiles are whole."""
     (top, bottom), (left, right) = padding
-    return jnp.pad(x, ((0, 0), (top, bottom + h % 2), (left, right + w % 2), (0, 0)))
+    return padded(x, ((top, bottom + h % 2), (left, right + w % 2)))
 
 
 def images(batch: int, h: int, w: int) -> int:
@@ -120,6 +133,6 @@ def winograd_kernel_gradient(
         ], None
 
     split = lambda a: a.reshape(-1, m, *a.shape[1:])
-    zero = jnp.zeros((x.shape[-1], g.shape[-1]), x.dtype) + 0 * (x.ravel()[0] * g.ravel()[0])
+    zero = varying(jnp.zeros((x.shape[-1], g.shape[-1]), x.dtype), g)
     total, _ = lax.scan(add, [[zero] * 4] * 4, (split(x), split(g)))
     return jnp.stack([jnp.stack(row) for row in _twice(_to_kernel, total)])

@@ -11,9 +11,7 @@ from jaxmp.report.captions import names, reference, seeds, text_of, trained
 from jaxmp.report.residuals import intervals
 from jaxmp.report.results import Row, by_seed, difference, last, wire
 
-HIGH = (
-    95  # accuracy of the best row, in percent, from which errors are shown: they differ by factors
-)
+HIGH = 95  # accuracy of the best row, in percent, from which errors are shown instead
 NEAR = 0.05  # a title names the fewest bits with at most so many more errors, or perplexity
 
 
