@@ -17,6 +17,9 @@ micro-batch only one stage works at a time, so stages in turn are what the pipel
 the rest of the way of one micro-batch through all stages and back. The compute of a stage is an
 equal part of a coded step with all stages in one process; where there are fewer cores than stages,
 all stages share them, and the CPU-seconds of such a step over the cores count.
+**Busy**: CPU-seconds of a step in the stages' own processes, together, over the cores: what it
+would take if no core ever waited. **Plan**: what the schedule's order would take if nothing cost
+but these and the bytes (`slow_plan.py`).
 **Codec**: what the codec adds to such a step in one process, raw and coded steps taken in turn;
 *alone*: sending and receiving at each cut, both ways, each a program by itself, summed.
 **Wire**: the rest of the step time.
@@ -52,16 +55,19 @@ def measure(made: Crew, n: int, most: int) -> dict[str, Any]:
     """Step time and bytes of what is built, over the link that is up."""
     made.ask('steps', n=WARM)
     windows: list[float] = []
+    busy: list[float] = []
     # Counters are read when all stages are done: what one has sent is then out of its buffers.
     before, answers = made.sent(), []
     while not steady(windows) and len(windows) < most:
         answers = made.ask('steps', n=n)
         windows.append(sum(answers[0]['seconds']) / n)
+        busy.append(sum(a['cpu_s'] for a in answers) / n)
     moved = {link: sizes for a in answers for link, sizes in a['moved'].items()}
     return {
         'step_s': sum(windows[-3:]) / len(windows[-3:]),
         'windows': windows,
         'steady': steady(windows),
+        'cpu_s': sum(busy[-3:]) / len(busy[-3:]),
         'payload': sum(map(sum, moved.values())),
         'moved': moved,
         'interface': (made.sent() - before) / n / len(windows),

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import slow_plan
 
 from jaxmp.report import style
+from jaxmp.runtimes.plans import named
 
 ETHERNET, TCP = 14, 52  # bytes of headers outside and inside of a packet
 BARS = {'100m': 7.0, '1g': 2.5}
@@ -52,6 +54,11 @@ class Results:
         bits = 8 * self.payload(model, codec) * (mtu + ETHERNET) / (mtu - TCP)
         return own + hops * delay + (bits / rate if np.any(rate) else 0)
 
+    def head(self, rate: float) -> float:
+        """Seconds that a byte of payload occupies a link, headers included; 0 for no limit."""
+        mtu = self.runs[0]['mtu']
+        return 8 * (mtu + ETHERNET) / (mtu - TCP) / rate if rate else 0.0
+
     def bound(self, model: str, codec: str, link: str) -> float:
         """See `slow_network.py`; of a step whose stages compute and send at the same time."""
         run, row, (rate, delay) = (
@@ -60,12 +67,30 @@ class Results:
             self.links[link]['nominal'],
         )
         stages, m = run['stages'], run.get('microbatches', 1)
-        head = 8 * (run['mtu'] + ETHERNET) / (run['mtu'] - TCP) / rate if rate else 0.0
+        head = self.head(rate)
         ways = list(self.steps[model, codec, link]['moved'].values())
         busy = row['coded_s'] / stages, row.get('coded_cpu_s', 0.0) / run.get('cores', stages)
         busiest = max(*busy, max(head * max(w) for w in ways))
         once = row['coded_s'] / m + sum(2 * delay + head * sum(w) / m for w in ways)
         return busiest * (m - 1) / m + once
+
+    def planned(self, model: str, codec: str, link: str) -> float | None:
+        """The step of `slow_plan.py`, where the row has the CPU-seconds of its processes."""
+        run, row, (rate, delay) = (
+            self.runs[0],
+            self.steps[model, codec, link],
+            self.links[link]['nominal'],
+        )
+        if 'cpu_s' not in row:
+            return None
+        m, head = run['microbatches'], self.head(rate)
+        wires = {}
+        for boundary, (forward, backward) in row['moved'].items():
+            s = int(boundary)
+            wires |= {(s, s + 1): head * forward / m, (s + 1, s): head * backward / m}
+        made = named(run['schedule'])
+        assert made is not None
+        return slow_plan.step(made(run['stages'], m), row['cpu_s'], run['cores'], wires, delay)
 
     def gain(self, model: str, codec: str, link: str) -> float | None:
         """Raw step time over this one's."""
@@ -136,20 +161,32 @@ def section(found: Results, model: str) -> Iterator[str]:
         if m == model:
             yield _line(found, model, codec, link, r)
     if found.runs[0].get('microbatches', 1) > 1:
-        yield from (
-            '',
-            '| link | codec | step ms | bound ms | step / bound |',
-            '|---|---|--:|--:|--:|',
-        )
-        for m, codec, link in found.steps:
-            if m == model:
-                own, least = found.steps[m, codec, link]['step_s'], found.bound(m, codec, link)
-                yield f'| {link} | {codec} | {1e3 * own:.0f} | {1e3 * least:.0f} ' + (
-                    f'| {own / least:.2f} |'
-                )
+        yield from _bounds(found, model)
     yield ''
     yield '*model*: what the simple model says the speed-up is. *interface*: its bytes / payload.'
     yield '\\* no three windows within 5 %, here or of raw.'
+
+
+def _bounds(found: Results, model: str) -> Iterator[str]:
+    """Each step beside its bound, and beside the work of the processes where it was counted."""
+    rows = [(k, r) for k, r in found.steps.items() if k[0] == model]
+    counted = all('cpu_s' in r for _, r in rows)
+    cores = min(found.runs[0].get('cores', 1), found.runs[0]['stages'])
+    titles = (
+        'link',
+        'codec',
+        'step ms',
+        'bound ms',
+        'step / bound',
+        *('busy ms', 'plan ms') * counted,
+    )
+    yield from ('', f'| {" | ".join(titles)} |', '|---|---|' + '--:|' * (len(titles) - 2))
+    for (_, codec, link), r in rows:
+        own, least = r['step_s'], found.bound(model, codec, link)
+        line = f'| {link} | {codec} | {1e3 * own:.0f} | {1e3 * least:.0f} | {own / least:.2f} |'
+        if (planned := found.planned(model, codec, link)) is not None:
+            line += f' {1e3 * r["cpu_s"] / cores:.0f} | {1e3 * planned:.0f} |'
+        yield line
 
 
 def _order(found: Results, key: tuple[str, str, str]) -> tuple[int, int]:

@@ -146,14 +146,16 @@ class Worker:
         return {}
 
     def steps(self, n: int) -> dict[str, Any]:
-        """Trains ``n`` steps: seconds of each, losses, bytes in payloads."""
+        """Trains ``n`` steps: seconds of each, losses, bytes in payloads; CPU-seconds of all."""
         seconds, losses, moved = [], [], {}
+        busy = time.process_time()
         for _ in range(n):
             start = time.perf_counter()
             value, moved = self.trainer.step()
             seconds.append(time.perf_counter() - start)
             losses.append(value if value is None or math.isfinite(value) else None)
-        return {'seconds': seconds, 'losses': losses, 'moved': moved}
+        busy = time.process_time() - busy
+        return {'seconds': seconds, 'losses': losses, 'moved': moved, 'cpu_s': busy}
 
     def sent(self) -> dict[str, int]:
         """Bytes that left this namespace so far."""
