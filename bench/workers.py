@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -57,7 +58,7 @@ class Rows:
             raise SystemExit(f'{self.path} was made with {was}, not {settings}; use --fresh')
         load = round(os.getloadavg()[0], 1)  # processes that wanted a core in the last minute
         settings |= {'text': text} if text else {}
-        self.add(kind='run', **settings, **provenance(), load=load, command=' '.join(sys.argv))
+        self.add(kind='run', **settings, **provenance(), load=load, command=shlex.join(sys.argv))
 
 
 class Crew:
