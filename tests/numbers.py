@@ -251,6 +251,14 @@ def overlaps(link):
     return *found, found[0] / found[-1]
 
 
+def four(codec):
+    """Of four stages: milliseconds of a step, times its bound, milliseconds as simulated."""
+    line = rf'100m \| {codec} \| (\d+ \| \d+ \| [\d.]+ \| \d+ \| \d+) \|'
+    text = found('bench/results/epyc_2026-11-23_network_100m_eager.md', line)
+    step, _, times, _, simulated = map(float, text.split('|'))
+    return step, times, simulated
+
+
 def three_seeds():
     """The same of the fastest codec, seed by seed, as the log has it."""
     text = found(
