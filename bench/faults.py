@@ -1,11 +1,11 @@
 """Faults that no test makes, in four processes, and what the processes say.
 
-python bench/faults.py [process-0] [memory] [stopped] [paused] [cut]
+python bench/faults.py [process-0] [memory] [stopped] [paused] [cut] [gap]
 
-Linux; `cut` needs root, for network namespaces. Each fault starts the README's four processes,
-waits for the first epoch, makes the fault, and prints after how many seconds the processes that
-were not hit had ended, and what was said. Exit status 1 if one is left two minutes later, or, after
-the pause, if the run does not go on. docs/faults.md is its output.
+Linux; `cut` and `gap` need root, for network namespaces. Each fault starts the README's four
+processes, waits for the first epoch, makes the fault, and prints after how many seconds the
+processes that were not hit had ended, and what was said. Exit status 1 if one is left two minutes later, or, after
+`paused` and `gap`, if the run does not go on. docs/faults.md is its output.
 """
 
 from __future__ import annotations
@@ -67,6 +67,16 @@ def cut(pid: int) -> None:
         subprocess.run(words, check=True)
 
 
+def gap(pid: int) -> None:
+    """The same for less than the deadline."""
+    cut(pid)
+    time.sleep(PAUSE)
+    last = COUNT - 1
+    for s, device, other in ((last - 1, 'right', last), (last, 'left', last - 1)):
+        words = f'-n {emulated_network.PREFIX}{s} neigh del {emulated_network.address(other)}'
+        subprocess.run(['ip', *words.split(), 'dev', device], check=True)
+
+
 class Fault(NamedTuple):
     """A fault: the process it hits, what it does, whether the run goes on, and where it runs."""
 
@@ -82,6 +92,7 @@ FAULTS = {
     'stopped': Fault(2, stop),
     'paused': Fault(2, pause, goes_on=True),
     'cut': Fault(COUNT - 1, cut, hosts=True),
+    'gap': Fault(COUNT - 1, gap, goes_on=True, hosts=True),
 }
 
 

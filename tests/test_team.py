@@ -1,5 +1,6 @@
 """Processes of a run: they find each other or say who is missing, and end together."""
 
+import contextlib
 import errno
 import json
 import os
@@ -437,6 +438,27 @@ def test_every_link_is_opened_before_anything_compiles(monkeypatch):
         experiment_of(config_of('digits_dataparallel')), process_group.ProcessGroup(0, 2)
     )
     assert opened[3:] == [2]
+
+
+@pytest.mark.skipif(not hasattr(socket, 'TCP_USER_TIMEOUT'), reason='Linux only')
+def test_jaxs_connections_outlast_a_cut_network(monkeypatch):
+    """Both ends of the coordinator's connection, and no other, wait as long as JAX's heartbeats."""
+    waits = lambda link: link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1e3
+    listening = lambda: opened.enter_context(socket.create_server(('127.0.0.1', 0)))
+    with contextlib.ExitStack() as opened:
+        server, ends = listening(), []
+        other = opened.enter_context(socket.create_connection(listening().getsockname()))
+
+        def initialize(*_, **__):
+            ends.append(opened.enter_context(socket.create_connection(server.getsockname())))
+            ends.append(opened.enter_context(server.accept()[0]))
+
+        monkeypatch.setattr(process_group.jax.distributed, 'initialize', initialize)
+        monkeypatch.setattr(process_group, '_use_gloo', lambda own: None)
+        monkeypatch.setattr(process_group, 'listen_at', lambda own: None)
+        address = process_group.Address('127.0.0.1:{}'.format(server.getsockname()[1]), 2, 1)
+        process_group._start_jax(address, '127.0.0.1', 50)
+        assert [*map(waits, ends), waits(other)] == [180, 180, 0]
 
 
 @pytest.mark.parametrize(
