@@ -4,8 +4,8 @@ python bench/faults.py [process-0] [memory] [stopped] [paused] [cut] [gap]
 
 Linux; `cut` and `gap` need root, for network namespaces. Each fault starts the README's four
 processes, waits for the first epoch, makes the fault, and prints after how many seconds the
-processes that were not hit had ended, and what was said. Exit status 1 if one is left two minutes later, or, after
-`paused` and `gap`, if the run does not go on. docs/faults.md is its output.
+processes that were not hit had ended, and what was said. Exit status 1 if one is left two minutes
+later, or, after `paused` and `gap`, if the run does not go on. docs/faults.md is its output.
 """
 
 from __future__ import annotations

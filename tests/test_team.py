@@ -22,7 +22,7 @@ import pytest
 from jaxmp import launch
 from jaxmp.data import Dataset, Split
 from jaxmp.distributed import monitor as monitor
-from jaxmp.distributed import process_group, rendezvous
+from jaxmp.distributed import process_group, rendezvous, service
 from jaxmp.distributed.rendezvous import Meeting
 from jaxmp.exchange.copies import Copies
 from jaxmp.runtimes import lanes
@@ -453,11 +453,11 @@ def test_jaxs_connections_outlast_a_cut_network(monkeypatch):
             ends.append(opened.enter_context(socket.create_connection(server.getsockname())))
             ends.append(opened.enter_context(server.accept()[0]))
 
-        monkeypatch.setattr(process_group.jax.distributed, 'initialize', initialize)
-        monkeypatch.setattr(process_group, '_use_gloo', lambda own: None)
-        monkeypatch.setattr(process_group, 'listen_at', lambda own: None)
-        address = process_group.Address('127.0.0.1:{}'.format(server.getsockname()[1]), 2, 1)
-        process_group._start_jax(address, '127.0.0.1', 50)
+        monkeypatch.setattr(service.jax.distributed, 'initialize', initialize)
+        monkeypatch.setattr(service, '_use_gloo', lambda own: None)
+        monkeypatch.setattr(service, 'listen_at', lambda own: None)
+        host, port = server.getsockname()
+        service.start_jax((f'{host}:{port}', 2, 1), (host, port), host, (50, 180))
         assert [*map(waits, ends), waits(other)] == [180, 180, 0]
 
 

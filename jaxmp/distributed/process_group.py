@@ -8,14 +8,10 @@ process. It does not report which process did not connect, or failed, and why; t
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +30,7 @@ from jaxmp.distributed.rendezvous import (
     secret,
     serve_rendezvous,
 )
-from jaxmp.distributed.streams import listen_at
+from jaxmp.distributed.service import start_jax
 
 MOST = 64  # largest number of steps between two agreements
 
@@ -207,7 +203,9 @@ def connect(
     else:
         monitor = join_rendezvous(meeting, int(address.process or 0))
     monitor.end_without_memory()
-    _start_jax(address, monitor.address, timeout)
+    # It is longer than the monitor's, because only the monitor reports the failed process.
+    patience = round(2 * address.heartbeat_timeout) + 60
+    start_jax(address[:3], (host, port), monitor.address, (timeout, patience))
     return ProcessGroup(monitor.index, len(names), monitor)
 
 
@@ -240,54 +238,6 @@ def endpoint(address: Address) -> tuple[str, int]:
     return _split(coordinator)
 
 
-def _start_jax(address: Address, own: str, timeout: float) -> None:
-    """Starts `jax.distributed`, listening only on the address by which others reach process 0."""
-    host, port = endpoint(address)
-    bound = own_address(host) if address.process == 0 else ''
-    _use_gloo(own)
-    listen_at(own)
-    jax.distributed.initialize(
-        *address[:3],
-        initialization_timeout=round(timeout),
-        # It is longer than the monitor's, because only the monitor reports the failed process.
-        heartbeat_timeout_seconds=round(2 * address.heartbeat_timeout) + 60,
-        coordinator_bind_address=_join(bound, port) if bound else None,
-    )
-    _outlast(port, 2 * address.heartbeat_timeout + 60)
-
-
-def _outlast(port: int, seconds: float) -> None:
-    """Makes connections to and from ``port`` outlast a network without packets for ``seconds``.
-
-    gRPC gives the coordinator's connections up when nothing has been acknowledged for 20 seconds
-    (TCP_USER_TIMEOUT), whereupon JAX aborts its processes; there is no option for it. Linux only.
-    """
-    ends = Path('/proc/self/fd')
-    for fd in [int(p.name) for p in ends.iterdir()] if ends.exists() else []:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as link:
-            inet = link.family in (socket.AF_INET, socket.AF_INET6)
-            if inet and port in (link.getsockname()[1], link.getpeername()[1]):
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
-
-
-def _use_gloo(own: str) -> None:
-    """Makes CPU collectives use gloo on this machine's address ``own``.
-
-    By default gloo listens on the address of the host name, and JAX has no public option for it.
-    """
-    from jax._src import distributed, xla_bridge
-    from jax._src.lib import _jax
-    from jax.extend.backend import register_backend_factory
-
-    def client() -> Any:
-        gloo = _jax.make_gloo_tcp_collectives(
-            distributed_client=distributed.global_state.client, hostname=own
-        )
-        return xla_bridge.make_cpu_client(gloo)
-
-    register_backend_factory('cpu', client, priority=0, fail_quietly=False)
-
-
 def _split(coordinator: str) -> tuple[str, int]:
     host, _, port = coordinator.rpartition(':')
     if not host or not port.isdigit():
@@ -297,7 +247,3 @@ def _split(coordinator: str) -> tuple[str, int]:
 
 def _beside(port: int) -> int:
     return port + 1 if port < 65535 else port - 1
-
-
-def _join(host: str, port: int) -> str:
-    return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
