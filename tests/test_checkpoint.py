@@ -122,6 +122,23 @@ def test_a_full_disk_is_one_line(saved, tmp_path, monkeypatch):
     kept.close()
 
 
+def test_a_first_checkpoint_asks_for_the_room_of_its_state(tmp_path, monkeypatch):
+    """A state of 3 MB onto a disk with 2 MB; a second state of as much onto what the first left."""
+    state = Portable(np.int32(1), np.zeros(2, np.uint32), {'0.0': {'w': np.ones(750_000, 'f')}})
+    kept, usage = checkpoint.Checkpoints(tmp_path), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2_000_000))
+    with pytest.raises(
+        files.WorkdirError, match=r'3,000,\d{3} bytes must be free, and 2'
+    ):
+        kept.save(1, state, {})
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2**30))
+    kept.save(1, state, {})
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2_000_000))
+    kept.save(2, state, {})  # ones take little room
+    assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['1', '2']
+    kept.close()
+
+
 def test_the_configuration_stands_beside_the_first_checkpoint(tmp_path):
     kept = checkpoint.Checkpoints(tmp_path, config={'lr': 0.1})
     assert not (tmp_path / 'config.json').exists()

@@ -94,7 +94,7 @@ class Checkpoints:
             state=args.StandardSave({'rows': rows}),
             place=args.JsonSave({**about, 'sum': _sum(about)}),
         )
-        if not (problem := self._no_room()):
+        if not (problem := self._no_room(sum(about['bytes']))):
             problem = self._write(step, both)
         if problem:
             raise WorkdirError(
@@ -105,14 +105,18 @@ class Checkpoints:
             write_json(self._workdir / 'config.json', self._config)
             self._config = None
 
-    def _no_room(self) -> str:
+    def _no_room(self, size: int) -> str:
         """A message if less space is free than the last checkpoint took, else empty.
 
         Without this check orbax would print a long traceback.
+
+        Args:
+          size: bytes of the states of all processes, which the first checkpoint may take.
         """
         folder, last = self._manager.directory, self._manager.latest_step()
-        files = [] if last is None else Path(folder, str(last)).rglob('*')
-        needed = max(LEAST_ROOM, sum(512 * p.stat().st_blocks for p in files))
+        files = Path(folder, str(last)).rglob('*')
+        taken = size if last is None else sum(512 * p.stat().st_blocks for p in files)
+        needed = max(LEAST_ROOM, taken)
         free = shutil.disk_usage(folder).free
         return '' if free > needed else f'{needed:,} bytes must be free, and {free:,} are'
 
