@@ -127,9 +127,7 @@ def test_a_first_checkpoint_asks_for_the_room_of_its_state(tmp_path, monkeypatch
     state = Portable(np.int32(1), np.zeros(2, np.uint32), {'0.0': {'w': np.ones(750_000, 'f')}})
     kept, usage = checkpoint.Checkpoints(tmp_path), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2_000_000))
-    with pytest.raises(
-        files.WorkdirError, match=r'3,000,\d{3} bytes must be free, and 2'
-    ):
+    with pytest.raises(files.WorkdirError, match=r'3,000,\d{3} bytes must be free, and 2'):
         kept.save(1, state, {})
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2**30))
     kept.save(1, state, {})

@@ -15,7 +15,18 @@ import pytest
 from jaxmp import config
 from jaxmp.distributed import placement
 from jaxmp.report import __main__ as report
-from jaxmp.report import captions, claims, curves, gap, page, points, residuals, results, tables
+from jaxmp.report import (
+    captions,
+    claims,
+    curves,
+    figures,
+    gap,
+    page,
+    points,
+    residuals,
+    results,
+    tables,
+)
 from jaxmp.sweep import runner
 from tests.runs import ROOT
 
@@ -375,9 +386,23 @@ def test_a_title_says_what_the_data_say(studies):
     far = points.points([rows[n] for n in ('none', 'fw4-bw2')])
     assert near.title.startswith('4-bit activations, 8-bit gradients: 6.0 bits per element')
     assert far.title.startswith('No row is within 5 % of the errors')
-    assert near.caption.startswith('n = 1 seed, so no intervals')
+    assert near.caption.startswith('resnet18 on cifar10; n = 1 seed, so no')
     several = points.points([studies['cpu'].rows[n] for n in ('none', 'top10')])
-    assert several.caption.startswith('n = 3 seeds; bars: 95 % intervals')
+    assert several.caption.startswith('resnet18 on cifar10; n = 3 seeds; bars: 95 % i')
+
+
+def test_the_picture_of_the_readme_has_rows_of_two_studies(studies):
+    """All rows that it names were run, of the paper's channels and of others, in one setting."""
+    picture, *_ = figures.across(list(studies.values()))
+    rows = {n: studies[study].rows[n] for study, ns in figures.HEADLINE.items() for n in ns}
+    assert len(picture.data.rows) == len(rows) == 13
+    drawn = sorted(r['y'] for r in picture.data.rows.values())
+    errors = sorted(100 - results.last(row, row.judged).mean for row in rows.values())
+    np.testing.assert_allclose(drawn, errors)
+    own = dict.fromkeys(('name', 'fwd', 'bwd', 'seed', 'warmup_epochs'))
+    runs = [r for row in rows.values() for r in row.runs]
+    assert len({json.dumps(r['config'] | own) for r in runs}) == 1
+    assert f'docs/report/{picture.file}'.replace('png', 'svg') in (ROOT / 'README.md').read_text()
 
 
 def test_a_row_of_gradients_alone_is_not_the_reference():

@@ -38,6 +38,16 @@ def trained(rows: Sequence[Row]) -> str:
     return f'{" or ".join(f"{s:,}" for s in steps)} steps'
 
 
+def task(rows: Sequence[Row]) -> str:
+    """The model and the data of the rows, as configurations name them."""
+    pairs = [
+        (r['config']['model']['name'], r['config']['data']['name'])
+        for row in rows
+        for r in row.runs
+    ]
+    return ', '.join(f'{model} on {data}' for model, data in dict.fromkeys(pairs))
+
+
 def seeds(rows: Sequence[Row]) -> str:
     """The number of seeds of the rows, and what bars are if there are several."""
     counts = sorted({len(row.runs) for row in rows})

@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 
 from jaxmp.report import captions, epochs, gap, points, style
 from jaxmp.report.claims import PAPER
-from jaxmp.report.results import Study
+from jaxmp.report.results import Row, Study
 from jaxmp.report.tables import shown
 
+HEADLINE = {  # the rows of the README's picture, by study
+    'mnist': ('none', 'fw4-bw8', 'fw4-bw6', 'top30', 'top20', 'top10', 'aqsgd-top20-warm10'),
+    'few_bits_mnist': ('top10-fp16', 'top40-log4', 'block2', 'block4', 'trellis2', 'lloyd4'),
+}
 CODE = [str(m.__file__) for m in (captions, epochs, gap, points)]
 
 
@@ -53,12 +57,18 @@ def put(picture: Picture, out: Path) -> str:
     return picture.file
 
 
-def across(studies: list[Study]) -> Picture | None:
-    """The picture of all studies together, if one has its data."""
-    data = gap.gap(studies)
-    if data is None:
-        return None
-    return Picture(gap.TITLE, 'gap.png', data, lambda figure: gap.paint(figure, data), (11, 5.4))
+def across(studies: list[Study]) -> Iterator[Picture]:
+    """The pictures of several studies together for which they have the data."""
+    if rows := [s.rows[n] for s in studies for n in HEADLINE.get(s.name, ()) if n in s.rows]:
+        yield scores(rows, 'The channels of the paper and others', 'headline.png', (11, 5.4))
+    if data := gap.gap(studies):
+        yield Picture(gap.TITLE, 'gap.png', data, lambda figure: gap.paint(figure, data), (11, 5.4))
+
+
+def scores(rows: list[Row], title: str, file: str, size: tuple[float, float]) -> Picture:
+    """Rows of one measure against their bits per element."""
+    data = points.points(rows)
+    return Picture(title, file, data, lambda figure: points.paint(figure, data), size)
 
 
 def pictures(study: Study) -> Iterator[Picture]:
@@ -73,7 +83,5 @@ def pictures(study: Study) -> Iterator[Picture]:
     for measure in ('accuracy', 'perplexity'):
         rows = [r for r in study.rows.values() if r.measure == measure]
         if len(rows) > 1:
-            data = points.points(rows)
             title = f'{measure.capitalize()} against bits per element'
-            paint = lambda figure, d=data: points.paint(figure, d)
-            yield Picture(title, f'{study.name}_{measure}_bits.png', data, paint, (11, 6.4))
+            yield scores(rows, title, f'{study.name}_{measure}_bits.png', (11, 6.4))

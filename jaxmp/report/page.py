@@ -140,7 +140,7 @@ def write(studies: list[Study], folder: str, out: Path) -> None:
     """Writes report.md, report.html and the pictures."""
     out.mkdir(parents=True, exist_ok=True)
     parts = [section(s, out) for s in studies]
-    if picture := figures.across(studies):
+    for picture in figures.across(studies):
         file = figures.put(picture, out)
         parts.append(f'## {picture.title}\n\n![{picture.title}]({file})\n')
     text = template(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.report import style
-from jaxmp.report.captions import names, reference, seeds, text_of, trained
+from jaxmp.report.captions import names, reference, seeds, task, text_of, trained
 from jaxmp.report.residuals import intervals
 from jaxmp.report.results import Row, by_seed, difference, last, wire
 
@@ -60,7 +61,8 @@ def points(rows: Sequence[Row]) -> Points:
         data[name] = point | {'family': style.family(text_of(row))}
     title = finding(data, said, none, text, errors) if none else f'{word}, {len(rows)} rows'
     caption = (
-        seeds(rows) + '; bits: mean of both directions and of all steps, equal ones side by side'
+        f'{task(rows)}; {seeds(rows)}; bits: mean of both directions and of all steps, equal ones '
+        'side by side'
     )
     title = f'{title}, after {trained(rows)}'
     y = [r['y'] for r in data.values()]
@@ -117,7 +119,7 @@ def paint(figure: Any, data: Points) -> None:
     scale(axes, [r['bits'] for r in rows.values()])
     axes.set(xlabel='bits per element on the wire', ylabel=data.ylabel)
     figure.suptitle(data.title)
-    style.caption(figure, data.caption)
+    style.caption(figure, textwrap.fill(data.caption, int(15 * figure.get_figwidth())))
     axes.legend(loc='best', fontsize=8)
     style.label(figure, axes, {n: (at[n], r['y']) for n, r in rows.items()}, size=7.5)
 
