@@ -1,0 +1,95 @@
+"""One replica of `slow_rounds.py` as a process; see `workers.serve`.
+
+rounds_worker.py coordinator_address replicas replica
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import emulated_network
+import jax
+import numpy as np
+from workers import interfaces, serve
+
+from jaxmp import data
+from jaxmp.config import complete
+from jaxmp.distributed.hub import Hub
+from jaxmp.distributed.member import Member
+from jaxmp.distributed.placement import device_mesh, open_links
+from jaxmp.distributed.rendezvous import listen
+from jaxmp.exchange import AXIS, bytes_of
+from jaxmp.plugins import load
+from jaxmp.training import replicas
+from jaxmp.training.elastic import elastic
+from jaxmp.training.engine import rules_of
+from jaxmp.training.experiment import Experiment, experiment_of
+from jaxmp.training.meetings import Meetings
+from jaxmp.training.one_program import create, epoch_by_step, step_of
+from jaxmp.training.replicated import exchanged_shapes, replica_step, spread
+
+PATIENCE = 120.0
+
+
+class Worker:
+    """This process's replica."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.me = n, jax.process_index()
+        self.mesh = device_mesh(**{AXIS: n})
+        open_links(self.mesh)
+        self.member: Member | None = None
+
+    def build(self, row: str, exchange: str, port: int) -> dict[str, Any]:
+        """Makes network and exchange; says what the exchange hands over."""
+        c = load(f'text_gpt2_diloco:{row}')
+        c.parallel.replicas, c.exchange = self.n, exchange
+        exp = experiment_of(complete(c))
+        rounds = exp.exchange.rounds is not None
+        self.state, self.epoch = self._rounds(exp, port) if rounds else self._every_step(exp)
+        self.exp, self.count = exp, 0
+        return replicas.traffic(exp, exchanged_shapes(exp), bytes_of)
+
+    def _rounds(self, exp: Experiment, port: int) -> tuple[Any, Callable[..., Any]]:
+        """Replicas that meet by a hub, beside the first of them."""
+        where = emulated_network.address(0)
+        if self.me == 0:
+            hub = Hub(listen(where, port), self.n, say=lambda line: None)
+            threading.Thread(target=hub.serve, daemon=True).start()
+        meetings = Meetings(exp)
+        engine = elastic(exp, meetings, self.me, Path(tempfile.mkdtemp()))
+        meetings.member = Member((where, port), self.me, '', PATIENCE)
+        return engine.enter(engine.create(exp)), engine.epoch(0)
+
+    def _every_step(self, exp: Experiment) -> tuple[Any, Callable[..., Any]]:
+        """Replicas that meet in each step, in one program over all processes, after any warm-up."""
+        last = exp.config.epochs - 1
+        step = replica_step(step_of(exp, exp.boundaries(last), rules_of(exp, last)), self.mesh)
+        return spread(create(exp, self.n), self.mesh), epoch_by_step(exp, step)
+
+    def steps(self, n: int) -> dict[str, Any]:
+        """Trains ``n`` steps: their seconds, in all."""
+        size = self.exp.config.batch_size
+        whole = len(self.exp.data.train.y) // size * size
+        order = data.order(0, 0, len(self.exp.data.train.y))[:whole]
+        rows = np.take(order, range(self.count * size, (self.count + n) * size), mode='wrap')
+        start = time.perf_counter()
+        for state, values, _ in self.epoch(self.state, rows):
+            jax.block_until_ready(values)
+            self.state = state
+        self.count += n
+        return {'seconds': time.perf_counter() - start}
+
+    def sent(self) -> dict[str, int]:
+        """Bytes that left this namespace so far."""
+        return interfaces()
+
+
+if __name__ == '__main__':
+    serve(Worker, *sys.argv[1:])

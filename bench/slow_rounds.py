@@ -1,0 +1,147 @@
+"""Replicas over a slow link that meet every 30 steps, now and then beside compute, or in each step.
+
+Run as root on Linux: python bench/slow_rounds.py [--replicas 2 4] [--link 100m]
+Rows are kept as they are measured (`.jsonl`), and it goes on where it was stopped; at the end a
+table (`.md`) lies beside them.
+
+The network is that of `configs/text_gpt2_diloco.py`; each replica is a process and a namespace, and
+the replicas share this machine's cores. Namespaces stand in a chain. Rounds go by a hub in the
+first one, as in a run with ``parallel.elastic``, so that the link next to it carries the messages
+of all others; exchanges of each step are collectives of one program.
+**Step time**: wall time of a whole number of rounds over their steps, in replica 0; the median of
+``--windows``. **Over none**: what it takes more than the same replicas with no exchange.
+**Handed over**: bytes of a replica's messages in 30 steps. **Interface**: bytes that left all
+namespaces in 30 steps, by replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import emulated_network
+from emulated_network import LINKS, Lab
+from timing import stem
+from workers import HERE, Crew, Rows, workers
+
+from jaxmp.plugins import load
+
+STEPS, DELAY, PORT = 30, 5, 9100
+NONE = 'no exchange'
+
+
+class Case(NamedTuple):
+    """A row of the study, whose optimizer is taken, and another exchange in place of its own."""
+
+    row: str
+    exchange: str = ''
+
+
+CASES = {
+    NONE: Case('diloco', 'diloco(1000000, mean)'),
+    'AdamW in each step': Case('adamw'),
+    'one bit in each step': Case('one_bit'),
+    '1-bit Adam': Case('frozen_adam'),
+    'DeMo': Case('demo'),
+    'DiLoCo': Case('diloco'),
+    'DiLoCo, beside 5 steps': Case('diloco', f'diloco({STEPS}, mean, delay={DELAY})'),
+    'Streaming DiLoCo': Case('streaming'),
+    'SparseLoCo': Case('sparseloco'),
+    'SparseLoCo, beside 5 steps': Case('sparseloco', 'delay'),
+    'MuLoCo': Case('muloco'),
+    'MuLoCo, beside 5 steps': Case('muloco', 'delay'),
+}
+
+
+def text_of(case: Case) -> str:
+    """The exchange of a case."""
+    own = load(f'text_gpt2_diloco:{case.row}').exchange
+    return f'{own[:-1]}, delay={DELAY})' if case.exchange == 'delay' else case.exchange or own
+
+
+def measure(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace, n: int) -> None:
+    """Builds each case and times it over the link."""
+    for i, (name, case) in enumerate(CASES.items()):
+        if rows.has(kind='step', name=name, replicas=n):
+            continue
+        lab.use(LINKS['none'])
+        text = text_of(case)
+        about = made.ask('build', row=case.row, exchange=text, port=PORT + i)[0]
+        made.ask('steps', n=2 * STEPS)  # compiles, also rounds and what ends them
+        lab.use(LINKS[args.link])
+        before, windows = made.sent(), []
+        for _ in range(args.windows):
+            windows.append(made.ask('steps', n=2 * STEPS)[0]['seconds'] / 2 / STEPS)
+        sent = (made.sent() - before) / args.windows / 2 / n
+        step = statistics.median(windows)
+        about |= {'interface': sent, 'step_s': step, 'windows': windows}
+        rows.add(kind='step', name=name, **about)
+        print(f'{n} replicas  {name:28}{1e3 * step:9.1f} ms a step', flush=True)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The page."""
+    run = next(r for r in rows if r['kind'] == 'run')
+    lines = [
+        '# Replicas over a slow link, each step or every 30 steps',
+        '',
+        f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {run["commit"]}, link',
+        f'{run["link"]}. Definitions: `bench/slow_rounds.py`. Wall times: other work counts (load',
+        f'average at the start: {run["load"]}).',
+        '',
+        f'`{run["command"]}`',
+    ]
+    steps = [r for r in rows if r['kind'] == 'step']
+    for n in dict.fromkeys(r['replicas'] for r in steps):
+        own = {r['name']: r for r in steps if r['replicas'] == n}
+        lines += [
+            '',
+            f'## {n} replicas',
+            '',
+            '| replicas meet by | exchange | ms per step | over none | handed over | interface |',
+            '|---|---|--:|--:|--:|--:|',
+        ]
+        for name, r in own.items():
+            over = 100 * (r['step_s'] / own[NONE]['step_s'] - 1)
+            lines.append(
+                f'| {name} | `{r["text"]}` | {1e3 * r["step_s"]:.1f} | {over:+.1f} % '
+                f'| {handed(name, r):,.0f} | {r["interface"]:,.0f} |'
+            )
+    return '\n'.join(lines) + '\n'
+
+
+def handed(name: str, row: dict[str, Any]) -> float:
+    """Bytes of a replica's messages in `STEPS` steps."""
+    return 0 if name == NONE else STEPS * row['sent']
+
+
+def main() -> None:
+    """Measures, then writes the table."""
+    ask = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    ask.add_argument('--replicas', nargs='+', type=int, default=[2, 4])
+    ask.add_argument('--link', choices=LINKS, default='100m')
+    ask.add_argument('--windows', type=int, default=3)
+    ask.add_argument('--out', type=Path, help='results without their ending')
+    ask.add_argument('--fresh', action='store_true', help='forget what was measured')
+    args = ask.parse_args()
+    if why := emulated_network.obstacle():
+        return print(f'skipped: {why}')
+    out = args.out or HERE / 'results' / stem('rounds')
+    rows = Rows(out.with_suffix('.jsonl'), args.fresh)
+    rows.start(link=args.link, windows=args.windows)
+    for n in args.replicas:
+        with emulated_network.lab(n) as lab, workers(lab, 'rounds_worker.py') as made:
+            measure(made, lab, rows, args, n)
+    text = markdown(rows.rows)
+    out.with_suffix('.md').write_text(text)
+    print(text)
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit('stopped; the same command goes on from here')
