@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ from jaxmp.training.replicated import exchanged_shapes, replica_step, spread
 PATIENCE = 120.0
 
 
+@dataclass
+class Run:
+    """Replicas with an exchange, and the steps that they have made."""
+
+    exp: Experiment
+    state: Any
+    epoch: Callable[..., Any]
+    count: int = 0
+
+
 class Worker:
     """This process's replica."""
 
@@ -44,16 +55,15 @@ class Worker:
         self.n, self.me = n, jax.process_index()
         self.mesh = device_mesh(**{AXIS: n})
         open_links(self.mesh)
-        self.member: Member | None = None
+        self.runs: dict[str, Run] = {}
 
-    def build(self, row: str, exchange: str, port: int) -> dict[str, Any]:
-        """Makes network and exchange; says what the exchange hands over."""
+    def build(self, name: str, row: str, exchange: str, port: int) -> dict[str, Any]:
+        """Makes network and exchange as run ``name``; says what the exchange hands over."""
         c = load(f'text_gpt2_diloco:{row}')
         c.parallel.replicas, c.exchange = self.n, exchange
         exp = experiment_of(complete(c))
         rounds = exp.exchange.rounds is not None
-        self.state, self.epoch = self._rounds(exp, port) if rounds else self._every_step(exp)
-        self.exp, self.count = exp, 0
+        self.runs[name] = Run(exp, *(self._rounds(exp, port) if rounds else self._every_step(exp)))
         return replicas.traffic(exp, exchanged_shapes(exp), bytes_of)
 
     def _rounds(self, exp: Experiment, port: int) -> tuple[Any, Callable[..., Any]]:
@@ -73,17 +83,21 @@ class Worker:
         step = replica_step(step_of(exp, exp.boundaries(last), rules_of(exp, last)), self.mesh)
         return spread(create(exp, self.n), self.mesh), epoch_by_step(exp, step)
 
-    def steps(self, n: int) -> dict[str, Any]:
-        """Trains ``n`` steps: their seconds, in all."""
-        size = self.exp.config.batch_size
-        whole = len(self.exp.data.train.y) // size * size
-        order = data.order(0, 0, len(self.exp.data.train.y))[:whole]
-        rows = np.take(order, range(self.count * size, (self.count + n) * size), mode='wrap')
+    def drop(self, name: str) -> None:
+        """Forgets a run."""
+        del self.runs[name]
+
+    def steps(self, name: str, n: int) -> dict[str, Any]:
+        """Trains ``n`` steps of a run: their seconds, in all."""
+        run = self.runs[name]
+        size, images = run.exp.config.batch_size, len(run.exp.data.train.y)
+        order = data.order(0, 0, images)[: images // size * size]
+        rows = np.take(order, range(run.count * size, (run.count + n) * size), mode='wrap')
         start = time.perf_counter()
-        for state, values, _ in self.epoch(self.state, rows):
+        for state, values, _ in run.epoch(run.state, rows):
             jax.block_until_ready(values)
-            self.state = state
-        self.count += n
+            run.state = state
+        run.count += n
         return {'seconds': time.perf_counter() - start}
 
     def sent(self) -> dict[str, int]:

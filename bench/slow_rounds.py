@@ -8,9 +8,10 @@ The network is that of `configs/text_gpt2_diloco.py`; each replica is a process 
 the replicas share this machine's cores. Namespaces stand in a chain. Rounds go by a hub in the
 first one, as in a run with ``parallel.elastic``, so that the link next to it carries the messages
 of all others; exchanges of each step are collectives of one program.
-**Step time**: wall time of a whole number of rounds over their steps, in replica 0; the median of
-``--windows``. **Over none**: what it takes more than the same replicas with no exchange.
-**Handed over**: bytes of a replica's messages in 30 steps. **Interface**: bytes that left all
+**Step time**: wall time of two rounds over their steps, in the slowest replica, for which the
+others wait where they meet; the median of ``--windows``. **Without**: that of the same replicas
+with no exchange, in turns with it.
+**Bytes**: of a replica's messages in 30 steps. **Interface**: bytes that left all
 namespaces in 30 steps, by replica.
 """
 
@@ -29,7 +30,7 @@ from workers import HERE, Crew, Rows, workers
 
 from jaxmp.plugins import load
 
-STEPS, DELAY, PORT = 30, 5, 9100
+STEPS, DELAY, PORT = 30, 10, 9100
 NONE = 'no exchange'
 
 
@@ -47,12 +48,12 @@ CASES = {
     '1-bit Adam': Case('frozen_adam'),
     'DeMo': Case('demo'),
     'DiLoCo': Case('diloco'),
-    'DiLoCo, beside 5 steps': Case('diloco', f'diloco({STEPS}, mean, delay={DELAY})'),
+    'DiLoCo, beside 10 steps': Case('diloco', f'diloco({STEPS}, mean, delay={DELAY})'),
     'Streaming DiLoCo': Case('streaming'),
     'SparseLoCo': Case('sparseloco'),
-    'SparseLoCo, beside 5 steps': Case('sparseloco', 'delay'),
+    'SparseLoCo, beside 10 steps': Case('sparseloco', 'delay'),
     'MuLoCo': Case('muloco'),
-    'MuLoCo, beside 5 steps': Case('muloco', 'delay'),
+    'MuLoCo, beside 10 steps': Case('muloco', 'delay'),
 }
 
 
@@ -63,23 +64,39 @@ def text_of(case: Case) -> str:
 
 
 def measure(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace, n: int) -> None:
-    """Builds each case and times it over the link."""
-    for i, (name, case) in enumerate(CASES.items()):
+    """Builds each case and times it over the link, in turns with no exchange."""
+    build(made, NONE, 0)
+    for i, name in enumerate(args.cases, 1):
         if rows.has(kind='step', name=name, replicas=n):
             continue
         lab.use(LINKS['none'])
-        text = text_of(case)
-        about = made.ask('build', row=case.row, exchange=text, port=PORT + i)[0]
-        made.ask('steps', n=2 * STEPS)  # compiles, also rounds and what ends them
+        about = build(made, name, i)
         lab.use(LINKS[args.link])
-        before, windows = made.sent(), []
+        sent, windows = 0, {NONE: [], name: []}
         for _ in range(args.windows):
-            windows.append(made.ask('steps', n=2 * STEPS)[0]['seconds'] / 2 / STEPS)
-        sent = (made.sent() - before) / args.windows / 2 / n
-        step = statistics.median(windows)
-        about |= {'interface': sent, 'step_s': step, 'windows': windows}
-        rows.add(kind='step', name=name, **about)
-        print(f'{n} replicas  {name:28}{1e3 * step:9.1f} ms a step', flush=True)
+            windows[NONE].append(window(made, NONE))
+            before = made.sent()
+            windows[name].append(window(made, name))
+            sent += made.sent() - before
+        made.ask('drop', name=name)
+        step, none = (statistics.median(windows[k]) for k in (name, NONE))
+        about |= {'step_s': step, 'none_s': none, 'windows': windows}
+        rows.add(kind='step', name=name, interface=sent / args.windows / 2 / n, **about)
+        print(f'{n} replicas  {name:28}{1e3 * step:9.1f} ms, {1e3 * none:.1f} without', flush=True)
+
+
+def build(made: Crew, name: str, number: int) -> dict[str, Any]:
+    """Makes a case, and runs two rounds of it, so that all is compiled; what it hands over."""
+    case = CASES[name]
+    order = {'row': case.row, 'exchange': text_of(case), 'port': PORT + number}
+    about = made.ask('build', name=name, **order)[0]
+    made.ask('steps', name=name, n=2 * STEPS)
+    return about
+
+
+def window(made: Crew, name: str) -> float:
+    """Seconds per step of the slowest replica in two rounds."""
+    return max(a['seconds'] for a in made.ask('steps', name=name, n=2 * STEPS)) / 2 / STEPS
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -96,32 +113,28 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]
     steps = [r for r in rows if r['kind'] == 'step']
     for n in dict.fromkeys(r['replicas'] for r in steps):
-        own = {r['name']: r for r in steps if r['replicas'] == n}
         lines += [
             '',
             f'## {n} replicas',
             '',
-            '| replicas meet by | exchange | ms per step | over none | handed over | interface |',
-            '|---|---|--:|--:|--:|--:|',
+            '| replicas meet by | exchange | ms per step | without | more | bytes | interface |',
+            '|---|---|--:|--:|--:|--:|--:|',
         ]
-        for name, r in own.items():
-            over = 100 * (r['step_s'] / own[NONE]['step_s'] - 1)
+        for r in (r for r in steps if r['replicas'] == n):
+            more = 100 * (r['step_s'] / r['none_s'] - 1)
             lines.append(
-                f'| {name} | `{r["text"]}` | {1e3 * r["step_s"]:.1f} | {over:+.1f} % '
-                f'| {handed(name, r):,.0f} | {r["interface"]:,.0f} |'
+                f'| {r["name"]} | `{r["text"]}` | {1e3 * r["step_s"]:.1f} '
+                f'| {1e3 * r["none_s"]:.1f} | {more:+.1f} % | {STEPS * r["sent"]:,.0f} '
+                f'| {r["interface"]:,.0f} |'
             )
     return '\n'.join(lines) + '\n'
-
-
-def handed(name: str, row: dict[str, Any]) -> float:
-    """Bytes of a replica's messages in `STEPS` steps."""
-    return 0 if name == NONE else STEPS * row['sent']
 
 
 def main() -> None:
     """Measures, then writes the table."""
     ask = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
     ask.add_argument('--replicas', nargs='+', type=int, default=[2, 4])
+    ask.add_argument('--cases', nargs='+', choices=CASES, default=[c for c in CASES if c != NONE])
     ask.add_argument('--link', choices=LINKS, default='100m')
     ask.add_argument('--windows', type=int, default=3)
     ask.add_argument('--out', type=Path, help='results without their ending')
