@@ -10,7 +10,7 @@ first one, as in a run with ``parallel.elastic``, so that the link next to it ca
 of all others; exchanges of each step are collectives of one program.
 **Step time**: wall time of two rounds over their steps, in the slowest replica, for which the
 others wait where they meet; the median of ``--windows``. **Without**: that of the same replicas
-with no exchange, in turns with it.
+and their optimizer with no exchange, in turns with it.
 **Bytes**: of a replica's messages in 30 steps. **Interface**: bytes that left all
 namespaces in 30 steps, by replica.
 """
@@ -31,7 +31,7 @@ from workers import HERE, Crew, Rows, workers
 from jaxmp.plugins import load
 
 STEPS, DELAY, PORT = 30, 10, 9100
-NONE = 'no exchange'
+NONE = 'diloco(1000000, mean)'  # no exchange in these steps
 
 
 class Case(NamedTuple):
@@ -42,7 +42,6 @@ class Case(NamedTuple):
 
 
 CASES = {
-    NONE: Case('diloco', 'diloco(1000000, mean)'),
     'AdamW in each step': Case('adamw'),
     'one bit in each step': Case('one_bit'),
     '1-bit Adam': Case('frozen_adam'),
@@ -65,30 +64,33 @@ def text_of(case: Case) -> str:
 
 def measure(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace, n: int) -> None:
     """Builds each case and times it over the link, in turns with no exchange."""
-    build(made, NONE, 0)
-    for i, name in enumerate(args.cases, 1):
+    bases: dict[str, str] = {}  # by optimizer
+    for i, name in enumerate(args.cases):
         if rows.has(kind='step', name=name, replicas=n):
             continue
         lab.use(LINKS['none'])
-        about = build(made, name, i)
+        base = f'{name}, without'
+        optimizer = str(load(f'text_gpt2_diloco:{CASES[name].row}').optimizer)
+        if bases.setdefault(optimizer, base) == base:
+            build(made, base, Case(CASES[name].row, NONE), PORT + 2 * i)
+        base, about = bases[optimizer], build(made, name, CASES[name], PORT + 2 * i + 1)
         lab.use(LINKS[args.link])
-        sent, windows = 0, {NONE: [], name: []}
+        sent, windows = 0, {base: [], name: []}
         for _ in range(args.windows):
-            windows[NONE].append(window(made, NONE))
+            windows[base].append(window(made, base))
             before = made.sent()
             windows[name].append(window(made, name))
             sent += made.sent() - before
         made.ask('drop', name=name)
-        step, none = (statistics.median(windows[k]) for k in (name, NONE))
+        step, none = (statistics.median(windows[k]) for k in (name, base))
         about |= {'step_s': step, 'none_s': none, 'windows': windows}
         rows.add(kind='step', name=name, interface=sent / args.windows / 2 / n, **about)
         print(f'{n} replicas  {name:28}{1e3 * step:9.1f} ms, {1e3 * none:.1f} without', flush=True)
 
 
-def build(made: Crew, name: str, number: int) -> dict[str, Any]:
+def build(made: Crew, name: str, case: Case, port: int) -> dict[str, Any]:
     """Makes a case, and runs two rounds of it, so that all is compiled; what it hands over."""
-    case = CASES[name]
-    order = {'row': case.row, 'exchange': text_of(case), 'port': PORT + number}
+    order = {'row': case.row, 'exchange': text_of(case), 'port': port}
     about = made.ask('build', name=name, **order)[0]
     made.ask('steps', name=name, n=2 * STEPS)
     return about
@@ -134,7 +136,7 @@ def main() -> None:
     """Measures, then writes the table."""
     ask = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
     ask.add_argument('--replicas', nargs='+', type=int, default=[2, 4])
-    ask.add_argument('--cases', nargs='+', choices=CASES, default=[c for c in CASES if c != NONE])
+    ask.add_argument('--cases', nargs='+', choices=CASES, default=list(CASES))
     ask.add_argument('--link', choices=LINKS, default='100m')
     ask.add_argument('--windows', type=int, default=3)
     ask.add_argument('--out', type=Path, help='results without their ending')
