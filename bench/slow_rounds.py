@@ -89,10 +89,10 @@ def measure(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace, n: int) 
 
 
 def build(made: Crew, name: str, case: Case, port: int) -> dict[str, Any]:
-    """Makes a case, and runs two rounds of it, so that all is compiled; what it hands over."""
+    """Makes a case, and runs it up to the middle of a round; what it hands over."""
     order = {'row': case.row, 'exchange': text_of(case), 'port': port}
     about = made.ask('build', name=name, **order)[0]
-    made.ask('steps', name=name, n=2 * STEPS)
+    made.ask('steps', name=name, n=5 * STEPS // 2)  # a window then has whole rounds, on the way too
     return about
 
 
