@@ -131,10 +131,10 @@ def quantity(study, first):
     return next(e for e in found if e.text.startswith(f'errors of {first} against none'))
 
 
-def more(row):
+def more(row, study='mnist'):
     """Percent more errors than none, as the report has them."""
-    mode = studies()['mnist'].rows[row].judged
-    return 100 * expm1(quantity('mnist', f'{row} ({mode})').ours.mean)
+    mode = studies()[study].rows[row].judged
+    return 100 * expm1(quantity(study, f'{row} ({mode})').ours.mean)
 
 
 def plateau(study, row):
