@@ -103,15 +103,15 @@ def window(made: Crew, name: str) -> float:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The page."""
-    run = next(r for r in rows if r['kind'] == 'run')
+    runs = [r for r in rows if r['kind'] == 'run']
+    run = runs[0]
     lines = [
         '# Replicas over a slow link, each step or every 30 steps',
         '',
-        f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {run["commit"]}, link',
-        f'{run["link"]}. Definitions: `bench/slow_rounds.py`. Wall times: other work counts (load',
-        f'average at the start: {run["load"]}).',
+        f'{run["hardware"]}, jax {run["versions"]["jax"]}, link {run["link"]}. Definitions:',
+        '`bench/slow_rounds.py`. Wall times: other work counts. Rows of these commands:',
         '',
-        f'`{run["command"]}`',
+        *(f'* `{r["command"]}`, commit {r["commit"]}, load average {r["load"]}' for r in runs),
     ]
     steps = [r for r in rows if r['kind'] == 'step']
     for n in dict.fromkeys(r['replicas'] for r in steps):
