@@ -137,11 +137,9 @@ class Meetings:
     def _send(self, plan: Plan, p: int, state: TrainState, number: int) -> None:
         """Begins the round of fragment p."""
         parts = self._parts(p)
-        changes = self._programs(plan, p)[0](state.model.params, parts)
+        begin, _ = self._programs(plan, p)
+        changes, words, sums = begin(state.model.params, parts, self.key, number)
         memory = [part['held'] for part in parts]
-        key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(self.key)), number)
-        words = jax.random.key_data(jax.random.fold_in(key, 2))  # the stream of `train_step`
-        sums = _checksums(self._leaves(('start', 'memory')))
 
         def run(view: View, gather: Callable[[bytes], list[bytes]]) -> Any:
             args = words, changes, memory
@@ -205,9 +203,10 @@ class Meetings:
         """The states of fragment p."""
         return [self.held[s][h]['parts'][p] for s, h in self._units()]
 
-    def _leaves(self, names: tuple[str, ...] = SHARED) -> list[Any]:
+    def _leaves(self) -> list[Any]:
+        """The shared states as arrays."""
         rows = [part for s, h in self._units() for part in self.held[s][h]['parts']]
-        return jax.tree.leaves([{name: part[name] for name in names} for part in rows])
+        return jax.tree.leaves([{name: part[name] for name in SHARED} for part in rows])
 
     def _halves(self, params: dict[int, Any]) -> dict[int, list[Any]]:
         return {s: step.halves(self.rules, self.local, s, tree) for s, tree in params.items()}
@@ -228,9 +227,13 @@ class Meetings:
     def _programs(self, plan: Plan, p: int) -> tuple[Callable, Callable]:
         """The compiled beginning and end of a round of fragment p."""
 
-        def changes(params: Any, parts: list[Any]) -> list[Any]:
+        def begin(params: Any, parts: list[Any], key: Any, number: Any) -> tuple[Any, Any, Any]:
             rows = zip(self._own(params), parts, strict=True)
-            return [change(plan.cut(own)[p], part) for own, part in rows]
+            changes = [change(plan.cut(own)[p], part) for own, part in rows]
+            key = jax.random.fold_in(jax.random.wrap_key_data(key), number)
+            words = jax.random.key_data(jax.random.fold_in(key, 2))  # the stream of `train_step`
+            shared = [part[name] for part in parts for name in ('start', 'memory')]
+            return changes, words, checksums(shared)
 
         def apply(params: Any, parts: list[Any]) -> Any:
             own, after = self._own(params), []
@@ -243,15 +246,15 @@ class Meetings:
             return self._put(params, own), after
 
         if (plan, p) not in self._compiled:
-            self._compiled[plan, p] = jax.jit(changes), jax.jit(apply)
+            self._compiled[plan, p] = jax.jit(begin), jax.jit(apply)
         return self._compiled[plan, p]
 
     def _arguments(self, p: int) -> tuple[Any, Any, Any]:
         """Arguments of `_reduce`, of the right shapes."""
         zeros = one_program.create(self.exp, self.exp.replicas).model.params
         parts = self._parts(p)
-        changes = self._programs(self._plan(0), p)[0](zeros, parts)
-        return jnp.asarray(self.key), changes, [part['held'] for part in parts]
+        changes, words, _ = self._programs(self._plan(0), p)[0](zeros, parts, self.key, 0)
+        return words, changes, [part['held'] for part in parts]
 
     def _reduce(self, plan: Plan, p: int, n: int, args: tuple) -> Pieces:
         """The exchange of the pseudo-gradients of fragment p between n members."""

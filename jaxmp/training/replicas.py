@@ -35,7 +35,8 @@ def checksums(tree: Any) -> UInt32[Array, ' leaves']:
     """
 
     def one(a: Array) -> Array:
-        row = lax.bitcast_convert_type(a, jnp.uint8).reshape(-1).astype(jnp.uint32)
+        word = {1: jnp.uint8, 2: jnp.uint16}.get(a.dtype.itemsize, jnp.uint32)
+        row = lax.bitcast_convert_type(a, word).reshape(-1).astype(jnp.uint32)
         weights = 2 * jnp.arange(row.shape[0], dtype=jnp.uint32) + 1
         return jnp.sum(row * weights, dtype=jnp.uint32)
 
