@@ -157,21 +157,26 @@ class Driver:
         last = workers.get(len(self.devices) - 1)
         return last.outputs if last else None, {s: w.state() for s, w in workers.items()}
 
-    def _microbatch(self, s: int, m: int, batch: tuple[Any, Any, Ctx]) -> MicroBatch:
+    def _cut(self, s: int, batch: tuple[Any, Any, Ctx]) -> list[MicroBatch]:
+        """The micro-batches of a stage; what is on the host is taken by its programs from there."""
         x, y, ctx = batch
-        size = self.stages[s].program.x.shape[0]
+        n, program = self.num_microbatches, self.stages[s].program
+        size = program.x.shape[0]
         for name, a in (('x', x), ('y', y), ('ids', ctx.ids)):
-            if a is not None and len(a) != self.num_microbatches * size:
+            if a is not None and len(a) != n * size:
                 raise ValueError(
                     f'{name} of a batch of {len(a)} came to a pipeline built for '
-                    f'{self.num_microbatches} micro-batches of {size}; feedback states are per '
-                    f'position, so give {self.num_microbatches * size}'
+                    f'{n} micro-batches of {size}; feedback states are per '
+                    f'position, so give {n * size}'
                 )
-        rows = lambda a: None if a is None else a[m * size : (m + 1) * size]
-        at = Ctx(ctx.key, rows(ctx.ids), microbatch=np.int32(m), tokens=rows(ctx.tokens))
-        needs_y = self.stages[s].program.loss is not None
-        part = MicroBatch(rows(x) if s == 0 else None, rows(y) if needs_y else None, at)
-        return jax.device_put(part, self.devices[s])
+        used = x if s == 0 else None, y if program.loss else None, ctx.ids, ctx.tokens
+        whole = [_near(a, self.devices[s]) for a in used]
+        rows = lambda m: (None if a is None else a[m * size : (m + 1) * size] for a in whole)
+        key, parts = jax.device_put(ctx.key, self.devices[s]), []
+        for m in range(n):
+            x, y, ids, tokens = rows(m)
+            parts.append(MicroBatch(x, y, Ctx(key, ids, microbatch=np.int32(m), tokens=tokens)))
+        return parts
 
     def _run(
         self,
@@ -181,6 +186,7 @@ class Driver:
         batch: tuple[Any, Any, Ctx],
     ) -> Counter[tuple[int, str]]:
         """Runs actions in order; payload bytes by link and kind."""
+        parts = {s: self._cut(s, batch) for s in workers}
         out, arriving = self._post(sent)
         carried = Counter[tuple[int, str]]()
 
@@ -189,8 +195,7 @@ class Driver:
             if (coming := arriving.pop((kind, s, m), None)) is not None:
                 message = wait(coming)
                 carried[s - (kind == 'F'), kind] += nbytes(message)
-            own = self._microbatch(s, m, batch) if kind == 'F' else None
-            made = self._act(a, workers[s], own, message)
+            made = self._act(a, workers[s], parts[s][m] if kind == 'F' else None, message)
             if (to := out.pop((kind, s, m), None)) is not None:
                 to.set_result(made)
                 if s + (1 if kind == 'F' else -1) not in workers:  # else counted there
@@ -241,6 +246,14 @@ class Driver:
             else:
                 self.sending.append(arrived)
         return {task: own for task, own in out.items() if own is not None}, arriving
+
+
+def _near(a: Any, device: Device) -> Any:
+    """An array whose rows cost little: on the host, or on a device that is no CPU."""
+    if a is None:
+        return None
+    far = isinstance(a, jax.Array) and device.platform != 'cpu'
+    return jax.device_put(a, device) if far else np.asarray(a)
 
 
 def drive(
