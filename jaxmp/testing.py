@@ -99,7 +99,6 @@ class Law(NamedTuple):
 
 def element(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Only the element itself."""
-    del y
     return ~np.isfinite(x)
 
 

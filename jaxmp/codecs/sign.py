@@ -37,13 +37,11 @@ def _mean_size(x: Array) -> Array:
 
 
 def _encode_one_bit(x: Array, ctx: Ctx) -> dict[str, Array]:
-    del ctx
     x = wide(samples(x))
     return {'bits': pack((x < 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
 
 
 def _decode_one_bit(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-    del ctx
     negative = unpack(m['bits'], 1, _elements(like)) > 0
     return _into(jnp.where(negative, -m['scale'], m['scale']), like)
 
@@ -61,13 +59,11 @@ References:
 
 
 def _encode_bool(x: Array, ctx: Ctx) -> dict[str, Array]:
-    del ctx
     x = wide(samples(x))
     return {'bits': pack((x != 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
 
 
 def _decode_bool(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-    del ctx
     return _into(jnp.where(unpack(m['bits'], 1, _elements(like)) > 0, m['scale'], 0), like)
 
 
@@ -104,7 +100,6 @@ def _encode_natural(x: Array, ctx: Ctx) -> Array:
 
 
 def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
-    del ctx
     code = unpack(m, 1 + EXPONENT_BITS, _elements(like)).astype(jnp.uint32)
     sign, exponent = code >> EXPONENT_BITS, code & (2**EXPONENT_BITS - 1)
     words = (sign << 31) | (exponent << MANTISSA_BITS)
@@ -166,7 +161,6 @@ def qsgd(levels: int) -> Codec:
         return {'codes': pack(code, width), 'norm': top * norm}
 
     def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
-        del ctx
         code = unpack(m['codes'], width, _elements(like)).astype(m['norm'].dtype)
         y = jax.lax.optimization_barrier((code - levels) / levels * m['norm'])
         top = float(jnp.finfo(y.dtype).max) * SMALL

@@ -28,7 +28,6 @@ SMALLEST = 200
 
 
 def _stay(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-    del key, via
     return params, state
 
 

@@ -31,7 +31,6 @@ PUBLISHED = nesterov(0.7, 0.9)
 
 def _alone(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
     """A replica's own gradients."""
-    del key
     via.own(grads)
     return grads, state
 
@@ -62,7 +61,6 @@ def local_sgd(steps: int) -> Exchange:
     _whole('local_sgd steps', steps, 1, float('inf'), 'a positive integer')
 
     def after_update(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-        del key
         meet = lambda p: jax.tree.map(lambda a: a / via.size, via.all_reduce(p))
         count = (state + 1) % steps
         return lax.cond(count == 0, meet, lambda p: p, params), count

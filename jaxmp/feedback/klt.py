@@ -107,7 +107,6 @@ def klt(bits: float, refresh: int = 50) -> Channel:
         return Sender(known, zeros(), zeros(count, count)), known
 
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
-        del ctx
         tx = _estimated(tx, x, refresh)
         new = lambda: _parts(_components(tx, bits), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
@@ -116,11 +115,9 @@ def klt(bits: float, refresh: int = 50) -> Channel:
         return message, tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
-        del ctx
         return _decode(m, rx.book, like, bits), _advanced(rx, m['part'])
 
     def warm_start(x: Array, state: Tx | Rx, ctx: Ctx) -> Tx | Rx:
-        del ctx
         return _estimated(state, x, refresh) if isinstance(state, Sender) else state
 
     codec = Codec(

@@ -95,7 +95,6 @@ def ef(codec: Codec, decay: float = 1.0) -> Channel:
 
 
 def _cleared(x: Array, state: Any, ctx: Ctx) -> Any:
-    del x, ctx
     return jax.tree.map(jnp.zeros_like, state)
 
 
