@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxmp.codecs.dense import saturated
 from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
 from jaxmp.words import named, word
 
@@ -21,10 +22,7 @@ SMALL = 2.0**-16  # keeps sums over the largest floats finite
 
 
 def _into(y: Array, like: Like) -> Array:
-    """``y`` in the shape and dtype of ``like``; finite values saturate."""
-    largest = float(jnp.finfo(like.dtype).max)
-    y = jnp.where(jnp.isfinite(y), jnp.clip(y, -largest, largest), y)
-    return y.astype(like.dtype).reshape(like.shape)
+    return saturated(y.reshape(like.shape), like.dtype)
 
 
 def _elements(like: Like) -> int:
