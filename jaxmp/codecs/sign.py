@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxmp.codecs.dense import saturated
 from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
-from jaxmp.words import named, word
+from jaxmp.words import check_whole, named, word
 
 EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
 SMALL = 2.0**-16  # keeps sums over the largest floats finite
@@ -142,8 +142,7 @@ def qsgd(levels: int) -> Codec:
     References:
       QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, arXiv 1610.02132.
     """
-    if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 32767:
-        raise ValueError(f'qsgd levels {levels!r} is not an integer from 1 to 32767')
+    check_whole('qsgd levels', levels, 'an integer from 1 to 32767', 1, 32767)
     width = math.ceil(math.log2(2 * levels + 1))
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:

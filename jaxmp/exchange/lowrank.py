@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Rule, State
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 
 def _sides(x: Any) -> tuple[int, int]:
@@ -54,8 +54,7 @@ def power_sgd(rank: int) -> Rule:
       PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, arXiv
       1905.13727.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f'power_sgd rank {rank!r} is not a positive integer; 1 to 4 are usual')
+    check_whole('power_sgd rank', rank, 'a positive integer; 1 to 4 are usual')
 
     def init(xs: list[Any], n: int) -> State:
         made = []

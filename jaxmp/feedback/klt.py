@@ -19,7 +19,7 @@ from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import normal_levels, scale_of, scale_words, scaled, unit_rms
 from jaxmp.feedback.channel import Channel, Rx, Tx
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, pack, unpack, wide
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 ERRORS = (1.0, 0.3634, 0.1175, 0.0345, 0.0095, 0.0025)  # of Lloyd-Max quantisers, by bits
 WIDEST = len(ERRORS) - 1
@@ -92,8 +92,7 @@ def klt(bits: float, refresh: int = 50) -> Channel:
     """
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= WIDEST:
         raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
-    if isinstance(refresh, bool) or not isinstance(refresh, int) or refresh < 1:
-        raise ValueError(f'klt refresh {refresh!r} is not a positive number of messages')
+    check_whole('klt refresh', refresh, 'a positive number of messages')
 
     def first(like: Like) -> Receiver:
         basis = jnp.eye(like.shape[-1], dtype=compute_dtype(like))
