@@ -20,13 +20,42 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import numpy as np
 import optax
+from jaxtyping import Array, Float
 
 from jaxmp import data
-from jaxmp.models import mlp, resnet18
+from jaxmp.models import resnet18
 
 BEFORE, GREYS, CHANNELS, WIDTH = 20, 17, 32, 8
+
+
+class Stage(nn.Module):
+    """Residual blocks ``x + W2 gelu(W1 norm(x))``, which keep the shape."""
+
+    blocks: int
+    expand: int = 2
+
+    @nn.compact
+    def __call__(self, x_BC: Float[Array, 'B C']) -> Float[Array, 'B C']:
+        """Maps ``(B, C)`` to ``(B, C)``."""
+        channels = x_BC.shape[-1]
+        for _ in range(self.blocks):
+            h = nn.Dense(self.expand * channels)(nn.LayerNorm()(x_BC))
+            x_BC = x_BC + nn.Dense(channels)(jax.nn.gelu(h))
+        return x_BC
+
+
+class Head(nn.Module):
+    """The classifier."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x_BC: Float[Array, 'B C']) -> Float[Array, 'B classes']:
+        """Maps ``(B, C)`` to logits ``(B, classes)``."""
+        return nn.Dense(self.classes)(nn.LayerNorm()(x_BC))
 
 
 class Chain(nn.Module):
@@ -67,9 +96,9 @@ def pixels() -> tuple[np.ndarray, np.ndarray]:
 
 def mlp_task(stages: int) -> Task:
     """Residual MLP blocks, one a stage."""
-    parts: list[tuple[nn.Module, ...]] = [(mlp.Stage(1, expand=1),)] * stages
+    parts: list[tuple[nn.Module, ...]] = [(Stage(1, expand=1),)] * stages
     parts[0] = nn.Dense(CHANNELS), *parts[0]
-    parts[-1] = *parts[-1], mlp.Head(GREYS)
+    parts[-1] = *parts[-1], Head(GREYS)
     return Task(tuple(Chain(p) for p in parts), *pixels(), 512, optax.adam(3e-3))
 
 

@@ -105,51 +105,6 @@ def start(group: Group, i: int) -> subprocess.Popen:
     )
 
 
-def keep(
-    running: list[subprocess.Popen],
-    again: Callable[[int], subprocess.Popen],
-    asked: Sequence[int],
-    restarts: int,
-) -> int:
-    """Waits for the processes of an elastic run to end, and starts again those that are killed.
-
-    Args:
-      running: the processes.
-      again: starts a process with a number.
-      asked: signals received so far; the first one is passed on as SIGTERM.
-      restarts: how often each process is started again.
-
-    Returns:
-      The exit status: 0, or that of the first process that failed and was not started again.
-    """
-    left, first, deadline = [restarts] * len(running), 0, None
-    told: set[int] = set()
-    while True:
-        if asked and deadline is None:
-            deadline = time.monotonic() + PATIENCE
-            _signal(running, signal.SIGTERM)
-        for i, p in enumerate(running):
-            if not (code := p.poll()) or p.pid in told:
-                continue
-            told.add(p.pid)
-            restart = code < 0 and left[i] > 0 and not asked
-            then = f'started again, {left[i] - 1} times more at most' if restart else 'left out'
-            if not asked:
-                _say(f'process {i} {ending(code)}; {then}')
-            if restart:
-                left[i] -= 1
-                running[i] = again(i)
-            else:
-                first = first or code
-        alive = [p for p in running if p.poll() is None]
-        if not alive:
-            break
-        if deadline and (time.monotonic() > deadline or impatient(asked)):
-            _signal(alive, signal.SIGKILL)
-        time.sleep(0.1)
-    return 128 - first if first < 0 else first
-
-
 def impatient(asked: Sequence[int]) -> bool:
     """Whether Ctrl-C came a second time.
 
@@ -163,37 +118,55 @@ def _say(text: str) -> None:
     print(f'jaxmp launch: {text}', file=sys.stderr, flush=True)
 
 
-def monitor(running: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
+def watch(
+    running: list[subprocess.Popen],
+    asked: Sequence[int],
+    again: Callable[[int], subprocess.Popen] | None = None,
+    restarts: int = 0,
+) -> int:
     """Waits for all processes to end; after a failure or a signal the others have one minute.
 
-    A second Ctrl-C ends them at once.
+    A second Ctrl-C ends them at once. In an elastic run the others go on after a failure, and
+    processes that were killed are started again.
 
     Args:
       running: the processes.
       asked: signals received so far; the first one is passed on as SIGTERM.
+      again: starts a process of an elastic run with a number; None in other runs.
+      restarts: how often each process is started again.
 
     Returns:
-      The exit status: 0, that of the first failure, or 128 + its signal.
+      The exit status: 0, that of the first process that failed and was not started again, or 128 +
+      its signal.
     """
-    first, deadline, stopping = 0, None, False
+    left, failed, first, deadline, stopping = [restarts] * len(running), set(), 0, None, False
     while True:
+        # Before the failures are read, so that one that comes meanwhile is read in the next round.
         alive = any(p.poll() is None for p in running)
         if asked and not stopping:
             stopping, deadline = True, time.monotonic() + PATIENCE
             _signal(running, signal.SIGTERM)
-        failed = [(p.returncode, i) for i, p in enumerate(running) if p.poll()]
-        if failed and not first:
-            deadline = time.monotonic() + PATIENCE
-            first, i = min(failed)  # a killed process (negative status) is a cause, not an effect
-            if not stopping:
-                print(f'jaxmp launch: process {i} {ending(first)}', file=sys.stderr)
+        # A killed process (negative status) comes first: it is a cause, not an effect.
+        for code, i in sorted((p.returncode, i) for i, p in enumerate(running) if p.poll()):
+            if i in failed or (failed and not again):
+                continue
+            restart = again if code < 0 and left[i] > 0 and not asked else None
+            then = f'; started again, {left[i] - 1} times more at most' if restart else '; left out'
+            if not asked:
+                _say(f'process {i} {ending(code)}{then if again else ""}')
+            if restart:
+                left[i] -= 1
+                running[i], alive = restart(i), True
+                continue
+            failed.add(i)
+            first = first or code
+            deadline = deadline if again else time.monotonic() + PATIENCE
         if not alive:
             return 128 - first if first < 0 else first
         if deadline and (time.monotonic() > deadline or impatient(asked)):
-            left = [i for i, p in enumerate(running) if p.poll() is None]
+            late = [i for i, p in enumerate(running) if p.poll() is None]
             after = 'the second Ctrl-C' if impatient(asked) else f'{PATIENCE:g} s'
-            text = f'killed processes {left}, which were still running after {after}'
-            print(f'jaxmp launch: {text}', file=sys.stderr)
+            _say(f'killed processes {late}, which were still running after {after}')
             _signal(running, signal.SIGKILL)
             deadline = None
         time.sleep(0.1)
@@ -249,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 127
     try:
-        return keep(running, again, asked, args.restarts) if hub else monitor(running, asked)
+        return watch(running, asked, again if hub else None, args.restarts)
     finally:
         _signal([p for p in running if p.poll() is None], signal.SIGKILL)
 

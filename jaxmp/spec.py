@@ -133,8 +133,6 @@ def _call(
     function = _look_up(name, names)
     if not callable(function) or isinstance(function, tuple) or function in ROUNDINGS:
         raise SpecError(f'{name} takes no arguments; write {name}')
-    if function in ROUNDINGS:
-        raise SpecError(f'{name} takes no arguments here; write rounding={name}')
     built = [_argument(a, names) for a in args]
     named = {k.arg or '**': _argument(k.value, names) for k in keywords}
     if len(named) < len(keywords):

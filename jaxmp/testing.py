@@ -99,7 +99,6 @@ class Law(NamedTuple):
 
 def element(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Only the element itself."""
-    del y
     return ~np.isfinite(x)
 
 
@@ -230,39 +229,6 @@ def check(
 
     if law.alone:
         _check_alone(text, results)
-
-
-def check_together(laws: Mapping[str, Law], inputs: Mapping[str, np.ndarray]) -> None:
-    """Checks the values of codecs in one program for all of them, for long tensors.
-
-    Args:
-      laws: codec texts and what they promise.
-      inputs: name to tensor, all of one shape and dtype.
-
-    Raises:
-      AssertionError: naming the law, the codec and the input.
-    """
-    codecs = {text: parse(text).codec for text in laws}
-
-    def decode(ms: dict[str, Any], like: Any, ctx: Ctx) -> Any:
-        return {t: c.decode(ms[t], like, ctx) for t, c in codecs.items()}
-
-    def encode(x: Any, ctx: Ctx) -> dict[str, Any]:
-        return {t: c.encode(x, ctx) for t, c in codecs.items()}
-
-    normal = inputs['normal']
-    like = jax.ShapeDtypeStruct(normal.shape, normal.dtype)
-    results = {}
-    pair = ends(direct(Codec(encode, decode)), like)
-    for name, x in inputs.items():
-        m, _ = pair.send(x, (), context(like))
-        results[name] = jax.tree.map(np.asarray, pair.recv(as_bytes(m), (), context(like))[0])
-    for text, law in laws.items():
-        for name, x in inputs.items():
-            y = results[name][text].astype(np.float64)
-            _check_values(f'{text} of {name}', law, x.astype(np.float64), y, x.dtype)
-        if law.alone:
-            _check_alone(text, {name: ys[text] for name, ys in results.items()})
 
 
 def _check_alone(text: str, results: dict[str, np.ndarray]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec('P')
@@ -116,3 +117,9 @@ def _same(value: Any, default: Any) -> bool:
 def spell(value: Any) -> str:
     """An argument as written in a text."""
     return value.__name__ if inspect.isfunction(value) else repr(value)
+
+
+def check_whole(name: str, value: object, kind: str, least: int = 1, most: float = inf) -> None:
+    """Raises ValueError unless ``value`` is an integer from ``least`` to ``most``, a ``kind``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f'{name} {value!r} is not {kind}')

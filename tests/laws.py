@@ -1,16 +1,24 @@
 """The codecs and rules of the package as laws over a table SPECS x INPUTS; see `jaxmp.testing`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp import Codec, Ctx, parse
+from jaxmp.feedback import direct
 from jaxmp.testing import *  # noqa: F403
 from jaxmp.testing import (
     Law,
+    _check_alone,
+    _check_values,
+    as_bytes,
     blocks,
+    context,
     element,
+    ends,
     feature,
     sample,
     sent,
@@ -200,3 +208,36 @@ FLOAT32_SPECS: dict[str, Law] = {
     'same_support(values=fp16)': Law(None, sent, True),
     'ef21(top_k(0.1, values=fp16, indices=bitmap))': Law(None, element),
 }
+
+
+def check_together(laws: Mapping[str, Law], inputs: Mapping[str, np.ndarray]) -> None:
+    """Checks the values of codecs in one program for all of them, for long tensors.
+
+    Args:
+      laws: codec texts and what they promise.
+      inputs: name to tensor, all of one shape and dtype.
+
+    Raises:
+      AssertionError: naming the law, the codec and the input.
+    """
+    codecs = {text: parse(text).codec for text in laws}
+
+    def decode(ms: dict[str, Any], like: Any, ctx: Ctx) -> Any:
+        return {t: c.decode(ms[t], like, ctx) for t, c in codecs.items()}
+
+    def encode(x: Any, ctx: Ctx) -> dict[str, Any]:
+        return {t: c.encode(x, ctx) for t, c in codecs.items()}
+
+    normal = inputs['normal']
+    like = jax.ShapeDtypeStruct(normal.shape, normal.dtype)
+    results = {}
+    pair = ends(direct(Codec(encode, decode)), like)
+    for name, x in inputs.items():
+        m, _ = pair.send(x, (), context(like))
+        results[name] = jax.tree.map(np.asarray, pair.recv(as_bytes(m), (), context(like))[0])
+    for text, law in laws.items():
+        for name, x in inputs.items():
+            y = results[name][text].astype(np.float64)
+            _check_values(f'{text} of {name}', law, x.astype(np.float64), y, x.dtype)
+        if law.alone:
+            _check_alone(text, {name: ys[text] for name, ys in results.items()})

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -117,7 +118,7 @@ def test_every_schedule_equals_one_program():
     runtime = pipelines.built('mpmd', 'ef21', 4, 1)
     [driver] = runtime.drivers.values()
     for name, schedule in SCHEDULES.items():
-        runtime.drivers[0] = driver.follow(schedule(4, 4))
+        runtime.drivers[0] = replace(driver, actions=schedule(4, 4))
         found, model, _ = pipelines.steps(runtime, 'ef21', 4)
         close(np.array(found), np.array(wanted('ef21', 4, 1)[0]), err_msg=name)
         leaves = lambda part, s, r, model=model: jax.tree.leaves(getattr(model, part)[s][r])

@@ -497,7 +497,7 @@ def test_the_launcher_lets_nobody_outlive(signals, monkeypatch, capfd):
         for i in range(2)
     ]  # fmt: skip
     began = time.time()
-    code = launch.monitor(running, [])
+    code = launch.watch(running, [])
     assert code == (137 if signals[0] == -9 else signals[0])
     assert time.time() - began < 30
     assert all(p.poll() is not None for p in running)
@@ -507,10 +507,29 @@ def test_the_launcher_lets_nobody_outlive(signals, monkeypatch, capfd):
     assert ('killed processes [1]' in said) == (len(signals) == 1)
 
 
-@pytest.mark.parametrize(
-    'wait', [launch.monitor, lambda running, asked: launch.keep(running, None, asked, 0)]
-)
-def test_the_second_ctrl_c_ends_what_the_first_does_not(wait):
+class Brief:
+    """A process that fails right after the first look at it, or the first few."""
+
+    returncode = None
+
+    def __init__(self, code, looks):
+        self.ends = iter([None] * looks + [code])
+
+    def poll(self):
+        self.returncode = next(self.ends, self.returncode)
+        return self.returncode
+
+
+@pytest.mark.parametrize('looks', [1, 2, 3])
+@pytest.mark.parametrize('elastic', [False, True])
+def test_a_failure_between_two_looks_is_no_success(looks, elastic):
+    again = {'again': lambda i: Brief(0, looks), 'restarts': 1} if elastic else {}
+    assert launch.watch([Brief(3, looks)], [], **again) == 3
+    assert launch.watch([Brief(-9, looks)], [], **again) == (0 if elastic else 137)
+
+
+@pytest.mark.parametrize('elastic', [{}, {'again': subprocess.Popen}])
+def test_the_second_ctrl_c_ends_what_the_first_does_not(elastic):
     """Two processes that do not listen to SIGTERM; PATIENCE is a minute."""
     deaf = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(50)'
     running = [
@@ -525,7 +544,7 @@ def test_the_second_ctrl_c_ends_what_the_first_does_not(wait):
     asked, began = [signal.SIGINT], time.time()
     timer = threading.Timer(0.5, asked.append, [signal.SIGINT])
     timer.start()
-    assert wait(running, asked) == 137
+    assert launch.watch(running, asked, **elastic) == 137
     assert 0.5 <= time.time() - began < 30
     assert all(p.returncode == -9 for p in running)
 

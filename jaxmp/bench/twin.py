@@ -83,7 +83,6 @@ def config_of(entry: Entry, seed: int, task: Task = TASK) -> Config:
 
 def rate(config: Config, epoch_steps: int) -> Callable[[Any], Any]:
     """The learning rate: linear over `WARM` steps, then constant, for ``optimizer.schedule``."""
-    del epoch_steps
     return lambda step: config.optimizer.lr * jnp.minimum(1.0, (step + 1) / WARM)
 
 

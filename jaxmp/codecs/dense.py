@@ -14,12 +14,10 @@ from jaxmp.words import named
 
 
 def _encode_raw(x: Array, ctx: Ctx) -> Array:
-    del ctx
     return x
 
 
 def _decode_raw(m: Array, like: Like, ctx: Ctx) -> Array:
-    del ctx
     return m.astype(like.dtype)
 
 
@@ -32,11 +30,9 @@ def saturated(x: Array, dtype: DTypeLike) -> Array:
 
 def _sixteen(dtype: DTypeLike) -> Codec:
     def encode(x: Array, ctx: Ctx) -> Array:
-        del ctx
         return half_bytes(saturated(wide(x), dtype))
 
     def decode(m: Array, like: Like, ctx: Ctx) -> Array:
-        del ctx
         return saturated(jax.lax.bitcast_convert_type(m, dtype), like.dtype)
 
     def view(dtype: Any) -> Any:

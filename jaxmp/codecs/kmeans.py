@@ -75,14 +75,12 @@ def k_means(bits: int) -> Codec:
     half = 2 ** (bits - 1)
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        del ctx
         x = wide(samples(x))
         most = jnp.max(jnp.abs(x), 1, keepdims=True)
         x = x / jnp.where(most > 0, most, 1)
         ends, levels = _fitted(jnp.abs(x), bits - 1)
 
         def code(run: Array, i: int) -> Array:
-            del i
             above = sum((jnp.abs(run) > e).astype(jnp.uint8) for e in ends)
             return above + half * (run < 0).astype(jnp.uint8)
 
@@ -93,7 +91,6 @@ def k_means(bits: int) -> Codec:
         return {'codes': pack(x, bits, code), 'levels': words}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        del ctx
         q, levels = unpack(m['codes'], bits, math.prod(like.shape[1:])), scale_of(m['levels'], like)
         y = jnp.broadcast_to(levels[:, :1], q.shape)
         for i in range(1, half):

@@ -182,7 +182,6 @@ def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
     levels = normal_levels(half) if signed else (0.0, *normal_levels(2**bits - 1, zero=True))
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        del ctx
         x = wide(samples(x))
         unit, rms = unit_rms(x)
         # Of a rectified normal distribution only one half of the elements has energy.
@@ -192,7 +191,6 @@ def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
             return (jnp.abs(run) if signed else run) * (1 / unit)
 
         def code(run: Array, i: int) -> Array:
-            del i
             number = nearest(size(run), levels, sigma)
             return number + half * (run < 0).astype(jnp.uint8) if signed else number
 
@@ -209,7 +207,6 @@ def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
         return {'codes': pack(x, bits, code), 'scale': scale_words(above, below, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        del ctx
         s = scale_of(m['scale'], like)
         q = unpack(m['codes'], bits, math.prod(like.shape[1:]))
         y = scaled(chosen(q & (half - 1) if signed else q, levels, s.dtype), s)

@@ -54,7 +54,6 @@ def log_scale(bits: int) -> Codec:
     sign_bit = 2 ** (bits - 1)
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        del ctx
         x = wide(samples(x))
         a, tiny = jnp.abs(x), jnp.finfo(x.dtype).tiny
         some = ~(a < tiny)
@@ -72,7 +71,6 @@ def log_scale(bits: int) -> Codec:
         return {'codes': pack(codes.astype(jnp.uint8), bits), 'scale': scale}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        del ctx
         codes = unpack(m['codes'], bits, math.prod(like.shape[1:]))
         a, ratio = m['scale'][:, :1], m['scale'][:, 1:]
         q = codes & (sign_bit - 1)

@@ -135,7 +135,6 @@ def mx(bits: int) -> Codec:
     high = math.floor(math.log2(of.most))
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        del ctx
         x = _rows(x)
         most = largest(x, 1)
         s = jnp.clip(_exponent(most) - high, finest, BIAS)
@@ -144,7 +143,6 @@ def mx(bits: int) -> Codec:
         return {'codes': pack(code(u, of), bits), 'scale': scale.astype(jnp.uint8)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        del ctx
         s = m['scale'].astype(jnp.int32) - BIAS
         scales = jnp.where(m['scale'] == NAN['E8M0'], jnp.nan, _power(s, compute_dtype(like)))
         return _joined(m['codes'], of, scales, like)
@@ -153,7 +151,6 @@ def mx(bits: int) -> Codec:
 
 
 def _encode_nvfp4(x: Array, ctx: Ctx) -> dict[str, Array]:
-    del ctx
     rows = _rows(x)
     x = rows.reshape(-1, 16)
     most = largest(x, 1)
@@ -171,7 +168,6 @@ def _encode_nvfp4(x: Array, ctx: Ctx) -> dict[str, Array]:
 
 
 def _decode_nvfp4(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-    del ctx
     dtype = compute_dtype(like)
     scales = value(m['scales'], E4M3, dtype) * m['scale'].astype(dtype)
     scales = jnp.where(m['scales'] == NAN['E4M3'], jnp.nan, scales)

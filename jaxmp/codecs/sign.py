@@ -13,18 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxmp.codecs.dense import saturated
 from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
-from jaxmp.words import named, word
+from jaxmp.words import check_whole, named, word
 
 EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
 SMALL = 2.0**-16  # keeps sums over the largest floats finite
 
 
 def _into(y: Array, like: Like) -> Array:
-    """``y`` in the shape and dtype of ``like``; finite values saturate."""
-    largest = float(jnp.finfo(like.dtype).max)
-    y = jnp.where(jnp.isfinite(y), jnp.clip(y, -largest, largest), y)
-    return y.astype(like.dtype).reshape(like.shape)
+    return saturated(y.reshape(like.shape), like.dtype)
 
 
 def _elements(like: Like) -> int:
@@ -37,13 +35,11 @@ def _mean_size(x: Array) -> Array:
 
 
 def _encode_one_bit(x: Array, ctx: Ctx) -> dict[str, Array]:
-    del ctx
     x = wide(samples(x))
     return {'bits': pack((x < 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
 
 
 def _decode_one_bit(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-    del ctx
     negative = unpack(m['bits'], 1, _elements(like)) > 0
     return _into(jnp.where(negative, -m['scale'], m['scale']), like)
 
@@ -61,13 +57,11 @@ References:
 
 
 def _encode_bool(x: Array, ctx: Ctx) -> dict[str, Array]:
-    del ctx
     x = wide(samples(x))
     return {'bits': pack((x != 0).astype(jnp.uint8), 1), 'scale': _mean_size(x)}
 
 
 def _decode_bool(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-    del ctx
     return _into(jnp.where(unpack(m['bits'], 1, _elements(like)) > 0, m['scale'], 0), like)
 
 
@@ -104,7 +98,6 @@ def _encode_natural(x: Array, ctx: Ctx) -> Array:
 
 
 def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
-    del ctx
     code = unpack(m, 1 + EXPONENT_BITS, _elements(like)).astype(jnp.uint32)
     sign, exponent = code >> EXPONENT_BITS, code & (2**EXPONENT_BITS - 1)
     words = (sign << 31) | (exponent << MANTISSA_BITS)
@@ -149,8 +142,7 @@ def qsgd(levels: int) -> Codec:
     References:
       QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, arXiv 1610.02132.
     """
-    if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 32767:
-        raise ValueError(f'qsgd levels {levels!r} is not an integer from 1 to 32767')
+    check_whole('qsgd levels', levels, 'an integer from 1 to 32767', 1, 32767)
     width = math.ceil(math.log2(2 * levels + 1))
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
@@ -166,7 +158,6 @@ def qsgd(levels: int) -> Codec:
         return {'codes': pack(code, width), 'norm': top * norm}
 
     def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
-        del ctx
         code = unpack(m['codes'], width, _elements(like)).astype(m['norm'].dtype)
         y = jax.lax.optimization_barrier((code - levels) / levels * m['norm'])
         top = float(jnp.finfo(y.dtype).max) * SMALL

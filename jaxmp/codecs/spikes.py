@@ -11,7 +11,7 @@ from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import packed
 from jaxmp.wire import Codec, Ctx, Like, samples
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 
 @word
@@ -47,8 +47,7 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
     for name, given in (('codec', codec), ('values', values)):
         if not isinstance(given, Codec):
             raise TypeError(f'spikes {name} must be a codec such as uniform(4), got {given!r}')
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f'spikes count {count!r} is not a positive integer: spikes(uniform(2), 8)')
+    check_whole('spikes count', count, 'a positive integer: spikes(uniform(2), 8)')
 
     def apart(like: Array | Like) -> Like:
         n = like.size // like.shape[0]

@@ -121,7 +121,6 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         return _subset(late, states)
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        del ctx
         x = wide(samples(x))
         unit, rms = unit_rms(x)
         v = x * (1 / unit)
@@ -137,7 +136,6 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         return {'codes': pack(codes, bits), 'scale': scale_words(above, below, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        del ctx
         n, s = math.prod(like.shape[1:]), scale_of(m['scale'], like)
         codes = unpack(m['codes'], bits, n)
         runs = jnp.pad(codes, ((0, 0), (0, -n % RUN))).reshape(-1, RUN)

@@ -26,7 +26,6 @@ Rounding = Callable[[Array, int, Ctx], Array]
 
 def nearest(x: Array, top: int, ctx: Ctx) -> Array:
     """Rounds ``x`` in ``[0, top]`` to the nearest integer, halves to even."""
-    del top, ctx
     return jnp.round(x)
 
 
@@ -137,7 +136,6 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
         return {'codes': pack(x, bits, code), 'ends': ends}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        del ctx
         lo, hi = m['ends']
         q = unpack(m['codes'], bits, math.prod(like.shape))
         y = _level(q, levels, lo, hi, *_steps(lo, hi, levels))
@@ -167,7 +165,6 @@ def max_scaled(bits: int) -> Codec:
     top = 2 ** (bits - 1)
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
-        del ctx
         x = wide(x).reshape(len(x), -1)
         s = largest(x, 0)
         s = jnp.where(jnp.isfinite(s), jnp.minimum(s, 65504.0), jnp.nan).astype(jnp.float16)
@@ -179,7 +176,6 @@ def max_scaled(bits: int) -> Codec:
         }
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        del ctx
         dtype = compute_dtype(like)
         s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(dtype)
         q = unpack(m['codes'], bits, math.prod(like.shape[1:])).astype(dtype) - top
@@ -229,7 +225,6 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         return m | {'codes': pack(q, bits)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        del ctx
         n = math.prod(like.shape)
         q = unpack(m['codes'], bits, size)
         lo, hi = ends_of(m, compute_dtype(like))

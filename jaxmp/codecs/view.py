@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 
 def _in_rows(codec: Codec, length: Callable[[Array | Like], int]) -> Codec:
@@ -103,6 +103,5 @@ def per_chunk(codec: Codec, size: int) -> Codec:
         raise TypeError(
             f'per_chunk needs a codec, got {codec!r}; write per_chunk(top_k(0.1), 4096)'
         )
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f'per_chunk size {size!r} is not a positive integer, such as 4096')
+    check_whole('per_chunk size', size, 'a positive integer, such as 4096')
     return _in_rows(codec, lambda like: min(size, like.size))

@@ -31,7 +31,6 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     >>> load().test.y.tolist()[:10]
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
-    del data_dir, download
     with np.load(Path(__file__).with_name('digits.npz'), allow_pickle=False) as file:
         images, labels = file['images'], file['labels'].astype(np.int32)
     x = (images.astype(np.uint16) * 255 // 16).astype(np.uint8)[..., None]

@@ -113,7 +113,6 @@ def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
     >>> len(alice().train[0]), len(alice().test[0])
     (125802, 22679)
     """
-    del data_dir, download
     text = Path(__file__).with_name('alice.txt').read_text(encoding='ascii')
     at = text.rindex('\n', 0, text.index(_LAST_CHAPTERS)) + 1
     return Corpus('alice', [text[:at]], [text[at:]])

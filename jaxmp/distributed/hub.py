@@ -17,7 +17,6 @@ A connection has no effect until its first frame contains the secret of the run.
 from __future__ import annotations
 
 import argparse
-import hmac
 import socket
 import sys
 import time
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.distributed.frames import FrameServer, Header, Line
 from jaxmp.distributed.monitor import ProcessGroupError
-from jaxmp.distributed.rendezvous import TOKEN, is_loopback, listen, own_address, secret
+from jaxmp.distributed.rendezvous import TOKEN, is_loopback, listen, matches, own_address, secret
 
 
 class Patience(NamedTuple):
@@ -82,16 +81,12 @@ class Hub(FrameServer):
         self.final: tuple[int, bytes] | None = None
         self.about: Any = None
 
-    def _lose(self, line: Line, why: str, behind: bool = False) -> None:
+    def lost(self, line: Line, why: str, behind: bool = False) -> None:
         """Closes the connection of a member, newcomer or stranger; the others go on."""
         if behind:
             self.send(line, {'kind': 'behind', 'why': why})
         self.close(line)
         self._leave(line, f'left after step {self.step}: {why}')
-
-    def lost(self, line: Line, why: str) -> None:
-        """See `FrameServer`."""
-        self._lose(line, why)
 
     def _leave(self, line: Line, how: str) -> None:
         """Takes a member out of the view, or a newcomer out of the queue."""
@@ -126,7 +121,7 @@ class Hub(FrameServer):
     def _greet(self, line: Line, hello: Header) -> None:
         """Takes a newcomer in, or answers why not."""
         replica, step, about = (hello[k] for k in ('replica', 'step', 'about'))
-        if not hmac.compare_digest(_bytes(hello['token']), _bytes(self.token)):
+        if not matches(hello['token'], self.token):
             problem = 'the hub has another token; give all processes the same token'
         elif type(replica) is not int or type(step) is not int or not 0 <= replica < self.count:
             problem = f'there is no replica {replica!r:.40} of {self.count}'
@@ -140,7 +135,7 @@ class Hub(FrameServer):
             return self.close(line)
         for group in (self.members, self.newcomers):
             if replica in group:
-                self._lose(group[replica], 'it has come again')
+                self.lost(group[replica], 'it has come again')
         line.hello = {k: hello[k] for k in ('replica', 'step', 'digest')}
         self.first = self.first if self.newcomers else time.monotonic()
         self.newcomers[replica] = line
@@ -179,7 +174,7 @@ class Hub(FrameServer):
         if not self.gathering:
             self.at, self.since = at, time.monotonic()
         if at != self.at:
-            return self._lose(line, f'it is at step {at[0]}, the others at {self.at[0]}', True)
+            return self.lost(line, f'it is at step {at[0]}, the others at {self.at[0]}', True)
         line.hello['digest'] = header['digest']
         self.gathering[replica] = content
         return self._share() if self.gathering.keys() == self.members.keys() else None
@@ -191,7 +186,7 @@ class Hub(FrameServer):
         usual = max(digests, key=digests.count)
         odd = [line for line in lines.values() if line.hello['digest'] != usual]
         for line in odd:
-            self._lose(line, 'its shared parameters differ from those of the others', True)
+            self.lost(line, 'its shared parameters differ from those of the others', True)
         if odd:
             return
         (step, call), rows = self.at, dict(self.gathering)
@@ -211,11 +206,11 @@ class Hub(FrameServer):
         self.seen = now
         for line in list(self.lines.values()):
             if now - line.heard > self.patience.silent:
-                self._lose(line, f'no sign of life for {self.patience.silent:g} s', True)
+                self.lost(line, f'no sign of life for {self.patience.silent:g} s', True)
         if self.gathering and now - self.since > self.patience.late:
             for replica in self.members.keys() - self.gathering.keys():
                 why = f'it is {self.patience.late:g} s later than the first'
-                self._lose(self.members[replica], why, True)
+                self.lost(self.members[replica], why, True)
         if self.newcomers:
             self._invite(now)
 
@@ -249,10 +244,6 @@ def _named(replicas: Iterable[int]) -> str:
     """
     numbers = sorted(replicas)
     return f'replica{"s" * (len(numbers) > 1)} {", ".join(map(str, numbers))}'
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode(errors='backslashreplace')  # JSON can contain unpaired surrogates
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -169,7 +169,6 @@ def connect(
     address: Address,
     parts: Sequence[int],
     about: dict[str, Any],
-    timeout: float = 50,
     what: str = 'stage',
 ) -> ProcessGroup:
     """Connects to the other processes; call it before any other use of JAX.
@@ -179,7 +178,6 @@ def connect(
         from the cluster; outside a cluster the run is a single process.
       parts: the place of each stage or replica; the places are divided among the processes.
       about: settings that must be the same in all processes.
-      timeout: seconds to wait for all processes.
       what: kind of the parts, ``'stage'`` or ``'replica'``.
 
     Raises:
@@ -196,7 +194,8 @@ def connect(
     names = names_of([owner[part] for part in parts], what)
     token = token_of(address, host)
     about = json.loads(json.dumps({**about, 'heartbeat_timeout': address.heartbeat_timeout}))
-    meeting = Meeting(host, _beside(port), names, about, token, timeout, address.heartbeat_timeout)
+    deadline = address.heartbeat_timeout
+    meeting = Meeting(host, _beside(port), names, about, token, deadline=deadline)
     if address.process == 0:
         listen(own_address(host), port).close()  # checks that JAX's port is free
         monitor = serve_rendezvous(meeting)
@@ -205,7 +204,7 @@ def connect(
     monitor.end_without_memory()
     # It is longer than the monitor's, because only the monitor reports the failed process.
     patience = round(2 * address.heartbeat_timeout) + 60
-    start_jax(address[:3], (host, port), monitor.address, (timeout, patience))
+    start_jax(address[:3], (host, port), monitor.address, (meeting.timeout, patience))
     return ProcessGroup(monitor.index, len(names), monitor)
 
 

@@ -224,7 +224,7 @@ class _Door:
         index, about, token = (hello.get(k) for k in ('process', 'about', 'token'))
         if type(index) is not int or not isinstance(about, dict) or not isinstance(token, str):
             return self.drop(sock, 'sent no valid first line')
-        if not hmac.compare_digest(_bytes(token), _bytes(self.m.token)):
+        if not matches(token, self.m.token):
             _refuse(sock, f'{self.m.names[0]} has another token; give all processes the same token')
             return self.drop(sock, 'has another token')
         try:
@@ -252,8 +252,10 @@ class _Door:
         return f'{names[index]} was started with {differ}; start all with the same settings'
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode(errors='backslashreplace')  # JSON can contain unpaired surrogates
+def matches(a: str, b: str) -> bool:
+    """Whether two secrets are equal, in a time that does not tell where they differ."""
+    # JSON can contain unpaired surrogates.
+    return hmac.compare_digest(*(text.encode(errors='backslashreplace') for text in (a, b)))
 
 
 def _refuse(sock: socket.socket, problem: str) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jaxmp.exchange.averages import mean
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 
 @word
@@ -51,8 +51,7 @@ def frozen_adam(
       arXiv 2102.02888.
     """
     exchange = exchange_of('frozen_adam', rule)
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
-        raise ValueError(f'frozen_adam warmup {warmup!r} is not a number of epochs, 1 or more')
+    check_whole('frozen_adam warmup', warmup, 'a number of epochs, 1 or more')
     if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps >= 0) or exchange.momentum:
         raise ValueError(
             f'frozen_adam b1={b1}, b2={b2}, eps={eps}: b1 and b2 are in [0, 1), eps is not '

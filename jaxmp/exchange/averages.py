@@ -32,7 +32,6 @@ UNROLLED = 4  # largest number of replicas whose messages are decoded without a 
 
 
 def _reduce_mean(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-    del key
     via.own(grads)
     return jax.tree.map(lambda a: a / via.size, via.all_reduce(grads)), state
 
@@ -187,7 +186,6 @@ def _one_way(
     """
 
     def init(xs: list[Any], n: int) -> State:
-        del n
         return [(channel.init(_row(x))[0], _buffer(channel, _row(x))) for x in xs]
 
     def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:

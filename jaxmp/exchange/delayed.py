@@ -59,7 +59,6 @@ def dgc(
     gather = all_gather(codec)
 
     def init(xs: list[Any], n: int) -> State:
-        del n
         zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in xs]
         return {'u': zeros, 'v': zeros}
 

@@ -21,14 +21,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Collectives
-from jaxmp.words import Origin, known, word
+from jaxmp.words import Origin, check_whole, known, word
 
 State = Any
 SMALLEST = 200
 
 
 def _stay(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-    del key, via
     return params, state
 
 
@@ -98,8 +97,7 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
       ValueError: if ``smallest`` is not a number of elements.
     """
     check_rule('per_layer', rule)
-    if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 0:
-        raise ValueError(f'per_layer smallest {smallest!r} is not a number of elements, 0 or more')
+    check_whole('per_layer smallest', smallest, 'a number of elements, 0 or more', 0)
 
     def large(a: Any) -> bool:
         return smallest == 0 or (len(a.shape) > 1 and math.prod(a.shape) >= smallest)
@@ -138,8 +136,7 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
       ValueError: if ``elements`` is negative.
     """
     check_rule('bucketed', rule)
-    if isinstance(elements, bool) or not isinstance(elements, int) or elements < 0:
-        raise ValueError(f'bucketed elements {elements!r} is not a number of elements, 0 for all')
+    check_whole('bucketed elements', elements, 'a number of elements, 0 for all', 0)
 
     def cut(leaves: list[Any]) -> list[Array]:
         joined = jnp.concatenate([a.reshape(-1) for a in leaves])

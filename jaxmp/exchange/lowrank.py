@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Rule, State
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 
 def _sides(x: Any) -> tuple[int, int]:
@@ -54,11 +54,9 @@ def power_sgd(rank: int) -> Rule:
       PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, arXiv
       1905.13727.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f'power_sgd rank {rank!r} is not a positive integer; 1 to 4 are usual')
+    check_whole('power_sgd rank', rank, 'a positive integer; 1 to 4 are usual')
 
     def init(xs: list[Any], n: int) -> State:
-        del n
         made = []
         for i, x in enumerate(xs):
             if _thin(x, rank):
@@ -70,7 +68,6 @@ def power_sgd(rank: int) -> Rule:
         return made
 
     def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
-        del key
         n, thin = via.size, [bool(s) for s in state]
         M = [x.reshape(_sides(x)) + s['e'] if s else x for x, s in zip(xs, state, strict=True)]
         first = [_dot(m, s['Q']) / n if s else m / n for m, s in zip(M, state, strict=True)]

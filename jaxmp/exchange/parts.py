@@ -9,7 +9,7 @@ import jax
 
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 
 def _either(
@@ -65,8 +65,7 @@ def by_size(small: Rule | Exchange, large: Rule | Exchange, elements: int) -> Ex
       ValueError: if ``elements`` is not a positive integer, an exchange shares parameters, or the
         two have different momentum.
     """
-    if isinstance(elements, bool) or not isinstance(elements, int) or elements < 1:
-        raise ValueError(f'by_size elements {elements!r} is not a positive integer')
+    check_whole('by_size elements', elements, 'a positive integer')
     return _either('by_size', (small, large), lambda name, a: a.size >= elements)
 
 

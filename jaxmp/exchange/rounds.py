@@ -24,22 +24,15 @@ from jaxtyping import Array
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
 from jaxmp.exchange.outer import Outer, nesterov
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 PUBLISHED = nesterov(0.7, 0.9)
 
 
 def _alone(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
     """A replica's own gradients."""
-    del key
     via.own(grads)
     return grads, state
-
-
-def _whole(name: str, value: object, least: int, most: float, hint: str) -> None:
-    """Raises ValueError unless ``value`` is an integer from ``least`` to ``most``."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f'{name} {value!r} is not {hint}')
 
 
 @word
@@ -59,10 +52,9 @@ def local_sgd(steps: int) -> Exchange:
     References:
       Local SGD Converges Fast and Communicates Little, arXiv 1805.09767.
     """
-    _whole('local_sgd steps', steps, 1, float('inf'), 'a positive integer')
+    check_whole('local_sgd steps', steps, 'a positive integer')
 
     def after_update(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-        del key
         meet = lambda p: jax.tree.map(lambda a: a / via.size, via.all_reduce(p))
         count = (state + 1) % steps
         return lax.cond(count == 0, meet, lambda p: p, params), count
@@ -116,9 +108,10 @@ def diloco(
       Streaming DiLoCo with overlapping communication, arXiv 2501.18512; Communication Efficient
       LLM Pre-training with SparseLoCo, arXiv 2508.15706.
     """
-    _whole('diloco steps', steps, 1, float('inf'), 'a positive integer')
-    _whole('diloco fragments', fragments, 1, steps, f'an integer from 1 to the {steps} steps')
-    _whole('diloco delay', delay, 0, steps - 1, f'an integer from 0 to {steps - 1}, below steps')
+    check_whole('diloco steps', steps, 'a positive integer')
+    check_whole('diloco fragments', fragments, f'an integer from 1 to the {steps} steps', 1, steps)
+    hint = f'an integer from 0 to {steps - 1}, below steps'
+    check_whole('diloco delay', delay, hint, 0, steps - 1)
     if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix < 1:
         raise ValueError(f'diloco mix {mix!r} is not in [0, 1); 0 takes the shared parameters')
     if not isinstance(outer, Outer):

@@ -16,26 +16,13 @@ from jaxmp.exchange.parts import by_name, by_size
 from jaxmp.exchange.rounds import diloco, local_sgd
 from jaxmp.words import named
 
-RULES = {
-    'all_gather': all_gather,
-    'all_reduce': all_reduce,
-    'bucketed': bucketed,
-    'by_name': by_name,
-    'by_size': by_size,
-    'demo': demo,
-    'dgc': dgc,
-    'diloco': diloco,
-    'double_squeeze': double_squeeze,
-    'frozen_adam': frozen_adam,
-    'local_sgd': local_sgd,
-    'mean': mean,
-    'momentum': momentum,
-    'nesterov': nesterov,
-    'per_layer': per_layer,
-    'power_sgd': power_sgd,
-    'scatter_gather': scatter_gather,
-    'sgd': sgd,
-}
+RULES: dict[str, Any] = {
+    f.__name__: f
+    for f in (
+        *(all_gather, all_reduce, bucketed, by_name, by_size, demo, dgc, diloco, double_squeeze),
+        *(frozen_adam, local_sgd, momentum, nesterov, per_layer, power_sgd, scatter_gather, sgd),
+    )
+} | {'mean': mean}
 
 
 def parse(text: str, names: Mapping[str, Any] | None = None) -> Exchange:

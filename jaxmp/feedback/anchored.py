@@ -11,7 +11,7 @@ from jaxmp.codecs.exact import product, short
 from jaxmp.feedback.channel import Channel, check_codec
 from jaxmp.feedback.rules import read
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 
 class Anchors(NamedTuple):
@@ -80,7 +80,9 @@ def anchored(
       arXiv 2206.01299, whose table is keyed by example.
     """
     check_codec('anchored', codec)
-    _check_numbers({'vocabulary': (vocabulary, 1), 'window': (window, 1), 'pairs': (pairs, 0)})
+    check_whole('anchored vocabulary', vocabulary, 'a positive integer')
+    check_whole('anchored window', window, 'a positive integer')
+    check_whole('anchored pairs', pairs, '0 or a positive integer', 0)
     if not isinstance(target, bool):
         raise TypeError(f'anchored target must be True or False, got {target!r}')
 
@@ -134,13 +136,6 @@ def anchored(
         codec, init, send, recv, warm_start, shared_state=True,
         per_token='target' if target else 'input', values=lambda a, like: a.mean,
     )  # fmt: skip
-
-
-def _check_numbers(least: dict[str, tuple[int, int]]) -> None:
-    for name, (value, low) in least.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            kind = 'a positive integer' if low else '0 or a positive integer'
-            raise ValueError(f'anchored {name} {value!r} is not {kind}')
 
 
 def _beside(at: Array, shift: int) -> Array:

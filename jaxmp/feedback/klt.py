@@ -19,7 +19,7 @@ from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import normal_levels, scale_of, scale_words, scaled, unit_rms
 from jaxmp.feedback.channel import Channel, Rx, Tx
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, pack, unpack, wide
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 ERRORS = (1.0, 0.3634, 0.1175, 0.0345, 0.0095, 0.0025)  # of Lloyd-Max quantisers, by bits
 WIDEST = len(ERRORS) - 1
@@ -92,8 +92,7 @@ def klt(bits: float, refresh: int = 50) -> Channel:
     """
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= WIDEST:
         raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
-    if isinstance(refresh, bool) or not isinstance(refresh, int) or refresh < 1:
-        raise ValueError(f'klt refresh {refresh!r} is not a positive number of messages')
+    check_whole('klt refresh', refresh, 'a positive number of messages')
 
     def first(like: Like) -> Receiver:
         basis = jnp.eye(like.shape[-1], dtype=compute_dtype(like))
@@ -107,7 +106,6 @@ def klt(bits: float, refresh: int = 50) -> Channel:
         return Sender(known, zeros(), zeros(count, count)), known
 
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
-        del ctx
         tx = _estimated(tx, x, refresh)
         new = lambda: _parts(_components(tx, bits), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
@@ -116,11 +114,9 @@ def klt(bits: float, refresh: int = 50) -> Channel:
         return message, tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
-        del ctx
         return _decode(m, rx.book, like, bits), _advanced(rx, m['part'])
 
     def warm_start(x: Array, state: Tx | Rx, ctx: Ctx) -> Tx | Rx:
-        del ctx
         return _estimated(state, x, refresh) if isinstance(state, Sender) else state
 
     codec = Codec(

@@ -14,7 +14,7 @@ from jaxmp.feedback.channel import Channel, Rx, Slots, Tx, check_codec
 from jaxmp.feedback.lean import lean
 from jaxmp.feedback.slots import slotted
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 
 def _buffer(like: Like) -> Array:
@@ -95,7 +95,6 @@ def ef(codec: Codec, decay: float = 1.0) -> Channel:
 
 
 def _cleared(x: Array, state: Any, ctx: Ctx) -> Any:
-    del x, ctx
     return jax.tree.map(jnp.zeros_like, state)
 
 
@@ -209,8 +208,7 @@ def aqsgd(codec: Codec, examples: int, table: int = 32) -> Channel:
       arXiv 2206.01299.
     """
     check_codec('aqsgd', codec)
-    if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
-        raise ValueError(f'aqsgd examples {examples!r} is not the number of training examples')
+    check_whole('aqsgd examples', examples, 'the number of training examples')
     if table not in (2, 4, 8, 32):
         raise ValueError(f'aqsgd table {table!r} is not 32, 8, 4 or 2 bits per element')
 

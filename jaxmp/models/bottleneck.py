@@ -34,7 +34,6 @@ class Projection(nn.Module):
 
 
 def _identity(key: Array, shape: tuple[int, int], dtype: Any) -> Array:
-    del key
     return jax.numpy.eye(*shape, dtype=dtype)
 
 

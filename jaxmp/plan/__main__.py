@@ -95,14 +95,21 @@ def planned(
 ) -> tuple[Probed, Choice]:
     """What the probe measured, and the plan.
 
+    A few training steps run uncompressed. The last of them give the activations and gradients of
+    one micro-batch at every boundary, on which each candidate is timed and its error is measured.
+    Stages are timed alone, one action at a time, for as many numbers of micro-batches as the time
+    allows; the others are interpolated in the size of a micro-batch. What a plan needs at least is
+    measured even if it takes longer: the training steps, `LEAST` candidates, and the stages with
+    the configured number of micro-batches.
+
     Raises:
       ValueError: if the configuration makes no sense, has one stage, or a text is no channel.
     """
     from jaxmp.grammar import own_words
-    from jaxmp.plan.choose import choose
+    from jaxmp.plan.choose import Probed, choose
     from jaxmp.plan.clock import Clock
-    from jaxmp.plan.crossings import candidates
-    from jaxmp.plan.probe import probe
+    from jaxmp.plan.crossings import candidates, handover, measured, snapshots
+    from jaxmp.plan.stages import stage_times
     from jaxmp.training.experiment import experiment_of, microbatch_like
     from jaxmp.training.sizes import check_residuals, shapes
 
@@ -118,7 +125,12 @@ def planned(
     texts = dict.fromkeys([TEXTS[0], *own, *TEXTS[1:]])
     told = lambda text: print(text, file=sys.stderr, flush=True)
     clock = Clock(seconds, time.monotonic(), told)
-    probed = probe(exp, candidates(texts, names, first), clock)
+    channels = candidates(texts, names, first)
+    clock.say('training steps without compression')
+    tensors, variables, rest = snapshots(exp, clock)
+    clock.say(f'{len(channels)} candidates at {len(tensors)} crossings')
+    crossings = measured(channels, tensors, exp.config.parallel.num_microbatches, clock)
+    probed = Probed(stage_times(exp, variables, rest, clock), crossings, handover())
     return probed, choose(probed, link, budget)
 
 

@@ -31,7 +31,7 @@ def stage_times(
     """Times of all stages by number of micro-batches.
 
     Args:
-      exp: as in `jaxmp.plan.probe.probe`.
+      exp: uncompressed, under ``mpmd``, of one replica.
       variables: of all stages.
       rest: seconds per stage of what follows the last backward.
       clock: of the probe.

@@ -82,14 +82,8 @@ class Columns:
         return _unrow(jax.tree.map(own, whole))
 
 
-@jax.jit
-def _row(tree: Any) -> Any:
-    return jax.tree.map(lambda a: a[None], tree)
-
-
-@jax.jit
-def _unrow(tree: Any) -> Any:
-    return jax.tree.map(lambda a: a[0], tree)
+_row = jax.jit(lambda tree: jax.tree.map(lambda a: a[None], tree))
+_unrow = jax.jit(lambda tree: jax.tree.map(lambda a: a[0], tree))
 
 
 @functools.lru_cache(maxsize=256)

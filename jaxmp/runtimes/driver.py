@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -73,21 +73,6 @@ class Driver:
     num_microbatches: int = 1
     sending: list[Future[Any]] = field(default_factory=list)
     measured: list[Action] | None = None
-
-    def follow(self, actions: Sequence[Action]) -> Driver:
-        """The same compiled stages under another schedule of as many micro-batches.
-
-        Raises:
-          ValueError: if the schedule is broken or is for another number of stages or micro-batches.
-        """
-        check(actions)
-        stages, microbatches, _ = size(actions)
-        if (stages, microbatches) != (len(self.devices), self.num_microbatches):
-            raise ValueError(
-                f'{len(self.devices)} stages and {self.num_microbatches} micro-batches need a '
-                f'schedule of as many, got {stages} and {microbatches}'
-            )
-        return replace(self, actions=tuple(actions))
 
     @functools.cached_property
     def order(self) -> tuple[list[Action], list[Message]]:
@@ -274,11 +259,18 @@ def drive(
       compiler_options: those of `jax.jit`, for every program of a stage.
 
     Raises:
-      ValueError: if the numbers of stages, devices and of the schedule do not fit.
+      ValueError: if the schedule is broken, or stages, devices and schedule differ in number.
     """
     n = len(programs)
     if n != len(devices):
         raise ValueError(f'{n} stages need a device each, got {len(devices)} devices')
+    check(actions)
+    scheduled, microbatches, _ = size(actions)
+    if scheduled != n:
+        raise ValueError(
+            f'{n} stages and {microbatches} micro-batches need a schedule of as many, got '
+            f'{scheduled} and {microbatches}'
+        )
     here = [s for s, d in enumerate(devices) if d.process_index == jax.process_index()]
     stages = {s: CompiledStage(programs[s], compiler_options) for s in here}
     lanes = {}
@@ -288,4 +280,4 @@ def drive(
             like = boundary.messages(programs[min(a, b)].y)[a > b]
             framed = lambda t: jax.ShapeDtypeStruct((1, *t.shape), t.dtype)
             lanes[a, b] = lane(a, b, jax.tree.map(framed, like))
-    return Driver(stages, devices, lanes, (), size(actions)[1]).follow(actions)
+    return Driver(stages, devices, lanes, tuple(actions), microbatches)

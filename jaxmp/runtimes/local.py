@@ -105,7 +105,6 @@ class Local:
 
     def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
         """See `Runtime`."""
-        del stage
         return f(self.via, *trees)
 
 

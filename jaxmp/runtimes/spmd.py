@@ -23,7 +23,7 @@ from jaxmp.hlo import permuted
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.packing import Packing, Vectors
 from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
-from jaxmp.runtimes.stage import programs, shapes
+from jaxmp.runtimes.stage import StageProgram, programs, shapes
 from jaxmp.runtimes.state import StageState
 from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys
 from jaxmp.runtimes.wires import AXIS
@@ -71,7 +71,7 @@ class Spmd:
 
     def init(self, key: Array) -> ModelState:
         """See `Runtime`."""
-        states = [_init(p)(key) for p in self.program.stages]
+        states = [_init(p, key) for p in self.program.stages]
         put = lambda name: {s: self.columns.put(s, getattr(states[s], name)) for s in self.stages}
         return ModelState(put('params'), put('model_state'), self.pack(put('feedback')))
 
@@ -114,14 +114,13 @@ class Spmd:
         return {s: ByReplica({r: cell(r, s) for r in range(self.replicas)}) for s in self.stages}
 
     def _packed(self, packing: Packing, trees: dict[int, ByReplica]) -> Vectors:
-        pack = lambda s: _packer(packing, s)
-        rows = {s: {r: pack(s)(t) for r, t in row.items()} for s, row in trees.items()}
+        rows = {s: {r: _pack(packing, s, t) for r, t in row.items()} for s, row in trees.items()}
         return self._stack(rows)
 
     def _trees(self, packing: Packing, vectors: Vectors) -> dict[int, ByReplica]:
         rows = self._split(vectors)
         return {
-            s: ByReplica({r: _unpacker(packing, s)(v) for r, v in row.items()})
+            s: ByReplica({r: _unpack(packing, s, v) for r, v in row.items()})
             for s, row in rows.items()
         }
 
@@ -217,26 +216,8 @@ class Spmd:
         return self.columns.at(stage, f, *trees)
 
 
-@jax.jit
-def _frame(tree: Any) -> Any:
-    return jax.tree.map(lambda a: a[None, None], tree)
-
-
-@jax.jit
-def _unframe(tree: Any) -> Any:
-    return jax.tree.map(lambda a: a[0, 0], tree)
-
-
-@functools.lru_cache(maxsize=64)
-def _init(program: Any) -> Any:
-    return jax.jit(program.init)
-
-
-@functools.lru_cache(maxsize=256)
-def _packer(packing: Packing, s: int) -> Any:
-    return jax.jit(functools.partial(packing.pack, s))
-
-
-@functools.lru_cache(maxsize=256)
-def _unpacker(packing: Packing, s: int) -> Any:
-    return jax.jit(functools.partial(packing.unpack, s))
+_frame = jax.jit(lambda tree: jax.tree.map(lambda a: a[None, None], tree))
+_unframe = jax.jit(lambda tree: jax.tree.map(lambda a: a[0, 0], tree))
+_init = jax.jit(StageProgram.init, static_argnums=0)
+_pack = jax.jit(Packing.pack, static_argnums=(0, 1))
+_unpack = jax.jit(Packing.unpack, static_argnums=(0, 1))

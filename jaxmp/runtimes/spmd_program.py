@@ -238,7 +238,6 @@ class _Device:
             )
 
         def idle(model_state: Vectors, rows: Rows, arrived: Messages) -> Any:
-            del arrived
             empty = {n: jnp.zeros(w, n) for n, w in self.residuals.widths.items()}
             return model_state, rows, wires.empty(), empty, _zeros(y) if predicting else ()
 
@@ -278,7 +277,6 @@ class _Device:
             return rows, wires.write(s - 1, out) if s else wires.empty(), sums
 
         def idle(rows: Rows, arrived: Messages, saved: Vectors, sums: Any) -> Any:
-            del arrived, saved
             return rows, wires.empty(), sums
 
         rows = memory.take(c.feedback, ('right_rx', 'left_tx'), at)

@@ -160,7 +160,6 @@ class Reader(Worker):
 
     def forward(self, batch: MicroBatch, m: int, message: Payload) -> Payload:
         """The message to the next stage."""
-        del m
         moving = self.model_state, self.feedback
         moving, out = self.stage.predict(self.params, moving, batch, message)
         self.model_state, self.feedback = moving

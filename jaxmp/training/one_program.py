@@ -63,7 +63,6 @@ def across(tied: TiedParameter | None) -> Across:
     """The operations over all stages, which are in one program."""
 
     def both(grads: dict[int, Any], state: Any, key: Array) -> tuple[dict[int, Any], Any]:
-        del key
         assert tied is not None
         return dict(enumerate(tied.add(list(grads.values())))), state
 
