@@ -234,8 +234,7 @@ def main() -> None:
         return measure(args)
     out = args.out or HERE / 'results' / stem('planner')
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
-    rows.start(config=args.config, change=args.change, error=args.error)
-    os.sched_setaffinity(0, {0})  # before JAX makes its threads: the probe is of one core
+    os.sched_setaffinity(0, {0})  # before anything lets JAX make its threads: a probe of one core
     kept = out.with_suffix('.probe')
     if kept.exists() and not args.fresh:
         probed = pickle.loads(kept.read_bytes())
@@ -249,6 +248,7 @@ def main() -> None:
         probed, _ = planned(config, own, parse(args.links[0]), args.error, args.seconds)
         kept.write_bytes(pickle.dumps(probed))
     os.sched_setaffinity(0, set(range(os.cpu_count() or 1)))  # of the processes to start
+    rows.start(config=args.config, change=args.change, error=args.error)
     work(args, rows, probed)
     out.with_suffix('.md').write_text(table(rows.rows))
     kept.unlink()
