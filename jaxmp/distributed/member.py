@@ -114,7 +114,7 @@ class Member:
 
         Args:
           step: number of the step after which all members gather.
-          digest: of the shared part of the state, which must be the same at all members.
+          digest: of the shared part of what they gather, which must be the same at all members.
           run: ``(view, gather) -> result``, without side effects; it is called again whenever the
             view changes. ``gather`` sends a message and returns those of the view, in its order.
 
