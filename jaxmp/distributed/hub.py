@@ -7,7 +7,7 @@ leaves or joins meanwhile, the hub announces the next view and all members send 
 always agree on whose messages a result is made of.
 
 A member leaves when its connection closes, when it is silent (no heartbeat), when it is late for a
-gathering, or when the shared parameters of one differ from those of the others. Whoever comes, or comes
+gathering, or when its shared parameters differ from those of the others. Whoever comes, or comes
 back, waits until a member sends the shared state, and is in the next view. At the start the hub
 waits for all, and those with the most steps decide the state.
 
