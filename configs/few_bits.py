@@ -69,10 +69,24 @@ CHANNELS = {  # forward and backward
     'anchors2.7': anchors('332', '233'),
     'anchors3': anchors('3', '3'),
     'learned48-anchors2': anchors('2', '2'),
+    # the same where each later stage has an embedding of the tokens: 1.0 and 2.7 bits, and none
+    'embedded32-anchors3': anchors('3', '3'),
+    'embedded86-anchors3': anchors('3', '3'),
+    'embedded': ('raw', 'raw'),
 }
-BOTTLENECKS = {'learned24-block4': 24, 'learned60-block4': 60, 'learned48-anchors2': 48}
-TEXT = {*BOTTLENECKS, 'anchors2', 'anchors2.7', 'anchors3'}  # images have few channels, no tokens
-WITHOUT = {'text': set(), 'tune': {*BOTTLENECKS}}  # what a scale has not; the others no TEXT
+BOTTLENECKS = {
+    'learned24-block4': 24,
+    'learned60-block4': 60,
+    'learned48-anchors2': 48,
+    'embedded32-anchors3': 32,
+    'embedded86-anchors3': 86,
+}
+EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
+TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
+WITHOUT = {
+    'text': set(),
+    'tune': {*BOTTLENECKS, *EMBEDDED},
+}  # what a scale has not; the others no TEXT
 SEEDS = {'smoke': 1, 'cpu': 5, 'mnist': 5, 'converged': 5, 'text': 3, 'tune': 3}
 
 
@@ -128,7 +142,7 @@ def get_config(name: str = 'none', scale: str = 'cpu') -> Config:
     c = SCALES[scale]()
     fwd, bwd = CHANNELS[name]
     c.update(name=name, fwd=fwd, bwd=bwd)
-    c.model.bottleneck = BOTTLENECKS.get(name, 0)
+    c.model.update(bottleneck=BOTTLENECKS.get(name, 0), embed_every_stage=name in EMBEDDED)
     return c
 
 

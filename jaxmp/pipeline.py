@@ -8,7 +8,7 @@ trains here exactly as it would over a network.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +25,11 @@ Variables = tuple[Any, ...]
 
 @runtime_checkable
 class Stage(Protocol):
-    """The interface of a stage: a Linen module, or `jaxmp.nnx.stage` of an nnx module."""
+    """The interface of a stage: a Linen module, or `jaxmp.nnx.stage` of an nnx module.
+
+    A stage with an attribute ``reads_tokens`` that is true is applied with the keyword ``tokens``,
+    the ids of the model's input, which every stage has anyway; `init` has to do without.
+    """
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """The initial variables; ``rngs`` has the keys ``params`` and ``dropout``."""
@@ -38,6 +42,22 @@ class Stage(Protocol):
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """The output; with ``mutable=[names]`` also these collections, updated."""
         ...
+
+
+def inputs(stage: Stage, ctx: Ctx, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that ``stage`` is applied with: ``kwargs``, and the tokens if it reads them.
+
+    Raises:
+      ValueError: if it reads them and there are none.
+    """
+    if not getattr(stage, 'reads_tokens', False):
+        return dict(kwargs)
+    if ctx.tokens is None:
+        raise ValueError(
+            f'{type(stage).__name__} reads the tokens of the input, and this input has no integers '
+            'but numbers; give token ids to the first stage, or ctx.tokens'
+        )
+    return {**kwargs, 'tokens': ctx.tokens}
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
@@ -123,8 +143,9 @@ class Pipeline:
         found = []
 
         def trace(variables: Variables, x: Array) -> None:
+            ctx = Ctx(jax.random.key(0)).reading(x)
             for stage, own in zip(self.stages[:-1], variables, strict=False):
-                x, _ = _run(stage, own, x, Ctx(jax.random.key(0)), kwargs)
+                x, _ = _run(stage, own, x, ctx, kwargs)
                 found.append(like(x))
 
         jax.eval_shape(trace, variables, x)
@@ -147,7 +168,7 @@ def _start(
 def _run(stage: Stage, variables: dict, x: Array, ctx: Ctx, kwargs: dict) -> tuple[Array, dict]:
     mutable = [name for name in variables if name != 'params']
     rngs = {} if ctx.key is None else {'dropout': ctx.key}
-    x, changed = stage.apply(variables, x, mutable=mutable, rngs=rngs, **kwargs)
+    x, changed = stage.apply(variables, x, mutable=mutable, rngs=rngs, **inputs(stage, ctx, kwargs))
     keep = lambda old, new: new.astype(old.dtype)  # scans and checkpoints need constant dtypes
     old = {name: variables[name] for name in mutable}
     return x, {**variables, **jax.tree.map(keep, old, {**old, **changed})}

@@ -1,15 +1,21 @@
 """Learned projections at boundaries: what crosses, what they are at first, and tied tables."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmp
 from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.models import gpt2
 from jaxmp.models.bottleneck import narrowed
 from jaxmp.training import experiment, loop, sizes
 from tests.runs import config_of
+
+RAW = jaxmp.parse('raw')
 
 
 class Layer(nn.Module):
@@ -38,13 +44,13 @@ def test_the_first_channels_cross_until_it_has_learned_better():
 
 
 def test_a_gpt2_with_a_bottleneck_trains_alike_in_stages_of_their_own():
-    """Its table stays tied, the projections learn, and three of eight channels cross."""
+    """Its table stays tied, projections and embeddings learn, and three of eight channels cross."""
     found, order = [], np.arange(64)
     for runtime in ('local', 'spmd', 'mpmd'):
         config = config_of('text_gpt2', width=8, heads=2, blocks=2, stages=2, runtime=runtime)
         config.update(epochs=1, parallel={'num_microbatches': 2})
         config.data.update(train_examples=64, sequence_length=16)
-        config.model.bottleneck = 3
+        config.model.update(bottleneck=3, embed_every_stage=True)
         exp = experiment.experiment_of(config)
         engine, losses = loop.engine_of(exp, ProcessGroup()), []
         state = engine.create(exp)
@@ -59,6 +65,36 @@ def test_a_gpt2_with_a_bottleneck_trains_alike_in_stages_of_their_own():
     np.testing.assert_array_equal(first['wte'], last['wte'])
     assert not np.array_equal(first['narrow']['kernel'], jnp.eye(8, 3))
     assert not np.array_equal(last['widen']['kernel'], jnp.eye(3, 8))
+    assert np.any(last['tokens'])
+    assert 'tokens' not in first
+
+
+def test_a_later_stage_adds_its_embedding_of_the_tokens():
+    tokens, key = jnp.array([[3, 1, 3]]), jax.random.key(0)
+    sizes = gpt2.Config(vocabulary=5, positions=3, width=4, blocks=2, heads=2)
+    plain = gpt2.gpt2(sizes, 2)
+    stages = gpt2.gpt2(dataclasses.replace(sizes, embed_every_stage=True), 2)
+    model = jaxmp.pipeline(stages, RAW, RAW)
+    alone, _ = jaxmp.pipeline(plain, RAW, RAW).init(key, tokens)
+    (first, last), _ = model.init(key, tokens)
+    table = last['params'].pop('tokens')
+    assert jax.tree.all(jax.tree.map(np.array_equal, (first, last), alone))
+    assert table.shape == (5, 4)
+    assert not table.any()
+    table = jnp.arange(20.0).reshape(5, 4)
+    hidden = plain[0].apply(first, tokens) + table[tokens]
+    want = plain[1].apply(last, hidden)
+    last['params']['tokens'] = table
+    y, _, _ = model.apply((first, last), None, tokens)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_that_a_stage_misses_are_an_error():
+    sizes = gpt2.Config(vocabulary=5, positions=3, width=4, heads=2, embed_every_stage=True)
+    stages = gpt2.Stage(sizes, 1), gpt2.Stage(sizes, 1)
+    model = jaxmp.pipeline(stages, RAW, RAW)
+    with pytest.raises(ValueError, match=r'Stage reads the tokens .* give token ids to the first'):
+        model.init(jax.random.key(0), jnp.ones((1, 3, 4)))
 
 
 def test_what_cannot_be_narrowed_is_refused():

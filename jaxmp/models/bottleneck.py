@@ -56,10 +56,15 @@ class Narrow(nn.Module):
         self.widen = Projection(self.wider) if self.wider else None
         self.narrow = Projection(self.narrower) if self.narrower else None
 
-    def __call__(self, x: Array, train: bool = False) -> Array:
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the stage reads the tokens of the model's input."""
+        return getattr(self.inner, 'reads_tokens', False)
+
+    def __call__(self, x: Array, train: bool = False, **kwargs: Any) -> Array:
         """The stage's output, narrow if it crosses a boundary."""
         x = self.widen(x) if self.widen else x
-        y: Any = self.inner(x, train)  # pyright: ignore
+        y: Any = self.inner(x, train, **kwargs)  # pyright: ignore
         return self.narrow(y) if self.narrow else y
 
 

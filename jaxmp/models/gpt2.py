@@ -45,6 +45,8 @@ class Config:
       dropout: rates of the embeddings, the attention weights and the residual branches.
       dtype: dtype of the matrix products, such as ``jnp.bfloat16``; None means the parameters'.
       remat: recompute each block in the backward pass instead of storing its activations.
+      embed_every_stage: whether each later stage adds an embedding of the tokens, zeros at first,
+        to its input, so that what crosses a boundary need not tell them.
     """
 
     vocabulary: int = 50257
@@ -57,6 +59,7 @@ class Config:
     dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
     dtype: Any = None
     remat: bool = False
+    embed_every_stage: bool = False
 
     @property
     def deviation(self) -> float:
@@ -157,13 +160,21 @@ class Stage(nn.Module):
     embeds: bool = False
     scores: bool = False
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it needs the tokens beside its input; see `jaxmp.pipeline.Stage`."""
+        return self.config.embed_every_stage and not self.embeds
+
     @nn.compact
-    def __call__(self, x: Array, train: bool = False) -> Array:
+    def __call__(
+        self, x: Array, train: bool = False, tokens: Int[Array, 'B T'] | None = None
+    ) -> Array:
         """Maps activations ``(B, T, C)``, or int tokens ``(B, T)``, to activations or logits.
 
         Args:
           x: tokens in the first stage, activations in the others.
           train: enables dropout, which needs the rng ``dropout``.
+          tokens: the tokens, for a stage that reads them; not needed by ``init``.
 
         Returns:
           ``(B, T, C)``, or ``(B, T, V)`` in the last stage.
@@ -177,6 +188,9 @@ class Stage(nn.Module):
         wte = self.param('wte', normal, shape) if ends else None
         if self.embeds:
             x = Dropout(c.dropout[0])(self._embed(wte, x), train)
+        if self.reads_tokens:
+            own = self.param('tokens', nn.initializers.zeros, shape)
+            x = x if self.is_initializing() else x + own[tokens]
         block = nn.remat(Block, static_argnums=(2,)) if c.remat else Block
         for i in range(self.blocks):
             x = block(c, name=f'h_{i}')(x, train)

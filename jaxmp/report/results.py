@@ -23,7 +23,17 @@ from jaxmp.metrics import by_phases, of_summary
 from jaxmp.report.residuals import Estimate, estimate
 
 # What may vary between rows.
-VARIES = ('name', 'fwd', 'bwd', 'exchange', 'seed', 'warmup_epochs', 'phases', 'model.bottleneck')
+VARIES = (
+    'name',
+    'fwd',
+    'bwd',
+    'exchange',
+    'seed',
+    'warmup_epochs',
+    'phases',
+    'model.bottleneck',
+    'model.embed_every_stage',
+)
 TUNED = (
     'optimizer.name',
     'optimizer.lr',

@@ -165,7 +165,7 @@ class _Device:
         """Micro-batch ``m`` of the step."""
         (x, y, ctx), n = self.batch, self.spmd.num_microbatches
         rows = lambda a: None if a is None else cut(a, n)[m]
-        return MicroBatch(rows(x), rows(y), context(ctx, m, n))
+        return MicroBatch(rows(x), rows(y), context(ctx.reading(x), m, n))
 
     @functools.cached_property
     def residuals(self) -> Packing:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
-from jaxmp.pipeline import Stage, check_stages
+from jaxmp.pipeline import Stage, check_stages, inputs
 from jaxmp.runtimes.state import (
     Accumulator,
     Feedback,
@@ -208,7 +208,7 @@ class StageProgram:
         rngs = {} if ctx.key is None else {'dropout': ctx.key}
         y, changed = self.module.apply(
             {'params': params, **model_state}, x, mutable=list(model_state), rngs=rngs,
-            **dict(self.kwargs),
+            **inputs(self.module, ctx, dict(self.kwargs)),
         )  # fmt: skip
         if self.right and like(y) != self.y:
             raise ValueError(

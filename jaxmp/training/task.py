@@ -109,12 +109,7 @@ def narrow(task: Task, channels: int) -> Task:
     from jaxmp.models.bottleneck import narrowed
 
     x = jax.ShapeDtypeStruct((1, *task.like.shape), task.like.dtype)
-
-    def start(stage: int, variables: Any, key: Array) -> Any:
-        found = task.start(stage, variables, key)
-        return {**found, 'params': {**variables['params'], **found['params']}}
-
-    return task._replace(stages=narrowed(task.stages, x, channels), start=start, export=None)
+    return task._replace(stages=narrowed(task.stages, x, channels), export=None)
 
 
 def measured(task: Task, metric: Metric) -> Task:
@@ -221,11 +216,15 @@ def language(config: Config) -> Task:
             heads=c.heads,
         )  # fmt: skip
     dtype = None if c.dtype == 'float32' else jnp.dtype(c.dtype)
-    stages = gpt2.gpt2(dataclasses.replace(sizes, dtype=dtype, remat=c.remat), c.stages)
+    sizes = dataclasses.replace(sizes, dtype=dtype, remat=c.remat)
+    published = gpt2.gpt2(sizes, c.stages)
+    sizes = dataclasses.replace(sizes, embed_every_stage=c.embed_every_stage)
+    stages = gpt2.gpt2(sizes, c.stages)
 
     def start(stage: int, variables: Any, key: Array) -> Any:
         if c.init_from:
-            return weights.read(c.init_from, stages, stage)[0]
+            found = weights.read(c.init_from, published, stage)[0]
+            return {**found, 'params': {**variables.get('params', {}), **found['params']}}
         if stage not in (0, len(stages) - 1):
             return variables
         first = table(stages[0], jax.random.fold_in(key, 0))
@@ -238,8 +237,9 @@ def language(config: Config) -> Task:
     prepare = lambda x, key: jnp.asarray(x, jnp.int32)
     tied = WTE if len(stages) > 1 else None
     return Task(
-        dataset, stages, prepare, score_tokens, PERPLEXITY, start=start, tied=tied, export=export
-    )
+        dataset, stages, prepare, score_tokens, PERPLEXITY, start=start, tied=tied,
+        export=None if c.embed_every_stage else export,
+    )  # fmt: skip
 
 
 def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:
