@@ -100,6 +100,13 @@ def test_the_report_follows_the_results(smoke, tmp_path):
         assert not [t for t in said if re.search(r'\d+\.\d+', t)], source
 
 
+def test_a_setting_may_have_the_seed_in_it(tmp_path):
+    rows = '--tables=5', '--rows=gpt2-none,gpt2-top10', '--scale=converged', '--seeds=2'
+    jobs = plan(tmp_path, *rows, '--set', 'model.init_from=BASE-{seed}/model')
+    found = {(job.result.stem[-2:], job.config.model.init_from) for job in jobs}
+    assert found == {('s0', 'BASE-0/model'), ('s1', 'BASE-1/model')}
+
+
 def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=1')
     jobs[0].config.fwd = 'aqsgd(top_k(0.1), examples=5)'

@@ -166,7 +166,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--seeds', type=int, default=0, help='number of seeds; 0: all')
     parser.add_argument('--out', type=Path, default=Path('results'), help='folder of results')
     parser.add_argument('--work', type=Path, default=Path('runs/sweep'), help='folder of workdirs')
-    parser.add_argument('--set', action='append', default=[], help='key=value for all runs')
+    parser.add_argument(
+        '--set', action='append', default=[], help='key=value for all; {seed}: that of a run'
+    )
     parser.add_argument(
         '--keep', action='store_true', help='leave the last checkpoints, for jaxmp evaluate'
     )
@@ -188,9 +190,9 @@ def plan_of(args: argparse.Namespace) -> list[Job]:
         raise ValueError(f'no rows {", ".join(sorted(unknown))}; allowed are {known}')
     chosen = [(s, c) for s, c in study if (not rows or c.name in rows)]
     chosen = [(s, c) for s, c in chosen if not args.seeds or s < args.seeds]
-    for _, config in chosen:
+    for seed, config in chosen:
         for text in args.set:
-            put(config, text)
+            put(config, text.replace('{seed}', str(seed)))
         config.lock()
     return jobs(chosen, args.out / args.scale, args.work / args.scale)
 
