@@ -69,8 +69,10 @@ CHANNELS = {  # forward and backward
     'anchors2.7': anchors('332', '233'),
     'anchors3': anchors('3', '3'),
     'learned48-anchors2': anchors('2', '2'),
-    # the same where each later stage has an embedding of the tokens: 1.0 and 2.7 bits, and none
+    # the same where each later stage has an embedding of the tokens: 1.0 bit from nothing and of
+    # 128 channels in fine-tuning, 2.7 bits, none
     'embedded32-anchors3': anchors('3', '3'),
+    'embedded42-anchors3': anchors('3', '3'),
     'embedded86-anchors3': anchors('3', '3'),
     'embedded': ('raw', 'raw'),
 }
@@ -79,6 +81,7 @@ BOTTLENECKS = {
     'learned60-block4': 60,
     'learned48-anchors2': 48,
     'embedded32-anchors3': 32,
+    'embedded42-anchors3': 42,
     'embedded86-anchors3': 86,
 }
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}

@@ -10,7 +10,7 @@ import pytest
 
 import jaxmp
 from jaxmp.distributed.process_group import ProcessGroup
-from jaxmp.models import gpt2
+from jaxmp.models import gpt2, principal
 from jaxmp.models.bottleneck import narrowed
 from jaxmp.training import experiment, loop, sizes
 from tests.runs import config_of
@@ -95,6 +95,50 @@ def test_tokens_that_a_stage_misses_are_an_error():
     model = jaxmp.pipeline(stages, RAW, RAW)
     with pytest.raises(ValueError, match=r'Stage reads the tokens .* give token ids to the first'):
         model.init(jax.random.key(0), jnp.ones((1, 3, 4)))
+
+
+def test_what_tokens_tell_and_the_largest_components_arrive():
+    """Four directions and a mean per token of eight channels, seen often, are all there is."""
+    rng = np.random.default_rng(0)
+    tokens = np.repeat(np.arange(3), 4000)
+    means, some = rng.standard_normal((3, 8)), rng.standard_normal((4, 8))
+    x = means[tokens] + rng.standard_normal((12000, 4)) @ some
+    e, d, table = principal.principal(x, 4, tokens, 3)
+    np.testing.assert_allclose(x @ e @ d + table[tokens], x, atol=0.01)
+    assert np.abs(x @ e @ d - x).max() > 0.5
+    np.testing.assert_allclose(d @ e, np.eye(4), atol=1e-12)
+
+
+@pytest.mark.parametrize('everywhere', [True, False])
+def test_a_trained_network_starts_with_its_principal_components(tmp_path, everywhere):
+    def of(runtime='local', **model):
+        config = config_of('text_gpt2', width=8, heads=2, blocks=2, stages=2, runtime=runtime)
+        config.update(epochs=1, model=model, fwd='raw', bwd='raw')
+        config.data.update(train_examples=64, sequence_length=16)
+        exp = experiment.experiment_of(config)
+        return exp, loop.engine_of(exp, ProcessGroup()).create(exp).model.params
+
+    def hidden(exp, params):
+        """What the second stage's first block takes."""
+        x = jnp.asarray(exp.data.train.x[:64])
+        h = exp.task.stages[0].apply({'params': params[0]}, x)
+        if 'widen' in params[1]:
+            h = h @ params[1]['widen']['kernel']
+        return h + params[1]['tokens'][x] if 'tokens' in params[1] else h
+
+    exp, params = of()
+    exp.task.export(str(tmp_path), tuple({'params': params[s]} for s in (0, 1)))
+    want = hidden(exp, params)
+    narrow = {'init_from': str(tmp_path), 'bottleneck': 5, 'embed_every_stage': everywhere}
+    exp, params = of(**narrow)
+    error = lambda params: np.square(hidden(exp, params) - want).mean() / np.var(want)
+    left = error(params)
+    eye = {'narrow': {'kernel': jnp.eye(8, 5)}}, {'widen': {'kernel': jnp.eye(5, 8)}}
+    first_channels = error({s: {**params[s], 'tokens': 0 * want[0], **eye[s]} for s in (0, 1)})
+    assert left < (0.05 if everywhere else 0.25) < 0.3 < first_channels
+    _, apart = of('mpmd', **narrow)
+    for s in (0, 1):
+        jax.tree.map(np.testing.assert_array_equal, apart[s][0], params[s])
 
 
 def test_what_cannot_be_narrowed_is_refused():

@@ -197,7 +197,7 @@ def score_classes(logits: Array, y: Int[Array, ' B']) -> dict[str, Array]:
 def language(config: Config) -> Task:
     """The task of a GPT-2 on text, with random initial parameters or weights from a folder."""
     from jaxmp.data import text
-    from jaxmp.models import gpt2, weights
+    from jaxmp.models import gpt2, principal, weights
 
     c, words = config.model, config.data
     if ':' in words.name:
@@ -223,8 +223,11 @@ def language(config: Config) -> Task:
 
     def start(stage: int, variables: Any, key: Array) -> Any:
         if c.init_from:
-            found = weights.read(c.init_from, published, stage)[0]
-            return {**found, 'params': {**variables.get('params', {}), **found['params']}}
+            read = weights.read(c.init_from, published)
+            own = {**variables.get('params', {}), **read[stage]['params']}
+            vocabulary = sizes.vocabulary if c.embed_every_stage else 0
+            model = principal.Model(published, read, dataset.train.x, vocabulary)
+            return {**variables, 'params': {**own, **principal.fitted(model, stage, own)}}
         if stage not in (0, len(stages) - 1):
             return variables
         first = table(stages[0], jax.random.fold_in(key, 0))
