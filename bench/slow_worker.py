@@ -54,20 +54,25 @@ class Trainer:
             return optax.apply_updates(params, updates), memory
 
         self.descend = jax.jit(descend)
+        self.batch = self._batch()
+
+    def _batch(self) -> tuple[Any, Any, Ctx]:
+        """The batch of the next step."""
+        task, ids = self.task, positions(self.task, self.count)
+        x: Any = task.x[ids] if 0 in self.states else ids  # others look at its length only
+        key = jax.random.fold_in(jax.random.key(SEED + 1), self.count)
+        return x, task.y[ids], Ctx(key, ids)
 
     def step(self) -> tuple[float | None, dict[int, tuple[int, int]]]:
         """One training step, waited for: the loss where it is known, and the bytes moved."""
-        task, ids = self.task, positions(self.task, self.count)
-        x: Any = task.x[ids] if 0 in self.states else ids  # others look at its length only
-        y: Any = task.y[ids]
-        ctx = Ctx(jax.random.fold_in(jax.random.key(SEED + 1), self.count), jnp.asarray(ids))
-        result = self.machine.step(self.states, x, y, ctx)
+        result = self.machine.step(self.states, *self.batch)
         for s, state in result.states.items():
             memory, grads = self.memory[s], result.grads[s]
             params, self.memory[s] = self.descend(state.params, memory, grads)
             self.states[s] = state._replace(params=params)
-        jax.block_until_ready((self.states, self.memory))
         self.count += 1
+        self.batch = self._batch()  # while the last backward and the update run
+        jax.block_until_ready((self.states, self.memory))
         return None if result.loss is None else float(result.loss), result.moved
 
 

@@ -58,6 +58,7 @@ class Driver:
       stages: the stages of this process.
       devices: a device per stage, of any process.
       lanes: the lanes that end in this process.
+      sizes: payload bytes of a message of each.
       actions: the schedule.
       num_microbatches: M.
       sending: messages of the last step that may still be on their way.
@@ -69,6 +70,7 @@ class Driver:
     stages: Mapping[int, CompiledStage]
     devices: Sequence[Device]
     lanes: Lanes
+    sizes: Mapping[tuple[int, int], int]
     actions: Sequence[Action] = ()
     num_microbatches: int = 1
     sending: list[Future[Any]] = field(default_factory=list)
@@ -80,6 +82,13 @@ class Driver:
         here = self.stages.keys()
         sent = [m for m in messages(self.actions) if here & {m.source, m.target}]
         return [a for a in self.actions if a.stage in here], sent
+
+    @functools.cached_property
+    def moved(self) -> Traffic:
+        """Payload bytes of a step, forward and backward, of each link that ends here."""
+        count = Counter((m.source, m.target) for m in self.order[1])
+        carried = lambda *edge: count[edge] * self.sizes[edge]
+        return {i: (carried(i, i + 1), carried(i + 1, i)) for i in {min(e) for e in self.lanes}}
 
     def init(self, key: Array) -> dict[int, StageState]:
         """States of the stages of this process; all processes pass the same key."""
@@ -105,8 +114,7 @@ class Driver:
         actions, sent = self.order
         split = any(a.kind == 'W' for a in actions)
         workers = {s: Worker(p, states[s], split) for s, p in self.stages.items()}
-        carried = self._run(actions, sent, workers, batch)
-        moved = {i: (carried[i, 'F'], carried[i, 'B']) for i in {min(e) for e in self.lanes}}
+        self._run(actions, sent, workers, batch)
         n = np.float32(self.num_microbatches)
         totals = {s: w.stage.mean(w.total, n) for s, w in workers.items()}
         last = totals.get(len(self.devices) - 1)
@@ -115,7 +123,7 @@ class Driver:
             last.aux if last else None,
             {s: t.grads for s, t in totals.items()},
             {s: w.state() for s, w in workers.items()},
-            moved,
+            self.moved,
         )
 
     def predict(
@@ -169,22 +177,18 @@ class Driver:
         sent: Sequence[Message],
         workers: Mapping[int, Worker],
         batch: tuple[Any, Any, Ctx],
-    ) -> Counter[tuple[int, str]]:
-        """Runs actions in order; payload bytes by link and kind."""
+    ) -> None:
+        """Runs actions in order."""
         parts = {s: self._cut(s, batch) for s in workers}
         out, arriving = self._post(sent)
-        carried = Counter[tuple[int, str]]()
 
         def run(a: Action) -> None:
             (_, s, m, kind, *_), message = a, None
             if (coming := arriving.pop((kind, s, m), None)) is not None:
                 message = wait(coming)
-                carried[s - (kind == 'F'), kind] += nbytes(message)
             made = self._act(a, workers[s], parts[s][m] if kind == 'F' else None, message)
             if (to := out.pop((kind, s, m), None)) is not None:
                 to.set_result(made)
-                if s + (1 if kind == 'F' else -1) not in workers:  # else counted there
-                    carried[s - (kind == 'B'), kind] += nbytes(made)
 
         def run_all(actions: Iterable[Action]) -> None:
             try:
@@ -196,12 +200,10 @@ class Driver:
                 raise
 
         if self.measured is None:
-            run_all(actions)
-            return carried
+            return run_all(actions)
         rows = [[a for a in actions if a.device == d] for d in {a.device for a in actions}]
         with ThreadPoolExecutor(len(rows)) as threads:
             list(threads.map(run_all, rows))
-        return carried
 
     def _act(self, a: Action, worker: Worker, own: MicroBatch | None, message: Payload) -> Payload:
         """What an action makes; if actions are measured, once it is there."""
@@ -273,11 +275,12 @@ def drive(
         )
     here = [s for s, d in enumerate(devices) if d.process_index == jax.process_index()]
     stages = {s: CompiledStage(programs[s], compiler_options) for s in here}
-    lanes = {}
+    lanes, sizes = {}, {}
     for a, b in sorted({(m.source, m.target) for m in messages(actions)}):
         boundary = programs[min(a, b)].right if max(a, b) < n else None
         if boundary and (a in stages or b in stages):
             like = boundary.messages(programs[min(a, b)].y)[a > b]
             framed = lambda t: jax.ShapeDtypeStruct((1, *t.shape), t.dtype)
             lanes[a, b] = lane(a, b, jax.tree.map(framed, like))
-    return Driver(stages, devices, lanes, tuple(actions), microbatches)
+            sizes[a, b] = nbytes(like)
+    return Driver(stages, devices, lanes, sizes, tuple(actions), microbatches)
