@@ -5,12 +5,12 @@ jaxmp sweep configs/few_bits.py --scale=mnist --out=results/few_bits --set data.
 jaxmp sweep configs/few_bits.py --scale=converged --out=results/few_bits --set data.dir=DIR
 jaxmp sweep configs/few_bits.py --scale=text --out=results/few_bits
 jaxmp sweep configs/few_bits.py --scale=tune --out=results/few_bits --set data.dir=TEXT \
-    --set model.init_from=BASE/model --set data.tokenizer=BASE/model
+    --set model.init_from=BASE-{seed}/model --set data.tokenizer=BASE-0/model
 python train.py --config=configs/few_bits.py:trellis2 --config.data.dir=DIR
 
 A run takes about a minute of one core, of MNIST two, of text four, until it has converged ten to
-twenty; of a fine-tuning two, after the quarter of an hour that makes BASE,
-`wikitext_gpt2_small:pretrain`.
+twenty; of a fine-tuning two, after the quarter of an hour that makes each of BASE-0, BASE-1, ..:
+`wikitext_gpt2_small:pretrain` with config.seed=0, 1, ..
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ these it loses little, before the first step of the fine-tuning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 ABSENT = 2.0  # occurrences of the mean that a token's own is averaged with
-TOKENS = 2**15  # of the inputs, from all of which the activations are taken
+TOKENS = 2**18  # of the inputs, from all of which the activations are taken
+ROWS = 64  # at a time
 
 
 class Model(NamedTuple):
@@ -50,9 +51,8 @@ class Start(NamedTuple):
 
 
 def principal(
-    x_NC: Float[np.ndarray, 'N C'],
+    parts: Iterable[tuple[Float[np.ndarray, 'N C'], Int[np.ndarray, ' N']]],
     channels: int,
-    tokens_N: Int[np.ndarray, ' N'],
     vocabulary: int,
 ) -> Start:
     r"""The directions in which activations vary most, and what tokens tell of the rest.
@@ -64,33 +64,38 @@ def principal(
     What arrives for an activation x of token v is :math:`D E x + T_v`. Without a vocabulary m is 0.
 
     Args:
-      x_NC: activations at the boundary.
+      parts: activations at the boundary, ``(N, C)``, and the token of each, part by part.
       channels: K.
-      tokens_N: the token of each; not read without a vocabulary.
       vocabulary: number of tokens, V; 0: the stage after has no embedding.
 
     Returns:
-      Arrays of the dtype of ``x_NC``. Each direction has a positive largest component.
+      Arrays of float32. Each direction has a positive largest component.
 
     >>> x = np.array([[1.0, 2.0], [-1.0, -2.0], [2.0, 4.0]])
-    >>> e, d, _ = principal(x, 1, np.zeros(3, int), 0)
-    >>> bool(np.allclose(x @ e @ d, x)), d.round(2).tolist()
-    (True, [[0.45, 0.89]])
+    >>> e, d, _ = principal([(x, np.zeros(3, int))], 1, 0)
+    >>> bool(np.allclose(x @ e @ d, x, atol=1e-6)), (100 * d).round().tolist()
+    (True, [[45.0, 89.0]])
 
     References:
       Activations of low rank: Protocol Models (arXiv 2506.01260).
     """
-    x = x_NC.astype(np.float64)
-    means, rest = np.zeros((vocabulary, x.shape[1])), x
-    if vocabulary:
-        middle, counts = x.mean(0), np.bincount(tokens_N, minlength=vocabulary)
-        np.add.at(means, tokens_N, x - middle)
-        means = middle + means / (counts[:, None] + ABSENT)
-        rest = x - means[tokens_N]
-    u = np.linalg.eigh(rest.T @ rest)[1][:, ::-1][:, :channels]  # ascending eigenvalues
+    squares, sums, counts = 0.0, 0.0, np.zeros(vocabulary)
+    for part, tokens in parts:
+        x = part.astype(np.float64)
+        own = np.zeros((vocabulary, x.shape[1]))
+        if vocabulary:
+            np.add.at(own, tokens, x)
+            counts += np.bincount(tokens, minlength=vocabulary)
+        squares, sums = squares + x.T @ x, sums + own
+    weights = counts[:, None]
+    middle = np.sum(sums, 0) / max(1, counts.sum())
+    means = middle + (sums - weights * middle) / (weights + ABSENT)
+    crossed = np.transpose(sums) @ means
+    rest = squares - crossed - crossed.T + means.T @ (weights * means)
+    u = np.linalg.eigh(rest)[1][:, ::-1][:, :channels]  # ascending eigenvalues
     u = u * np.sign(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0))
     made = u, u.T, means - means @ u @ u.T
-    return Start(*(a.astype(x_NC.dtype) for a in made))
+    return Start(*(a.astype(np.float32) for a in made))
 
 
 def fitted(model: Model, stage: int, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,9 +119,20 @@ def fitted(model: Model, stage: int, params: Mapping[str, Any]) -> dict[str, Any
 
 
 def _start(model: Model, boundary: int, channels: int) -> Start:
-    x = np.asarray(model.x[:: max(1, model.x.size // TOKENS)])
-    with jax.ensure_compile_time_eval():  # `fitted` may be traced, for its shapes
-        h: Any = jnp.asarray(x, jnp.int32)
-        for s in range(boundary + 1):
-            h = jax.jit(model.stages[s].apply)(model.variables[s], h)
-    return principal(np.asarray(h).reshape(-1, h.shape[-1]), channels, x.ravel(), model.vocabulary)
+    stages, variables = model.stages[: boundary + 1], model.variables[: boundary + 1]
+
+    @jax.jit
+    def activations(variables: Any, tokens: Any) -> Any:
+        h = tokens
+        for stage, own in zip(stages, variables, strict=True):
+            h = stage.apply(own, h)
+        return h.reshape(-1, h.shape[-1])
+
+    def parts() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        x = np.asarray(model.x[:: max(1, model.x.size // TOKENS)], np.int32)
+        for at in range(0, len(x), ROWS):
+            rows = x[at : at + ROWS]
+            with jax.ensure_compile_time_eval():  # `fitted` may be traced, for its shapes
+                yield np.asarray(activations(variables, jnp.asarray(rows))), rows.ravel()
+
+    return principal(parts(), channels, model.vocabulary)
