@@ -60,10 +60,10 @@ def fewer(row, mode='on'):
     return last('few_bits_cpu', 'none', mode) - last('few_bits_cpu', row, mode)
 
 
-def longer(row, mode='on', study='few_bits_text'):
+def longer(row, mode='on', study='few_bits_text', to='none'):
     """Percent that a row's loss lies above that of none, over the seeds that it has."""
     none, own = (
-        results.by_seed(studies()[study].rows[r], m) for r, m in (('none', 'on'), (row, mode))
+        results.by_seed(studies()[study].rows[r], m) for r, m in ((to, 'on'), (row, mode))
     )
     return 100 * mean(v / none[s] - 1 for s, v in own.items())
 
