@@ -66,7 +66,7 @@ def points(rows: Sequence[Row]) -> Points:
     )
     title = f'{title}, after {trained(rows)}'
     y = [r['y'] for r in data.values()]
-    log = errors and max(y) > 2 * min(y)
+    log = (text or errors) and max(y) > 2 * min(y)
     return Points(f'{word}, last epoch', title, caption, text or errors, log, data)
 
 
@@ -137,7 +137,7 @@ def side_by_side(bits: dict[str, float], step: float = 1.016) -> dict[str, float
 
 
 def spread(axes: Any) -> None:
-    """Sets a logarithmic axis of percentages with plain numbers as labels."""
+    """Sets a logarithmic axis with plain numbers as labels."""
     axes.set_yscale('log')
     low, high = axes.get_ylim()
     axes.set_ylim(0.75 * low, high)

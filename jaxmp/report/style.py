@@ -222,13 +222,14 @@ def label(
     at = {n: axes.transData.transform(p) * 72 / figure.dpi for n, p in points.items()}
     limit = axes.bbox.x1 * 72 / figure.dpi if right is None else right
     taken = [(x - 5, x + 5, y) for x, y in at.values()]
-    start = axes.bbox.x0 * 72 / figure.dpi
+    start, bottom, _, top = axes.bbox.extents * 72 / figure.dpi
     for name in sorted(points, key=lambda n: (-at[n][1], at[n][0])):
         (x, y), width = at[name], 0.55 * size * len(name)
         tried = []
         for side in (1, -1) if x + 12 + width <= limit else (-1,):
             low, high = sorted((x + 8 * side, x + side * (12 + width)))
-            move = free([b - y for a, c, b in taken if low <= c and a <= high], 1.18 * size)
+            others = [b - y for a, c, b in taken if low <= c and a <= high]
+            move = free(others, 1.18 * size, (bottom - y, top - y))
             if side > 0 or low > start or not tried:
                 tried.append((abs(move) - 2 * size * side, side, low, high, move))
         _, side, low, high, move = min(tried)
@@ -243,14 +244,20 @@ def label(
         ).set_in_layout(False)  # fmt: skip
 
 
-def free(heights: Sequence[float], line: float = 10) -> int:
+def free(
+    heights: Sequence[float], line: float = 10, ends: tuple[float, float] = (-300, 300)
+) -> int:
     """The smallest move up or down that keeps a line of text off ``heights``, in points.
 
-    >>> free([0.0, 12.0])
-    -11
+    It ends half a line or more within ``ends`` if there is room.
+
+    >>> free([0.0, 12.0]), free([0.0, 12.0], ends=(-10, 300))
+    (-11, 23)
     """
     moves = sorted(range(-300, 301), key=lambda d: (abs(d), d))
-    return next(d for d in moves if all(abs(d - h) > line for h in heights))
+    apart = [d for d in moves if all(abs(d - h) > line for h in heights)]
+    inside = (d for d in apart if ends[0] + line / 2 <= d <= ends[1] - line / 2)
+    return next(inside, apart[0])
 
 
 def digest(data: Any, *code: str | Path) -> str:
