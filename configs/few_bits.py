@@ -69,8 +69,8 @@ CHANNELS = {  # forward and backward
     'anchors2.7': anchors('332', '233'),
     'anchors3': anchors('3', '3'),
     'learned48-anchors2': anchors('2', '2'),
-    # the same where each later stage has an embedding of the tokens: 1.0 bit from nothing and of
-    # 128 channels in fine-tuning, 2.7 bits, none
+    # the same where each later stage embeds the tokens: 1.0 bit, the second of 128 channels and
+    # for fine-tuning; 2.7 bits; no compression
     'embedded32-anchors3': anchors('3', '3'),
     'embedded42-anchors3': anchors('3', '3'),
     'embedded86-anchors3': anchors('3', '3'),

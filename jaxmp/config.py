@@ -80,7 +80,7 @@ KEYS: Mapping[str, Key] = {
     'model.remat': Key(False, 'recompute blocks in the backward', model='gpt2'),
     'model.bottleneck': Key(0, 'channels that cross a boundary, by learned projections; 0: all', 0),
     'model.embed_every_stage': Key(
-        False, 'each later stage adds an embedding of the tokens of its own', model='gpt2'),
+        False, 'each later stage adds its own embedding of the tokens', model='gpt2'),
     'model.init_from': Key(
         '', "folder of weights in Hugging Face's layout, such as WORKDIR/model", model='gpt2',
         idle=True),

@@ -54,8 +54,8 @@ def inputs(stage: Stage, ctx: Ctx, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return dict(kwargs)
     if ctx.tokens is None:
         raise ValueError(
-            f'{type(stage).__name__} reads the tokens of the input, and this input has no integers '
-            'but numbers; give token ids to the first stage, or ctx.tokens'
+            f"{type(stage).__name__} reads the tokens of the model's input, and this input is no "
+            'integers; give token ids to the first stage'
         )
     return {**kwargs, 'tokens': ctx.tokens}
 

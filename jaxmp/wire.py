@@ -40,7 +40,7 @@ class Ctx(NamedTuple):
       microbatch: number of the micro-batch within its step, from 0 (for the slots of
         `jaxmp.feedback`).
       tokens: ids of the model's input at the tensor's positions, integers of the tensor's shape
-        without its last axis (for `anchored`).
+        without its last axis (for `anchored`, and stages that read them).
     """
 
     key: Array | None = None

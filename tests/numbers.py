@@ -62,9 +62,7 @@ def fewer(row, mode='on'):
 
 def longer(row, mode='on', study='few_bits_text', to='none'):
     """Percent that a row's loss lies above that of none, over the seeds that it has."""
-    none, own = (
-        results.by_seed(studies()[study].rows[r], m) for r, m in ((to, 'on'), (row, mode))
-    )
+    none, own = (results.by_seed(studies()[study].rows[r], m) for r, m in ((to, 'on'), (row, mode)))
     return 100 * mean(v / none[s] - 1 for s, v in own.items())
 
 

@@ -10,9 +10,10 @@ import pytest
 
 import jaxmp
 from jaxmp.distributed.process_group import ProcessGroup
-from jaxmp.models import gpt2, principal
+from jaxmp.models import gpt2, principal, weights
 from jaxmp.models.bottleneck import narrowed
-from jaxmp.training import experiment, loop, sizes
+from jaxmp.plan import stages as plan_stages
+from jaxmp.training import experiment, loop, one_program, sizes, task
 from tests.runs import config_of
 
 RAW = jaxmp.parse('raw')
@@ -93,7 +94,9 @@ def test_tokens_that_a_stage_misses_are_an_error():
     sizes = gpt2.Config(vocabulary=5, positions=3, width=4, heads=2, embed_every_stage=True)
     stages = gpt2.Stage(sizes, 1), gpt2.Stage(sizes, 1)
     model = jaxmp.pipeline(stages, RAW, RAW)
-    with pytest.raises(ValueError, match=r'Stage reads the tokens .* give token ids to the first'):
+    with pytest.raises(
+        ValueError, match=r'Stage reads the tokens .* is no integers; give token ids'
+    ):
         model.init(jax.random.key(0), jnp.ones((1, 3, 4)))
 
 
@@ -140,6 +143,36 @@ def test_a_trained_network_starts_with_its_principal_components(tmp_path, everyw
     _, apart = of('mpmd', **narrow)
     for s in (0, 1):
         jax.tree.map(np.testing.assert_array_equal, apart[s][0], params[s])
+    shapes = jax.eval_shape(lambda: one_program.create(exp)).model.params  # as elastic runs do
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), shapes, params)
+
+
+def test_the_probe_of_a_plan_gives_the_tokens_to_every_stage():
+    config = config_of('text_gpt2', width=8, heads=2, blocks=2, stages=2)
+    config.data.update(train_examples=64, sequence_length=16)
+    config.model.update(bottleneck=3, embed_every_stage=True)
+    exp = experiment.experiment_of(config)
+    params = loop.engine_of(exp, ProcessGroup()).create(exp).model.params
+    rows = plan_stages.passes(exp, [{'params': params[s]} for s in (0, 1)])(False)
+    assert [len(row) for row in rows] == [2, 2]
+
+
+def test_embeddings_of_no_later_stage_are_refused_and_those_of_some_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r'config.model.stages=1 has none; give 2 or more'):
+        task.task_of(config_of('text_gpt2', stages=1, embed_every_stage=True))
+    stages = gpt2.gpt2(gpt2.Config(3, 2, 4, 2, 2, embed_every_stage=True), 2)
+    with pytest.raises(ValueError, match='no place for embeddings at every stage'):
+        weights.write(str(tmp_path), stages, ())
+    x, key = jnp.ones((1, 2, 4)), jax.random.key(0)
+    with pytest.raises(ValueError, match='embeds the tokens too; give them as tokens='):
+        stages[1].apply(stages[1].init(key, x), x)
+
+
+def test_a_start_of_ones_own_keeps_its_projections():
+    made = task.task_of(config_of('text_gpt2', width=8, heads=2, stages=2, blocks=2))
+    old = made._replace(start=lambda stage, variables, key: {'params': {'wte': 1}})
+    found = task.narrow(old, 3).start(0, {'params': {'wte': 0, 'narrow': 2}}, None)
+    assert found == {'params': {'wte': 1, 'narrow': 2}}
 
 
 def test_what_cannot_be_narrowed_is_refused():

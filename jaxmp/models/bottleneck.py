@@ -75,7 +75,8 @@ def narrowed(stages: Sequence[Any], x: jax.ShapeDtypeStruct, channels: int) -> t
               E \in R^{K \times C},\ D \in R^{C \times K}
 
     E and D are trained with the network, end to end; at first they keep the first K channels and
-    leave out the rest. A boundary that is not wider than K has no projections.
+    leave out the rest (`jaxmp.models.principal` has others, for a trained network). A boundary that
+    is not wider than K has no projections.
 
     Args:
       stages: Linen modules with ``__call__(x, train)``.

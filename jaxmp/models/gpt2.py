@@ -180,7 +180,7 @@ class Stage(nn.Module):
           ``(B, T, C)``, or ``(B, T, V)`` in the last stage.
 
         Raises:
-          ValueError: if the sequence is longer than the position table.
+          ValueError: if the sequence is longer than the position table, or tokens are missing.
         """
         c = self.config
         ends = self.embeds or self.scores
@@ -190,7 +190,9 @@ class Stage(nn.Module):
             x = Dropout(c.dropout[0])(self._embed(wte, x), train)
         if self.reads_tokens:
             own = self.param('tokens', nn.initializers.zeros, shape)
-            x = x if self.is_initializing() else x + own[tokens]
+            if tokens is None and not self.is_initializing():
+                raise ValueError('this stage embeds the tokens too; give them as tokens=')
+            x = x if tokens is None else x + own[tokens]
         block = nn.remat(Block, static_argnums=(2,)) if c.remat else Block
         for i in range(self.blocks):
             x = block(c, name=f'h_{i}')(x, train)

@@ -7,7 +7,7 @@ these it loses little, before the first step of the fine-tuning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 ABSENT = 2.0  # occurrences of the mean that a token's own is averaged with
-TOKENS = 2**18  # of the inputs, from all of which the activations are taken
+TOKENS = 2**18  # about as many activations are read, of rows from all over the inputs
 ROWS = 64  # at a time
 
 
@@ -25,13 +25,13 @@ class Model(NamedTuple):
 
     Attributes:
       stages: its stages.
-      variables: theirs.
+      read: the variables of a stage, given its number.
       x: inputs, tokens ``(N, T)``.
       vocabulary: number of tokens, if later stages will embed them; else 0.
     """
 
     stages: Sequence[Any]
-    variables: Sequence[Any]
+    read: Callable[[int], Any]
     x: Int[np.ndarray, 'N T']
     vocabulary: int
 
@@ -79,18 +79,18 @@ def principal(
     References:
       Activations of low rank: Protocol Models (arXiv 2506.01260).
     """
-    squares, sums, counts = 0.0, 0.0, np.zeros(vocabulary)
+    squares, sums, counts = np.zeros(()), np.zeros((vocabulary, 0)), np.zeros(vocabulary)
     for part, tokens in parts:
         x = part.astype(np.float64)
-        own = np.zeros((vocabulary, x.shape[1]))
+        squares = squares + x.T @ x
+        sums = sums if sums.shape[1] else np.zeros((vocabulary, x.shape[1]))
         if vocabulary:
-            np.add.at(own, tokens, x)
+            np.add.at(sums, tokens, x)
             counts += np.bincount(tokens, minlength=vocabulary)
-        squares, sums = squares + x.T @ x, sums + own
     weights = counts[:, None]
-    middle = np.sum(sums, 0) / max(1, counts.sum())
+    middle = sums.sum(0) / max(1, counts.sum())
     means = middle + (sums - weights * middle) / (weights + ABSENT)
-    crossed = np.transpose(sums) @ means
+    crossed = sums.T @ means
     rest = squares - crossed - crossed.T + means.T @ (weights * means)
     u = np.linalg.eigh(rest)[1][:, ::-1][:, :channels]  # ascending eigenvalues
     u = u * np.sign(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0))
@@ -98,28 +98,34 @@ def principal(
     return Start(*(a.astype(np.float32) for a in made))
 
 
-def fitted(model: Model, stage: int, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a stage at its boundaries, at first, by `principal`.
+def fitted(
+    components: Callable[[int, int], Start], stage: int, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The parameters of a stage at its boundaries, at first.
+
+    The two ends of a boundary compute them apart, so both need the same kind of device.
 
     Args:
-      model: the network.
+      components: those of a boundary, given the number of the stage before and of the channels.
       stage: number of the stage.
       params: its parameters; of these a ``narrow`` and a ``widen``, with its ``tokens``, are made.
     """
     made: dict[str, Any] = {}
     if 'narrow' in params:
-        kernel = _start(model, stage, params['narrow']['kernel'].shape[1]).narrow
+        kernel = components(stage, params['narrow']['kernel'].shape[1]).narrow
         made['narrow'] = {'kernel': kernel}
     if 'widen' in params:
-        start = _start(model, stage - 1, params['widen']['kernel'].shape[0])
+        start = components(stage - 1, params['widen']['kernel'].shape[0])
         made['widen'] = {'kernel': start.widen}
         if 'tokens' in params:
             made['tokens'] = start.tokens
     return jax.tree.map(jnp.asarray, made)
 
 
-def _start(model: Model, boundary: int, channels: int) -> Start:
-    stages, variables = model.stages[: boundary + 1], model.variables[: boundary + 1]
+def components(model: Model, boundary: int, channels: int) -> Start:
+    """`principal` of the activations that stage ``boundary`` of a network sends."""
+    stages = model.stages[: boundary + 1]
+    variables = [model.read(s) for s in range(len(stages))]
 
     @jax.jit
     def activations(variables: Any, tokens: Any) -> Any:
@@ -132,7 +138,6 @@ def _start(model: Model, boundary: int, channels: int) -> Start:
         x = np.asarray(model.x[:: max(1, model.x.size // TOKENS)], np.int32)
         for at in range(0, len(x), ROWS):
             rows = x[at : at + ROWS]
-            with jax.ensure_compile_time_eval():  # `fitted` may be traced, for its shapes
-                yield np.asarray(activations(variables, jnp.asarray(rows))), rows.ravel()
+            yield np.asarray(activations(variables, rows)), rows.ravel()
 
     return principal(parts(), channels, model.vocabulary)

@@ -132,12 +132,14 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
       variables: one ``{'params': ...}`` per stage.
 
     Raises:
-      ValueError: if the token tables of the first and the last stage differ.
+      ValueError: if the token tables of the first and the last stage differ, or each has one.
       OSError: if the files cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    if stages[0].config.embed_every_stage:
+        raise ValueError('the format has no place for embeddings at every stage')
     first, last = (np.asarray(variables[s]['params']['wte']) for s in (0, -1))
     if not np.array_equal(first, last):
         raise ValueError(

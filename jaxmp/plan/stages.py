@@ -101,6 +101,7 @@ def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[l
         for turn in range(1 + PASSES):
             workers = [Worker(p, state, split) for p, state in zip(stages, states, strict=True)]
             ctx = Ctx(jax.random.key(turn), jnp.asarray(batch['id']), microbatch=np.int32(0))
+            ctx = ctx.reading(x)
             for s, kind, seconds in one_pass(workers, (x, batch['y'], ctx), split):
                 rows[s][kind] += [seconds] * (turn > 0)
             states[:] = [w.state() for w in workers]

@@ -58,7 +58,8 @@ def seeds(rows: Sequence[Row]) -> str:
 
 def reference(rows: Sequence[Row]) -> Row | None:
     """The row without compression, whose model has nothing that serves compression either."""
-    helped = lambda r: r.runs[0]['config']['model'].get('embed_every_stage', False)
+    model = lambda r: r.runs[0]['config']['model']
+    helped = lambda r: any(model(r).get(k) for k in ('embed_every_stage', 'bottleneck'))
     plain = [r for r in rows if style.family(text_of(r)) == 'no compression']
     return min(plain, key=helped, default=None)
 

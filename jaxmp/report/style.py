@@ -209,6 +209,8 @@ def label(
 ) -> None:
     """Writes names beside points, each moved up or down until it overlaps no name and no point.
 
+    They stay within the height of the axes while there is room.
+
     Args:
       figure: the figure, complete but for the names.
       axes: the axes of the points.

@@ -103,7 +103,7 @@ class Driver:
           states: of the stages of this process, from `init` or the last step; their feedback and
             statistics are donated.
           x: the whole batch, axis 0 the sample; used where the first stage is, and of tokens
-            wherever a boundary has `anchored`.
+            wherever a boundary has `anchored` or a stage reads them.
           y: targets; used where the last stage is.
           ctx: key and ids of the step.
 

@@ -7,8 +7,9 @@ that two processes with the same command share the work. A run that diverges has
 from there on it counts as guessing. A run that fails does not stop the others; failures are listed
 at the end.
 
-The seeds of a row run one after another in one process and share its compiled programs. Batching
-seeds by `jax.vmap` would turn convolutions into grouped ones, which take twice as long on CPU.
+The seeds of a row run one after another in one process and share its compiled programs, unless a
+``{seed}`` in --set makes rows of them. Batching seeds by `jax.vmap` would turn convolutions into
+grouped ones, which take twice as long on CPU.
 """
 
 from __future__ import annotations
@@ -167,7 +168,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--out', type=Path, default=Path('results'), help='folder of results')
     parser.add_argument('--work', type=Path, default=Path('runs/sweep'), help='folder of workdirs')
     parser.add_argument(
-        '--set', action='append', default=[], help='key=value for all; {seed}: that of a run'
+        '--set',
+        action='append',
+        default=[],
+        help='key=value for all runs; {seed} becomes that of each',
     )
     parser.add_argument(
         '--keep', action='store_true', help='leave the last checkpoints, for jaxmp evaluate'

@@ -7,6 +7,7 @@ The trainer uses nothing else of a model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmp import data, models
@@ -109,7 +111,12 @@ def narrow(task: Task, channels: int) -> Task:
     from jaxmp.models.bottleneck import narrowed
 
     x = jax.ShapeDtypeStruct((1, *task.like.shape), task.like.dtype)
-    return task._replace(stages=narrowed(task.stages, x, channels), export=None)
+
+    def start(stage: int, variables: Any, key: Array) -> Any:
+        found = task.start(stage, variables, key)
+        return {**found, 'params': {**variables['params'], **found['params']}}
+
+    return task._replace(stages=narrowed(task.stages, x, channels), start=start, export=None)
 
 
 def measured(task: Task, metric: Metric) -> Task:
@@ -221,13 +228,22 @@ def language(config: Config) -> Task:
     sizes = dataclasses.replace(sizes, embed_every_stage=c.embed_every_stage)
     stages = gpt2.gpt2(sizes, c.stages)
 
+    if c.embed_every_stage and len(stages) == 1:
+        raise ValueError(
+            'config.model.embed_every_stage=True is for stages after the first, and '
+            'config.model.stages=1 has none; give 2 or more'
+        )
+    read = lambda stage: weights.read(c.init_from, published, stage)[0]
+    vocabulary = sizes.vocabulary if c.embed_every_stage else 0
+    model = principal.Model(published, read, dataset.train.x, vocabulary)
+    components = functools.cache(functools.partial(principal.components, model))
+
     def start(stage: int, variables: Any, key: Array) -> Any:
         if c.init_from:
-            read = weights.read(c.init_from, published)
-            own = {**variables.get('params', {}), **read[stage]['params']}
-            vocabulary = sizes.vocabulary if c.embed_every_stage else 0
-            model = principal.Model(published, read, dataset.train.x, vocabulary)
-            return {**variables, 'params': {**own, **principal.fitted(model, stage, own)}}
+            own = {**variables.get('params', {}), **read(stage)['params']}
+            if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):
+                return {**variables, 'params': own}  # whoever traces wants shapes
+            return {**variables, 'params': own | principal.fitted(components, stage, own)}
         if stage not in (0, len(stages) - 1):
             return variables
         first = table(stages[0], jax.random.fold_in(key, 0))
