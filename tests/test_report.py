@@ -406,8 +406,11 @@ def test_the_picture_of_the_readme_has_rows_of_two_studies(studies):
 
 
 def test_a_row_of_gradients_alone_is_not_the_reference():
-    """It has the colour of its backward channel."""
-    pairs = ('raw', 'top_k(0.1)'), ('raw', 'raw'), ('block(4)', 'raw')
-    rows = [SimpleNamespace(runs=[{'fwd': fwd, 'bwd': bwd}]) for fwd, bwd in pairs]
-    assert captions.reference(rows) is rows[1]
-    assert [captions.text_of(row) for row in rows] == ['top_k(0.1)', 'raw', 'block(4)']
+    """It has the colour of its backward channel; nor is a model that something helps."""
+    helped = {'embed_every_stage': True}
+    channels = [('raw', 'top_k(0.1)', {}), ('raw', 'raw', helped), ('raw', 'raw', {})]
+    channels.append(('block(4)', 'raw', {}))
+    run = lambda fwd, bwd, model: {'fwd': fwd, 'bwd': bwd, 'config': {'model': model}}
+    rows = [SimpleNamespace(runs=[run(*row)]) for row in channels]
+    assert captions.reference(rows) is rows[2]
+    assert [captions.text_of(row) for row in rows] == ['top_k(0.1)', 'raw', 'raw', 'block(4)']
