@@ -32,7 +32,7 @@ import optax  # noqa: E402
 from timing import header, keep_freed_pages  # noqa: E402
 
 import jaxmp  # noqa: E402
-from jaxmp.models import gpt2, tied  # noqa: E402
+from jaxmp.models import gpt2, layers, tied  # noqa: E402
 
 CODECS = {
     'raw': ('raw', 'raw'),
@@ -60,7 +60,7 @@ def ours(a, tokens, stages, fwd, bwd):
     def loss(params, feedback):
         variables = tuple({'params': p} for p in params)
         logits, _, feedback = model.apply(variables, feedback, tokens)
-        return gpt2.next_token_loss(logits, tokens).mean(), (feedback, None)
+        return layers.next_token_loss(logits, tokens).mean(), (feedback, None)
 
     def step(params, state, feedback):
         (nats, _), grads, feedback = jaxmp.value_and_grad(loss)(params, feedback)

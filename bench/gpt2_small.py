@@ -20,7 +20,7 @@ import optax
 from timing import header
 
 import jaxmp
-from jaxmp.models import gpt2, tied, weights
+from jaxmp.models import gpt2, layers, tied, weights
 from jaxmp.wire import nbytes
 
 FULL = {'batch': 8, 'length': 1024}
@@ -39,7 +39,7 @@ def training(stages, fwd, bwd):
     def loss(params, feedback, tokens):
         variables = tuple({'params': p} for p in params)
         logits, _, feedback = model.apply(variables, feedback, tokens, train=True)
-        return gpt2.next_token_loss(logits, tokens).mean(), (feedback, None)
+        return layers.next_token_loss(logits, tokens).mean(), (feedback, None)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params, state, feedback, tokens):

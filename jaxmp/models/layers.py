@@ -1,4 +1,4 @@
-"""Layers of a transformer in forms that are fast on CPU: product, dense, dropout, attention.
+"""Parts of a transformer in forms that are fast on CPU: product, dense, dropout, attention, loss.
 
 Shapes: M, N, K any sizes; B batch, H heads, T queries, S keys, D width of a head.
 """
@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 _ROWS = 128  # queries that are computed together; see `attention`
 
@@ -131,3 +131,35 @@ def attention(
         )  # fmt: skip
         out.append((y / total).astype(v_BHSD.dtype))
     return jnp.concatenate(out, axis=2)
+
+
+def next_token_loss(
+    logits_BTV: Float[Array, 'B T V'], tokens_BT: Int[Array, 'B T']
+) -> Float[Array, ' B']:
+    r"""Mean nats per predicted token of each sequence; position ``t`` predicts token ``t + 1``.
+
+    .. math:: -\frac{1}{T-1} \sum_{t<T} \log p(token_{t+1} | token_{\le t})
+
+    Args:
+      logits_BTV: logits, ``(B, T, V)``.
+      tokens_BT: the input tokens, ``(B, T)``.
+
+    Returns:
+      Losses ``(B,)``; their mean is the loss of ``GPT2LMHeadModel`` with ``labels=input_ids``.
+
+    Raises:
+      ValueError: if a sequence has only one token.
+
+    >>> nats = next_token_loss(jnp.zeros((1, 3, 4)), jnp.zeros((1, 3), int))  # ln 4
+    >>> round(float(nats[0]), 4)
+    1.3863
+    """
+    if tokens_BT.shape[1] < 2:
+        raise ValueError('a sequence of one token has nothing to predict; give two or more')
+    # All T positions are computed, the last one is dropped at the end, and the token is chosen by a
+    # masked sum: slicing the logits, and the scatter in the gradient of an indexing, would each
+    # cost a pass over the logits, the largest array.
+    targets = jnp.roll(tokens_BT, -1, axis=1)[..., None]
+    here = jnp.arange(logits_BTV.shape[-1], dtype=targets.dtype) == targets
+    true = jnp.where(here, logits_BTV, 0).sum(-1)
+    return (jax.nn.logsumexp(logits_BTV, axis=-1) - true)[:, :-1].mean(-1)

@@ -153,8 +153,7 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
             for word in path:
                 leaf = leaf[word]
             tensors[f'transformer.{name}'] = np.ascontiguousarray(leaf, np.float32)
-    root = Path(directory).expanduser()
-    root.mkdir(parents=True, exist_ok=True)
+    (root := Path(directory).expanduser()).mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, root / _FILE, metadata={'format': 'pt'})
     except SafetensorError as error:  # safetensors raises it for a full disk too

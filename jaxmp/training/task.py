@@ -263,7 +263,7 @@ def language(config: Config) -> Task:
 
 def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:
     """Mean nats per predicted token, and the share of correct predictions, per sequence."""
-    from jaxmp.models.gpt2 import next_token_loss
+    from jaxmp.models.layers import next_token_loss
 
     right = jnp.argmax(logits[:, :-1], -1) == tokens[:, 1:]
     nll = next_token_loss(logits, tokens)
