@@ -101,7 +101,7 @@ def read(directory: str, stages: Sequence[Stage], only: int | None = None) -> tu
 
     Args:
       directory: folder in Hugging Face's layout.
-      stages: stages from `gpt2` with the config of this directory.
+      stages: of `gpt2` with its config.
       only: number of the only stage to read, which gives a tuple of one; None reads all.
 
     Returns:
@@ -114,10 +114,8 @@ def read(directory: str, stages: Sequence[Stage], only: int | None = None) -> tu
     found = _tensors(_root(directory))
     head, wte = found.pop('lm_head.weight', None), found.get('wte.weight')
     if head is not None and wte is not None and not np.array_equal(head, wte):
-        raise ValueError(
-            f'{directory}: lm_head.weight differs from wte.weight; only a GPT-2 with tied tables '
-            'can be read'
-        )
+        said = f'{directory}: lm_head.weight differs from wte.weight'
+        raise ValueError(f'{said}; only a GPT-2 with tied tables can be read')
     names = _names(stages)
     _check(directory, found, {n: s for stage in names for _, n, s in stage})
     return tuple({'params': _nest(n, found)} for i, n in enumerate(names) if only in (None, i))
