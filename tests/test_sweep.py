@@ -1,9 +1,11 @@
 """A study from its plan to its report; what is killed, what fails, what is refused."""
 
 import ast
+import hashlib
 import json
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +81,30 @@ def test_a_result_of_other_settings_is_not_taken_for_this_one(smoke):
     jobs = plan(smoke, '--tables=1', '--rows=none', '--seeds=1', '--set', 'optimizer.lr=0.5')
     with pytest.raises(ValueError, match=r'other settings: optimizer.lr=0.02 \(now 0.5\)'):
         runner.sweep(jobs)
+
+
+def test_a_result_from_other_weights_is_not_taken_for_this_one(smoke, tmp_path):
+    first, second = (smoke / 'work' / 'smoke' / f'gpt2-{n}-s0' / 'model' for n in ('none', 'top10'))
+    start = tmp_path / 'start'
+    given = (
+        '--tables=5',
+        '--rows=gpt2-none',
+        '--set',
+        'epochs=1',
+        '--set',
+        f'model.init_from={start}',
+    )
+    shutil.copytree(first, start)
+    assert runner.sweep(plan(tmp_path, *given)) == {}
+    elsewhere = f'model.init_from={first}'  # the same weights
+    assert runner.sweep(plan(tmp_path, *given[:-1], elsewhere)) == {}
+    result = json.loads((tmp_path / 'results' / 'smoke' / 'gpt2-none-s0.json').read_text())
+    whole = hashlib.sha256((first / 'model.safetensors').read_bytes()).hexdigest()
+    assert result['weights'] == whole[:12]
+    with pytest.raises(
+        ValueError, match=rf"weights in model.init_from='{result['weights']}' \(now"
+    ):
+        runner.sweep(plan(tmp_path, *given[:-1], f'model.init_from={second}'))
 
 
 def test_the_report_follows_the_results(smoke, tmp_path):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.config import Summary
-from jaxmp.sweep.study import Job, finished, jobs, put, study_of
+from jaxmp.sweep.study import Job, digest, finished, jobs, put, study_of
 from jaxmp.training.files import locked
 
 
@@ -123,6 +123,8 @@ def one(job: Job, made: Any, quiet: bool, keep: bool) -> Summary:
         summary = diverged(made.exp, error.step, job.workdir)
     if summary is None:
         raise KeyboardInterrupt
+    if weights := digest(job.config.model.init_from):
+        summary['weights'] = weights
     job.result.parent.mkdir(parents=True, exist_ok=True)
     whole = job.workdir / 'result.json'
     lines = (f' {json.dumps(k)}: {json.dumps(v)}' for k, v in summary.items())

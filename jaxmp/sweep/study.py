@@ -5,12 +5,16 @@ A study is a Python file with ``get_study(scale, tables)``, such as configs/pape
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmp.config import KINDS, Summary, flat, nearest, settings
 from jaxmp.plugins import find, module
+
+WEIGHTS = 'SHA-256 of the weights in model.init_from'
 
 
 class Job(NamedTuple):
@@ -46,12 +50,14 @@ def finished(job: Job) -> Summary | None:
     """The result of ``job``, or None if it is not finished.
 
     Raises:
-      ValueError: if the result was made with another configuration.
+      ValueError: if the result was made with another configuration, or from other weights.
     """
     if not job.result.exists():
         return None
     summary = json.loads(job.result.read_text())
     want, has = settings(job.config.to_dict()), settings(summary['config'])
+    if (now := digest(job.config.model.init_from)) and 'weights' in summary:
+        want[WEIGHTS], has[WEIGHTS] = now, summary['weights']
     if clash := sorted(k for k in {**want, **has} if want.get(k) != has.get(k)):
         raise ValueError(
             f'{job.result} was made with other settings: '
@@ -59,6 +65,16 @@ def finished(job: Job) -> Summary | None:
             + '; move it away or give another --out'
         )
     return summary
+
+
+@functools.cache
+def digest(folder: str) -> str:
+    """The SHA-256 of all ``*.safetensors`` in ``folder``, 12 digits of it; ``''`` without any."""
+    files = sorted(Path(folder).expanduser().glob('*.safetensors')) if folder else []
+    found = hashlib.sha256()
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12] if files else ''
 
 
 def study_of(name: str) -> Any:
