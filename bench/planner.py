@@ -1,13 +1,15 @@
 """Whether the plan of `jaxmp plan` is fastest: predicted and measured steps beside other choices.
 
 python bench/planner.py [--config=text_gpt2] [--links 1gbit 100mbit 200mbit,50ms] [--error=.1]
-It probes the configuration once, and for each link measures the plan and channels chosen by hand,
-each in the schedule that is predicted to be the best for it. A row is written as soon as it is
-measured, and the same command goes on where it was stopped; a table (`.md`) lies beside the rows.
+It probes the configuration once, on a core while another process probes it on the other one, since
+the processes to be measured share caches and memory as well. For each link it measures the plan and
+channels chosen by hand, each in the schedule that is predicted to be the best for it, and all of
+them in turns. A row is written as soon as it is measured, and the same command goes on where it was
+stopped; a table (`.md`) lies beside the rows.
 
-**Measured**: wall time of a training step in process 0, median of ``--steps`` steps after three;
-two processes, each on a core of its own, with links emulated between them. Anything else that the
-machine does counts, so it must do nothing else.
+**Measured**: wall time of a training step in process 0, median of ``--steps`` steps after three,
+the least of ``--turns`` such medians; two processes, each on a core of its own, with links emulated
+between them. Anything else that the machine does counts, so it must do nothing else.
 **Loss**: mean training loss of the last tenth of an epoch in one program, from the same seed and
 batches; none of links and schedules changes it.
 """
@@ -15,6 +17,7 @@ batches; none of links and schedules changes it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pickle
@@ -72,6 +75,26 @@ def file_of(choice: Choice, args: argparse.Namespace, folder: Path) -> Path:
 def values(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line changes."""
     return changed(args.config, args.change)[1]
+
+
+def probed_beside(args: argparse.Namespace) -> Probed:
+    """What a probe on a core finds while another one works on the other."""
+    if (found := stage_count(changed(args.config, args.change)[0])) != CORES:
+        sys.exit(f'{args.config} has {found} stages, and there are {CORES} cores; give --change')
+    command = [sys.executable, str(HERE / 'planner.py'), '--beside', f'--config={args.config}']
+    command += [f'--seconds={args.seconds}', '--change', *args.change]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as other:
+        try:
+            return probe(args)
+        finally:
+            other.terminate()
+
+
+def probe(args: argparse.Namespace) -> Probed:
+    """What the planner's probe finds."""
+    config, _ = changed(args.config, args.change)
+    own = list(dict.fromkeys(t for pair in (*PAPER, *HAND) for t in pair if t not in TEXTS))
+    return planned(config, own, parse(args.links[0]), args.error, args.seconds)[0]
 
 
 def launched(out: Path, link: str, steps: int) -> list[float]:
@@ -160,30 +183,40 @@ def loss_of(out: Path) -> float:
 
 def work(args: argparse.Namespace, rows: Rows, probed: Probed) -> None:
     """Measures what is not measured yet."""
-    for link in args.links:
+    for turn, link in itertools.product(range(args.turns), args.links):
         for name, choice in choices(probed, link, args.error):
             codecs = '; '.join(c.text for _, c in sorted(choice.codecs.items()))
             with tempfile.TemporaryDirectory() as folder:
                 out = file_of(choice, args, Path(folder))
                 if not rows.has(kind='loss', codecs=codecs):
                     rows.add(kind='loss', codecs=codecs, loss=loss_of(out))
-                if rows.has(kind='step', link=link, name=name):
+                if rows.has(kind='step', turn=turn, link=link, name=name):
                     continue
                 seconds = launched(out, link, args.steps)
             rows.add(
-                kind='step', link=link, name=name, codecs=codecs, order=choice.order.line,
-                predicted=choice.seconds, measured=statistics.median(seconds), seconds=seconds,
-                error=choice.error, load=os.getloadavg()[0],
+                kind='step', turn=turn, link=link, name=name, codecs=codecs,
+                order=choice.order.line, predicted=choice.seconds,
+                measured=statistics.median(seconds), seconds=seconds, error=choice.error,
+                load=os.getloadavg()[0],
             )  # fmt: skip
             said = f'{1e3 * choice.seconds:8.1f} {1e3 * rows.rows[-1]["measured"]:8.1f} ms'
             print(f'{link:14}{name:46}{said}', flush=True)
+
+
+def quietest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the measured steps, the turn of each choice in which it took the least."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for r in (r for r in rows if r['kind'] == 'step'):
+        key = r['link'], r['name']
+        found[key] = min(found.get(key, r), r, key=lambda r: r['measured'])
+    return list(found.values())
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The page."""
     run = next(r for r in rows if r['kind'] == 'run')
     losses = {r['codecs']: r['loss'] for r in rows if r['kind'] == 'loss'}
-    steps = [r for r in rows if r['kind'] == 'step']
+    steps = quietest(rows)
     lines = [
         '# Predicted and measured steps',
         '',
@@ -220,18 +253,24 @@ def main() -> None:
     ask.add_argument('--error', type=float, default=0.1)
     ask.add_argument('--seconds', type=float, default=90, help='of the probe')
     ask.add_argument('--steps', type=int, default=STEPS)
+    ask.add_argument('--turns', type=int, default=2)
     ask.add_argument(
         '--change', nargs='*', default=['model.stages=2'], help='key=value of the configuration'
     )
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')
     ask.add_argument('--measure', help=argparse.SUPPRESS)
+    ask.add_argument('--beside', action='store_true', help=argparse.SUPPRESS)
     for name in ('coordinator', 'processes', 'process'):
         kind = str if name == 'coordinator' else int
         ask.add_argument(f'--{name}', type=kind, help=argparse.SUPPRESS)
     args = ask.parse_args()
     if args.measure:
         return measure(args)
+    if args.beside:
+        os.sched_setaffinity(0, {1})
+        while True:
+            probe(args)
     out = args.out or HERE / 'results' / stem('planner')
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
     os.sched_setaffinity(0, {0})  # before anything lets JAX make its threads: a probe of one core
@@ -239,13 +278,7 @@ def main() -> None:
     if kept.exists() and not args.fresh:
         probed = pickle.loads(kept.read_bytes())
     else:
-        config, _ = changed(args.config, args.change)
-        if (found := stage_count(config)) != CORES:
-            sys.exit(
-                f'{args.config} has {found} stages, and there are {CORES} cores; give --change'
-            )
-        own = list(dict.fromkeys(t for pair in (*PAPER, *HAND) for t in pair if t not in TEXTS))
-        probed, _ = planned(config, own, parse(args.links[0]), args.error, args.seconds)
+        probed = probed_beside(args)
         kept.write_bytes(pickle.dumps(probed))
     os.sched_setaffinity(0, set(range(os.cpu_count() or 1)))  # of the processes to start
     rows.start(config=args.config, change=args.change, error=args.error)

@@ -194,12 +194,21 @@ def test_the_planners_bench_takes_a_stage_per_core(bench, monkeypatch, tmp_path)
         bench('planner').main()
 
 
+def test_the_quietest_turn_of_a_choice_counts(bench):
+    rows = [
+        {'kind': 'step', 'link': link, 'name': 'raw', 'turn': turn, 'measured': seconds}
+        for turn, link, seconds in ((0, 'a', 3.0), (0, 'b', 1.0), (1, 'a', 2.0), (1, 'b', 4.0))
+    ]
+    found = bench('planner').quietest([{'kind': 'run'}, *rows])
+    assert [(r['link'], r['turn'], r['measured']) for r in found] == [('a', 1, 2.0), ('b', 0, 1.0)]
+
+
 def planner_run(bench, name):
     """Of a run: steps at most 15 % off, all errors, by link how much slower the plan was, noise."""
     path = RESULTS / name
     rows = [json.loads(line) for line in path.with_suffix('.jsonl').read_text().splitlines()]
     assert bench('planner').table(rows) == path.with_suffix('.md').read_text()
-    steps = [r for r in rows if r['kind'] == 'step']
+    steps = bench('planner').quietest(rows)
     off = [100 * (r['measured'] / r['predicted'] - 1) for r in steps]
     slow, far = {}, 0.0
     for link in dict.fromkeys(r['link'] for r in steps):

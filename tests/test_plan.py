@@ -12,6 +12,7 @@ from jaxmp.config import complete
 from jaxmp.plan import __main__ as command
 from jaxmp.plan import choose, crossings, predict, show, stages, write
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
+from jaxmp.plan.clock import Clock
 from jaxmp.plan.predict import Link, Message, Times
 from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.schedule import Costs, size
@@ -227,7 +228,22 @@ def test_what_follows_the_gradients_is_timed_without_them():
 
     start, via = time.monotonic(), crossings.Gradients(Slow())
     assert (via.value_and_grad(3), via.last) == (3, 1)
+    assert 0.05 <= via.seconds <= via.end - start
     assert start + 0.05 <= via.end <= time.monotonic()
+
+
+def test_stages_take_what_a_step_of_training_took(monkeypatch):
+    """Not less than alone, where a step runs several of them at once."""
+    alone = [[1.0, 2.0], [1.0, 2.0]]
+    monkeypatch.setattr(stages, 'passes', lambda *_: lambda split: alone)
+    monkeypatch.setattr(stages, 'MOST', 1)
+    config = config_of('digits_resnet')
+    config.parallel.num_microbatches = 1
+    exp = experiment_of(config)
+    clock = Clock(0.0, 0.0, lambda text: None)
+    for gradients, forward, backward in (12.0, 2.0, 4.0), (3.0, 1.0, 2.0):
+        steps = crossings.Trained({}, [None, None], gradients, 0.5)
+        assert stages.stage_times(exp, steps, clock) == {1: [Times(forward, backward, (), 0.5)] * 2}
 
 
 BAD = {

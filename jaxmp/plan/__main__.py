@@ -108,7 +108,7 @@ def planned(
     from jaxmp.grammar import own_words
     from jaxmp.plan.choose import Probed, choose
     from jaxmp.plan.clock import Clock
-    from jaxmp.plan.crossings import candidates, handover, measured, snapshots
+    from jaxmp.plan.crossings import candidates, handover, measured, trained
     from jaxmp.plan.stages import stage_times
     from jaxmp.training.experiment import experiment_of, microbatch_like
     from jaxmp.training.sizes import check_residuals, shapes
@@ -127,10 +127,10 @@ def planned(
     clock = Clock(seconds, time.monotonic(), told)
     channels = candidates(texts, names, first)
     clock.say('training steps without compression')
-    tensors, variables, rest = snapshots(exp, clock)
-    clock.say(f'{len(channels)} candidates at {len(tensors)} crossings')
-    crossings = measured(channels, tensors, exp.config.parallel.num_microbatches, clock)
-    probed = Probed(stage_times(exp, variables, rest, clock), crossings, handover())
+    steps = trained(exp, clock)
+    clock.say(f'{len(channels)} candidates at {len(steps.tensors)} crossings')
+    crossings = measured(channels, steps.tensors, exp.config.parallel.num_microbatches, clock)
+    probed = Probed(stage_times(exp, steps, clock), crossings, handover())
     return probed, choose(probed, link, budget)
 
 

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,23 @@ SHARES = {'training': 0.25, 'codecs': 0.75}  # of the time, at whose end a part 
 Tensors = Mapping[Edge, Sequence[Array]]
 
 
+class Trained(NamedTuple):
+    """What the training steps of a probe gave.
+
+    Attributes:
+      tensors: what micro-batch 0 sent over each edge in the last steps, in their order.
+      variables: of all stages after them.
+      gradients: median seconds of a step until its gradients are there.
+      rest: median seconds per stage of what follows: a tied table's exchange, clipping, the
+        optimizer.
+    """
+
+    tensors: Tensors
+    variables: Sequence[Any]
+    gradients: float
+    rest: float
+
+
 def candidates(texts: Iterable[str], names: Mapping[str, Any], like: Like) -> dict[str, Channel]:
     """The channels that texts name.
 
@@ -65,12 +82,8 @@ def candidates(texts: Iterable[str], names: Mapping[str, Any], like: Like) -> di
     return found
 
 
-def snapshots(exp: Experiment, clock: Clock) -> tuple[Tensors, Sequence[Any], float]:
-    """What micro-batch 0 sends over each edge in the last training steps, in their order.
-
-    Also the variables of all stages after them, and the median seconds per stage of what a step
-    does after its last backward: a tied table's exchange, clipping, the optimizer.
-    """
+def trained(exp: Experiment, clock: Clock) -> Trained:
+    """Training steps without compression, until a share of the time is over."""
     keep, n = keeping(direct(raw)), len(exp.task.stages) - 1
     kept = exp._replace(model=pipeline(exp.task.stages, [keep] * n, [keep] * n))
     engine, size = ByStage(kept, ProcessGroup()), exp.config.batch_size
@@ -83,7 +96,7 @@ def snapshots(exp: Experiment, clock: Clock) -> tuple[Tensors, Sequence[Any], fl
         [batch] = data.batches(exp.data.train, size, rows[first : first + size])
         state, _ = train_step(rules, via, engine.across, (state, batch))
         jax.block_until_ready(state)
-        times.append(time.monotonic() - via.end)
+        times.append((via.seconds, time.monotonic() - via.end))
         parts = engine.export(state).parts
         found.append([parts[name(s, 0)]['feedback'] for s in range(n + 1)])
         found, i = found[-SNAPSHOTS:], i + 1
@@ -94,15 +107,16 @@ def snapshots(exp: Experiment, clock: Clock) -> tuple[Tensors, Sequence[Any], fl
         ways[s, s + 1] = [first(stages[s].right_tx) for stages in found]
         ways[s + 1, s] = [first(stages[s + 1].left_tx) for stages in found]
     variables = jax.device_put(engine.weights(state), jax.devices()[0])
-    return ways, variables, statistics.median(times[1:]) / (n + 1)
+    gradients, rest = (statistics.median(t) for t in zip(*times[1:], strict=True))
+    return Trained(ways, variables, gradients, rest / (n + 1))
 
 
 class Gradients:
-    """A runtime that waits for its gradients, and keeps the time of their end."""
+    """A runtime that waits for its gradients, and keeps their seconds and the time of their end."""
 
     def __init__(self, runtime: Any) -> None:
         """Wraps a runtime."""
-        self._runtime, self.end = runtime, 0.0
+        self._runtime, self.seconds, self.end = runtime, 0.0, 0.0
 
     def __getattr__(self, name: str) -> Any:
         """What is not said here is the runtime's."""
@@ -110,7 +124,7 @@ class Gradients:
 
     def value_and_grad(self, *given: Any) -> Any:
         """See `Runtime`."""
-        found = jax.block_until_ready(self._runtime.value_and_grad(*given))
+        self.seconds, found = timed(self._runtime.value_and_grad, *given)
         self.end = time.monotonic()
         return found
 

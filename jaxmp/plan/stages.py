@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from jaxmp import data
 from jaxmp.plan.clock import PASSES, Clock
+from jaxmp.plan.crossings import Trained
 from jaxmp.plan.predict import Times
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch, StageState
@@ -25,37 +26,39 @@ from jaxmp.wire import Ctx
 MOST = 16  # micro-batches
 
 
-def stage_times(
-    exp: Experiment, variables: Sequence[Any], rest: float, clock: Clock
-) -> dict[int, list[Times]]:
+def stage_times(exp: Experiment, trained: Trained, clock: Clock) -> dict[int, list[Times]]:
     """Times of all stages by number of micro-batches.
+
+    A step takes longer than its actions alone, which find their data in the cache and the program
+    ready. All times grow by the ratio that a training step had to its actions.
 
     Args:
       exp: uncompressed, under ``mpmd``, of one replica.
-      variables: of all stages.
-      rest: seconds per stage of what follows the last backward.
+      trained: its training steps.
       clock: of the probe.
     """
     own, size = exp.config.parallel.num_microbatches, exp.config.batch_size
     counts = [n for n in range(1, min(MOST, size) + 1) if size % n == 0]
     counts = list(dict.fromkeys([own, counts[-1], 1, *counts]))
-    found, shares = {}, [()] * len(variables)
+    found, shares, ratio = {}, [()] * len(trained.variables), 1.0
     for i, count in enumerate(counts):
         if i and clock.spent():
             left = ', '.join(map(str, sorted(counts[i:])))
             clock.say(f'no time for {left} micro-batches, which are interpolated')
             break
         clock.say(f'stages with {count} micro-batches')
-        run = passes(with_microbatches(exp, count), variables)
+        run = passes(with_microbatches(exp, count), trained.variables)
         found[count] = run(False)
+        if not i:
+            ratio = max(1.0, trained.gradients / (own * np.sum(found[own])))
         if not i and not clock.spent():
             clock.say('backwards in two halves')
             pairs = zip(run(True), found[own], strict=True)
             shares = [tuple(t / b for t in halves) for (_, *halves), (_, b) in pairs]
     return {
         count: [
-            Times(f, b, tuple(b * share for share in shares[s]), rest)
-            for s, (f, b) in enumerate(rows)
+            Times(f, b, tuple(b * share for share in shares[s]), trained.rest)
+            for s, (f, b) in enumerate(ratio * rows)
         ]
         for count, rows in sorted(interpolated(found, counts).items())
     }
