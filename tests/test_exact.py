@@ -56,7 +56,8 @@ def careless():
     return Codec(uniform.encode, decode)
 
 
-NAMES = {'all': mean(CODECS), 'careless': careless()}
+# `some` for further rules: what they add to a codec's numbers is a matter of the rule.
+NAMES = {'all': mean(CODECS), 'some': mean(CODECS[::5]), 'careless': careless()}
 
 
 def tensors(shape, dtype):
@@ -101,8 +102,8 @@ def drift(text, shape, dtype='float32', options=HURRIED):
         ('ef(top_k(0.4, values=all))', (8, 4096), 'float32', HURRIED),
         ('ef21(top_k(0.4, values=all))', (4, 301), 'bfloat16', HURRIED),
         ('ef21(top_k(0.4, values=all))', (8, 4096), 'float32', FULL),  # as users compile
-        ('ef_mixed(top_k(0.4, values=all), True)', (4, 301), 'float32', HURRIED),
-        (f'aqsgd(random_k(0.4, values=all), {EXAMPLES})', (8, 4096), 'float32', HURRIED),
+        ('ef_mixed(top_k(0.4, values=some), True)', (4, 301), 'float32', HURRIED),
+        (f'aqsgd(random_k(0.4, values=some), {EXAMPLES})', (8, 4096), 'float32', HURRIED),
         (f'aqsgd(uniform(4), {EXAMPLES}, table=4)', (8, 301), 'float32', HURRIED),
         (f'aqsgd(uniform(4), {EXAMPLES}, table=2)', (8, 301), 'float32', FULL),
         (f'anchored(block(4), {TOKENS})', (8, 9, 30), 'float32', HURRIED),
