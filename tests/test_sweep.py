@@ -133,6 +133,15 @@ def test_a_setting_may_have_the_seed_in_it(tmp_path):
     assert found == {('s0', 'BASE-0/model'), ('s1', 'BASE-1/model')}
 
 
+def test_rows_on_which_an_open_verdict_hangs_have_more_seeds():
+    def seeds(scale, row):
+        found = study.study_of('paper_tables').get_study(scale)
+        return [seed for seed, c in found if (c.name, c.seed) == (row, seed)]
+
+    assert seeds('converged', 'top10') == [*range(8)]
+    assert seeds('converged', 'top20') == seeds('mnist', 'top10') == [*range(5)]
+
+
 def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=1')
     jobs[0].config.fwd = 'aqsgd(top_k(0.1), examples=5)'
