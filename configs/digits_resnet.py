@@ -1,7 +1,7 @@
 """ResNet-18 (width 16) on scikit-learn's digits, Top 10 % both ways: the default.
 
 python train.py
-2 CPU cores: about a minute. Expect 97 % test accuracy with compression on.
+2 CPU cores: half a minute. Expect 98 % test accuracy with compression on.
 """
 
 from jaxmp.config import Config

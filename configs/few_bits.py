@@ -61,7 +61,7 @@ CHANNELS = {  # forward and backward
     'klt-half': ('klt(0.5)',) * 2,
     'klt1': ('klt(1)',) * 2,
     'klt2': ('klt(2)',) * 2,
-    # of 96 channels 24 or 60 that are learned: 1.1 and 2.7 bits per element of the 96
+    # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
     'learned24-block4': ('block(4)',) * 2,
     'learned60-block4': ('block(4)',) * 2,
     # what tokens tell, sent apart: 2.0, 2.7 and 3.0 bits, and 1.0 of 48 learned channels

@@ -105,6 +105,13 @@ def seeds(study, row, mode='on'):
     return [results.score(r, mode, 'last') for r in runs(study, row)]
 
 
+def between(study, row, other):
+    """The least and the largest difference of another row to a row, seed by seed."""
+    a, b = (results.by_seed(studies()[study].rows[r], 'on') for r in (row, other))
+    found = [b[s] - a[s] for s in a.keys() & b.keys()]
+    return min(found), max(found)
+
+
 def small(row, mode='on'):
     return last('cifar10_small', row, mode)
 

@@ -14,7 +14,7 @@ from jaxmp.distributed import process_group
 from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.models import gpt2
 from jaxmp.runtimes.mpmd import Mpmd
-from jaxmp.training import by_stage, checkpoint, experiment, files, sizes, summary
+from jaxmp.training import by_stage, checkpoint, crosstest, experiment, files, sizes, summary
 from tests.laws import QUICK
 from tests.runs import config_of
 
@@ -88,6 +88,9 @@ def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch)
     found, _ = kept.restore(made.export(made.create(s)))
     kept.close()
     cut = made.load(made.create(s), found)
+    (tmp_path / 'config.json').write_text(json.dumps(s.config.to_dict()))
+    scored = crosstest.load(tmp_path)  # in one program, where nothing is exchanged
+    np.testing.assert_array_equal(scored.state.model.params[0]['wte'], tables(cut)[0])
     *_, (cut, _, _) = made.epoch(0)(cut, order[16:], lambda: False)
     assert np.any(jax.tree.leaves(cut.tied)[0])
     unkeyed = (state.replace(key=jax.random.key_data(state.key)) for state in (cut, whole))

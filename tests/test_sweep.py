@@ -128,6 +128,9 @@ def test_the_report_follows_the_results(smoke, tmp_path):
 
 def test_a_setting_may_have_the_seed_in_it(tmp_path):
     rows = '--tables=5', '--rows=gpt2-none,gpt2-top10', '--scale=converged', '--seeds=2'
+    assert {job.config.model.init_from for job in plan(tmp_path, *rows)} == {
+        'BASE/model'
+    }  # asked for
     jobs = plan(tmp_path, *rows, '--set', 'model.init_from=BASE-{seed}/model')
     found = {(job.result.stem[-2:], job.config.model.init_from) for job in jobs}
     assert found == {('s0', 'BASE-0/model'), ('s1', 'BASE-1/model')}

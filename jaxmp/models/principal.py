@@ -59,9 +59,10 @@ def principal(
 
     .. math:: m_v = \bar x + \frac{\sum_{t_n = v} (x_n - \bar x)}{n_v + 2},\quad
               U = \text{eigenvectors of} \sum_n (x_n - m_{t_n}) (x_n - m_{t_n})^T,\quad
-              E = U_K,\ D = U_K^T,\ T_v = (I - U_K U_K^T)\, m_v
+              E = U_K^T,\ D = U_K,\ T_v = (I - U_K U_K^T)\, m_v
 
-    What arrives for an activation x of token v is :math:`D E x + T_v`. Without a vocabulary m is 0.
+    What arrives for an activation x of token v is :math:`D E x + T_v`; ``narrow`` is the transpose
+    of E, and ``widen`` that of D. Without a vocabulary m is 0.
 
     Args:
       parts: activations at the boundary, ``(N, C)``, and the token of each, part by part.

@@ -77,7 +77,7 @@ def load(workdir: Path) -> Run:
             'state per replica; give runs with one replica'
         )
     values |= {name: key.default for name, key in KEYS.items() if key.runtime}
-    values |= {'parallel.runtime': 'local'}
+    values |= {'parallel.runtime': 'local', 'tied_exchange': 'mean'}
     exp = experiment_of(complete(nested(values)))
     engine = one_program.one_program(exp)
     state = engine.create(exp)

@@ -55,7 +55,7 @@ def load(workdir: str | Path) -> tuple[Experiment, Any]:
     values = flat(config)
     values |= {'model.init_from': str(folder / 'model'), 'eval_feedback': 'direct'}
     values |= {name: key.default for name, key in KEYS.items() if key.runtime}
-    values |= {'parallel.runtime': 'local', 'parallel.replicas': 1}
+    values |= {'parallel.runtime': 'local', 'parallel.replicas': 1, 'tied_exchange': 'mean'}
     if any((folder / 'model' / f).is_file() for f in ('vocab.json', 'tokenizer.json')):
         values['data.tokenizer'] = str(folder / 'model')
     exp = experiment_of(complete(nested(values)))

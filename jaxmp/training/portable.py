@@ -142,6 +142,8 @@ def whole(
         data['feedback']['right_rx'] = saved.parts[name(s + 1, r)]['feedback']['left_tx']
     if s and len(data['exchange']) > 1 and like['exchange'][0] != ():
         data['exchange']['0'] = saved.parts[name(0, r)]['exchange']['0']
+    if like['tied'] == ():
+        data['tied'] = {}
     return flax.serialization.from_state_dict(like, data)
 
 
