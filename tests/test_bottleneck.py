@@ -145,6 +145,8 @@ def test_a_trained_network_starts_with_its_principal_components(tmp_path, everyw
         jax.tree.map(np.testing.assert_array_equal, apart[s][0], params[s])
     shapes = jax.eval_shape(lambda: one_program.create(exp)).model.params  # as elastic runs do
     jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), shapes, params)
+    with pytest.raises(ValueError, match=r'have 8 channels, .* give --config.model.width=8'):
+        of(**narrow, width=16)
 
 
 def test_the_probe_of_a_plan_gives_the_tokens_to_every_stage():

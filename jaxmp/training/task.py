@@ -201,6 +201,15 @@ def score_classes(logits: Array, y: Int[Array, ' B']) -> dict[str, Array]:
     return {'loss': nll, 'accuracy': (jnp.argmax(logits, -1) == y).astype(jnp.float32)}
 
 
+def check_width(c: Any, width: int) -> None:
+    """Raises ValueError if bits would be counted against other channels than the weights have."""
+    if c.bottleneck and width != c.width:
+        raise ValueError(
+            f'config.model.width={c.width}, and the weights in {c.init_from} have {width} channels, '
+            f'against which bits are counted; give --config.model.width={width}'
+        )
+
+
 def language(config: Config) -> Task:
     """The task of a GPT-2 on text, with random initial parameters or weights from a folder."""
     from jaxmp.data import text
@@ -217,6 +226,7 @@ def language(config: Config) -> Task:
     if c.init_from:
         sizes = weights.read_config(c.init_from, dropout=dropout)
         weights.check_vocabulary(sizes, dataset.classes)
+        check_width(c, sizes.width)
     else:
         sizes = gpt2.Config(
             dataset.classes, words.sequence_length, dropout=dropout, width=c.width, blocks=c.blocks,
