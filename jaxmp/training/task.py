@@ -205,8 +205,8 @@ def check_width(c: Any, width: int) -> None:
     """Raises ValueError if bits would be counted against other channels than the weights have."""
     if c.bottleneck and width != c.width:
         raise ValueError(
-            f'config.model.width={c.width}, and the weights in {c.init_from} have {width} channels, '
-            f'against which bits are counted; give --config.model.width={width}'
+            f'config.model.width={c.width}, and the weights in {c.init_from} have {width} '
+            f'channels, against which bits are counted; give --config.model.width={width}'
         )
 
 
