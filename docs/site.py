@@ -1,8 +1,9 @@
 """What mkdocs adds to the pages of this folder.
 
-The README is the first page. Made from the code: a page for each package of the API, one for the
-commands and the configuration, one for each notebook. A link to a file of the repository that is no
-page leads to the repository, or becomes the file's name where no address of it is configured.
+The README is the first page. Made from the code: a page for each package of the API, to which a
+link to the package's folder leads, one for the commands and the configuration, whose file is
+`jaxmp/config.py`, one for each notebook. A link to another file of the repository leads to the
+repository, or becomes the file's name where no address of it is configured.
 """
 
 import itertools
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r'\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)')
 COLOURS = re.compile(r'\x1b\[[\d;]*m')  # of a terminal
 FROM_ROOT = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md'}
+FROM_CODE = {'jaxmp/config.py': 'config.md'}
 GROUPS = {
     '': 'The run',
     'data': 'Data',
@@ -43,7 +45,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, *, config: Any) -> Files:
     """Adds the pages that are made."""
     made = {page: (ROOT / file).read_text() for file, page in FROM_ROOT.items()}
-    made['config.md'] = configuration()
+    made[FROM_CODE['jaxmp/config.py']] = configuration()
     made |= {f'notebooks/{p.stem}.md': notebook(p) for p in notebooks()}
     made |= {f'api/{name}.md': package(name, of) for name, of in packages().items()}
     for name, text in made.items():
@@ -201,4 +203,5 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 def page_of(file: str) -> str:
     """The page of a file of the repository."""
     made = re.sub(r'^(notebooks/\w+)\.ipynb$', r'\1.md', file)
-    return FROM_ROOT.get(made, made.removeprefix('docs/'))
+    made = re.sub(r'^jaxmp/(\w+)$', r'api/\1.md', made)
+    return (FROM_ROOT | FROM_CODE).get(made, made.removeprefix('docs/'))

@@ -114,6 +114,13 @@ BLOCK = re.compile(r'^```(python|pycon|sh)(?: title="(\S+)")?\n(.*?)^```', re.MU
 CODED = [p for p in PAGES if BLOCK.search(p.read_text()) and p.name != 'nnx.md']  # test_nnx.py
 
 
+@pytest.mark.parametrize('page', PAGES, ids=lambda p: p.name)
+def test_a_link_leads_to_a_file_of_the_repository(page):
+    text = re.sub(r'```.*?```|`[^`\n]*`', '', page.read_text(), flags=re.DOTALL)
+    links = re.findall(r'\]\((?!https?:|#)([^)#\s]+)', text)
+    assert not [a for a in links if not (page.parent / a).exists()]
+
+
 def commands(text):
     """The commands of jaxmp in a block of shell, as arguments; what launches them is one too."""
     for line in text.replace('\\\n', ' ').splitlines():
