@@ -231,6 +231,12 @@ def test_predicted_steps_are_those_measured(bench):
         f'{slow["200mbit,50ms"]:.1f} % (200 Mbit/s + 50 ms) slower than the fastest of the eleven '
         f'others. Equal programs measured twice differed by up to {far:.0f} %'
     ) in page
+    near, off, slow, _ = planner_run(bench, 'epyc_2026-11-24_planner_gigabit')
+    assert (
+        f'{near} of {len(off)} steps over 1 Gbit/s took at most 15 % longer than predicted, all '
+        f'between {min(off):.0f} and {max(off):.0f} % longer, and the plan was '
+        f'{slow["1gbit"]:.1f} % slower'
+    ) in page
     for name in ('xeon_2026-11-23_planner', 'epyc_2026-11-23_planner'):
         near, off, *_ = planner_run(bench, name)
         assert f'[{near} of {len(off)}](../bench/results/{name}.md)' in page
