@@ -2,8 +2,9 @@
 
 The README is the first page. Made from the code: a page for each package of the API, to which a
 link to the package's folder leads, one for the commands and the configuration, whose file is
-`jaxmp/config.py`, one for each notebook. A link to another file of the repository leads to the
-repository, or becomes the file's name where no address of it is configured.
+`jaxmp/config.py`, one for each notebook. A link to a file of the repository that is none of
+these and no page leads to the repository, or becomes the file's name where no address of it is
+configured.
 """
 
 import itertools
