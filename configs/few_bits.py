@@ -57,6 +57,9 @@ CHANNELS = {  # forward and backward
     'lloyd4': ('rotate(lloyd(4))',) * 2,
     'top10': ('top_k(0.1)',) * 2,
     'block4': ('block(4)',) * 2,
+    # few bits first, four at the end: 2.7 and 2.0 on average of a run
+    'weaned2-4': ('block(4)',) * 2,
+    'weaned1-2-4': ('rotate(lloyd(4))',) * 2,
     # principal components, and what they cost
     'klt-half': ('klt(0.5)',) * 2,
     'klt1': ('klt(1)',) * 2,
@@ -84,12 +87,17 @@ BOTTLENECKS = {
     'embedded42-anchors3': 42,
     'embedded86-anchors3': 86,
 }
+PHASES = {
+    'weaned2-4': 'rotate(trellis(2))@:22',
+    'weaned1-2-4': 'rotate(trellis(1))@:10; rotate(trellis(2))@10:25',
+}  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
 TUNED = {'embedded42-anchors3', 'embedded'}
-WITHOUT = {  # what a scale has not; the others no TEXT
-    'text': {'embedded42-anchors3'},
-    'tune': {*BOTTLENECKS, *EMBEDDED} - TUNED,
+WITHOUT = {  # what a scale has not; the others neither TEXT nor PHASES
+    'converged': TEXT,
+    'text': {'embedded42-anchors3', *PHASES},
+    'tune': {*BOTTLENECKS, *EMBEDDED, *PHASES} - TUNED,
 }
 SEEDS = {'smoke': 1, 'cpu': 5, 'mnist': 5, 'converged': 5, 'text': 3, 'tune': 3}
 
@@ -145,7 +153,7 @@ def get_config(name: str = 'none', scale: str = 'cpu') -> Config:
     """
     c = SCALES[scale]()
     fwd, bwd = CHANNELS[name]
-    c.update(name=name, fwd=fwd, bwd=bwd)
+    c.update(name=name, fwd=fwd, bwd=bwd, phases=PHASES.get(name, ''))
     c.model.update(bottleneck=BOTTLENECKS.get(name, 0), embed_every_stage=name in EMBEDDED)
     return c
 
@@ -156,7 +164,7 @@ def get_study(scale: str, tables: tuple[int, ...] = (1,)) -> list[tuple[int, Con
     study = []
     for seed in range(SEEDS[scale]):
         for name in CHANNELS:
-            if name in WITHOUT.get(scale, TEXT):
+            if name in WITHOUT.get(scale, {*TEXT, *PHASES}):
                 continue
             c = get_config(name, scale)
             c.seed = seed
