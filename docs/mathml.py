@@ -4,12 +4,14 @@
 """
 
 import html
+import itertools
 import re
 from typing import Any
 
 from latex2mathml.converter import convert
 
 FOUND = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+BAR = re.compile(r'<mo[^>]*>&#x0007C;</mo>')
 
 
 def on_page_content(content: str, **kwargs: Any) -> str:
@@ -20,7 +22,7 @@ def on_page_content(content: str, **kwargs: Any) -> str:
 
 
 def mathml(latex: str, display: str) -> str:
-    """A formula; one in a line of its own scrolls where it is wider than the page.
+    """A formula; one in a line of its own is broken at its wide spaces in a narrower page.
 
     Args:
       latex: without its dollars.
@@ -29,9 +31,19 @@ def mathml(latex: str, display: str) -> str:
     Raises:
       ValueError: if a command of it is unknown, which would be shown as text.
     """
-    made = convert(latex.strip(), display=display)
+    if display == 'inline':
+        return converted(latex, display)
+    parts = [converted(part, display) for part in re.split(r'\\q?quad\b', latex)]
+    return f'<div class="formula">{"".join(parts)}</div>'
+
+
+def converted(latex: str, display: str) -> str:
+    """``latex`` as MathML; an even number of bars are pairs, without the space of an operator."""
+    made = convert(latex.strip().replace(r'\arg', r'\operatorname{arg}'), display=display)
     if '\\' in made:
         raise ValueError(
             f'latex2mathml does not know a command of {latex!r}; write it in another way'
         )
-    return made if display == 'inline' else f'<div class="formula">{made}</div>'
+    bars = len(BAR.findall(made))
+    forms = itertools.cycle(['prefix', 'postfix'] if bars % 2 == 0 else ['infix'])
+    return BAR.sub(lambda m: f'<mo form="{next(forms)}" stretchy="false">&#x0007C;</mo>', made)

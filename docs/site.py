@@ -4,9 +4,10 @@ The README is the first page. Made from the code: a page for each package of the
 link to the package's folder leads, one for the commands and the configuration, whose file is
 `jaxmp/config.py`, one for each notebook. A link to a file of the repository that is none of
 these and no page leads to the repository, or becomes the file's name where no address of it is
-configured.
+configured. In the finished text codes, numbers and tables get what decides where lines break.
 """
 
+import html
 import itertools
 import json
 import os
@@ -24,7 +25,11 @@ from jaxmp.plugins import files, first_line
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r'\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)')
 COLOURS = re.compile(r'\x1b\[[\d;]*m')  # of a terminal
-FROM_ROOT = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md'}
+FROM_ROOT = {
+    'README.md': 'index.md',
+    'CONTRIBUTING.md': 'contributing.md',
+    'results/bench/table.md': 'bench_table.md',
+}
 FROM_CODE = {'jaxmp/config.py': 'config.md'}
 GROUPS = {
     '': 'The run',
@@ -74,10 +79,13 @@ def package(name: str, modules: list[str]) -> str:
 
 
 def section(module: str) -> str:
-    """A module's part of a page; what it only passes on is shown where it is made."""
+    """A module's part of a page, whose title is the package; what a module only passes on is shown
+    where it is made.
+    """
     init = ROOT / module.replace('.', '/') / '__init__.py'
     passes = init.exists() and '__all__' in init.read_text()
-    return f'## `{module}`\n\n::: {module}\n' + '    options: {members: false}\n' * passes
+    head = f'## `{module}`\n\n' * (module.count('.') > 1)
+    return f'{head}::: {module}\n' + '    options: {members: false}\n' * passes
 
 
 # Commands and configuration.
@@ -177,8 +185,15 @@ def shown(cell: Any) -> Iterator[str]:
             yield f'```text\n{COLOURS.sub("", text).rstrip()}\n```'
         else:
             for output in group:
-                png = ''.join(output['data']['image/png']).replace('\n', '')
-                yield f'<img alt="what the cell above draws" src="data:image/png;base64,{png}">'
+                yield displayed(output['data'])
+
+
+def displayed(data: Any) -> str:
+    """A table in Markdown, or a picture."""
+    if 'text/markdown' in data:
+        return ''.join(data['text/markdown'])
+    png = ''.join(data['image/png']).replace('\n', '')
+    return f'<p><img alt="what the cell above draws" src="data:image/png;base64,{png}"></p>'
 
 
 # Links, which in the repository lead from file to file.
@@ -187,7 +202,8 @@ def shown(cell: Any) -> Iterator[str]:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Makes a link to a file one to its page, or to the repository, or the file's name."""
     here = page.file.src_uri
-    source = {made: file for file, made in FROM_ROOT.items()}.get(here, f'docs/{here}')
+    made = {page: file for file, page in FROM_ROOT.items()}
+    source = here if here.startswith('notebooks/') else made.get(here, f'docs/{here}')
 
     def link(found: re.Match) -> str:
         file = os.path.normpath(os.path.join(os.path.dirname(source), found[2]))
@@ -196,7 +212,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
             return f'[{found[1]}]({to}{found[3] or ""})'
         if config.repo_url:
             return f'[{found[1]}]({config.repo_url.rstrip("/")}/blob/HEAD/{file})'
-        return f'`{file}`' if found[1].strip('`') == file else f'{found[1]} (`{file}`)'
+        if file.startswith(found[1].strip('`')):
+            return f'`{file}`'
+        before = markdown[: found.start()].rpartition('\n\n')[2]
+        inside = before.count('(') > before.count(')')
+        return f'{found[1]}: `{file}`' if inside else f'{found[1]} (`{file}`)'
 
     return LINK.sub(link, markdown)
 
@@ -206,3 +226,60 @@ def page_of(file: str) -> str:
     made = re.sub(r'^(notebooks/\w+)\.ipynb$', r'\1.md', file)
     made = re.sub(r'^jaxmp/(\w+)$', r'api/\1.md', made)
     return (FROM_ROOT | FROM_CODE).get(made, made.removeprefix('docs/'))
+
+
+# Where lines break. The classes are those of site.css.
+
+PIECE = re.compile(r'(<pre.*?</pre>|<code>[^<]*</code>|<[^>]*>)', re.DOTALL)
+TABLE = re.compile(r'<table>.*?</table>', re.DOTALL)
+ROW = re.compile(r'<tr[^>]*>.*?</tr>', re.DOTALL)
+CELL = re.compile(r'<t[hd][^>]*>(.*?)</t[hd]>', re.DOTALL)
+PRINTED = re.compile(r'(<div class="language-text)( highlight">.*?</div>)', re.DOTALL)
+
+
+def on_page_content(content: str, **kwargs: Any) -> str:
+    """Keeps a number with its percent sign and a word of code in one piece, and tells columns of
+    text from others, and messages from what is aligned.
+    """
+    content = TABLE.sub(lambda m: with_texts(m[0]), content)
+    content = PRINTED.sub(lambda m: m[1] + ' message' * (not aligned(m[2])) + m[2], content)
+    parts = PIECE.split(content)
+    parts[::2] = [re.sub(r'(?<=\d) %', '\N{NO-BREAK SPACE}%', text) for text in parts[::2]]
+    parts[1::2] = [whole(p) if p.startswith('<code>') else p for p in parts[1::2]]
+    return ''.join(parts)
+
+
+def on_post_template(output_content: str, *, template_name: str, **kwargs: Any) -> str:
+    """Says more where there is no page."""
+    if template_name != '404.html':
+        return output_content
+    said = '<p>There is no such page. The search above and the tabs lead to those that exist.</p>'
+    return output_content.replace('</h1>', f'</h1>\n{said}', 1)
+
+
+def whole(code: str) -> str:
+    """Inline code whose words with hyphens do not break there, if they are short enough."""
+    return re.sub(
+        r'(?<![^\s>])[^\s<>]*-[^\s<>]*',
+        lambda m: f'<span class="word">{m[0]}</span>' if len(html.unescape(m[0])) < 37 else m[0],
+        code,
+    )
+
+
+def with_texts(table: str) -> str:
+    """A table whose columns with long cells have the class ``text``."""
+    head, *rows = ROW.findall(table)
+    sizes = [[len(plain(cell)) for cell in CELL.findall(row)] for row in rows]
+    longest = map(max, zip(*sizes, strict=False))
+    marked = re.sub(r'<th\b', lambda m: '<th class="text"' if next(longest, 0) > 28 else m[0], head)
+    return table.replace(head, marked, 1)
+
+
+def plain(cell: str) -> str:
+    """What a reader sees of it."""
+    return ' '.join(html.unescape(re.sub(r'<[^>]*>', '', cell)).split())
+
+
+def aligned(block: str) -> bool:
+    """Whether its lines have columns, which would be torn apart if long lines were wrapped."""
+    return re.search(r'\S {3,}\S|[^\x00-\u2000]', html.unescape(block)) is not None

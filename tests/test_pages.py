@@ -1,5 +1,6 @@
 """The pages: every number has a source (numbers.txt), the code runs, the commands are right."""
 
+import ast
 import doctest
 import itertools
 import re
@@ -188,6 +189,24 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
             assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
         elif kind == 'sh':
             check_commands(code, capsys)
+
+
+def test_formulas_and_doctests_of_docstrings_become_those_of_a_page():
+    """As `docs/docstrings.py` and `docs/mathml.py` make them, whose packages are those of docs."""
+    pytest.importorskip('griffe')
+    pytest.importorskip('latex2mathml')
+    docs = [plugins.module(ROOT / 'docs' / f'{name}.py') for name in ('docstrings', 'mathml')]
+    formulas = []
+    for path in (ROOT / 'jaxmp').rglob('*.py'):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = docs[0].markdown(ast.get_docstring(node) or '')
+                assert not re.search(r'^ *\.\. \w|:\w+:`', text, re.MULTILINE), path
+                formulas += re.findall(r'^\$\$\n(.*?)\n\$\$$', text, re.MULTILINE | re.DOTALL)
+    assert len(formulas) > 15
+    for formula in formulas:
+        made = docs[1].mathml(formula, 'block')
+        assert re.fullmatch(r'<div class="formula">(<math[^$]*</math>)+</div>', made, re.DOTALL)
 
 
 @pytest.mark.parametrize(
