@@ -85,14 +85,14 @@ KEYS: Mapping[str, Key] = {
         '', "folder of weights in Hugging Face's layout, such as WORKDIR/model", model='gpt2',
         idle=True),
     # What stages, and replicas, send each other.
-    'fwd': Key('raw', 'channel of the activations, a text of the algebra; per boundary with ;'),
+    'fwd': Key('raw', 'channel of the activations, a text of the algebra; per boundary with `;`'),
     'bwd': Key('raw', 'channel of their gradients, likewise'),
     'exchange': Key('mean', 'how replicas share gradients, a text of the algebra'),
     'tied_exchange': Key('mean', "how two stages share the token table's gradient: an exchange"),
     'codecs': Key('', 'own modules or files, with commas, whose words these texts may use'),
     'warmup_epochs': Key(0, 'epochs sent uncompressed, which fill the feedback states'),
     'phases': Key(
-        '', "codecs in place of fwd and bwd in some epochs, as in 'raw@:1; lloyd(4)@8:13'"),
+        '', "codecs in place of fwd and bwd in some epochs, as in `raw@:1; lloyd(4)@8:13`"),
     'eval_feedback': Key(
         'carry', 'feedback states in a test', words=('carry', 'direct', 'frozen')),
     'metric': Key(
@@ -124,9 +124,9 @@ KEYS: Mapping[str, Key] = {
         False, 'run a stage again in its backward instead of keeping its residuals',
         runtime='mpmd spmd', free=True),
     'parallel.schedule': Key(
-        '1f1b', 'order of forwards and backwards under mpmd; eager_1f1b(N), zb_h2(N): N forwards '
-        'ahead per later stage', words=('1f1b', 'gpipe', 'eager_1f1b', 'interleaved', 'zb_h1',
-        'zb_h2', 'zb_v'), pattern=r'(eager_1f1b|zb_h2)\(([1-9]\d{0,3})\)',
+        '1f1b', 'order of forwards and backwards under mpmd; `eager_1f1b(N)`, `zb_h2(N)`: N '
+        'forwards ahead per later stage', words=('1f1b', 'gpipe', 'eager_1f1b', 'interleaved',
+        'zb_h1', 'zb_h2', 'zb_v'), pattern=r'(eager_1f1b|zb_h2)\(([1-9]\d{0,3})\)',
         own='make(stages, microbatches) -> a schedule, as jaxmp.runtimes.schedule.timed makes',
         runtime='mpmd', free=True),
     'parallel.link_rate': Key(
@@ -272,6 +272,6 @@ def listing(config: Mapping[str, Any]) -> str:
         key, value = KEYS.get(name, Key(None, 'own key')), values[name]
         words = f' ({", ".join(w or "empty" for w in key.words)})' if key.words else ''
         own = ', or own: package.module:name' if key.own else ''
-        rows.append((f'--config.{name}={value!r}', f'{key.line}{words}{own}'))
+        rows.append((f'--config.{name}={value!r}', f'{key.line.replace("`", "")}{words}{own}'))
     width = max(len(left) for left, _ in rows if len(left) < 45)
     return '\n'.join(f'  {left:{width}}  {right}' for left, right in rows)

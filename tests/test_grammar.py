@@ -158,7 +158,7 @@ def test_own_words(tmp_path, monkeypatch, capsys):
     assert 'helper' not in said
     assert 'fp16\n' not in said
     main(['my_words', '--markdown'])
-    row = '| `ternary(fraction, t=0.5)` | 2.601, `ternary(0.1)` | 2.19 | A sign or zero. |  |'
+    row = '| `ternary(fraction, t=0.5)` | A sign or zero. | 2.601, `ternary(0.1)` | 2.19 |  |'
     assert row in capsys.readouterr().out
     for name, message in (
         ('nowhere.words', "cannot import 'nowhere.words'"),

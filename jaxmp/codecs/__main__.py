@@ -50,14 +50,14 @@ def table(words: list[Word], names: Mapping[str, Any] = KNOWN) -> str:
     """Words of one kind as a Markdown table; ``names`` are those that their examples use."""
     between = any(w.kind in BETWEEN for w in words)
     codecs = any(w.kind == 'codec' for w in words)
-    heads = ['word', 'bits per element', *['above Shannon'] * codecs, *['collectives'] * between]
-    lines = [f'| {" | ".join([*heads, "what it is", "source"])} |']
-    lines.append(f'|---|--:|{"--:|" * codecs}{"---|" * (between + 2)}')
+    heads = ['word', 'what it is', 'bits per element', *['above Shannon'] * codecs]
+    lines = [f'| {" | ".join([*heads, *["collectives"] * between, "source"])} |']
+    lines.append(f'|---|---|--:|{"--:|" * codecs}{"---|" * (between + 1)}')
     for w in words:
         cost = NONE if w.bits is None else _number(w)
         cost += f', `{w.example}`' * (w.example not in ('', w.form))
         by = [*([_above(w, names)] if codecs else ()), *[w.note] * between]
-        row = [f'`{w.form}`', cost, *by, _marked(w.line), '; '.join(map(_link, w.sources))]
+        row = [f'`{w.form}`', _marked(w.line), cost, *by, '; '.join(map(_link, w.sources))]
         lines.append(f'| {" | ".join(row)} |')
     return '\n'.join(lines)
 
