@@ -3,6 +3,7 @@
 `python docs/schedules.py` from the root of a clone. `tests/test_schedule.py` compares the table.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,21 @@ def tables() -> str:
 
 
 def picture() -> Any:
-    """A row per schedule: without message time, and with half a forward."""
-    figure = style.figure(15, 11.5)
-    panels = figure.subplots(len(NAMES), 2, sharex=True)
-    made = [[schedule(name, DEVICES, MICROBATCHES, c) for c in (0.0, 0.5)] for name in NAMES]
-    for axes, title, pair in zip(panels, NAMES.values(), made, strict=True):
-        for ax, actions in zip(axes, pair, strict=True):
-            paint(ax, actions, 6)
-            ax.set_title(f'{title}: bubble {100 * bubble(actions):.0f} %', loc='left')
-            ax.set_yticks(range(DEVICES), [f'device {d}' for d in range(DEVICES)], fontsize=7)
-    end = max(size(actions)[2] for pair in made for actions in pair)
-    panels[0, 0].set_xlim(0, end)
-    for ax, text in zip(panels[-1], ('no message time', 'messages of half a forward'), strict=True):
-        ax.set_xlabel(f'time in forwards of a device; {text}')
+    """Two panels per schedule: without message time, and with half a forward."""
+    figure = style.figure(9, 17)
+    messages = {0.0: 'no message time', 0.5: 'messages of half a forward'}
+    shown = list(itertools.product(NAMES, messages))
+    panels, ends = figure.subplots(len(shown), 1, sharex=True), []
+    for ax, (name, message) in zip(panels, shown, strict=True):
+        actions = schedule(name, DEVICES, MICROBATCHES, message)
+        paint(ax, actions, 8)
+        said = f'{NAMES[name]}, {messages[message]}: bubble {100 * bubble(actions):.0f} %'
+        ax.set_title(said, loc='left', fontsize=10)
+        ax.set_yticks(range(DEVICES), [f'device {d}' for d in range(DEVICES)], fontsize=8)
+        ax.tick_params('x', bottom=False)
+        ends.append(size(actions)[2])
+    panels[-1].set(xlim=(0, max(ends)), xlabel='time in forwards of a device')
+    panels[-1].tick_params('x', bottom=True)
     legend(figure, split=True)
     return figure
 
