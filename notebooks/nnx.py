@@ -168,5 +168,5 @@ logits, *_ = forward(variables, None, x, train=False)  # None: the boundaries ar
 print('largest difference of the logits:', jnp.abs(logits - trained(x)).max())
 
 # %% [markdown]
-# More: the page *flax.nnx* of the documentation (`docs/nnx.md`), with a step of the runtime that
+# More: [flax.nnx](../docs/nnx.md) in the documentation, with a step of the runtime that
 # gives every stage a program of its own.

@@ -29,12 +29,14 @@ if importlib.util.find_spec('jaxmp') is None:
     subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', SOURCE], check=True)
 
 # %%
+import contextlib
 import tempfile
 from pathlib import Path
 
 import flax.linen as nn
 import matplotlib.pyplot as plt
 from absl import logging
+from IPython.display import Markdown, display
 
 from jaxmp import plugins
 from jaxmp.report import __main__ as report
@@ -123,10 +125,11 @@ assert not failed, failed
 # over seeds. Two seeds make wide intervals.
 
 # %%
-report.main([str(home / 'results'), f'--out={home / "report"}'])
+with contextlib.redirect_stdout(None):  # it says where the report is
+    report.main([str(home / 'results'), f'--out={home / "report"}'])
 text = (home / 'report' / 'report.md').read_text()
 table = text.split('### Table 1')[1].split('![')[0].strip()
-print('Table 1' + table)
+display(Markdown('Table 1' + table))
 
 # %%
 picture = plt.imread(home / 'report' / 'table1_figure2.png')

@@ -60,7 +60,8 @@ def command(name):
 def run(words):
     """Runs a command and shows what it prints."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    print(done.stdout)
+    lines = done.stdout.splitlines()
+    print(*(line for line in lines if not line.startswith('[Gloo]')), sep='\n')
     if done.returncode:
         raise SystemExit(done.stderr)
 
@@ -70,7 +71,7 @@ def run(words):
 #
 # `jaxmp.launch` starts the command as often as asked, tells each process its number and where the
 # first one listens, and sees that none outlives the others. Between machines it is the same
-# command on each (`docs/running.md`).
+# command on each ([several machines](../docs/running.md)).
 
 # %%
 launch = [sys.executable, '-m', 'jaxmp', 'launch', '--processes', '2', '--']
@@ -119,5 +120,5 @@ plt.show()
 
 # %% [markdown]
 # If a process dies, the others end with its name and the reason, and the same command goes on from
-# the last checkpoint. That, Slurm, Kubernetes and memory: `docs/running.md`. What it saves on a
-# slow link: `bench/results`.
+# the last checkpoint. That, Slurm, Kubernetes and memory: [several machines](../docs/running.md).
+# What it saves on a slow link: [speed](../docs/speed.md).

@@ -178,5 +178,5 @@ plt.show()
 # One seed and 360 test images: one image is 0.28 points, so small differences say nothing.
 #
 # Several cuts at once: `jaxmp.pipeline([stage, stage, ...], fwd, bwd)` puts a boundary between
-# each two stages. What the channels may be: the README's algebra, and the notebook *compare
-# codecs*.
+# each two stages. What the channels may be: [the algebra](../docs/algebra.md), and the notebook
+# [compare codecs](compare_codecs.ipynb).
