@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from slow_report import LOSS, Results
 
-from jaxmp.report import style
+from jaxmp.report import labels, style
 from jaxmp.report.style import FAMILIES
 
 LINK, LINK_NAME = '100m', '100 Mbit/s'
@@ -27,9 +27,9 @@ LABELS = {  # of a codec: its name in the picture, forward / backward, and its c
     'fw2-bw4': ('2 / 4 bits', FAMILIES['quantisation']),
     'block4-bw2': ('blocks, 4 / 2 bits', FAMILIES['block quantisation']),
     'ef21-top10': ('EF21, Top10 %', FAMILIES['error feedback']),
-    'aqsgd3-bw3': ('AQ-SGD, 3 / 3 bits', FAMILIES['AQ-SGD']),
-    'aqsgd3-bw2': ('AQ-SGD, 3 / 2 bits', FAMILIES['AQ-SGD']),
-    'aqsgd2-bw2': ('AQ-SGD, 2 / 2 bits', FAMILIES['AQ-SGD']),
+    'aqsgd3-bw3': ('AQ-SGD, 3 / 3 bits', FAMILIES['AQ-SGD, anchors']),
+    'aqsgd3-bw2': ('AQ-SGD, 3 / 2 bits', FAMILIES['AQ-SGD, anchors']),
+    'aqsgd2-bw2': ('AQ-SGD, 2 / 2 bits', FAMILIES['AQ-SGD, anchors']),
 }
 TICKS = (-1, 0, 1, 10, 100)
 
@@ -80,7 +80,7 @@ def paint(figure: Any, found: Results) -> None:
     figure.suptitle(headline(points(found, 'mlp')))
     for axes, model in zip(panels, MODELS, strict=True):
         at = {LABELS[p.codec][0]: (p.loss, p.gain) for p in points(found, model)}
-        style.label(figure, axes, at, size=9)
+        labels.label(figure, axes, at, size=9)
 
 
 def digest(rows: str) -> str:

@@ -19,6 +19,7 @@ from jaxmp.report import (
     captions,
     claims,
     curves,
+    epochs,
     figures,
     gap,
     page,
@@ -169,6 +170,20 @@ def test_the_readings_of_a_row_stand_beside_each_other(studies):
     }
     assert not [line for line in tables.others(study, 'accuracy') if 'ef_mixed' in line[0]]
     assert sum(v.verdict != 'undecided' for v in claims.judge(study)) > 0
+
+
+def test_a_text_is_no_row_of_a_table_of_accuracies(studies):
+    """A worse loss is not fewer errors: no claim and no table of accuracies takes it as a score."""
+    study = studies['few_bits_text']
+    assert {'top10', 'top10-fp16', 'none'} <= study.rows.keys()
+    for own in (claims.judge(study), claims.judge(study, claims.REGISTERED['claims'])):
+        assert not [e for verdict in own for e in verdict.evidence if e.ours]
+    assert not [line for table in claims.PAPER['tables'] for line in tables.lines(table, study)]
+    rest = {line[0]: line for line in tables.others(study, 'perplexity')}
+    assert rest.keys() == study.rows.keys()
+    at = tables.HEADS['perplexity'].index('less none, nats')
+    assert rest['none'][at] == tables.NONE
+    assert float(rest['top10'][at].split()[0]) > 1
 
 
 def test_exchanges_may_differ_in_their_optimizer_and_in_nothing_else(tmp_path):
@@ -335,7 +350,7 @@ def test_no_two_names_overlap_and_a_file_is_the_same_each_time(tmp_path):
     """Eight points within a line's height: the extents of all texts are apart and in the axes."""
     from matplotlib.text import Text
 
-    from jaxmp.report import style
+    from jaxmp.report import labels, style
 
     said = [style.human(f'uniform({b})', 'uniform(9)') for b in range(1, 9)]
     contents = []
@@ -345,7 +360,7 @@ def test_no_two_names_overlap_and_a_file_is_the_same_each_time(tmp_path):
             axes = figure.subplots()
             axes.set(xlim=(0, 1), ylim=(0, 1))
             points = {n: (0.11 * i, 0.5 + 0.01 * (i % 2)) for i, n in enumerate(said)}
-            style.label(figure, axes, points)
+            labels.label(figure, axes, points)
             figure.draw_without_rendering()
             boxes = [Text.get_window_extent(t) for t in axes.texts]  # without lines to points
             style.save(figure, tmp_path / f'{again}.png', 'mark')
@@ -357,6 +372,30 @@ def test_no_two_names_overlap_and_a_file_is_the_same_each_time(tmp_path):
     assert style.holds(tmp_path / 'a.png', 'mark')
     (tmp_path / 'a.svg').unlink()
     assert not style.holds(tmp_path / 'a.png', 'mark')
+
+
+def test_many_names_stand_beside_the_axes_in_the_order_of_their_points():
+    """Numbers count from left to right, and a long name goes on in the next line."""
+    from jaxmp.report import labels, style
+
+    points = {f'{b} {"long " * 12}'.strip(): (b, 1.0) for b in (3, 1, 2)}
+    with style.style():
+        figure = style.figure(8, 4)
+        axes, key = figure.subplots(1, 2)
+        labels.numbered(figure, axes, key, points, dict.fromkeys(points, 'white'))
+        figure.draw_without_rendering()
+    told = [t.get_text() for t in key.texts]
+    assert [t[0] for t in told if t[0] in '123'] == list('112233')
+    assert all(len(t) <= labels.WIDTH for t in told)
+    assert {t.get_text(): t.xy[0] for t in axes.texts} == {'1': 1, '2': 2, '3': 3}
+    assert all(max(t.get_color()) < 1 for t in key.texts)
+
+
+def test_a_loss_that_diverges_leaves_its_panel_and_an_accuracy_does_not():
+    """The axis ends above what the others do; of accuracies it shows all."""
+    flat = [np.linspace(2, 1, 5), np.linspace(2.2, 1.5, 5), np.array([2.1, 50, 9e9, 9e9, 9e9])]
+    assert epochs.limits(flat, losses=True)[1] < 4
+    assert epochs.limits(flat, losses=False)[1] > 9e9
 
 
 def test_a_picture_of_a_run_shows_scores_by_bytes(studies):

@@ -9,7 +9,7 @@ from typing import Any
 from jaxmp.bench.protocol import DENSE, LINK, RECORDS, TOKENS, WIDTH, Way, best
 from jaxmp.bench.rows import Row, record
 from jaxmp.plan.predict import parse
-from jaxmp.report import style
+from jaxmp.report import labels, style
 from jaxmp.report.style import FAMILIES
 
 BITS = 0.25, 0.5, 1, 2, 4, 8, 16
@@ -18,7 +18,7 @@ TICKS = tuple(n * 10**k for k in range(2, 8) for n in (1, 2, 5))
 
 def paint(figure: Any, rows: Sequence[Row], link: str) -> None:
     """Points of the entries; open ones never reach the loss and stand at the dense steps."""
-    axes = figure.subplots()
+    axes, key = figure.subplots(1, 2, width_ratios=(2, 1))
     line = [(b, DENSE.steps * step_of(link, b)) for b in BITS]
     axes.plot(*zip(*line, strict=True), color='gray', lw=1, zorder=1)
     names, colours = {}, {}
@@ -33,7 +33,7 @@ def paint(figure: Any, rows: Sequence[Row], link: str) -> None:
     for r in RECORDS if link == LINK else ():
         at = 8 * r.nbytes / WIDTH, r.steps * r.seconds
         axes.plot(*at, '*', color='black', ms=10, zorder=3)
-        names[f'record: {r.name}'] = at
+        names[f'record: {r.name}'], colours[f'record: {r.name}'] = at, 'black'
     axes.set_xscale('log')
     axes.set_yscale('log')
     low, high = axes.get_ylim()
@@ -42,11 +42,11 @@ def paint(figure: Any, rows: Sequence[Row], link: str) -> None:
     axes.minorticks_off()
     axes.set_ylim(low, high)
     axes.set(xlabel='bits per element, mean of both directions', ylabel='seconds until the loss')
-    axes.set_title(f'Predicted time to the loss of ProtocolNanoGPT over {link}')
+    figure.suptitle(f'Predicted time to the loss of ProtocolNanoGPT over {link}')
     style.caption(
         figure, 'line: the steps of the dense record; open: never reaches the loss; star: published'
     )
-    style.label(figure, axes, names, size=7, colours=colours)
+    labels.numbered(figure, axes, key, names, colours, [line])
 
 
 def step_of(link: str, bits: float) -> float:
@@ -58,6 +58,6 @@ def step_of(link: str, bits: float) -> float:
 def draw(rows: Sequence[Row], link: str, path: Path) -> None:
     """Writes the picture as PNG and as SVG."""
     with style.style():
-        figure = style.figure(9, 5.4)
+        figure = style.figure(11, 6)
         paint(figure, rows, link)
         style.save(figure, path, style.digest([record(row) for row in rows], __file__))

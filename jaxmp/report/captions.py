@@ -69,5 +69,5 @@ def apart(row: Row, none: Row, name: str) -> str:
     unit, e = 'nats' if row.measure == 'perplexity' else 'points', difference(row, none)
     if e is None:
         return name
-    known = f' [{e.low:+.1f}, {e.high:+.1f}]' if e.seeds > 1 else ''
-    return f'{name}: {e.mean:+.1f}{known} {unit}'
+    known = f' [{e.low:+.2f}, {e.high:+.2f}]' if e.seeds > 1 else ''
+    return f'{name}: {e.mean:+.2f}{known} {unit}'

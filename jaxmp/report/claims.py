@@ -118,7 +118,8 @@ def weigh(test: Test, study: Study) -> Evidence:
     first, second = (size(v, unit) for v in scores)
     bound = bound_of(test)
     e = Evidence(described(test, names, modes, unit), unit, bound, first - second)
-    if missing := [n for n in dict.fromkeys(names) if n not in study.rows]:
+    text = {n: r.measure == 'perplexity' for n, r in study.rows.items()}
+    if missing := [n for n in dict.fromkeys(names) if text.get(n) != (unit == NATS)]:
         return e._replace(verdict=f'not run: {", ".join(missing)}')
     a, b = (by_seed(study.rows[n], m) for n, m in zip(names, modes, strict=True))
     if not (seeds := sorted(a.keys() & b.keys())):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.report import style
+from jaxmp.report import labels, style
 from jaxmp.report.captions import apart, names, reference, seeds, trained
 from jaxmp.report.residuals import intervals
 from jaxmp.report.results import Row, difference
 
+GAP = 0.012  # between intervals at the end, as a share of all epochs
+TALL = 1.5  # times the median loss of the first epoch: the top of a panel at most
+NEXT = ';\n'  # between the rows of a title
 PARTS = {'train': 'training', 'off': 'test, compression off', 'on': 'test, compression on'}
 
 
@@ -54,11 +58,15 @@ def curves(rows: Sequence[Row]) -> Curves:
         far = lambda n: abs(e.mean) if (e := difference(by_name[n], none)) else math.inf
         order = sorted(others, key=far)
         told = [apart(by_name[n], none, n) for n in dict.fromkeys((order[0], order[-1]))]
-        title += f', compared with no compression:\n{"; ".join(told)}'
+        which = '; the nearest and the farthest' if len(told) > 1 else ''
+        title += f', compared with no compression{which}:\n{NEXT.join(told)}'
     warmup = {n: r.runs[0]['config']['warmup_epochs'] for n, r in zip(said, rows, strict=True)}
     caption = seeds(rows)
     if any(warmup.values()):
         caption += '; dotted, to a circle: warm-up, not compressed'
+    losses = [c for parts in data.values() for p, c in parts.items() if text or p == 'train']
+    if any(v > TALL * np.median([c[0][0] for c in losses]) for c in losses for v in np.mean(c, 0)):
+        caption += f'; losses above {TALL:g} times those of the first epoch leave their panel'
     if any(r.judged == 'off' for r in rows):
         caption += '; title: with feedback, tested with compression off'
     score = 'test loss (nats)' if text else 'test accuracy (%)'
@@ -74,28 +82,35 @@ def curve(run: dict[str, Any], part: str, text: bool) -> list[float]:
 
 def paint(figure: Any, data: Curves) -> None:
     """Draws means by epoch: training loss, test scores off and on; intervals at the end."""
-    *panels, margin = figure.subplots(1, 4, width_ratios=(1, 1, 1, 0.9))
+    *panels, margin = figure.subplots(2, 2).flat
     margin.axis('off')
-    panels[2].sharey(panels[1])
     colours = dict(zip(data.rows, itertools.cycle(style.PALETTE)))
-    ends = {}
+    means = {p: {n: np.mean(rows[p], 0) for n, rows in data.rows.items()} for p in PARTS}
+    tests = [*means['off'].values(), *means['on'].values()]
+    end = len(tests[0])
     for axes, (part, title) in zip(panels, PARTS.items(), strict=True):
-        means = {n: np.mean(parts[part], 0) for n, parts in data.rows.items()}
-        for i, (name, y) in enumerate(means.items()):
+        for i, (name, y) in enumerate(means[part].items()):
             line(axes, y, data.warmup[name], colours[name], i < len(style.PALETTE))
             if name in data.ends[part]:
-                axes.vlines(len(y) + 0.12 * (i + 2), *data.ends[part][name], color=colours[name])
-        y = np.concatenate(list(means.values()))
-        if part == 'train':  # what diverges leaves the panel
-            y = np.minimum(y, 1.5 * max(m[0] for m in means.values()))
-        axes.set_ylim(*np.quantile(y, (0, 1)) + 0.1 * np.ptp(y) * np.array((-1, 1)))
+                at = end * (1 + GAP * (i + 2))
+                axes.vlines(at, *data.ends[part][name], color=colours[name])
+        own = [*means[part].values()] if part == 'train' else tests  # off and on have one axis
+        axes.set_ylim(*limits(own, part == 'train' or 'loss' in data.score))
         axes.set(title=title, xlabel='epoch')
         axes.set_ylabel('training loss (nats)' if part == 'train' else data.score)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        ends = {n: (len(y) + 0.12 * (len(means) + 2), float(y[-1])) for n, y in means.items()}
+    last = {n: (end * (1 + GAP * (len(colours) + 2)), float(y[-1])) for n, y in means['on'].items()}
     figure.suptitle(data.title, fontsize=11)
-    style.caption(figure, data.caption)
-    style.label(figure, panels[2], ends, figure.bbox.x1 * 72 / figure.dpi, 7.5, colours)
+    style.caption(figure, textwrap.fill(data.caption, 110))
+    labels.label(figure, panels[2], last, figure.bbox.x1 * 72 / figure.dpi, 8, colours)
+
+
+def limits(curves: Sequence[np.ndarray], losses: bool) -> np.ndarray:
+    """The ends of an axis; a loss far above those of the first epoch leaves the panel."""
+    y = np.concatenate(curves)
+    if losses:
+        y = np.minimum(y, TALL * np.median([c[0] for c in curves]))
+    return np.quantile(y, (0, 1)) + 0.1 * np.ptp(y) * np.array((-1, 1))
 
 
 def line(axes: Any, y: np.ndarray, warmup: int, colour: str, solid: bool) -> None:

@@ -79,7 +79,7 @@ def pictures(study: Study) -> Iterator[Picture]:
             data = epochs.curves(rows)
             file = f'{study.name}_figure{table["table"] + 1}.png'
             paint = lambda figure, d=data: epochs.paint(figure, d)
-            yield Picture(table['figure'], file, data, paint, (14, 4.6))
+            yield Picture(table['figure'], file, data, paint, (10, 7.4))
     for measure in ('accuracy', 'perplexity'):
         rows = [r for r in study.rows.values() if r.measure == measure]
         if len(rows) > 1:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp.config import settings
-from jaxmp.report import style
+from jaxmp.report import labels, style
 from jaxmp.report.claims import LEAST, PAPER, paper_score
 from jaxmp.report.results import Study
 
@@ -42,10 +42,13 @@ def gap(studies: Sequence[Study]) -> Gap | None:
         curves = [r['history'] for r in runs if 'accuracy' in r.get('history', {}).get('on', ())]
         if not curves:
             continue
+        shares = [[*map(ratio, c['off']['accuracy'], c['on']['accuracy'])] for c in curves]
+        if shares in ratios.values():  # the same runs in another study
+            continue
         name = f'{described(settings(runs[0]["config"]))} ({study.name})'
         epochs = len(curves[0]['on']['accuracy'])
         steps[name] = [runs[0]['steps'] * (e + 1) / epochs for e in range(epochs)]
-        ratios[name] = [[*map(ratio, c['off']['accuracy'], c['on']['accuracy'])] for c in curves]
+        ratios[name] = shares
         if pairs := study.again.get(ROW):
             again[name] = float(np.exp(np.mean([np.log(ratio(*pair)) for pair in pairs])))
     off, on = (paper_score(ROW, mode) / 100 for mode in ('off', 'on'))
@@ -69,13 +72,14 @@ def described(config: dict[str, Any]) -> str:
 def paint(figure: Any, data: Gap) -> None:
     """Draws a thick line per study, its geometric mean over seeds, and thin lines of the seeds."""
     axes = figure.subplots()
-    ends = {'the paper': data.paper}
+    ends, paths = {'the paper': data.paper}, []
     colours = {'the paper': 'black'}
     for colour, (name, rows) in zip(style.PALETTE[1:] * 2, data.ratios.items(), strict=False):
         x, mean = data.steps[name], np.exp(np.mean(np.log(rows), 0))
         for row in rows if len(rows) > 1 else ():
             axes.plot(x, row, color=colour, lw=0.5, alpha=0.6)
         axes.plot(x, mean, color=colour, lw=2, marker='.' if len(x) < 5 else '')
+        paths.append(list(zip(x, mean, strict=True)))
         ends[name], colours[name] = (x[-1], float(mean[-1])), colour
         if name in data.again:
             below = f'BatchNorm estimated again: {data.again[name]:.2f}'
@@ -89,11 +93,12 @@ def paint(figure: Any, data: Gap) -> None:
     last = {n: e[1] for n, e in ends.items() if n in data.ratios}
     least, most = (f(last.values()) for f in (min, max))
     told = f'from {least:.2f} to {most:.2f} times the errors in these studies'
-    axes.set_title(f'Switching Top10 % off at the test: {told}, {data.paper[1]:.2f} in the paper')
+    figure.suptitle(f'Switching Top10 % off at the test: {told},\n{data.paper[1]:.2f} in the paper')
     counts = sorted({len(rows) for rows in data.ratios.values()})
     style.caption(
         figure,
         f'n = {" or ".join(map(str, counts))} seeds: thick, their geometric mean; thin, each seed; '
-        'both ways alike, last evaluation at the right',
+        'the same codec forward and backward; names beside the last evaluation',
     )
-    style.label(figure, axes, ends, size=7.5, colours=colours)
+    paths.append([(x, 1) for x in axes.get_xlim()])
+    labels.label(figure, axes, ends, size=8, colours=colours, lines=paths)

@@ -14,7 +14,7 @@ from jaxmp.report import figures
 from jaxmp.report.claims import PAPER, RATIO, REGISTERED, Evidence, Verdict, judge
 from jaxmp.report.residuals import CONFIDENCE, MOST, POWER
 from jaxmp.report.results import Study
-from jaxmp.report.tables import HEADS, NONE, lines, markdown, others, plain
+from jaxmp.report.tables import HEADS, NONE, filled, lines, markdown, others, plain
 
 HERE = Path(__file__).parent
 TITLE = "The paper's tables and figures, run again"
@@ -33,7 +33,7 @@ def setting(study: Study) -> str:
         own = [r for r in runs if r.get('measure', 'accuracy') == measure]
         if own:
             parts.append(common(own))
-    same = lambda key: ', '.join(sorted({str(r[key]) for r in runs}))
+    same = lambda key: ', '.join(map(str, sorted({r[key] for r in runs})))
     hours = sum(r['seconds'] for r in runs) / 3600
     parts.append(
         f'{len(runs)} runs; seeds {same("seed")}; commit {same("commit")}; {same("hardware")}; '
@@ -75,12 +75,12 @@ def verdicts(judged: list[Verdict]) -> str:
         for i, e in enumerate(v.evidence):
             first = [f'{v.claim} ({v.where})', f'**{v.verdict}**'] if i == 0 else ['', '']
             rows.append([*first, *weighed(e)])
-    return markdown(heads, rows, words=4)
+    return markdown(*filled(heads, rows), words=4)
 
 
 def weighed(e: Evidence) -> list[str]:
     """The cells of a quantity."""
-    ratio = lambda x: f'{100 * math.expm1(x):+.1f} %' if e.unit == RATIO else f'{x:+.2f}'
+    ratio = lambda x: f'{100 * math.expm1(x):+,.1f} %' if e.unit == RATIO else f'{x:+.2f}'
     more = lambda x: NONE if math.isnan(x) else ratio(x)
     cells = [e.text, e.verdict, more(e.paper)]
     if e.ours is None:
@@ -90,7 +90,8 @@ def weighed(e: Evidence) -> list[str]:
     points = f'{e.points:+.2f}' if e.unit == RATIO else NONE
     p = NONE if not known else f'{e.p:.3f}' if e.p >= TINY else f'< {TINY}'
     freedom = str(ours.freedom) if known else NONE
-    cells += [more(ours.mean) + between, points, p, more(e.detectable)]
+    unit = '' if e.unit == RATIO else f' {e.unit}'
+    cells += [more(ours.mean) + between + unit, points, p, more(e.detectable)]
     take = f'{MOST} or more' if e.enough == MOST else str(e.enough or NONE)
     return [*cells, str(ours.seeds), take if e.verdict == 'undecided' else NONE, freedom]
 
@@ -101,15 +102,16 @@ TINY = 0.001
 def section(study: Study, out: Path) -> str:
     """The section of a study in the report; its figures are drawn into ``out``."""
     pictures = figures.draw(study, out)
-    show = lambda title: f'![{title}]({pictures[title]})\n' if title in pictures else ''
+    show = lambda title: picture(title, pictures[title]) if title in pictures else ''
     parts = []
     for table in PAPER['tables']:
-        if any(r['row'] in study.rows for r in table['rows']):
-            body = markdown(HEADS[table['measure']], lines(table, study))
+        if own := lines(table, study):
+            body = markdown(*filled(HEADS[table['measure']], own))
             parts += [f'### {table["title"]}\n', body, '', f'{show(table["figure"])}']
     for measure, heads in HEADS.items():
         if rest := others(study, measure):
-            parts += [f'### Rows that are not in the paper: {measure}\n', markdown(heads, rest), '']
+            title = f'### Rows that are not in the paper: {measure}\n'
+            parts += [title, markdown(*filled(heads, rest)), '']
     for title in pictures:
         if 'against' in title:
             parts += [f'### {title}\n', show(title)]
@@ -119,17 +121,19 @@ def section(study: Study, out: Path) -> str:
     )  # fmt: skip
 
 
+def picture(title: str, file: str) -> str:
+    """A picture that leads to itself at its own size."""
+    return f'[![{title}]({file})]({file.replace("png", "svg")})\n'
+
+
 def claims(study: Study) -> str:
     """The verdicts on the paper's claims, and on the registered ones if the first was run."""
     tested = lambda judged: [v for v in judged if any(e.ours for e in v.evidence)]
     paper, own = judge(study), judge(study, REGISTERED['claims'])
     parts = []
     if tested(paper):
-        margin = PAPER['margin']
-        parts += [template(
-            'claims.md', verdicts=verdicts(paper), margin=f'{100 * margin["errors"]:g}',
-            why=margin['why'], confidence=f'{100 * CONFIDENCE:g}', power=f'{100 * POWER:g}',
-        )]  # fmt: skip
+        title = "### Verdicts on the paper's claims at this scale"
+        parts += [f'{title}\n\n{verdicts(paper)}\n\n']
     if tested(own[:1]):
         table = verdicts(tested(own))
         parts += [f'### {REGISTERED["title"]}\n\n{REGISTERED["rule"]}\n\n{table}\n\n']
@@ -139,13 +143,15 @@ def claims(study: Study) -> str:
 def write(studies: list[Study], folder: str, out: Path) -> None:
     """Writes report.md, report.html and the pictures."""
     out.mkdir(parents=True, exist_ok=True)
-    parts = [section(s, out) for s in studies]
-    for picture in figures.across(studies):
-        file = figures.put(picture, out)
-        parts.append(f'## {picture.title}\n\n![{picture.title}]({file})\n')
+    parts = [
+        f'## {p.title}\n\n{picture(p.title, figures.put(p, out))}' for p in figures.across(studies)
+    ]
+    margin = PAPER['margin']
     text = template(
         'template.md', title=TITLE, source=PAPER['source'], folder=folder,
-        confidence=f'{100 * CONFIDENCE:g}', studies='\n'.join(parts),
+        confidence=f'{100 * CONFIDENCE:g}', power=f'{100 * POWER:g}', why=margin['why'],
+        margin=f'{100 * margin["errors"]:g}',
+        studies='\n'.join([*parts, *(section(s, out) for s in studies)]),
     )  # fmt: skip
     (out / 'report.md').write_text(text)
     (out / 'report.html').write_text(html(text, out))
@@ -160,7 +166,13 @@ def html(text: str, folder: Path) -> str:
         body = body.replace(f'<strong>{word}</strong>', f'<strong class="{word}">{word}</strong>')
     body = body.replace('<table>', '<div class="wide"><table>')
     body = body.replace('</table>', '</table></div>')
+    body = re.sub(r'<a href="[^"]+\.svg">(.*?)</a>', r'\1', body)
     body = re.sub(r'src="([^"]+\.png)"', lambda m: f'src="{inline(folder / m[1])}"', body)
+    studies = re.findall('<h2>(.*?)</h2>', body)
+    for i, title in enumerate(studies):
+        body = body.replace(f'<h2>{title}</h2>', f'<h2 id="part-{i}">{title}</h2>', 1)
+    links = ''.join(f'<li><a href="#part-{i}">{title}</a>' for i, title in enumerate(studies))
+    body = body.replace('</h1>', f'</h1>\n<ul>{links}</ul>', 1)
     style = (HERE / 'style.css').read_text()
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{TITLE}</title>\n'

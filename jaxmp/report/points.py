@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxmp.report import style
+from jaxmp.report import labels, style
 from jaxmp.report.captions import names, reference, seeds, task, text_of, trained
 from jaxmp.report.residuals import intervals
 from jaxmp.report.results import Row, by_seed, difference, last, wire
 
 HIGH = 95  # accuracy of the best row, in percent, from which errors are shown instead
+CROWD = 12  # rows, above which points have numbers and the names stand beside the axes
+WIDE = 1.5  # times the least score, from which the axis is logarithmic
 NEAR = 0.05  # a title names the fewest bits with at most so many more errors, or perplexity
 
 
@@ -60,13 +63,11 @@ def points(rows: Sequence[Row]) -> Points:
         point = {'bits': wire(row)['bits'], 'y': e.mean, 'ends': ends, 'judged': row.judged}
         data[name] = point | {'family': style.family(text_of(row))}
     title = finding(data, said, none, text, errors) if none else f'{word}, {len(rows)} rows'
-    caption = (
-        f'{task(rows)}; {seeds(rows)}; bits: mean of both directions and of all steps, equal ones '
-        'side by side'
-    )
+    counted = 'what a replica sends' if 'exchange' in rows[0].runs[0] else 'mean of both directions'
+    caption = f'{task(rows)}; {seeds(rows)}; bits: {counted} and of all steps, equal ones apart'
     title = f'{title}, after {trained(rows)}'
     y = [r['y'] for r in data.values()]
-    log = (text or errors) and max(y) > 2 * min(y)
+    log = (text or errors) and max(y) > WIDE * min(y)
     return Points(f'{word}, last epoch', title, caption, text or errors, log, data)
 
 
@@ -96,7 +97,10 @@ def finding(
 
 def paint(figure: Any, data: Points) -> None:
     """Draws points with their names, and the Pareto front."""
-    axes, rows = figure.subplots(), data.rows
+    rows = data.rows
+    crowded = len(rows) > CROWD
+    panels = figure.subplots(1, 2, width_ratios=(2, 1)) if crowded else [figure.subplots()]
+    axes, *key = panels
     best = front([(r['bits'], r['y']) for r in rows.values()], data.low_is_good)
     axes.step(*zip(*best, strict=True), where='post', color='silver', lw=1.2, zorder=1)
     at = side_by_side({n: r['bits'] for n, r in rows.items()})
@@ -121,7 +125,14 @@ def paint(figure: Any, data: Points) -> None:
     figure.suptitle(data.title)
     style.caption(figure, textwrap.fill(data.caption, int(15 * figure.get_figwidth())))
     axes.legend(loc='best', fontsize=8)
-    style.label(figure, axes, {n: (at[n], r['y']) for n, r in rows.items()}, size=7.5)
+    places = {n: (at[n], r['y']) for n, r in rows.items()}
+    bars = [[(at[n], y) for y in r['ends']] for n, r in rows.items()]
+    steps = [(c, a[1]) for a, b in itertools.pairwise(best) for c in (a[0], b[0])] + best[-1:]
+    if crowded:
+        colours = {n: style.FAMILIES[r['family']] for n, r in rows.items()}
+        labels.numbered(figure, axes, *key, places, colours, bars)
+    else:
+        labels.label(figure, axes, places, size=8, lines=[*bars, steps])
 
 
 def side_by_side(bits: dict[str, float], step: float = 1.016) -> dict[str, float]:
@@ -140,7 +151,7 @@ def spread(axes: Any) -> None:
     """Sets a logarithmic axis with plain numbers as labels."""
     axes.set_yscale('log')
     low, high = axes.get_ylim()
-    axes.set_ylim(0.75 * low, high)
+    axes.set_ylim(0.9 * low, high)
     ticks = [
         t for t in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100) if low <= t <= high
     ]

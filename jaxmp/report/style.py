@@ -1,4 +1,4 @@
-"""Style of all pictures: colours by family, human names, labels that do not collide, files.
+"""Style of all pictures: colours by family, human names, files.
 
 A picture is written as PNG and as SVG. Both are the same to the byte whenever they are written
 again, and hold a digest of the data and of the code that drew them.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from jaxmp.report import labels
 
 PALETTE = (  # that of Okabe and Ito, with gray instead of yellow
     'black', '#0072B2', '#D55E00', '#009E73', '#E69F00', '#CC79A7', '#56B4E9', '#777777',
@@ -34,7 +35,7 @@ FAMILIES: dict[str, str] = dict(
     zip(
         (
             'no compression', 'quantisation', 'sparsification', 'error feedback',
-            'block quantisation', 'AQ-SGD', 'low rank', 'other',
+            'block quantisation', 'AQ-SGD, anchors', 'low rank', 'other',
         ),
         PALETTE,
         strict=True,
@@ -47,7 +48,7 @@ MEMBERS = {  # the family of a codec, a feedback rule or an exchange
     **dict.fromkeys(('top_k', 'random_k', 'unbiased_random_k'), 'sparsification'),
     **dict.fromkeys(('ef', 'ef21', 'ef_mixed', 'dgc', 'double_squeeze'), 'error feedback'),
     'block': 'block quantisation',
-    **dict.fromkeys(('aqsgd', 'anchored'), 'AQ-SGD'),
+    **dict.fromkeys(('aqsgd', 'anchored'), 'AQ-SGD, anchors'),
     'power_sgd': 'low rank',
 }
 CARRIERS = ('all_gather', 'all_reduce', 'momentum')  # their first argument tells the family
@@ -199,75 +200,12 @@ def caption(figure: Any, text: str) -> None:
     figure.supxlabel(text, fontsize=8, color='dimgray')
 
 
-def label(
-    figure: Any,
-    axes: Any,
-    points: Mapping[str, tuple[float, float]],
-    right: float | None = None,
-    size: float = 8,
-    colours: Mapping[str, str] | None = None,
-) -> None:
-    """Writes names beside points, each moved up or down until it overlaps no name and no point.
-
-    They stay within the height of the axes while there is room.
-
-    Args:
-      figure: the figure, complete but for the names.
-      axes: the axes of the points.
-      points: a point in units of the data, by name.
-      right: the limit of the text in points; default the right end of the axes. A name that would
-        pass it, or would have to move far, is written to the left of its point.
-      size: size of the font in points.
-      colours: colour of each name; default black, and a line to a point that is apart.
-    """
-    figure.draw_without_rendering()
-    at = {n: axes.transData.transform(p) * 72 / figure.dpi for n, p in points.items()}
-    limit = axes.bbox.x1 * 72 / figure.dpi if right is None else right
-    taken = [(x - 5, x + 5, y) for x, y in at.values()]
-    start, bottom, _, top = axes.bbox.extents * 72 / figure.dpi
-    for name in sorted(points, key=lambda n: (-at[n][1], at[n][0])):
-        (x, y), width = at[name], 0.55 * size * len(name)
-        tried = []
-        for side in (1, -1) if x + 12 + width <= limit else (-1,):
-            low, high = sorted((x + 8 * side, x + side * (12 + width)))
-            others = [b - y for a, c, b in taken if low <= c and a <= high]
-            move = free(others, 1.18 * size, (bottom - y, top - y))
-            if side > 0 or low > start or not tried:
-                tried.append((abs(move) - 2 * size * side, side, low, high, move))
-        _, side, low, high, move = min(tried)
-        taken.append((low, high, y + move))
-        leads = abs(move) > size / 2 and not colours
-        line = {'arrowstyle': '-', 'color': 'gray', 'lw': 0.5, 'shrinkA': 0}
-        axes.annotate(
-            name, points[name], xytext=(9 * side, move), textcoords='offset points', va='center',
-            ha='left' if side > 0 else 'right', fontsize=size, annotation_clip=False,
-            color=(colours or {}).get(name, 'black'), arrowprops=line if leads else None,
-            bbox={'fc': 'white', 'ec': 'none', 'alpha': 0.7, 'pad': 0.2}, zorder=4,
-        ).set_in_layout(False)  # fmt: skip
-
-
-def free(
-    heights: Sequence[float], line: float = 10, ends: tuple[float, float] = (-300, 300)
-) -> int:
-    """The smallest move up or down that keeps a line of text off ``heights``, in points.
-
-    It ends half a line or more within ``ends`` if there is room.
-
-    >>> free([0.0, 12.0]), free([0.0, 12.0], ends=(-10, 300))
-    (-11, 23)
-    """
-    moves = sorted(range(-300, 301), key=lambda d: (abs(d), d))
-    apart = [d for d in moves if all(abs(d - h) > line for h in heights)]
-    inside = (d for d in apart if ends[0] + line / 2 <= d <= ends[1] - line / 2)
-    return next(inside, apart[0])
-
-
 def digest(data: Any, *code: str | Path) -> str:
-    """A digest of the data of a picture, of the files that draw it, and of this file.
+    """A digest of the data of a picture, of the files that draw it, of names and of this file.
 
     Numbers count to nine digits: the last ones depend on the processor.
     """
-    files = b''.join(Path(f).read_bytes() for f in (__file__, *code))
+    files = b''.join(Path(f).read_bytes() for f in (__file__, labels.__file__, *code))
     data = json.loads(json.dumps(data), parse_float=lambda s: float(f'{float(s):.9g}'))
     return hashlib.sha256(files + json.dumps(data).encode()).hexdigest()[:16]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.config import settings
+from jaxmp.report.captions import reference
 from jaxmp.report.claims import PAPER, table_rows
 from jaxmp.report.residuals import Estimate
 from jaxmp.report.results import TUNED, Row, Study, best, best_epoch, difference, last, wire
@@ -45,12 +46,13 @@ def with_interval(e: Estimate | None, digits: int = 2) -> str:
 
 HEADS = {
     'accuracy': (
-        'row', 'paper off', 'paper on', 'best off', 'best on', 'last off', 'last on',
-        'less none', 'bytes per step', 'ratio', 'bits per element', 'seeds',
+        'row', 'paper off, %', 'paper on, %', 'best off, %', 'best on, %', 'last off, %',
+        'last on, %', 'less none, points', 'bytes per step', 'ratio', 'bits per element', 'seeds',
     ),
     'perplexity': (
-        'row', 'paper loss', 'paper perplexity', 'best loss', 'best perplexity', 'last loss off',
-        'last loss on', 'less none', 'bytes per step', 'ratio', 'bits per element', 'seeds',
+        'row', 'paper loss, nats', 'paper perplexity', 'best loss, nats', 'best perplexity',
+        'last loss off, nats', 'last loss on, nats', 'less none, nats', 'bytes per step', 'ratio',
+        'bits per element', 'seeds',
     ),
 }  # fmt: skip
 
@@ -88,13 +90,19 @@ def count(row: Row) -> str:
 
 
 def shown(table: dict[str, Any], study: Study) -> list[tuple[str, dict[str, Any], Row | None]]:
-    """Label, the paper's row and ours for each row of a table; several readings give several."""
-    rows = []
+    """Label, the paper's row and ours for each row of a table; several readings give several.
+
+    A table has rows of its own measure only, and is empty if no row besides the one without
+    compression was run.
+    """
+    own = {n: r for n, r in study.rows.items() if r.measure == table['measure']}
+    rows, study = [], study._replace(rows=own)
     for name, paper in table_rows(table).items():
         variants, row = readings(name, study), study.rows.get(name)
         rows += [(paper['label'], paper, row)] * (row is not None or not variants)
         rows += [(f'{paper["label"]}, {w}', paper, study.rows[n]) for n, w in variants.items()]
-    return rows
+    plain = study.rows.get(table['none'])
+    return rows if any(row not in (None, plain) for _, _, row in rows) else []
 
 
 def lines(table: dict[str, Any], study: Study) -> list[Cells]:
@@ -134,11 +142,20 @@ KNOWN = {n for t in PAPER['tables'] for n in table_rows(t)}
 
 
 def others(study: Study, measure: str) -> list[Cells]:
-    """Lines of the rows of ``study`` with a given measure that are not in the paper."""
-    shown = KNOWN | {r for n in KNOWN for r in readings(n, study)}
-    rest = [r for n, r in study.rows.items() if n not in shown and r.measure == measure]
-    none = next(t['none'] for t in PAPER['tables'] if t['measure'] == measure)
-    return [cells(label(r, study), {}, r, study.rows.get(none)) for r in rest]
+    """Lines of the rows of ``study`` with a given measure that no table of the paper shows."""
+    tabled = [row for table in PAPER['tables'] for _, _, row in shown(table, study) if row]
+    own = [r for r in study.rows.values() if r.measure == measure]
+    return [cells(label(r, study), {}, r, reference(own)) for r in own if r not in tabled]
+
+
+def filled(heads: Cells | tuple[str, ...], rows: list[Cells]) -> tuple[Cells, list[Cells]]:
+    """A table without the columns in which nothing is known.
+
+    >>> filled(['row', 'paper', 'ours'], [['none', NONE, '1.0']])
+    (['row', 'ours'], [['none', '1.0']])
+    """
+    keep = [i for i in range(len(heads)) if any(line[i] != NONE for line in rows)]
+    return [heads[i] for i in keep], [[line[i] for i in keep] for line in rows]
 
 
 def label(row: Row, study: Study) -> str:
