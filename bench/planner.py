@@ -92,9 +92,30 @@ def probed_beside(args: argparse.Namespace) -> Probed:
 
 def probe(args: argparse.Namespace) -> Probed:
     """What the planner's probe finds."""
+    from jaxmp.distributed.allocator import keep_freed_pages
+
+    keep_freed_pages()
     config, _ = changed(args.config, args.change)
     own = list(dict.fromkeys(t for pair in (*PAPER, *HAND) for t in pair if t not in TEXTS))
     return planned(config, own, parse(args.links[0]), args.error, args.seconds)[0]
+
+
+def train_on(args: argparse.Namespace) -> None:
+    """Trains without an end, in the way in which a probe does."""
+    from jaxmp import data
+    from jaxmp.distributed.allocator import keep_freed_pages
+    from jaxmp.distributed.process_group import ProcessGroup
+    from jaxmp.plan.__main__ import probed_config
+    from jaxmp.training.by_stage import ByStage
+    from jaxmp.training.experiment import experiment_of
+
+    keep_freed_pages()
+    exp = experiment_of(probed_config(changed(args.config, args.change)[0]))
+    engine = ByStage(exp, ProcessGroup())
+    for epoch in itertools.count():
+        rows = data.order(exp.config.seed, epoch, len(exp.data.train.y))
+        for _ in engine.epoch(0)(engine.create(exp), rows, lambda: False):
+            pass
 
 
 def launched(out: Path, link: str, steps: int) -> list[float]:
@@ -269,8 +290,7 @@ def main() -> None:
         return measure(args)
     if args.beside:
         os.sched_setaffinity(0, {1})
-        while True:
-            probe(args)
+        return train_on(args)
     out = args.out or HERE / 'results' / stem('planner')
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
     os.sched_setaffinity(0, {0})  # before anything lets JAX make its threads: a probe of one core

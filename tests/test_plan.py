@@ -13,6 +13,7 @@ from jaxmp.plan import __main__ as command
 from jaxmp.plan import choose, crossings, predict, show, stages, write
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
 from jaxmp.plan.clock import Clock
+from jaxmp.plan.crossings import handover
 from jaxmp.plan.predict import Link, Message, Times
 from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.schedule import Costs, size
@@ -142,6 +143,24 @@ def test_what_hands_over_a_message_counts_per_message():
         seconds[count] = choose.predicted(slower, LINK, codecs, pair)
         seconds[count] -= choose.predicted(given, LINK, codecs, pair)
     assert seconds == pytest.approx({1: 4 * 0.1, 4: (4 + 3 + 3) * 0.1})
+
+
+def test_a_message_holds_up_the_computing_of_both_ends():
+    """Half of it each: of one micro-batch, whose 4 messages follow each other, all of it counts."""
+    given, order = probed(), Order('gpipe', 1)
+    codecs = {e: given.crossings[e][0] for e in EDGES}
+    slower, same = (
+        choose.predicted(p, LINK, codecs, (order, choose.actions_of(order, 3)))
+        for p in (given._replace(busy=0.1), given)
+    )
+    assert slower - same == pytest.approx(4 * 0.1)
+
+
+def test_what_a_message_holds_up_is_measured():
+    """A message of 4 KiB takes time of its own, and some of the one device's."""
+    seconds, busy = handover()
+    assert 0 < seconds < 1
+    assert 0 <= busy < 1
 
 
 def test_the_plan_is_never_slower_than_a_uniform_choice():

@@ -130,7 +130,7 @@ def planned(
     steps = trained(exp, clock)
     clock.say(f'{len(channels)} candidates at {len(steps.tensors)} crossings')
     crossings = measured(channels, steps.tensors, exp.config.parallel.num_microbatches, clock)
-    probed = Probed(stage_times(exp, steps, clock), crossings, handover())
+    probed = Probed(stage_times(exp, steps, clock), crossings, *handover())
     return probed, choose(probed, link, budget)
 
 

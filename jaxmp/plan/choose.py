@@ -53,11 +53,13 @@ class Probed(NamedTuple):
       stages: times of each stage, by the number of micro-batches.
       crossings: candidates by edge.
       handover: seconds of a message besides its bytes, from thread to thread.
+      busy: seconds by which sending and receiving a message hold up the computing of both ends.
     """
 
     stages: Mapping[int, Sequence[Times]]
     crossings: Mapping[Edge, Sequence[Candidate]]
     handover: float = 0.0
+    busy: float = 0.0
 
 
 class Order(NamedTuple):
@@ -181,9 +183,12 @@ def predicted(
     late: float = 0.0,
 ) -> float:
     """Predicted seconds of a step, whose messages arrive so many seconds ``late``."""
-    count = order[0].microbatches
+    count, end = order[0].microbatches, probed.busy / 2
     wire = lambda c: link.seconds(c.nbytes / count) + probed.handover
-    messages = {e: Message(c.encode / count, wire(c), c.decode / count) for e, c in codecs.items()}
+    messages = {
+        e: Message(c.encode / count + end, wire(c), c.decode / count + end)
+        for e, c in codecs.items()
+    }
     return step(order[1], probed.stages[count], messages, link.delay / 1e3 + late)
 
 
