@@ -233,6 +233,8 @@ def page_of(file: str) -> str:
 PIECE = re.compile(r'(<pre.*?</pre>|<code>[^<]*</code>|<[^>]*>)', re.DOTALL)
 TABLE = re.compile(r'<table>.*?</table>', re.DOTALL)
 ROW = re.compile(r'<tr[^>]*>.*?</tr>', re.DOTALL)
+CODE = re.compile(r'<code>.*?</code>', re.DOTALL)
+NAMED = re.compile(r'(<tr>\s*<td>)([^<]{1,16})(?=</td>)')
 CELL = re.compile(r'<t[hd][^>]*>(.*?)</t[hd]>', re.DOTALL)
 PRINTED = re.compile(r'(<div class="language-text)( highlight">.*?</div>)', re.DOTALL)
 
@@ -241,12 +243,11 @@ def on_page_content(content: str, **kwargs: Any) -> str:
     """Keeps a number with its percent sign and a word of code in one piece, and tells columns of
     text from others, and messages from what is aligned.
     """
-    content = TABLE.sub(lambda m: with_texts(m[0]), content)
     content = PRINTED.sub(lambda m: m[1] + ' message' * (not aligned(m[2])) + m[2], content)
     parts = PIECE.split(content)
     parts[::2] = [re.sub(r'(?<=\d) %', '\N{NO-BREAK SPACE}%', text) for text in parts[::2]]
     parts[1::2] = [whole(p) if p.startswith('<code>') else p for p in parts[1::2]]
-    return ''.join(parts)
+    return TABLE.sub(lambda m: with_texts(m[0]), ''.join(parts))
 
 
 def on_post_template(output_content: str, *, template_name: str, **kwargs: Any) -> str:
@@ -267,7 +268,11 @@ def whole(code: str) -> str:
 
 
 def with_texts(table: str) -> str:
-    """A table whose columns with long cells have the class ``text``."""
+    """A table whose columns with long cells have the class ``text``, whose codes break after an
+    opening parenthesis, and whose rows have short names that do not break.
+    """
+    table = CODE.sub(lambda m: re.sub(r'(?<=\w)[([](?=\w)|\);', r'\g<0><wbr>', m[0]), table)
+    table = NAMED.sub(r'\1<span class="word">\2</span>', table)
     head, *rows = ROW.findall(table)
     sizes = [[len(plain(cell)) for cell in CELL.findall(row)] for row in rows]
     longest = map(max, zip(*sizes, strict=False))
