@@ -100,7 +100,7 @@ def paint(figure: Any, data: Points) -> None:
     rows = data.rows
     crowded = len(rows) > CROWD
     panels = figure.subplots(1, 2, width_ratios=(2, 1)) if crowded else [figure.subplots()]
-    axes, *key = panels
+    axes = panels[0]
     best = front([(r['bits'], r['y']) for r in rows.values()], data.low_is_good)
     axes.step(*zip(*best, strict=True), where='post', color='silver', lw=1.2, zorder=1)
     at = side_by_side({n: r['bits'] for n, r in rows.items()})
@@ -130,7 +130,7 @@ def paint(figure: Any, data: Points) -> None:
     steps = [(c, a[1]) for a, b in itertools.pairwise(best) for c in (a[0], b[0])] + best[-1:]
     if crowded:
         colours = {n: style.FAMILIES[r['family']] for n, r in rows.items()}
-        labels.numbered(figure, axes, *key, places, colours, bars)
+        labels.numbered(figure, axes, panels[1], places, colours, bars)
     else:
         labels.label(figure, axes, places, size=8, lines=[*bars, steps])
 
