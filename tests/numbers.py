@@ -36,6 +36,11 @@ def found(path, pattern):
     return value
 
 
+def logged(pattern):
+    """The numbers that ``pattern`` matches in the log."""
+    return [float(v) for v in re.search(pattern, (ROOT / 'docs/LOG.md').read_text()).groups()]
+
+
 # Studies.
 
 
@@ -55,9 +60,10 @@ def accuracies(study):
     ]
 
 
-def fewer(row, mode='on'):
+def fewer(row, mode='on', study='few_bits_cpu'):
     """Points of accuracy that a row of few bits loses against none, of the same seeds."""
-    return last('few_bits_cpu', 'none', mode) - last('few_bits_cpu', row, mode)
+    none, own = (results.by_seed(studies()[study].rows[r], mode) for r in ('none', row))
+    return mean(none[s] - v for s, v in own.items())
 
 
 def longer(row, mode='on', study='few_bits_text', to='none'):
