@@ -89,6 +89,28 @@ def test_all_receive_all_messages_in_order(three):
     assert three.said == ['replicas 0, 1, 2 begin at step 0; there are replicas 0, 1, 2']
 
 
+@pytest.mark.parametrize(
+    ('sent', 'wrong'),
+    [
+        (frames.frame({'kind': 'a'}, b'abc')[:-1], OSError),
+        (frames.SIZES.pack(2**31, 0), ValueError),  # more than an object of JSON may have
+        (frames.SIZES.pack(2, 2**62) + b'{}', ValueError),  # more than memory holds
+        (frames.SIZES.pack(2, 0) + b'[]', ValueError),
+    ],
+)
+def test_a_frame_is_read_whole_or_refused(sent, wrong):
+    near, far = socket.socketpair()
+    with near, far:
+        content = os.urandom(10**5)
+        near.sendall(frames.frame({'kind': 'a'}, content) + frames.frame({'kind': 'b'}))
+        assert frames.read_frame(far) == ({'kind': 'a'}, content)
+        assert frames.read_frame(far) == ({'kind': 'b'}, b'')
+        near.sendall(sent)
+        near.shutdown(socket.SHUT_WR)
+        with pytest.raises(wrong):
+            frames.read_frame(far)
+
+
 def test_strangers_change_nothing(three):
     """Noise, a large first frame, silence, a wrong secret, another run; and the run begins."""
     big = frames.SIZES.pack(2**31, 2**60)

@@ -57,6 +57,37 @@ def frames(received: bytearray, first: bool = False) -> Iterator[tuple[Header, b
         first = False
 
 
+def read_frame(sock: socket.socket) -> tuple[Header, bytes]:
+    """The next frame of a connection, for a reader with nothing else to do.
+
+    The kernel collects its bytes: a reader that is woken by every packet takes the interpreter from
+    the threads that compute, some thirty times per message over a slow link.
+
+    Raises:
+      OSError: if the connection has ended.
+      ValueError: if it is no frame, or memory does not suffice for it.
+    """
+    text, content = SIZES.unpack(_exactly(sock, SIZES.size))
+    if text > LONGEST:
+        raise ValueError('no frame')
+    header = _object(_exactly(sock, text))
+    return header, _exactly(sock, content)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    """The next bytes of a connection."""
+    try:
+        whole = bytearray(count)
+    except (MemoryError, OverflowError) as error:
+        raise ValueError(f'a frame of {count} bytes') from error
+    at = 0
+    while at < count:
+        if not (n := sock.recv_into(memoryview(whole)[at:], 0, socket.MSG_WAITALL)):
+            raise ConnectionError('the connection has ended')
+        at += n
+    return bytes(whole)
+
+
 def _object(text: bytes) -> Header:
     try:
         header = json.loads(text)

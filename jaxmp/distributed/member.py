@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from jaxmp.distributed.frames import PIECE, Header, frame, frames
+from jaxmp.distributed.frames import Header, frame, read_frame
 from jaxmp.distributed.monitor import GRACE, ProcessGroupError
 
 BEAT = 1.0  # seconds between two heartbeats
@@ -173,16 +173,15 @@ class Member:
             self._send({'kind': 'beat'})
 
     def _listen(self) -> None:
-        received, last = bytearray(), ({'kind': 'behind', 'why': 'lost the connection'}, b'')
+        last = {'kind': 'behind', 'why': 'lost the connection'}, b''
         with contextlib.suppress(OSError, ValueError):
-            while part := self._sock.recv(PIECE):
-                received += part
-                for header, content in frames(received):
-                    if header['kind'] == 'ask':
-                        self.asked.set()
-                        continue
-                    away = header['kind'] in ('welcome', 'refused', 'bye')
-                    (self._door if away else self._inbox).put((header, content))
+            while True:
+                header, content = read_frame(self._sock)
+                if header['kind'] == 'ask':
+                    self.asked.set()
+                    continue
+                away = header['kind'] in ('welcome', 'refused', 'bye')
+                (self._door if away else self._inbox).put((header, content))
         self.leave()
         for inbox in (self._door, self._inbox):
             inbox.put(last)

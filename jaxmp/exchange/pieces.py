@@ -88,7 +88,7 @@ def in_pieces(f: Callable[..., Any], n: int, *args: Any) -> Pieces:
             env.update(zip(step.makes, step.compiled(*(env[v] for v in step.needs)), strict=True))
             if step.sends:
                 _exchange(step, env, gather)
-        return form.unflatten([_value(env, v) for v in jaxpr.outvars])
+        return form.unflatten([jnp.asarray(_value(env, v)) for v in jaxpr.outvars])
 
     return Pieces(run, form.unflatten(_tainted(jaxpr, own, marks)))
 
@@ -126,7 +126,7 @@ def _exchange(step: _Step, env: dict[Any, Any], gather: Gather) -> None:
     ends = np.cumsum([a.nbytes for a in arrays])[:-1]
     for e, a, part in zip(step.sends, arrays, np.split(table, ends, 1), strict=True):
         whole = np.ascontiguousarray(part).view(a.dtype).reshape(len(rows), *a.shape)
-        env[e.outvars[0]] = jnp.asarray(whole)
+        env[e.outvars[0]] = whole  # the next step's program takes it as it is
 
 
 def _depths(jaxpr: Any) -> tuple[set[Any], dict[Any, int]]:
