@@ -309,9 +309,9 @@ def rounds(name):
     return mean(losses), 30 * sum(found[0]['exchange']['handed'].values())
 
 
-def beside(name):
+def beside(name, day=23):
     """Milliseconds of a step with an exchange over 100 Mbit/s and with none; of two, of four."""
-    rows = bench('epyc_2026-11-23_rounds', 'step', name=name)
+    rows = bench(f'epyc_2026-11-{day}_rounds', 'step', name=name)
     return [
         1e3 * r[k] for n in (2, 4) for r in rows if r['replicas'] == n for k in ('step_s', 'none_s')
     ]
