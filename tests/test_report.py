@@ -418,6 +418,11 @@ def test_a_picture_of_a_run_shows_scores_by_bytes(studies):
         np.testing.assert_array_equal(by_bytes.lines[0].get_ydata(), test.lines[0].get_ydata())
 
 
+def test_a_row_of_phases_is_named_by_all_of_them(studies):
+    row = studies['few_bits_converged'].rows['weaned2-4']
+    assert captions.names([row]) == ['rotated 2-bit trellis, then 4-bit blocks']
+
+
 def test_a_title_says_what_the_data_say(studies):
     """The fewest bits among rows with few more errors; without such a row it says so."""
     rows = studies['cifar10_small'].rows

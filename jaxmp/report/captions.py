@@ -28,7 +28,9 @@ def names(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         run = row.runs[0]
         pair = run['fwd'], run['bwd'], run['config']['warmup_epochs']
-        said.append(style.exchange(text_of(row)) if 'exchange' in run else style.human(*pair))
+        name = style.exchange(text_of(row)) if 'exchange' in run else style.human(*pair)
+        before = [p['codec'] for p in run['phases']] if run['config']['phases'] else []
+        said.append(', then '.join([*(style.human(text, text) for text in before), name]))
     return [f'{s} ({r.name})' if said.count(s) > 1 else s for s, r in zip(said, rows, strict=True)]
 
 
