@@ -4,8 +4,8 @@ python bench/planner.py [--config=text_gpt2] [--links 1gbit 100mbit 200mbit,50ms
 It probes the configuration once, on a core while another process probes it on the other one, since
 the processes to be measured share caches and memory as well. For each link it measures the plan and
 channels chosen by hand, each in the schedule that is predicted to be the best for it, and all of
-them in turns. A row is written as soon as it is measured, and the same command goes on where it was
-stopped; a table (`.md`) lies beside the rows.
+them in turns, every second one in reverse. A row is written as soon as it is measured, and the same
+command goes on where it was stopped; a table (`.md`) lies beside the rows.
 
 **Measured**: wall time of a training step in process 0, median of ``--steps`` steps after three,
 the least of ``--turns`` such medians; two processes, each on a core of its own, with links emulated
@@ -205,7 +205,7 @@ def loss_of(out: Path) -> float:
 def work(args: argparse.Namespace, rows: Rows, probed: Probed) -> None:
     """Measures what is not measured yet."""
     for turn, link in itertools.product(range(args.turns), args.links):
-        for name, choice in choices(probed, link, args.error):
+        for name, choice in list(choices(probed, link, args.error))[:: -1 if turn % 2 else 1]:
             codecs = '; '.join(c.text for _, c in sorted(choice.codecs.items()))
             with tempfile.TemporaryDirectory() as folder:
                 out = file_of(choice, args, Path(folder))

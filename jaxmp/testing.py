@@ -25,8 +25,8 @@ from jaxmp.wire import Codec, Ctx, bits
 
 # Compiling dominates. The programs are XLA's as ever, with their machine code made in a hurry.
 QUICK: dict[str, Any] = {'xla_backend_optimization_level': 0}
-if jax.__version_info__ < (0, 11):  # later ones do not know it
-    QUICK['xla_cpu_use_fusion_emitters'] = False
+if jax.__version_info__ < (0, 11):  # later ones do not know the first
+    QUICK |= {'xla_cpu_use_fusion_emitters': False, 'xla_cpu_parallel_codegen_split_count': 1}
 SAMPLES, INNER = 4, (7, 43)  # 301 elements a sample, 1204 in all: more than a block of 256, odd
 BAD = (1, 3, 20)  # where NaN and infinity stand: sample 1
 

@@ -1,8 +1,8 @@
 """Four CPU devices, forced before jax starts, so that payloads really travel between devices.
 
 Programs compile quickly, which saves a third of the CPU time of all tests; what depends on how
-users compile says so (tests/test_exact.py). One compilation cache serves all workers, which compile
-many alike.
+users compile says so (tests/test_exact.py). Operations do not carry the lines of code that made
+them. One compilation cache serves all workers, which compile many alike.
 """
 
 import gc
@@ -14,6 +14,7 @@ import tempfile
 OURS = None
 if 'PYTEST_XDIST_WORKER' not in os.environ and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     OURS = os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='jaxmp-tests-')
+os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
 from tests.runs import FLAGS  # noqa: E402, JAX reads the cache's place when it is imported

@@ -96,6 +96,17 @@ def test_a_fast_link_needs_no_codec_and_a_hidden_message_none_with_an_error():
     assert texts(choose.choose(wide, LINK, 0.1)) == ['raw'] * 4  # 10 of 10,000 ms, 3 times hidden
 
 
+def test_of_steps_that_are_alike_the_least_error_is_taken():
+    """Of 54 s, four exact messages may take .52 s more, not .56."""
+    free = RAW._replace(text='free', error=0.01, nbytes=0.0)
+    given = probed(forward=6.0, counts=(1,), rows=(free, free._replace(text='exact', error=0.0)))
+    for cost, found in ((0.13, ['exact'] * 4), (0.14, ['exact'] * 3 + ['free'])):
+        rows = [c._replace(encode=cost * (not c.error)) for c in given.crossings[0, 1]]
+        choice = choose.choose(given._replace(crossings=dict.fromkeys(EDGES, rows)), LINK, 0.1)
+        assert sorted(texts(choice)) == found
+        assert choice.seconds == pytest.approx(54 + cost * found.count('exact'))
+
+
 def test_the_order_is_the_least_of_all_predicted():
     """No other schedule, cap or number of micro-batches is faster; more halves, more to choose."""
     for halves in ((), (1e-3 / 4, 1e-3 / 4)):

@@ -2,9 +2,10 @@
 
 The search starts from the candidates whose encoder, message and decoder take the least time in all,
 and from each candidate at all crossings that it is allowed at. From each start it takes the best
-schedule, then at each crossing the candidate with which the whole step is shortest; where the time
-of a crossing is hidden, behind compute or behind other messages, that of the least error.
-Schedules are compared with messages that come `LATE`.
+schedule, then at each crossing the candidate with which the whole step is shortest. Schedules are
+compared with messages that come `LATE`. Of the shortest step that was found, each crossing gets the
+candidate of the least error for which the step is still `ALIKE`: where messages are hidden, behind
+compute or behind other messages, a codec gains nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from jaxmp.runtimes.schedule import Action, saved_inputs
 
 LINES = '1f1b', 'gpipe', 'eager_1f1b', 'zb_h1', 'zb_h2'  # one stage per device
 AHEAD = 3, 4, 6, 10  # micro-batches per later stage, of eager_1f1b and zb_h2
-EQUAL = 1.001  # steps whose ratio is less are equal: the codec of the least error counts
-ALIKE = 1.01  # likewise of schedules, of which the one that keeps the fewest examples counts
+ALIKE = 1.01  # steps whose ratio is less are alike, since a machine's speed varies by more
 LATE = 0.1  # of the mean action: messages so late must not make the chosen schedule slow
 ROUNDS = 3  # of schedule, then codecs
 
@@ -112,7 +112,7 @@ def choose(probed: Probed, link: Link, budget: float) -> Choice:
         for t in texts
     )
     found = [searched(probed, link, start, allowed) for start in (fastest, *everywhere)]
-    return min(found, key=lambda choice: choice.seconds)
+    return careful(probed, link, min(found, key=lambda choice: choice.seconds), allowed)
 
 
 def searched(
@@ -132,7 +132,10 @@ def searched(
 
 
 def ordered(probed: Probed, link: Link, codecs: Mapping[Edge, Candidate]) -> Choice:
-    """The order of the least step for given codecs with messages that are `LATE`; see `ALIKE`."""
+    """The order of the least step for given codecs with messages that are `LATE`.
+
+    Of orders that are `ALIKE` it is the one that keeps the fewest examples.
+    """
     stages = 1 + max(max(e) for e in codecs)
     found = []
     for order, actions in orders(probed, stages):
@@ -154,15 +157,37 @@ def improved(
     choice: Choice,
     allowed: Mapping[Edge, Sequence[Candidate]],
 ) -> dict[Edge, Candidate]:
-    """Codecs changed one after the other where the whole step gains, or only the error does."""
-    codecs, stages = dict(choice.codecs), 1 + max(max(e) for e in choice.codecs)
-    pair = choice.order, actions_of(choice.order, stages)
+    """Codecs changed one after the other where the whole step gains."""
+    codecs = dict(choice.codecs)
     for edge, own in allowed.items():
-        steps = [(predicted(probed, link, {**codecs, edge: c}, pair), c) for c in own]
-        least = min(seconds for seconds, _ in steps)
-        equal = [(c.error, seconds, c) for seconds, c in steps if seconds <= EQUAL * least]
-        codecs[edge] = min(equal, key=lambda row: row[:2])[2]
+        cost = lambda c, edge=edge: (
+            seconds(probed, link, choice.order, {**codecs, edge: c}),
+            c.error,
+        )
+        codecs[edge] = min(own, key=cost)
     return codecs
+
+
+def careful(
+    probed: Probed,
+    link: Link,
+    choice: Choice,
+    allowed: Mapping[Edge, Sequence[Candidate]],
+) -> Choice:
+    """Codecs of less error with a step that is `ALIKE`, where the error is largest first."""
+    codecs, most = dict(choice.codecs), ALIKE * choice.seconds
+    for edge in sorted(codecs, key=lambda e: -codecs[e].error):
+        for c in sorted(allowed[edge], key=lambda c: (c.error, c.encode + c.decode)):
+            if seconds(probed, link, choice.order, {**codecs, edge: c}) <= most:
+                codecs[edge] = c
+                break
+    return Choice(choice.order, codecs, seconds(probed, link, choice.order, codecs))
+
+
+def seconds(probed: Probed, link: Link, order: Order, codecs: Mapping[Edge, Candidate]) -> float:
+    """Predicted seconds of a step in an order."""
+    actions = actions_of(order, 1 + max(max(e) for e in codecs))
+    return predicted(probed, link, codecs, (order, actions))
 
 
 def orders(probed: Probed, stages: int) -> Iterator[tuple[Order, tuple[Action, ...]]]:
