@@ -204,6 +204,21 @@ def test_the_quietest_turn_of_a_choice_counts(bench):
     assert [(r['link'], r['turn'], r['measured']) for r in found] == [('a', 1, 2.0), ('b', 0, 1.0)]
 
 
+def test_the_planners_bench_compares_losses_seed_by_seed(bench):
+    """Means over seeds, and the difference from no compression with its standard error."""
+    losses = {'raw; raw': (2.0, 3.0), 'fp16; block(4)': (2.1, 3.3), 'block(4); block(4)': (2.5,)}
+    rows = [
+        {'kind': 'loss', 'codecs': codecs, 'seed': seed, 'loss': loss}
+        for codecs, own in losses.items()
+        for seed, loss in enumerate(own)
+    ]
+    assert bench('planner').said_losses([{'kind': 'run'}, *rows]) == {
+        'raw; raw': '2.5000',
+        'fp16; block(4)': '2.7000 (+0.2000 ± 0.1000)',
+        'block(4); block(4)': '2.5000',
+    }
+
+
 def planner_run(bench, name):
     """Of a run: steps at most 15 % off, all errors, by link how much slower the plan was."""
     path = RESULTS / name
