@@ -15,7 +15,7 @@ IMAGES, TEST = 50_000, 10_000  # of CIFAR-10
 MARGIN = 100 * claims.PAPER['margin']['errors']
 SPEED = 'bench/results/epyc_2026-11-21.md'
 CODECS = ('raw', '8-bit', 'fw4-bw8', 'aqsgd2-bw2')
-BESIDE = 'xeon_2026-11-22_network'  # messages beside compute
+BESIDE = 'epyc_2026-11-24_network_'  # rows whose messages travel beside compute
 TUNE = 'few_bits_tune'
 TEXT = (
     'none',
@@ -255,19 +255,25 @@ def worse(model, codec):
     return 100 * (own['losses'][-1] / raw['losses'][-1] - 1)
 
 
-def overlaps(link):
-    """Milliseconds of steps whose messages overlap compute; how many times the last is faster."""
-    rows = [bench(BESIDE, 'step', link=link, codec=c)[0] for c in CODECS]
-    found = [1e3 * row['step_s'] for row in rows]
+def overlapped(kind, link, codec):
+    """Milliseconds of a step whose messages travel beside compute."""
+    return 1e3 * bench(f'{BESIDE}{kind}', 'step', link=link, codec=codec)[0]['step_s']
+
+
+def overlaps(link, kind='two'):
+    """The same with each codec; how many times the last is faster."""
+    found = [overlapped(kind, link, c) for c in CODECS]
     return *found, found[0] / found[-1]
 
 
-def four(codec):
-    """Of four stages: milliseconds of a step, times its bound, milliseconds as simulated."""
-    line = rf'100m \| {codec} \| (\d+ \| \d+ \| [\d.]+ \| \d+ \| \d+) \|'
-    text = found('bench/results/epyc_2026-11-23_network_100m_eager.md', line)
-    step, _, times, _, simulated = map(float, text.split('|'))
-    return step, times, simulated
+def four(kind, link):
+    """Of four stages, by codec: milliseconds of a step, times its bound."""
+    steps = []
+    for codec in ('raw', 'fw4-bw8', 'aqsgd2-bw2'):
+        line = rf'{re.escape(link)} \| {codec} \| (\d+ \| \d+ \| [\d.]+ \| \d+ \| \d+) \|'
+        step, _, times, *_ = map(float, found(f'bench/results/{BESIDE}{kind}.md', line).split('|'))
+        steps += [step, times]
+    return steps
 
 
 def three_seeds():

@@ -117,6 +117,8 @@ def test_the_loss_of_an_exchange_counts_all_its_steps(bench, tmp_path):
 
 def test_committed_pages_of_the_benches_are_made_of_their_rows(bench):
     more = [(f'network_{kind}', 23) for kind in ('100m', '100m_eager', '100m_eager4', '200m')]
+    kinds = ('100m_zb_h2', 'two', 'two4', 'four', '200m')
+    more += [(f'network_{kind}', 24) for kind in kinds]
     for kind, day in (('network', 21), ('network_busy', 21), *more):
         lines = bench('slow_report').markdown(bench('slow_report').Results(rows_of(kind, day)))
         page = (RESULTS / f'epyc_2026-11-{day}_{kind}.md').read_text()
@@ -143,9 +145,9 @@ def test_simulated_steps_worked_out_by_hand(cores, wires, delay, time, bench):
 
 
 def test_simulated_steps_are_near_the_measured_ones(bench):
-    """Arithmetic and bytes explain the committed steps at 100 Mbit/s to 8 %."""
-    for kind in ('100m_eager', '100m_eager4'):
-        found = bench('slow_report').Results(rows_of(f'network_{kind}', 23))
+    """Arithmetic and bytes explain the committed steps of four stages to 8 %."""
+    for kind, day in (('100m_eager', 23), ('100m_eager4', 23), ('four', 24), ('200m', 24)):
+        found = bench('slow_report').Results(rows_of(f'network_{kind}', day))
         for what, row in found.steps.items():
             assert found.planned(*what) == pytest.approx(row['step_s'], rel=0.08)
 
