@@ -34,9 +34,12 @@ def setting(study: Study) -> str:
         if own:
             parts.append(common(own))
     same = lambda key: ', '.join(map(str, sorted({r[key] for r in runs})))
+    named = lambda name, count: name + 's' * (count > 1)
     hours = sum(r['seconds'] for r in runs) / 3600
+    seeds = len({r['seed'] for r in runs})
     parts.append(
-        f'{len(runs)} runs; seeds {same("seed")}; commit {same("commit")}; {same("hardware")}; '
+        f'{len(runs)} {named("run", len(runs))}; {named("seed", seeds)} {same("seed")}; '
+        f'commit {same("commit")}; {same("hardware")}; '
         f'{plain(hours)} hours of wall time (compilation counts in the first seed of a row).'
     )
     return '\n\n'.join(parts)
