@@ -22,7 +22,7 @@ from tests.runs import FLAGS  # noqa: E402, JAX reads the cache's place when it 
 os.environ['XLA_FLAGS'] = (
     f'--xla_force_host_platform_device_count=4 {os.environ.get("XLA_FLAGS", FLAGS)}'
 )
-gc.set_threshold(50_000, 20, 50)  # compiled programs are many objects, none of which go
+gc.set_threshold(200_000, 20, 50)  # compiled programs are many objects, none of which go
 
 
 TESTS = itertools.count()
@@ -43,6 +43,12 @@ def pytest_collection_modifyitems(items):
     for kind in kinds:
         kind += itertools.islice(rest, max(0, third - len(kind)))
     items[:] = [*itertools.chain(*kinds), *rest]
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure():
