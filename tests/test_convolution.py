@@ -151,16 +151,21 @@ def test_no_gradient_of_the_images():
 
 
 KEPT = """
-import resource, jax, jax.numpy as jnp
+import resource, jax, jax.numpy as jnp, numpy as np
 from jaxmp.distributed.allocator import keep_freed_pages
 {call}
-f = jax.jit(lambda x: (x @ x) @ (x @ x + 1))
-x, faults = jnp.ones((2048, 2048)), []
-for _ in range(8):
+f, x = jax.jit(lambda x: (x @ x) @ (x @ x + 1)), jnp.ones((2048, 2048))
+
+def large():
+    block = np.empty(3 << 30, np.uint8)  # of which 48 pages are touched
+    block[:: 1 << 26] = 1
+
+def faults(call):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    f(x).block_until_ready()
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(min(faults))
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(*(min(faults(call) for _ in range(8)) for call in (lambda: f(x).block_until_ready(), large)))
 """
 
 
@@ -168,7 +173,10 @@ print(min(faults))
 def test_freed_pages_are_kept():
     def run(call):
         command = [sys.executable, '-c', KEPT.format(call=call)]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return map(int, out.split())
 
     pages = 2048 * 2048 * 4 // 4096
-    assert run('keep_freed_pages()') < pages < run('')
+    (kept, kept_large), (step, large) = run('keep_freed_pages()'), run('')
+    assert kept < pages < step
+    assert kept_large < 40 < large
