@@ -226,9 +226,9 @@ def bench(file, kind, **key):
     return [r for r in rows if all(r.get(k) == v for k, v in {'kind': kind, **key}.items())]
 
 
-def wide(width=64):
+def wide(width=64, day=24):
     """A step of ResNet-18 on images of 32 x 32."""
-    return bench('epyc_2026-11-23_convolution', 'step', width=width, size=32)[0]
+    return bench(f'epyc_2026-11-{day}_convolution', 'step', width=width, size=32)[0]
 
 
 def step(link, codec, model='mlp'):
