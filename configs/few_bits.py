@@ -60,6 +60,9 @@ CHANNELS = {  # forward and backward
     # few bits first, four at the end: 2.7 and 2.0 on average of a run
     'weaned2-4': ('block(4)',) * 2,
     'weaned1-2-4': ('rotate(lloyd(4))',) * 2,
+    # 2.7 bits again: levels for what a ReLU sends; one bit for half of the run, four for the rest
+    'weaned2-4-relu': ('lloyd(4, signed=False)', 'rotate(lloyd(4))'),
+    'weaned1-4-relu': ('lloyd(4, signed=False)', 'rotate(lloyd(4))'),
     # principal components, and what they cost
     'klt-half': ('klt(0.5)',) * 2,
     'klt1': ('klt(1)',) * 2,
@@ -90,6 +93,8 @@ BOTTLENECKS = {
 PHASES = {
     'weaned2-4': 'rotate(trellis(2))@:22',
     'weaned1-2-4': 'rotate(trellis(1))@:10; rotate(trellis(2))@10:25',
+    'weaned2-4-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:20',
+    'weaned1-4-relu': 'rotate(lloyd(1))@:14',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images

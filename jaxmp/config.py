@@ -92,7 +92,7 @@ KEYS: Mapping[str, Key] = {
     'codecs': Key('', 'own modules or files, with commas, whose words these texts may use'),
     'warmup_epochs': Key(0, 'epochs sent uncompressed, which fill the feedback states'),
     'phases': Key(
-        '', "codecs in place of fwd and bwd in some epochs, as in `raw@:1; lloyd(4)@8:13`"),
+        '', "codecs in place of fwd and bwd in some epochs: `raw@:1; lloyd(2) | lloyd(4)@8:13`"),
     'eval_feedback': Key(
         'carry', 'feedback states in a test', words=('carry', 'direct', 'frozen')),
     'metric': Key(

@@ -67,6 +67,17 @@ def test_both_ends_are_primed_with_what_a_phase_sent():
     assert 0 < np.abs(y - x).max() < 0.5
 
 
+def test_the_directions_of_a_phase_have_codecs_of_their_own():
+    exp = made(phases='uniform(8) | raw@2:')
+    [_, phase] = exp.phases
+    [cut], [row] = phase.boundaries, sizes.message_bytes(exp, phase.boundaries)
+    assert phase.text == 'uniform(8) | raw'
+    assert (row['forward'], row['backward']) == (32 * 24 + 8, 32 * 24 * 4)
+    like = jaxmp.like(np.zeros((2, 40), 'f4'))
+    sent = [jaxmp.bits(way, like) for way in (cut.fwd, cut.bwd)]
+    assert sent == [jaxmp.bits(jaxmp.parse(text), like) for text in ('uniform(8)', 'raw')]
+
+
 def test_bytes_count_every_phase():
     exp = made(phases='uniform(8)@2:3; raw@3:', epochs=4)
     rows = sizes.phase_bytes(exp)
@@ -86,6 +97,8 @@ def test_bytes_count_every_phase():
         ({'phases': 'raw@:2'}, 'epoch 0, counted from 0, is in two phases'),
         ({'phases': 'ef(raw)@2:'}, 'a phase keeps the feedback rules'),
         ({'phases': 'top_k@2:'}, 'needs its arguments'),
+        ({'phases': 'raw | top_k@2:'}, 'needs its arguments'),
+        ({'phases': 'raw | raw | raw@2:'}, 'is not a codec and some of'),
     ],
 )
 def test_what_is_no_phase_is_refused(words, message):

@@ -1,4 +1,4 @@
-"""`Phase`: epochs in which another codec stands in for the channels of both directions.
+"""`Phase`: epochs in which other codecs stand in for the channels.
 
 A warm-up sends the first epochs uncompressed; a run may also wean the model off its compression at
 the end, or change the number of bits on the way. The feedback states stay those of the channels,
@@ -18,19 +18,19 @@ from jaxmp.feedback import warm
 from jaxmp.spec import NAMES, complete, read
 from jaxmp.wire import Codec
 
-FORM = re.compile(r'(?P<codec>[^@]+)@(?P<start>-?\d+)?:(?P<stop>-?\d+)?')
+FORM = re.compile(r'(?P<fwd>[^@|]+)(\|(?P<bwd>[^@|]+))?@(?P<start>-?\d+)?:(?P<stop>-?\d+)?')
 
 
 class Phase(NamedTuple):
     """A phase of a run.
 
     Attributes:
-      codec: in place of the channels.
+      text: of the codecs in place of the channels: one for both directions, or two.
       epochs: counted from 0.
-      boundaries: with that codec.
+      boundaries: with those codecs.
     """
 
-    codec: Codec
+    text: str
     epochs: range
     boundaries: tuple[Boundary, ...]
 
@@ -42,7 +42,7 @@ def phases_of(
 
     Args:
       config: ``warmup_epochs``, and ``phases``: codecs, each with its epochs as a slice in Python's
-        form, with ``;`` between them.
+        form, with ``;`` between them. ``|`` is between the codecs of forward and backward.
       boundaries: with the channels of the configuration.
       names: words that the texts may use besides those of the algebra.
 
@@ -78,12 +78,13 @@ def _phase(
     if not found or not epochs:
         raise ValueError(
             f'config.phases={config.phases!r}: {text!r} is not a codec and some of '
-            f'{config.epochs} epochs, such as raw@:1 (the first), lloyd(4)@3:5 or raw@-2: (the '
-            'last two)'
+            f'{config.epochs} epochs, such as raw@:1 (the first), lloyd(4)@3:5, raw@-2: (the last '
+            'two) or lloyd(2) | lloyd(4)@:9 (forward, backward)'
         )
-    codec = read(found['codec'], {**NAMES, **names}, _codec)
-    cuts = (Boundary(warm(b.fwd, codec), warm(b.bwd, codec), b.via) for b in boundaries)
-    return Phase(codec, epochs, tuple(cuts))
+    texts = found['fwd'], found['bwd'] or found['fwd']
+    fwd, bwd = (read(t, {**NAMES, **names}, _codec) for t in texts)
+    cuts = (Boundary(warm(b.fwd, fwd), warm(b.bwd, bwd), b.via) for b in boundaries)
+    return Phase(f'{fwd} | {bwd}' if found['bwd'] else str(fwd), epochs, tuple(cuts))
 
 
 def _codec(thing: Any, text: str) -> Codec:

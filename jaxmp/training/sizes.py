@@ -147,13 +147,13 @@ def message_bytes(exp: Experiment, cuts: Sequence[Boundary] | None = None) -> li
 
 
 def phase_bytes(exp: Experiment) -> list[dict[str, Any]]:
-    """The phases of a run: codec, first epoch from 0, the epoch after the last, bytes per step.
+    """The phases of a run: codecs, first epoch from 0, the epoch after the last, bytes per step.
 
     The bytes are those of all boundaries, both ways.
     """
     return [
         {
-            'codec': str(p.codec), 'start': p.epochs.start, 'stop': p.epochs.stop,
+            'codec': p.text, 'start': p.epochs.start, 'stop': p.epochs.stop,
             'bytes': sum(r['forward'] + r['backward'] for r in message_bytes(exp, p.boundaries)),
         }
         for p in exp.phases
