@@ -262,6 +262,18 @@ def test_predicted_steps_are_those_measured(bench):
         means.append(100 * (sum(own) / sum(raw) - 1))
     assert f'at most {max(means):.1f} % above that of no compression; a single seed may ' in page
     assert f'lie {-min(over):.1f} % below or {max(over):.1f} % above.' in page
+    near, off, slow = planner_run(bench, 'epyc_2026-11-24_planner_ten')
+    took = {r['name']: r['measured'] for r in rows_of('planner_ten', 24) if r['kind'] == 'step'}
+    plan = took['the plan']
+    ratios = [took[f'{f} forward, {b} backward'] / plan for f, b in (
+        ('raw', 'raw'), ('uniform(4)', 'uniform(8)'), ('uniform(4)', 'uniform(4)')
+    )]  # fmt: skip
+    assert (
+        f'took {1e3 * plan:.0f} ms: {ratios[0]:.1f} times less than no compression, '
+        f"{ratios[1]:.1f} times less than the paper's four bits forward and eight backward, "
+        f'{100 * (1 / ratios[2] - 1):.1f} % more than its four bits both ways, and '
+        f'{slow["10mbit"]:.1f} % more than the fastest of the eleven; {near} of {len(off)} steps '
+    ) in page
     near, off, slow = planner_run(bench, 'epyc_2026-11-24_planner_spare')
     assert (
         f'had {near} of {len(off)} steps within {max(map(abs, off)):.0f} %, and the plan at most '

@@ -10,10 +10,11 @@ TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # of mallopt in glibc's malloc
 def keep_freed_pages() -> None:
     """Lets glibc keep freed memory, which XLA:CPU allocates again at each step.
 
-    Otherwise each step faults in all its temporary memory page by page: for ResNet-18 and batch 100,
-    48,055 pages a step at width 16, 268,880 at width 64, a quarter of its time. One arena is needed
-    as well, because the arenas of threads hold at most 64 MB and map what is larger. Threads take it only if none has allocated before:
-    the call has to come before JAX's first computation. Without glibc nothing happens.
+    Otherwise each step faults in all its temporary memory page by page: for ResNet-18 and batch
+    100, 48,055 pages a step at width 16, 268,880 at width 64, a quarter of its time. One arena is
+    needed as well, because the arenas of threads hold at most 64 MB and map what is larger. Threads
+    take it only if none has allocated before: the call has to come before JAX's first computation.
+    Without glibc nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
     if mallopt is not None:
