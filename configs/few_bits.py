@@ -63,6 +63,9 @@ CHANNELS = {  # forward and backward
     # 2.7 bits again: levels for what a ReLU sends; one bit for half of the run, four for the rest
     'weaned2-4-relu': ('lloyd(4, signed=False)', 'rotate(lloyd(4))'),
     'weaned1-4-relu': ('lloyd(4, signed=False)', 'rotate(lloyd(4))'),
+    # 2.6 and 2.7 bits: five at the end, when the rate is small and errors count most
+    'weaned2-5-relu': ('lloyd(5, signed=False)', 'rotate(lloyd(5))'),
+    'weaned2-3-5-relu': ('lloyd(5, signed=False)', 'rotate(lloyd(5))'),
     # principal components, and what they cost
     'klt-half': ('klt(0.5)',) * 2,
     'klt1': ('klt(1)',) * 2,
@@ -95,6 +98,11 @@ PHASES = {
     'weaned1-2-4': 'rotate(trellis(1))@:10; rotate(trellis(2))@10:25',
     'weaned2-4-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:20',
     'weaned1-4-relu': 'rotate(lloyd(1))@:14',
+    'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
+    'weaned2-3-5-relu': (
+        'lloyd(2, signed=False) | rotate(lloyd(2))@:20;'
+        'lloyd(3, signed=False) | rotate(lloyd(3))@20:25'
+    ),
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
