@@ -31,6 +31,13 @@ def anchors(forward: str, backward: str) -> tuple[str, str]:
     return ';'.join(fwd), ';'.join(bwd)
 
 
+def patches(*bits: float) -> tuple[str, str]:
+    """Components of patches of 4, 4 and 2 pixels a side, in so many bits at each boundary."""
+    of = 'klt({}, refresh={}, patch={}, by_sample=True)'
+    rows = zip(bits, (100, 200, 200), (4, 4, 2), strict=True)
+    return (';'.join(of.format(*row) for row in rows),) * 2
+
+
 CHANNELS = {  # forward and backward
     'none': ('raw', 'raw'),
     # 2.4 to 2.6 bits: few exact values, or many coarse ones
@@ -63,13 +70,15 @@ CHANNELS = {  # forward and backward
     # 2.7 bits again: levels for what a ReLU sends; one bit for half of the run, four for the rest
     'weaned2-4-relu': ('lloyd(4, signed=False)', 'rotate(lloyd(4))'),
     'weaned1-4-relu': ('lloyd(4, signed=False)', 'rotate(lloyd(4))'),
-    # 2.6 and 2.7 bits: five at the end, when the rate is small and errors count most
+    # 2.6 bits: five at the end, when the rate is small and errors count most
     'weaned2-5-relu': ('lloyd(5, signed=False)', 'rotate(lloyd(5))'),
-    'weaned2-3-5-relu': ('lloyd(5, signed=False)', 'rotate(lloyd(5))'),
     # principal components, and what they cost
     'klt-half': ('klt(0.5)',) * 2,
     'klt1': ('klt(1)',) * 2,
     'klt2': ('klt(2)',) * 2,
+    # the same of patches of pixels, for images: 2.0 and 2.7 bits
+    'patches2': patches(1.95, 1.85, 1.85),
+    'patches2.7': patches(2.65, 2.55, 2.55),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
     'learned24-block4': ('block(4)',) * 2,
     'learned60-block4': ('block(4)',) * 2,
@@ -99,18 +108,15 @@ PHASES = {
     'weaned2-4-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:20',
     'weaned1-4-relu': 'rotate(lloyd(1))@:14',
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
-    'weaned2-3-5-relu': (
-        'lloyd(2, signed=False) | rotate(lloyd(2))@:20;'
-        'lloyd(3, signed=False) | rotate(lloyd(3))@20:25'
-    ),
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
+IMAGES = {'patches2', 'patches2.7'}  # of 16 x 16 pixels
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
 TUNED = {'embedded42-anchors3', 'embedded'}
-WITHOUT = {  # what a scale has not; the others neither TEXT nor PHASES
+WITHOUT = {  # what a scale has not; the others neither TEXT, IMAGES nor PHASES
     'converged': TEXT,
-    'text': {'embedded42-anchors3', *PHASES},
-    'tune': {*BOTTLENECKS, *EMBEDDED, *PHASES} - TUNED,
+    'text': {'embedded42-anchors3', *IMAGES, *PHASES},
+    'tune': {*BOTTLENECKS, *EMBEDDED, *IMAGES, *PHASES} - TUNED,
 }
 SEEDS = {'smoke': 1, 'cpu': 5, 'mnist': 5, 'converged': 5, 'text': 3, 'tune': 3}
 
@@ -177,7 +183,7 @@ def get_study(scale: str, tables: tuple[int, ...] = (1,)) -> list[tuple[int, Con
     study = []
     for seed in range(SEEDS[scale]):
         for name in CHANNELS:
-            if name in WITHOUT.get(scale, {*TEXT, *PHASES}):
+            if name in WITHOUT.get(scale, {*TEXT, *IMAGES, *PHASES}):
                 continue
             c = get_config(name, scale)
             c.seed = seed

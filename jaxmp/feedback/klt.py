@@ -1,13 +1,13 @@
 """`klt`: the channels' principal components, each in as many bits as its variance is worth.
 
-An activation's channels are correlated: few directions have most of its variance. The sender
-estimates the covariance, and sends its eigenvectors to the receiver, a part in every message, which
-thus keeps its size. Both ends change to the new basis when its last part has arrived.
+An activation's channels are correlated, and so are neighbouring pixels: few directions have most of
+its variance. The sender estimates the covariance, and sends its eigenvectors to the receiver, a
+part in every message, which thus keeps its size. Both ends change to the new basis when its last
+part has arrived.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -54,7 +54,7 @@ class Sender(NamedTuple):
 
 
 @word
-def klt(bits: float, refresh: int = 50) -> Channel:
+def klt(bits: float, refresh: int = 50, patch: int = 1, by_sample: bool = False) -> Channel:
     r"""Karhunen-Loeve transform of the channels: ``y = U^T (m + Q(U x - m))``.
 
     The rows of U are eigenvectors of the covariance of a position's C channels, the last axis, as
@@ -66,12 +66,19 @@ def klt(bits: float, refresh: int = 50) -> Channel:
     The first ``refresh`` messages have the channels themselves as components. An eigenvalue problem
     of size C is solved once per ``refresh`` messages.
 
+    With a patch a position is a square of an image, or a run of a text, with all its channels: C is
+    ``patch^2`` or ``patch`` times theirs, and P as many times less. By sample, x is divided by the
+    RMS of its sample first, which is sent as bfloat16: gradients are of many sizes, and Q is not.
+
     Args:
       bits: mean number of bits per element, at least ``1 / C`` and at most 5.
       refresh: number of messages that bring a basis; of about as many is the covariance a mean.
+      patch: side of a position, along each axis between the samples and the channels.
+      by_sample: whether each sample has a scale.
 
     Raises:
-      ValueError: if an argument is out of range.
+      TypeError: if ``by_sample`` is not a bool.
+      ValueError: if another argument is out of range, or ``patch`` does not divide an axis.
 
     >>> import jaxmp
     >>> rule, ctx = klt(0.5, refresh=2), jaxmp.Ctx()
@@ -93,43 +100,92 @@ def klt(bits: float, refresh: int = 50) -> Channel:
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= WIDEST:
         raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
     check_whole('klt refresh', refresh, 'a positive number of messages')
+    check_whole('klt patch', patch, 'a positive number of pixels or tokens')
+    if not isinstance(by_sample, bool):
+        raise TypeError(f'klt by_sample must be True or False, got {by_sample!r}')
 
     def first(like: Like) -> Receiver:
-        basis = jnp.eye(like.shape[-1], dtype=compute_dtype(like))
+        rows = jax.eval_shape(lambda x: _positions(x, patch), like)
+        basis = jnp.eye(rows.shape[-1], dtype=compute_dtype(like))
         book = _book(basis, jnp.ones(len(basis)), bits)
         return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
+
+    def estimated(x: Array, tx: Sender) -> Sender:
+        return _estimated(tx, _positions(_normed(x)[0] if by_sample else x, patch), refresh)
 
     def init(like: Like) -> tuple[Tx, Rx]:
         known = first(like)
         zeros = lambda *shape: jnp.zeros(shape, known.book.dtype)
-        count = like.shape[-1]
+        count = known.book.shape[-1]
         return Sender(known, zeros(), zeros(count, count)), known
 
+    def encode(x: Array, book: Array) -> dict[str, Array]:
+        x, norm = _normed(x) if by_sample else (x, {})
+        return {**_encode(_positions(x, patch), book, bits), **norm}
+
+    def decode(m: Payload, book: Array, like: Like) -> Array:
+        rows = jax.eval_shape(lambda x: _positions(x, patch), like)
+        y = _joined(_decode(m, book, rows, bits), like.shape, patch)
+        if by_sample:
+            y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
+        return saturated(y, like.dtype)
+
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
-        tx = _estimated(tx, x, refresh)
+        tx = estimated(x, tx)
         new = lambda: _parts(_components(tx, bits), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
         part = half_bytes(coming[tx.known.step.astype(int)].astype(jnp.bfloat16))
-        message = {**_encode(x, tx.known.book, bits), 'part': part}
+        message = {**encode(x, tx.known.book), 'part': part}
         return message, tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
-        return _decode(m, rx.book, like, bits), _advanced(rx, m['part'])
+        return decode(m, rx.book, like), _advanced(rx, m['part'])
 
     def warm_start(x: Array, state: Tx | Rx, ctx: Ctx) -> Tx | Rx:
-        return _estimated(state, x, refresh) if isinstance(state, Sender) else state
+        return estimated(x, state) if isinstance(state, Sender) else state
 
     codec = Codec(
-        lambda x, ctx: _encode(x, first(x).book, bits),
-        lambda m, like, ctx: _decode(m, first(like).book, like, bits),
+        lambda x, ctx: encode(x, first(x).book),
+        lambda m, like, ctx: decode(m, first(like).book, like),
     )
     return Channel(codec, init, send, recv, warm_start, values=lambda state, like: ())
 
 
-def _estimated(tx: Sender, x: Array, refresh: int) -> Sender:
+def _normed(x: Array) -> tuple[Array, dict[str, Array]]:
+    """The samples divided by their RMS, and the RMS as it is sent; 1 of zeros."""
+    x = wide(x)
+    unit, rms = unit_rms(x.reshape(len(x), -1))
+    words = scale_words(rms, jnp.ones_like(rms), unit, rms)
+    s = scale_of(words, Like(x.shape, x.dtype)).reshape(-1, *[1] * (x.ndim - 1))
+    return x / jnp.where(s > 0, s, 1), {'norm': words}
+
+
+def _positions(x: Array, patch: int) -> Float[Array, 'P C']:
+    """The patches of all samples, each as a row."""
+    middle = x.shape[1:-1]
+    if patch > 1 and (not middle or any(n % patch for n in middle)):
+        raise ValueError(
+            f'klt patch {patch} does not divide the axes {middle} between samples and channels of '
+            f'a tensor {x.shape}; take one that divides them, or 1'
+        )
+    split = x.reshape(-1, *(k for n in middle for k in (n // patch, patch)), x.shape[-1])
+    count = len(middle)
+    order = (0, *range(1, 2 * count, 2), *range(2, 2 * count + 1, 2), 2 * count + 1)
+    return wide(split).transpose(order).reshape(-1, patch**count * x.shape[-1])
+
+
+def _joined(rows: Array, shape: tuple[int, ...], patch: int) -> Array:
+    """The tensor of the rows of `_positions`."""
+    middle = shape[1:-1]
+    split = (shape[0], *(n // patch for n in middle), *(patch,) * len(middle), shape[-1])
+    count = len(middle)
+    order = (0, *(k for i in range(count) for k in (1 + i, 1 + count + i)), 2 * count + 1)
+    return rows.reshape(split).transpose(order).reshape(shape)
+
+
+def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
     """The sender with one more message in its means, unless it holds NaN or an infinity."""
-    rows, fade = wide(x).reshape(-1, x.shape[-1]), 1 - 1 / refresh
-    rows = rows - rows.mean(0)
+    rows, fade = rows - rows.mean(0), 1 - 1 / refresh
     square = rows.T @ rows / len(rows)
     sound = jnp.all(jnp.isfinite(square))
     new = fade * tx.weight + 1, fade * tx.square + square
@@ -189,8 +245,8 @@ def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     return of(levels), of(ends)
 
 
-def _encode(x: Array, book: Array, bits: float) -> dict[str, Array]:
-    widths, z = book[0], book[1:] @ wide(x).reshape(-1, x.shape[-1]).T
+def _encode(rows: Array, book: Array, bits: float) -> dict[str, Array]:
+    widths, z = book[0], book[1:] @ rows.T
     most = float(jnp.finfo(jnp.bfloat16).max)
     mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
     mean = half_bytes(mean.astype(jnp.bfloat16))
@@ -209,8 +265,7 @@ def _encode(x: Array, book: Array, bits: float) -> dict[str, Array]:
 
 
 def _decode(m: Payload, book: Array, like: Like, bits: float) -> Array:
-    widths, basis = book[0], book[1:]
-    count = math.prod(like.shape[:-1])
+    widths, basis, count = book[0], book[1:], like.shape[0]
     of, bit = _planes(widths, _total(len(widths), bits))
     codes = jnp.zeros((len(widths), count), jnp.uint8)
     codes = codes.at[of].add(unpack(m['codes'], 1, count) << bit[:, None])
@@ -220,4 +275,4 @@ def _decode(m: Payload, book: Array, like: Like, bits: float) -> Array:
         y = jnp.where(codes >> 1 >= i, levels[i], y)
     y = scaled(y, scale_of(m['scale'], like))
     y = jnp.where(codes & 1, -y, y) + scale_of(m['mean'], like)
-    return saturated((basis.T @ y).T.reshape(like.shape), like.dtype)
+    return (basis.T @ y).T
