@@ -31,10 +31,10 @@ def anchors(forward: str, backward: str) -> tuple[str, str]:
     return ';'.join(fwd), ';'.join(bwd)
 
 
-def patches(*bits: float) -> tuple[str, str]:
+def patches(*bits: float, first: int = 100) -> tuple[str, str]:
     """Components of patches of 4, 4 and 2 pixels a side, in so many bits at each boundary."""
     of = 'klt({}, refresh={}, patch={}, by_sample=True)'
-    rows = zip(bits, (100, 200, 200), (4, 4, 2), strict=True)
+    rows = zip(bits, (first, 200, 200), (4, 4, 2), strict=True)
     return (';'.join(of.format(*row) for row in rows),) * 2
 
 
@@ -76,9 +76,11 @@ CHANNELS = {  # forward and backward
     'klt-half': ('klt(0.5)',) * 2,
     'klt1': ('klt(1)',) * 2,
     'klt2': ('klt(2)',) * 2,
-    # the same of patches of pixels, for images: 2.0 and 2.7 bits
+    # the same of patches of pixels, for images: 2.0 and 2.7 bits; 2.0 where messages of fewer
+    # elements have more bits each
     'patches2': patches(1.95, 1.85, 1.85),
     'patches2.7': patches(2.65, 2.55, 2.55),
+    'patches2-uneven': patches(1.65, 2.1, 2.6, first=200),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
     'learned24-block4': ('block(4)',) * 2,
     'learned60-block4': ('block(4)',) * 2,
@@ -110,7 +112,7 @@ PHASES = {
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
-IMAGES = {'patches2', 'patches2.7'}  # of 16 x 16 pixels
+IMAGES = {'patches2', 'patches2.7', 'patches2-uneven'}  # of 16 x 16 pixels
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
 TUNED = {'embedded42-anchors3', 'embedded'}
 WITHOUT = {  # what a scale has not; the others neither TEXT, IMAGES nor PHASES

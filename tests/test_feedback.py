@@ -10,7 +10,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Ctx, Like
-from jaxmp.feedback.klt import ERRORS
+from jaxmp.feedback.klt import ERRORS, _joined, _positions
 from tests import laws
 
 CODECS = ('log_scale(3)', 'block(2, size=32, rounding=stochastic)')  # top_k: test_golden.py
@@ -439,6 +439,59 @@ def test_klt_follows_a_tensor_that_shrinks_and_moves():
         assert np.mean((y - x) ** 2) < 0.1 * np.mean((x - x.mean((0, 1, 2))) ** 2)
 
 
+def smooth(steps, sizes):
+    """Images whose neighbouring pixels are alike, of samples of so many sizes."""
+    r = np.random.default_rng(0)
+    x = r.standard_normal((steps, len(sizes), 4, 4, 2)).repeat(2, 2).repeat(2, 3)
+    x = x + 0.05 * r.standard_normal(x.shape)
+    return np.float32(x * np.array(sizes)[:, None, None, None])
+
+
+def test_klt_of_patches_codes_what_neighbours_have_in_common():
+    """Four pixels of two channels have two large components of eight: five bits each for 1.25."""
+    xs = smooth(6, [1.0] * 16)
+    errors = {}
+    for patch in (1, 2):
+        rows = klt_run(f'klt(1.25, refresh=2, patch={patch})', xs)
+        errors[patch] = np.mean((rows[-1][1] - xs[-1]) ** 2) / np.mean(xs[-1] ** 2)
+        widths = np.sort(rows[-1][2].book[0])[::-1].tolist()
+        assert widths == ([1, 1] if patch == 1 else [5, 5, *[0] * 6])
+    assert errors[2] < 0.01 < 0.2 < errors[1]
+
+
+def test_klt_by_sample_does_not_mind_of_what_size_samples_are():
+    """Relative to each sample; without, what is small drowns in the steps of what is large."""
+    sizes = 10.0 ** np.linspace(-6, 6, 16)
+    xs = smooth(6, sizes)
+    xs[:, 5] = 0
+    for by_sample in (False, True):
+        _, y, _ = klt_run(f'klt(1.25, refresh=2, patch=2, by_sample={by_sample})', xs)[-1]
+        error = np.square(y - xs[-1]).sum((1, 2, 3)) / sizes**2 / 32
+        assert (error < 0.05).all() == by_sample
+    assert not y[5].any()
+    m = klt_run('klt(1.25, refresh=2, patch=2, by_sample=True)', xs)[0][0]
+    assert jaxmp.nbytes(m['norm']) == 2 * 16
+
+
+def test_klt_patches_are_cut_and_joined():
+    """Pixels of any number of axes; one that does not fit is named."""
+    for shape in ((3, 4, 6, 5), (2, 8, 3), (2, 4, 4, 2, 3)):
+        x = np.random.default_rng(0).standard_normal(shape)
+        rows = _positions(x, 2)
+        assert rows.shape == (
+            x.size // (2 ** (x.ndim - 2) * shape[-1]),
+            2 ** (x.ndim - 2) * shape[-1],
+        )
+        np.testing.assert_array_equal(_joined(rows, shape, 2), x)
+        first = x[0][(slice(2),) * (x.ndim - 2)]
+        np.testing.assert_array_equal(rows[0], first.reshape(-1))
+    for shape in ((2, 6, 6, 3), (2, 3)):
+        with pytest.raises(ValueError, match=r'klt patch 4 does not divide the axes .* or 1'):
+            jaxmp.parse('klt(2, patch=4)').init(jax.ShapeDtypeStruct(shape, np.float32))
+    with pytest.raises(TypeError, match='klt by_sample must be True or False, got 1'):
+        jaxmp.klt(2, by_sample=1)
+
+
 def test_klt_goes_on_after_a_message_that_is_not_finite():
     xs = coloured(3)
     xs[0, 0, 0, 0] = np.nan
@@ -456,7 +509,9 @@ def test_a_warm_up_gives_klt_its_first_basis():
     np.testing.assert_array_equal(tx.known.book, rx.book)
 
 
-@pytest.mark.parametrize('text', ['klt(0)', 'klt(5.5)', 'klt(2, refresh=0)', 'klt(2, refresh=1.5)'])
+@pytest.mark.parametrize(
+    'text', ['klt(0)', 'klt(5.5)', 'klt(2, refresh=0)', 'klt(2, refresh=1.5)', 'klt(2, patch=0)']
+)
 def test_klt_refuses(text):
-    with pytest.raises(ValueError, match=r'klt (bits|refresh) [\d.]+ is not a '):
+    with pytest.raises(ValueError, match=r'klt (bits|refresh|patch) [\d.]+ is not a '):
         jaxmp.parse(text)

@@ -152,10 +152,12 @@ def klt(bits: float, refresh: int = 50, patch: int = 1, by_sample: bool = False)
 
 
 def _normed(x: Array) -> tuple[Array, dict[str, Array]]:
-    """The samples divided by their RMS, and the RMS as it is sent; 1 of zeros."""
+    """The samples divided by their RMS, and the RMS as it is sent; zeros stay zeros."""
     x = wide(x)
-    unit, rms = unit_rms(x.reshape(len(x), -1))
-    words = scale_words(rms, jnp.ones_like(rms), unit, rms)
+    flat = x.reshape(len(x), -1)
+    unit, rms = unit_rms(flat)
+    some = jnp.any(flat != 0, 1, keepdims=True).astype(x.dtype)  # of zeros the RMS would be 1
+    words = scale_words(rms * some, jnp.ones_like(rms), unit, rms)
     s = scale_of(words, Like(x.shape, x.dtype)).reshape(-1, *[1] * (x.ndim - 1))
     return x / jnp.where(s > 0, s, 1), {'norm': words}
 

@@ -110,8 +110,8 @@ def planned(
     from jaxmp.plan.clock import Clock
     from jaxmp.plan.crossings import candidates, handover, measured, trained
     from jaxmp.plan.stages import stage_times
-    from jaxmp.training.experiment import experiment_of, microbatch_like
-    from jaxmp.training.sizes import check_residuals, shapes
+    from jaxmp.training.experiment import experiment_of
+    from jaxmp.training.sizes import check_residuals, likes
 
     exp = experiment_of(probed_config(config))
     if len(exp.task.stages) < 2:
@@ -121,7 +121,7 @@ def planned(
         )
     check_residuals(exp)
     names = {'examples': len(exp.data.train.y), **own_words(config.codecs)}
-    first = exp.model.likes(shapes(exp)[0], microbatch_like(exp), train=True)[0]
+    first = likes(exp)[0]
     texts = dict.fromkeys([TEXTS[0], *own, *TEXTS[1:]])
     told = lambda text: print(text, file=sys.stderr, flush=True)
     clock = Clock(seconds, time.monotonic(), told)

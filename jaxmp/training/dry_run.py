@@ -18,6 +18,7 @@ from jaxmp.training.loop import Prepared, prepare
 from jaxmp.training.sizes import (
     check_residuals,
     feedback_rows,
+    likes,
     message_bytes,
     residual_rows,
     shapes,
@@ -53,16 +54,14 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
 
 def stages(exp: Experiment) -> Table:
     """Parameters and output of each stage."""
-    variables, _ = shapes(exp)
-    x = microbatch_like(exp)
-    likes = exp.model.likes(variables, x, train=True)
+    variables, sent, x = shapes(exp)[0], likes(exp), microbatch_like(exp)
     size = '' if exp.replicas == 1 else f' of one of {exp.replicas} replicas'
     table = Table(title=f'stages: a micro-batch{size} enters as {x.dtype.name}{list(x.shape)}')
     for head in ('stage', 'module', 'parameters', 'bytes', 'sends'):
         table.add_column(head, justify='left' if head == 'module' else 'right')
     for s, own in enumerate(variables):
         count = sum(p.size for p in jax.tree.leaves(own['params']))
-        sends = f'{likes[s].dtype.name}{list(likes[s].shape)}' if s < len(likes) else ''
+        sends = f'{sent[s].dtype.name}{list(sent[s].shape)}' if s < len(sent) else ''
         name = type(exp.task.stages[s]).__name__
         table.add_row(str(s), name, f'{count:,}', f'{nbytes(own["params"]):,}', sends)
     return table

@@ -28,7 +28,7 @@ from jaxmp.training.engine import model_of
 from jaxmp.training.evaluate import STREAM, evaluation_key
 from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.training.portable import Portable
-from jaxmp.training.sizes import shapes
+from jaxmp.training.sizes import likes
 from jaxmp.wire import Ctx, Like, Payload
 
 Ends = tuple[Any, Any]  # the states (tx, rx) of a channel; rx is () where both ends share one
@@ -57,9 +57,9 @@ def prober(exp: Experiment) -> Callable[[Portable], list[Row]]:
     cuts, size = exp.model.boundaries, microbatch_like(exp).shape[0]
     order = data.order(0, 0, len(exp.data.train.y))[:size]
     [batch] = data.batches(exp.data.train, size, order)
-    likes = exp.model.likes(shapes(exp)[0], microbatch_like(exp), train=True)
-    cross = jax.jit(crossing(exp, likes))
-    bits = [[n / x.size for n in b.bits(x)] for b, x in zip(cuts, likes, strict=True)]
+    sent = likes(exp)
+    cross = jax.jit(crossing(exp, sent))
+    bits = [[n / x.size for n in b.bits(x)] for b, x in zip(cuts, sent, strict=True)]
 
     def probe(found: Portable) -> list[Row]:
         parts = [found.parts[portable.name(s, 0)] for s in range(len(cuts) + 1)]
@@ -74,7 +74,7 @@ def prober(exp: Experiment) -> Callable[[Portable], list[Row]]:
                 'direction': ('forward', 'backward')[way],
                 'loss': float(loss),
                 'error': ratio(*map(float, norms[way][i])),
-                'feedback': norm(values((cuts[i].fwd, cuts[i].bwd)[way], both[way][i], likes[i])),
+                'feedback': norm(values((cuts[i].fwd, cuts[i].bwd)[way], both[way][i], sent[i])),
                 'bits': bits[i][way],
             }
             for i in range(len(cuts))

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jaxmp import exchange
 from jaxmp.boundary import Boundary, FeedbackState
 from jaxmp.distributed.placement import memory
+from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes.schedule import most_kept
 from jaxmp.runtimes.stage import StageProgram, programs
 from jaxmp.runtimes.state import MicroBatch
 from jaxmp.training.engine import model_of
 from jaxmp.training.experiment import Experiment, actions_of, microbatch_like, tied_exchange
-from jaxmp.wire import Ctx, nbytes
+from jaxmp.wire import Ctx, Like, nbytes
 
 
 def check_memory(exp: Experiment) -> None:
@@ -134,11 +135,8 @@ def message_bytes(exp: Experiment, cuts: Sequence[Boundary] | None = None) -> li
       cuts: boundaries of a phase; without them those of the configuration's channels.
     """
     cuts = exp.model.boundaries if cuts is None else cuts
-    x, count = microbatch_like(exp), exp.config.parallel.num_microbatches
-    variables, _ = shapes(exp)
-    rows = []
-    likes = exp.model.likes(variables, x, train=True)
-    for i, (b, x) in enumerate(zip(cuts, likes, strict=True), 1):
+    count, rows = exp.config.parallel.num_microbatches, []
+    for i, (b, x) in enumerate(zip(cuts, likes(exp), strict=True), 1):
         forward, backward = (count * n // 8 for n in b.bits(x))
         full = count * nbytes(x)
         row = {'boundary': i, 'uncompressed': full, 'forward': forward, 'backward': backward}
@@ -176,8 +174,22 @@ def table_bytes(exp: Experiment) -> dict[str, Any]:
 
 def shapes(exp: Experiment) -> tuple[Any, FeedbackState]:
     """Variables of all stages and states of all boundaries, as shapes."""
-    init = functools.partial(exp.model.init, train=True)
-    return jax.eval_shape(init, jax.random.key(0), microbatch_like(exp))
+    return _shapes(exp.model, microbatch_like(exp))
+
+
+@functools.lru_cache(maxsize=4)  # many ask, and to trace a network takes a second
+def _shapes(model: Pipeline, x: Like) -> tuple[Any, FeedbackState]:
+    return jax.eval_shape(functools.partial(model.init, train=True), jax.random.key(0), x)
+
+
+def likes(exp: Experiment) -> tuple[Like, ...]:
+    """Shape and dtype of what crosses each boundary."""
+    return _likes(exp.model, microbatch_like(exp))
+
+
+@functools.lru_cache(maxsize=4)
+def _likes(model: Pipeline, x: Like) -> tuple[Like, ...]:
+    return tuple(model.likes(_shapes(model, x)[0], x, train=True))
 
 
 def parameters(exp: Experiment) -> int:
