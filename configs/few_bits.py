@@ -76,8 +76,9 @@ CHANNELS = {  # forward and backward
     'klt-half': ('klt(0.5)',) * 2,
     'klt1': ('klt(1)',) * 2,
     'klt2': ('klt(2)',) * 2,
-    # the same of patches of pixels, for images: 2.0 and 2.7 bits; 2.0 where messages of fewer
-    # elements have more bits each
+    # the same of patches of pixels, for images: 2.0 and 2.7 bits; 1.0 and 2.0 where a boundary of
+    # half as many elements has half a bit more
+    'patches1-uneven': patches(0.63, 1.1, 1.6, first=200),
     'patches2': patches(1.95, 1.85, 1.85),
     'patches2.7': patches(2.65, 2.55, 2.55),
     'patches2-uneven': patches(1.65, 2.1, 2.6, first=200),
@@ -112,7 +113,7 @@ PHASES = {
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
-IMAGES = {'patches2', 'patches2.7', 'patches2-uneven'}  # of 16 x 16 pixels
+IMAGES = {'patches1-uneven', 'patches2', 'patches2.7', 'patches2-uneven'}  # of 16 x 16 pixels
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
 TUNED = {'embedded42-anchors3', 'embedded'}
 WITHOUT = {  # what a scale has not; the others neither TEXT, IMAGES nor PHASES

@@ -55,7 +55,8 @@ def test_two_and_four_replicas_train_like_one(tmp_path):
     """Float32 sums in another order: losses to 1e-5; boundaries inside every replica."""
     found = []
     for n in (1, 2, 4):
-        summary = loop.train_and_evaluate(small(replicas=n, exchange='mean'), tmp_path / str(n))
+        config = small(replicas=n, exchange='mean')
+        summary = loop.train_and_evaluate(config, tmp_path / str(n), quiet=True)
         found.append([r['loss'] for r in records(tmp_path / str(n))])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
     np.testing.assert_allclose(found[2], found[0], rtol=1e-5)
@@ -129,7 +130,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, text, before):
 def test_shared_parameters_that_drift_are_named(tmp_path):
     """Replicas differ between rounds and what they share does not; after a restart, too."""
     config = small(replicas=4, exchange='diloco(3, all_gather(ef(one_bit)), fragments=2)', epochs=1)
-    summary = loop.train_and_evaluate(config, tmp_path)
+    summary = loop.train_and_evaluate(config, tmp_path, quiet=True)
     assert summary['exchange']['handed'] == summary['exchange']['compiled']
     engine, state = state_of(tmp_path, config)
     engine.check(state)
@@ -144,7 +145,7 @@ def test_shared_parameters_that_drift_are_named(tmp_path):
 def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     """One bit of one parameter, and an adder that errs; the checkpoint kept is from before."""
     words = {'replicas': 4, 'exchange': 'all_gather(ef(one_bit))'}
-    loop.train_and_evaluate(small(**words, epochs=1), tmp_path)
+    loop.train_and_evaluate(small(**words, epochs=1), tmp_path, quiet=True)
     config = small(**words, epochs=3)
     engine, state = state_of(tmp_path, config)
     engine.check(state)

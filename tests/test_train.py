@@ -157,7 +157,7 @@ def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
     (tmp_path / 'summary.json').write_text(json.dumps({**written, 'commit': 'of then'}))
     assert loop.train_and_evaluate(small(), tmp_path) == {**written, 'commit': 'of then'}
     with pytest.raises(files.WorkdirError, match=r'has 2 epochs, more than config\.epochs=1'):
-        loop.train_and_evaluate(small(epochs=1), tmp_path)
+        loop.train_and_evaluate(small(epochs=1), tmp_path, quiet=True)
     assert json.loads((tmp_path / 'summary.json').read_text())['commit'] == 'of then'
     assert {n: (tmp_path / n).read_text() for n in kept} == kept
 
@@ -188,14 +188,15 @@ def test_aqsgd_evaluates_without_buffers():
 def test_warm_up_sends_raw_and_primes(tmp_path):
     text = 'aqsgd(uniform(2), examples=examples)'
     config = small(fwd=text, bwd='ef21(top_k(0.1))', warmup_epochs=1, epochs=1)
-    loop.train_and_evaluate(config, tmp_path)
+    loop.train_and_evaluate(config, tmp_path, quiet=True)
     s = experiment.experiment_of(config)
     state = last_state(tmp_path, s)
     links = state.model.feedback
     assert np.asarray(links.fwd[0][0]).any(axis=(1, 2, 3)).all()  # every example was seen
     gradient = np.asarray(links.bwd[0][0])
     assert (gradient != 0).mean() > 0.3  # the dense gradient, not a tenth of it
-    raw = loop.train_and_evaluate(small(epochs=1, fwd='raw', bwd='raw'), tmp_path / 'raw')
+    config = small(epochs=1, fwd='raw', bwd='raw')
+    raw = loop.train_and_evaluate(config, tmp_path / 'raw', quiet=True)
     off = next(r for r in records(tmp_path) if r.get('compression') == 'off')
     same = pytest.approx(off['loss'], rel=1e-5)  # the training of another program
     assert raw['test']['off']['last']['loss'] == same
@@ -377,7 +378,7 @@ def test_anchors_are_for_tokens_and_not_for_one_program_over_a_mesh():
 
 
 def test_a_diverging_run_stops_and_keeps_its_checkpoint(tmp_path):
-    loop.train_and_evaluate(small(epochs=1), tmp_path)
+    loop.train_and_evaluate(small(epochs=1), tmp_path, quiet=True)
     config = json.loads((tmp_path / 'config.json').read_text())
     (tmp_path / 'config.json').write_text(
         json.dumps({**config, 'optimizer': {**config['optimizer'], 'lr': 1e38}})
@@ -388,7 +389,7 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoint(tmp_path):
 
 
 def test_a_workdir_of_another_run_is_refused(tmp_path):
-    loop.train_and_evaluate(small(epochs=1), tmp_path)
+    loop.train_and_evaluate(small(epochs=1), tmp_path, quiet=True)
     kept = (tmp_path / 'metrics.jsonl').read_text()
     with pytest.raises(files.WorkdirError, match=r"fwd='uniform\(2\)' \(now 'raw'\)"):
         loop.train_and_evaluate(small(fwd='raw'), tmp_path)
