@@ -31,11 +31,12 @@ def anchors(forward: str, backward: str) -> tuple[str, str]:
     return ';'.join(fwd), ';'.join(bwd)
 
 
-def patches(*bits: float, first: int = 100) -> tuple[str, str]:
-    """Components of patches of 4, 4 and 2 pixels a side, in so many bits at each boundary."""
-    of = 'klt({}, refresh={}, patch={}, by_sample=True)'
-    rows = zip(bits, (first, 200, 200), (4, 4, 2), strict=True)
-    return (';'.join(of.format(*row) for row in rows),) * 2
+def patches(*bits: float, first: int = 100, side: int = 4, relu: str = '') -> tuple[str, str]:
+    """Components of patches of 4 (or ``side``), 4 and 2 pixels a side, each boundary's bits."""
+    of = 'klt({}, refresh={}, patch={}, by_sample=True{})'
+    rows = [*zip(bits, (first, 200, 200), (side, 4, 2), strict=True)]
+    fwd, bwd = (';'.join(of.format(*row, word) for row in rows) for word in (relu, ''))
+    return fwd, bwd
 
 
 CHANNELS = {  # forward and backward
@@ -82,6 +83,8 @@ CHANNELS = {  # forward and backward
     'patches2': patches(1.95, 1.85, 1.85),
     'patches2.7': patches(2.65, 2.55, 2.55),
     'patches2-uneven': patches(1.65, 2.1, 2.6, first=200),
+    # the first boundary's patches with four times the pixels, and zero for what a ReLU cannot send
+    'patches2.7-relu': patches(2.55, 2.55, 2.55, first=500, side=8, relu=', signed=False'),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
     'learned24-block4': ('block(4)',) * 2,
     'learned60-block4': ('block(4)',) * 2,
@@ -113,7 +116,7 @@ PHASES = {
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
-IMAGES = {'patches1-uneven', 'patches2', 'patches2.7', 'patches2-uneven'}  # of 16 x 16 pixels
+IMAGES = {name for name in CHANNELS if name.startswith('patches')}  # of 16 x 16 pixels
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
 TUNED = {'embedded42-anchors3', 'embedded'}
 WITHOUT = {  # what a scale has not; the others neither TEXT, IMAGES nor PHASES

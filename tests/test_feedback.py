@@ -473,6 +473,17 @@ def test_klt_by_sample_does_not_mind_of_what_size_samples_are():
     assert jaxmp.nbytes(m['norm']) == 2 * 16
 
 
+def test_klt_of_what_is_not_negative_decodes_nothing_negative():
+    """Where it decodes zero in place of less, it errs less; elsewhere it is the same."""
+    xs = np.maximum(smooth(6, [1.0] * 16), 0)
+    plain, cut = (
+        klt_run(f'klt(2, refresh=2, patch=2{t})', xs)[-1][1] for t in ('', ', signed=False')
+    )
+    np.testing.assert_array_equal(cut, np.maximum(plain, 0))
+    assert plain.min() < 0
+    assert np.square(cut - xs[-1]).sum() < 0.95 * np.square(plain - xs[-1]).sum()
+
+
 def test_klt_patches_are_cut_and_joined():
     """Pixels of any number of axes; one that does not fit is named."""
     for shape in ((3, 4, 6, 5), (2, 8, 3), (2, 4, 4, 2, 3)):
@@ -488,8 +499,9 @@ def test_klt_patches_are_cut_and_joined():
     for shape in ((2, 6, 6, 3), (2, 3)):
         with pytest.raises(ValueError, match=r'klt patch 4 does not divide the axes .* or 1'):
             jaxmp.parse('klt(2, patch=4)').init(jax.ShapeDtypeStruct(shape, np.float32))
-    with pytest.raises(TypeError, match='klt by_sample must be True or False, got 1'):
-        jaxmp.klt(2, by_sample=1)
+    for name in ('by_sample', 'signed'):
+        with pytest.raises(TypeError, match=f'klt {name} must be True or False, got 1'):
+            jaxmp.klt(2, **{name: 1})
 
 
 def test_klt_goes_on_after_a_message_that_is_not_finite():

@@ -54,7 +54,13 @@ class Sender(NamedTuple):
 
 
 @word
-def klt(bits: float, refresh: int = 50, patch: int = 1, by_sample: bool = False) -> Channel:
+def klt(
+    bits: float,
+    refresh: int = 50,
+    patch: int = 1,
+    by_sample: bool = False,
+    signed: bool = True,
+) -> Channel:
     r"""Karhunen-Loeve transform of the channels: ``y = U^T (m + Q(U x - m))``.
 
     The rows of U are eigenvectors of the covariance of a position's C channels, the last axis, as
@@ -75,9 +81,11 @@ def klt(bits: float, refresh: int = 50, patch: int = 1, by_sample: bool = False)
       refresh: number of messages that bring a basis; of about as many is the covariance a mean.
       patch: side of a position, along each axis between the samples and the channels.
       by_sample: whether each sample has a scale.
+      signed: False if x is never negative, as after a ReLU; what would be decoded as less than zero
+        is zero then.
 
     Raises:
-      TypeError: if ``by_sample`` is not a bool.
+      TypeError: if ``by_sample`` or ``signed`` is not a bool.
       ValueError: if another argument is out of range, or ``patch`` does not divide an axis.
 
     >>> import jaxmp
@@ -101,8 +109,9 @@ def klt(bits: float, refresh: int = 50, patch: int = 1, by_sample: bool = False)
         raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
     check_whole('klt refresh', refresh, 'a positive number of messages')
     check_whole('klt patch', patch, 'a positive number of pixels or tokens')
-    if not isinstance(by_sample, bool):
-        raise TypeError(f'klt by_sample must be True or False, got {by_sample!r}')
+    for name, value in (('by_sample', by_sample), ('signed', signed)):
+        if not isinstance(value, bool):
+            raise TypeError(f'klt {name} must be True or False, got {value!r}')
 
     def first(like: Like) -> Receiver:
         rows = jax.eval_shape(lambda x: _positions(x, patch), like)
@@ -128,7 +137,7 @@ def klt(bits: float, refresh: int = 50, patch: int = 1, by_sample: bool = False)
         y = _joined(_decode(m, book, rows, bits), like.shape, patch)
         if by_sample:
             y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
-        return saturated(y, like.dtype)
+        return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
 
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
         tx = estimated(x, tx)
