@@ -39,6 +39,9 @@ def patches(*bits: float, first: int = 100, side: int = 4, relu: str = '') -> tu
     return fwd, bwd
 
 
+RELU = ', signed=False'
+
+
 CHANNELS = {  # forward and backward
     'none': ('raw', 'raw'),
     # 2.4 to 2.6 bits: few exact values, or many coarse ones
@@ -84,7 +87,9 @@ CHANNELS = {  # forward and backward
     'patches2.7': patches(2.65, 2.55, 2.55),
     'patches2-uneven': patches(1.65, 2.1, 2.6, first=200),
     # the first boundary's patches with four times the pixels, and zero for what a ReLU cannot send
-    'patches2.7-relu': patches(2.55, 2.55, 2.55, first=500, side=8, relu=', signed=False'),
+    'patches2.7-relu': patches(2.55, 2.55, 2.55, first=500, side=8, relu=RELU),
+    # 2.0 bits, fewer first
+    'patches-weaned2': patches(2.8, 2.8, 2.8, relu=RELU),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
     'learned24-block4': ('block(4)',) * 2,
     'learned60-block4': ('block(4)',) * 2,
@@ -113,6 +118,7 @@ PHASES = {
     'weaned1-2-4': 'rotate(trellis(1))@:10; rotate(trellis(2))@10:25',
     'weaned2-4-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:20',
     'weaned1-4-relu': 'rotate(lloyd(1))@:14',
+    'patches-weaned2': ' | '.join(patches(1.45, 1.45, 1.45, relu=RELU)).replace(';', '&') + '@:20',
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}

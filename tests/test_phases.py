@@ -56,6 +56,42 @@ def test_replicas_have_phases_too():
     assert np.all(found[0][1:] != plain[1:])
 
 
+def test_a_rule_goes_on_with_other_bits():
+    """Few bits, then more: the basis of the first phase serves the second."""
+    rule, words = 'klt({}, refresh=2)', {'warmup_epochs': 0, 'epochs': 2}
+    words |= dict.fromkeys(('fwd', 'bwd'), rule.format(4))
+    at = [r for r in RUNTIMES if r != 'spmd']  # which has no states that are not per sample
+    runs = [made(runtime=r, phases=f'{rule.format(2)}@:1', **words) for r in at]
+    found = [losses(exp) for exp in runs]
+    for row in found:
+        np.testing.assert_allclose(row, found[0], rtol=1e-4)
+    four = losses(made(runtime='local', **words))
+    assert np.all(found[0] != four)
+    [phase] = sizes.phase_bytes(runs[0])
+    [row] = sizes.message_bytes(runs[0])
+    codes = 32 * 24 // 8  # of one bit of each number
+    assert row['forward'] + row['backward'] - phase['bytes'] == 2 * 2 * codes
+    with pytest.raises(
+        ValueError, match=r'klt\(2, refresh=3\) cannot go on with the states of klt'
+    ):
+        made(phases='klt(2, refresh=3)@:1', **words)
+    with pytest.raises(ValueError, match=r'klt\(2\) cannot go on with the states of ef21'):
+        made(phases='klt(2)@:1')
+
+
+def test_each_boundary_may_have_its_codec_in_a_phase(monkeypatch):
+    known_model(
+        monkeypatch, 'flat', lambda classes, width: (Flat(width), Flat(width), Flat(classes))
+    )
+    [phase] = made(phases='lloyd(1) & raw | raw & lloyd(2)@1:', warmup_epochs=0).phases
+    first, second = phase.boundaries
+    sent = [str(c.codec) for c in (first.fwd, second.fwd, first.bwd, second.bwd)]
+    assert sent == ['lloyd(1)', 'raw', 'raw', 'lloyd(2)']
+    assert phase.text == 'lloyd(1) & raw | raw & lloyd(2)'
+    with pytest.raises(ValueError, match=r'has 3 codecs and the model 2 boundaries; give one, or'):
+        made(phases='raw & raw & raw@1:', warmup_epochs=0)
+
+
 def test_both_ends_are_primed_with_what_a_phase_sent():
     x = np.random.default_rng(0).standard_normal((2, 40)).astype('f4')
     channel = jaxmp.warm(jaxmp.parse('ef21(top_k(0.1))'), jaxmp.uniform(4))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from jaxtyping import Array
@@ -37,6 +37,8 @@ class Channel(NamedTuple):
         the state is; all micro-batches share it. Empty: it is none.
       slots: where a crossing's state lies in the memory of a channel that keeps many, or None.
       values: ``(state, like) -> arrays``, what a state of an end says about tensors.
+      form: if not None, what the shapes of the states depend on besides the tensor: one of two
+        channels of equal form may go on with the states of the other.
       origin: the call that made it, its text and identity (`jaxmp.words`).
     """
 
@@ -49,6 +51,7 @@ class Channel(NamedTuple):
     per_token: str = ''
     slots: Slots | None = None
     values: Callable[[Any, Like], Any] = _itself
+    form: Hashable = None
     origin: Origin | None = None
 
     @property

@@ -157,7 +157,10 @@ def klt(
         lambda x, ctx: encode(x, first(x).book),
         lambda m, like, ctx: decode(m, first(like).book, like),
     )
-    return Channel(codec, init, send, recv, warm_start, values=lambda state, like: ())
+    return Channel(
+        codec, init, send, recv, warm_start, values=lambda state, like: (),
+        form=('klt', refresh, patch, by_sample),
+    )  # fmt: skip
 
 
 def _normed(x: Array) -> tuple[Array, dict[str, Array]]:
@@ -238,6 +241,11 @@ def _advanced(known: Receiver, part: Array) -> Receiver:
     return Receiver(jnp.where(done, book, known.book), coming, jnp.where(done, 0, known.step + 1))
 
 
+def _fitting(widths: Array, bits: float) -> Array:
+    """The widths, but none for components beyond ``bits``: a book may be of a phase of more."""
+    return jnp.where(jnp.cumsum(widths) <= _total(len(widths), bits), widths, 0)
+
+
 def _planes(widths: Array, total: int) -> tuple[Int[Array, ' T'], Int[Array, ' T']]:
     """The component of each plane of bits, and the bit of its code."""
     plane, ends = jnp.arange(total), jnp.cumsum(widths.astype(int))
@@ -257,7 +265,7 @@ def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
 
 
 def _encode(rows: Array, book: Array, bits: float) -> dict[str, Array]:
-    widths, z = book[0], book[1:] @ rows.T
+    widths, z = _fitting(book[0], bits), book[1:] @ rows.T
     most = float(jnp.finfo(jnp.bfloat16).max)
     mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
     mean = half_bytes(mean.astype(jnp.bfloat16))
@@ -276,7 +284,7 @@ def _encode(rows: Array, book: Array, bits: float) -> dict[str, Array]:
 
 
 def _decode(m: Payload, book: Array, like: Like, bits: float) -> Array:
-    widths, basis, count = book[0], book[1:], like.shape[0]
+    widths, basis, count = _fitting(book[0], bits), book[1:], like.shape[0]
     of, bit = _planes(widths, _total(len(widths), bits))
     codes = jnp.zeros((len(widths), count), jnp.uint8)
     codes = codes.at[of].add(unpack(m['codes'], 1, count) << bit[:, None])

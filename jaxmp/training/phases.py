@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.boundary import Boundary
 from jaxmp.config import Config
-from jaxmp.feedback import warm
+from jaxmp.feedback import Channel, warm
 from jaxmp.spec import NAMES, complete, read
 from jaxmp.wire import Codec
 
@@ -42,7 +42,8 @@ def phases_of(
 
     Args:
       config: ``warmup_epochs``, and ``phases``: codecs, each with its epochs as a slice in Python's
-        form, with ``;`` between them. ``|`` is between the codecs of forward and backward.
+        form, with ``;`` between them. ``|`` is between the codecs of forward and backward, ``&``
+        between those of boundaries. A rule such as ``klt`` may have other bits in a phase.
       boundaries: with the channels of the configuration.
       names: words that the texts may use besides those of the algebra.
 
@@ -81,13 +82,40 @@ def _phase(
             f'{config.epochs} epochs, such as raw@:1 (the first), lloyd(4)@3:5, raw@-2: (the last '
             'two) or lloyd(2) | lloyd(4)@:9 (forward, backward)'
         )
-    texts = found['fwd'], found['bwd'] or found['fwd']
-    fwd, bwd = (read(t, {**NAMES, **names}, _codec) for t in texts)
-    cuts = (Boundary(warm(b.fwd, fwd), warm(b.bwd, bwd), b.via) for b in boundaries)
-    return Phase(f'{fwd} | {bwd}' if found['bwd'] else str(fwd), epochs, tuple(cuts))
+    ways = [w.split('&') for w in (found['fwd'], found['bwd'] or found['fwd'])]
+    fwd, bwd = ([read(t, {**NAMES, **names}, _for_phase) for t in way] for way in ways)
+    for way in (fwd, bwd):
+        if len(way) not in (1, len(boundaries)):
+            raise ValueError(
+                f'config.phases={config.phases!r}: {text!r} has {len(way)} codecs and the model '
+                f'{len(boundaries)} boundaries; give one, or one per boundary with & between them'
+            )
+    cuts = tuple(
+        Boundary(_in_place(b.fwd, f), _in_place(b.bwd, g), b.via)
+        for b, f, g in zip(boundaries, _each(fwd, boundaries), _each(bwd, boundaries), strict=True)
+    )
+    told = [' & '.join(map(str, way)) for way in (fwd, bwd)]
+    return Phase(' | '.join(told) if found['bwd'] else told[0], epochs, cuts)
 
 
-def _codec(thing: Any, text: str) -> Codec:
-    if not isinstance(complete(thing, text), Codec):
+def _for_phase(thing: Any, text: str) -> Codec | Channel:
+    found = complete(thing, text)
+    if not isinstance(found, Codec) and getattr(found, 'form', None) is None:
         raise TypeError(f'{text} is not a codec; a phase keeps the feedback rules of fwd and bwd')
+    return found
+
+
+def _each(way: list[Any], boundaries: Sequence[Boundary]) -> list[Any]:
+    return way * len(boundaries) if len(way) == 1 else way
+
+
+def _in_place(channel: Channel, thing: Codec | Channel) -> Channel:
+    """What a phase sends: a codec that primes ``channel``, or a rule that goes on from it."""
+    if isinstance(thing, Codec):
+        return warm(channel, thing)
+    if thing.form != channel.form:
+        raise ValueError(
+            f'config.phases: {thing} cannot go on with the states of {channel}; give a codec, or '
+            'the same rule with another number of bits'
+        )
     return thing
