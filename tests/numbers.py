@@ -66,6 +66,12 @@ def fewer(row, mode='on', study='few_bits_cpu'):
     return mean(none[s] - v for s, v in own.items())
 
 
+def lost_by_seed(row, study):
+    """The same, seed by seed, compression on."""
+    none, own = (results.by_seed(studies()[study].rows[r], 'on') for r in ('none', row))
+    return [none[s] - v for s, v in own.items()]
+
+
 def longer(row, mode='on', study='few_bits_text', to='none'):
     """Percent that a row's loss lies above that of none, over the seeds that it has."""
     none, own = (results.by_seed(studies()[study].rows[r], m) for r, m in ((to, 'on'), (row, mode)))
