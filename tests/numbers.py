@@ -12,6 +12,7 @@ from jaxmp.report import claims, results
 from tests.runs import ROOT
 
 IMAGES, TEST = 50_000, 10_000  # of CIFAR-10
+ELEMENTS = 100 * (16 * 16 * 8 + 8 * 8 * 16 + 4 * 4 * 32)  # of a batch at the boundaries, width 8
 MARGIN = 100 * claims.PAPER['margin']['errors']
 SPEED = 'bench/results/epyc_2026-11-21.md'
 CODECS = ('raw', '8-bit', 'fw4-bw8', 'aqsgd2-bw2')
