@@ -74,7 +74,8 @@ def klt(
 
     With a patch a position is a square of an image, or a run of a text, with all its channels: C is
     ``patch^2`` or ``patch`` times theirs, and P as many times less. By sample, x is divided by the
-    RMS of its sample first, which is sent as bfloat16: gradients are of many sizes, and Q is not.
+    RMS of its sample first, which is sent as bfloat16, 16 bits more per sample: gradients are of
+    many sizes, and Q is not.
 
     Args:
       bits: mean number of bits per element, at least ``1 / C`` and at most 5.
@@ -114,9 +115,8 @@ def klt(
             raise TypeError(f'klt {name} must be True or False, got {value!r}')
 
     def first(like: Like) -> Receiver:
-        rows = jax.eval_shape(lambda x: _positions(x, patch), like)
-        basis = jnp.eye(rows.shape[-1], dtype=compute_dtype(like))
-        book = _book(basis, jnp.ones(len(basis)), bits)
+        count = jax.eval_shape(lambda x: _positions(x, patch), like).shape[-1]
+        book = _book(jnp.eye(count, dtype=compute_dtype(like)), jnp.ones(count), bits)
         return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
 
     def estimated(x: Array, tx: Sender) -> Sender:
@@ -124,17 +124,15 @@ def klt(
 
     def init(like: Like) -> tuple[Tx, Rx]:
         known = first(like)
-        zeros = lambda *shape: jnp.zeros(shape, known.book.dtype)
-        count = known.book.shape[-1]
-        return Sender(known, zeros(), zeros(count, count)), known
+        zeros = jnp.zeros_like(known.book[1:])
+        return Sender(known, zeros[0, 0], zeros), known
 
     def encode(x: Array, book: Array) -> dict[str, Array]:
         x, norm = _normed(x) if by_sample else (x, {})
         return {**_encode(_positions(x, patch), book, bits), **norm}
 
     def decode(m: Payload, book: Array, like: Like) -> Array:
-        rows = jax.eval_shape(lambda x: _positions(x, patch), like)
-        y = _joined(_decode(m, book, rows, bits), like.shape, patch)
+        y = _joined(_decode(m, book, like, bits), like.shape, patch)
         if by_sample:
             y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
@@ -284,7 +282,7 @@ def _encode(rows: Array, book: Array, bits: float) -> dict[str, Array]:
 
 
 def _decode(m: Payload, book: Array, like: Like, bits: float) -> Array:
-    widths, basis, count = _fitting(book[0], bits), book[1:], like.shape[0]
+    widths, basis, count = _fitting(book[0], bits), book[1:], like.size // book.shape[-1]
     of, bit = _planes(widths, _total(len(widths), bits))
     codes = jnp.zeros((len(widths), count), jnp.uint8)
     codes = codes.at[of].add(unpack(m['codes'], 1, count) << bit[:, None])
