@@ -31,15 +31,16 @@ def anchors(forward: str, backward: str) -> tuple[str, str]:
     return ';'.join(fwd), ';'.join(bwd)
 
 
-def patches(*bits: float, first: int = 100, side: int = 4, relu: str = '') -> tuple[str, str]:
+def patches(*bits: float, first: int = 100, side: int = 4, words: str = '') -> tuple[str, str]:
     """Components of patches of 4 (or ``side``), 4 and 2 pixels a side, each boundary's bits."""
     of = 'klt({}, refresh={}, patch={}, by_sample=True{})'
     rows = [*zip(bits, (first, 200, 200), (side, 4, 2), strict=True)]
-    fwd, bwd = (';'.join(of.format(*row, word) for row in rows) for word in (relu, ''))
+    fwd, bwd = (';'.join(of.format(*row, word) for row in rows) for word in (words, ''))
     return fwd, bwd
 
 
 RELU = ', signed=False'
+WEIGHED = RELU + ', by_gradient=True'
 
 
 CHANNELS = {  # forward and backward
@@ -87,9 +88,13 @@ CHANNELS = {  # forward and backward
     'patches2.7': patches(2.65, 2.55, 2.55),
     'patches2-uneven': patches(1.65, 2.1, 2.6, first=200),
     # the first boundary's patches with four times the pixels, and zero for what a ReLU cannot send
-    'patches2.7-relu': patches(2.55, 2.55, 2.55, first=500, side=8, relu=RELU),
+    'patches2.7-relu': patches(2.55, 2.55, 2.55, first=500, side=8, words=RELU),
+    # errors counted by the gradient that returns: 2.0 and 2.7 bits, and 1.0
+    'weighed2': patches(1.95, 1.85, 1.85, words=WEIGHED),
+    'weighed2.7': patches(2.65, 2.55, 2.55, words=WEIGHED),
+    'weighed1': patches(0.63, 1.1, 1.6, first=200, words=WEIGHED),
     # 2.0 bits, fewer first
-    'patches-weaned2': patches(2.8, 2.8, 2.8, relu=RELU),
+    'patches-weaned2': patches(2.8, 2.8, 2.8, words=RELU),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
     'learned24-block4': ('block(4)',) * 2,
     'learned60-block4': ('block(4)',) * 2,
@@ -118,11 +123,11 @@ PHASES = {
     'weaned1-2-4': 'rotate(trellis(1))@:10; rotate(trellis(2))@10:25',
     'weaned2-4-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:20',
     'weaned1-4-relu': 'rotate(lloyd(1))@:14',
-    'patches-weaned2': ' | '.join(patches(1.45, 1.45, 1.45, relu=RELU)).replace(';', '&') + '@:20',
+    'patches-weaned2': ' | '.join(patches(1.45, 1.45, 1.45, words=RELU)).replace(';', '&') + '@:20',
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
-IMAGES = {name for name in CHANNELS if name.startswith('patches')}  # of 16 x 16 pixels
+IMAGES = {name for name in CHANNELS if name.startswith(('patches', 'weighed'))}  # of 16 x 16 pixels
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
 TUNED = {'embedded42-anchors3', 'embedded'}
 WITHOUT = {  # what a scale has not; the others neither TEXT, IMAGES nor PHASES

@@ -89,7 +89,8 @@ class Boundary:
             return forward(x, fwd, bwd, ctx)[0]
 
         def forward(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
-            y, state, indices = self._move('fwd', x, fwd, (ctx, ctx))
+            informed = self.informed(ctx, bwd[1])
+            y, state, indices = self._move('fwd', x, fwd, (informed, ctx))
             return (y, state, bwd), (ctx, indices)
 
         def backward(res: Any, cotangents: Any) -> Any:
@@ -103,6 +104,17 @@ class Boundary:
         cross.defvjp(forward, backward)
         y, fwd, bwd = cross(x, feedback.fwd, feedback.bwd, ctx)
         return y, FeedbackState(fwd, bwd)
+
+    def informed(self, ctx: Ctx, rx: Any) -> Ctx:
+        """The context in which a stage sends an activation.
+
+        Args:
+          ctx: context of the crossing.
+          rx: the state of the same stage as the receiver of gradients.
+        """
+        if not (self.fwd.by_gradient and self.bwd.spread):
+            return ctx
+        return ctx._replace(spread=self.bwd.spread(rx, ctx))
 
     def send(self, way: str, x: Array, tx: Any, ctx: Ctx) -> tuple[Payload, Any, Array | None]:
         """The sender's part of a crossing, for stages that are separate programs.
@@ -202,6 +214,7 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
 
     Raises:
       TypeError: if ``fwd`` or ``bwd`` is not a channel.
+      ValueError: if ``fwd`` needs to know of the gradient what ``bwd`` does not say.
 
     >>> import jax, jaxmp
     >>> b = jaxmp.boundary(jaxmp.parse('top_k(0.5)'), jaxmp.parse('same_support()'))
@@ -215,6 +228,11 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
                 f'boundary {name} must be a channel, got {channel!r}; write direct(codec) or '
                 "parse('...')"
             )
+    if bwd.by_gradient or (fwd.by_gradient and bwd.spread is None):
+        raise ValueError(
+            f'boundary fwd {fwd}, bwd {bwd}: by_gradient=True is for an activation whose gradient '
+            'returns through klt; write fwd klt(2, by_gradient=True), bwd klt(2)'
+        )
     return Boundary(fwd, bwd, local() if via is None else via)
 
 

@@ -41,6 +41,8 @@ class Ctx(NamedTuple):
         `jaxmp.feedback`).
       tokens: ids of the model's input at the tensor's positions, integers of the tensor's shape
         without its last axis (for `anchored`, and stages that read them).
+      spread: components of the gradients that returned in earlier steps, and their bits, as the
+        receiver of the gradient knows them (for ``klt(by_gradient=True)``).
     """
 
     key: Array | None = None
@@ -48,6 +50,7 @@ class Ctx(NamedTuple):
     indices: Int[Array, 'B K'] | None = None
     microbatch: Any = 0
     tokens: Int[Array, 'B ...'] | None = None
+    spread: Array | None = None
 
     def reading(self, x: Any) -> Ctx:
         """The same context with ``x``, the model's input, as its tokens if it has integers."""

@@ -10,7 +10,8 @@ import pytest
 
 import jaxmp
 from jaxmp import Ctx, Like
-from jaxmp.feedback.klt import ERRORS, _joined, _positions
+from jaxmp.feedback.klt import ERRORS
+from jaxmp.feedback.positions import joined, positions
 from tests import laws
 
 CODECS = ('log_scale(3)', 'block(2, size=32, rounding=stochastic)')  # top_k: test_golden.py
@@ -488,12 +489,12 @@ def test_klt_patches_are_cut_and_joined():
     """Pixels of any number of axes; one that does not fit is named."""
     for shape in ((3, 4, 6, 5), (2, 8, 3), (2, 4, 4, 2, 3)):
         x = np.random.default_rng(0).standard_normal(shape)
-        rows = _positions(x, 2)
+        rows = positions(x, 2)
         assert rows.shape == (
             x.size // (2 ** (x.ndim - 2) * shape[-1]),
             2 ** (x.ndim - 2) * shape[-1],
         )
-        np.testing.assert_array_equal(_joined(rows, shape, 2), x)
+        np.testing.assert_array_equal(joined(rows, shape, 2), x)
         first = x[0][(slice(2),) * (x.ndim - 2)]
         np.testing.assert_array_equal(rows[0], first.reshape(-1))
     for shape in ((2, 6, 6, 3), (2, 3)):

@@ -37,6 +37,9 @@ class Channel(NamedTuple):
         the state is; all micro-batches share it. Empty: it is none.
       slots: where a crossing's state lies in the memory of a channel that keeps many, or None.
       values: ``(state, like) -> arrays``, what a state of an end says about tensors.
+      by_gradient: whether the sender of an activation reads ``ctx.spread``.
+      spread: ``(rx, ctx) -> book``, what the receiver of a gradient knows of its components, as
+        `jaxmp.klt` has them; None if it knows nothing.
       form: if not None, what the shapes of the states depend on besides the tensor: one of two
         channels of equal form may go on with the states of the other.
       origin: the call that made it, its text and identity (`jaxmp.words`).
@@ -51,6 +54,8 @@ class Channel(NamedTuple):
     per_token: str = ''
     slots: Slots | None = None
     values: Callable[[Any, Like], Any] = _itself
+    by_gradient: bool = False
+    spread: Callable[[Any, Ctx], Array] | None = None
     form: Hashable = None
     origin: Origin | None = None
 

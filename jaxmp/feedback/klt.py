@@ -8,7 +8,7 @@ part has arrived.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import normal_levels, scale_of, scale_words, scaled, unit_rms
 from jaxmp.feedback.channel import Channel, Rx, Tx
+from jaxmp.feedback.positions import joined, normed, positions
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, pack, unpack, wide
 from jaxmp.words import check_whole, word
 
@@ -46,11 +47,13 @@ class Sender(NamedTuple):
       known: what the receiver knows too; of the next book, also what it will know.
       weight: number of messages in the means.
       square: of the covariance of the positions of a message.
+      inverse: of the components' matrix, where they are not orthogonal; else empty.
     """
 
     known: Receiver
     weight: Float[Array, '']
     square: Float[Array, 'C C']
+    inverse: Any = ()
 
 
 @word
@@ -60,6 +63,7 @@ def klt(
     patch: int = 1,
     by_sample: bool = False,
     signed: bool = True,
+    by_gradient: bool = False,
 ) -> Channel:
     r"""Karhunen-Loeve transform of the channels: ``y = U^T (m + Q(U x - m))``.
 
@@ -77,6 +81,12 @@ def klt(
     RMS of its sample first, which is sent as bfloat16, 16 bits more per sample: gradients are of
     many sizes, and Q is not.
 
+    By gradient, an error e of an activation counts as ``e^T M e``, where ``M = G^T diag(2^w) G`` is
+    what the gradient's own book, components G of w bits, says of the loss: the gradients'
+    covariance is close to its curvature. The sender of the activation has that book, as it
+    receives the gradient. The rows of U are then the components of ``M^(1/2) x``, and their inverse
+    takes the place of ``U^T``.
+
     Args:
       bits: mean number of bits per element, at least ``1 / C`` and at most 5.
       refresh: number of messages that bring a basis; of about as many is the covariance a mean.
@@ -84,9 +94,10 @@ def klt(
       by_sample: whether each sample has a scale.
       signed: False if x is never negative, as after a ReLU; what would be decoded as less than zero
         is zero then.
+      by_gradient: for an activation whose gradient returns through a ``klt`` of the same patch.
 
     Raises:
-      TypeError: if ``by_sample`` or ``signed`` is not a bool.
+      TypeError: if ``by_sample``, ``signed`` or ``by_gradient`` is not a bool.
       ValueError: if another argument is out of range, or ``patch`` does not divide an axis.
 
     >>> import jaxmp
@@ -104,46 +115,55 @@ def klt(
 
     References:
       Transform coding: Goyal, Theoretical Foundations of Transform Coding, IEEE Signal Processing
-      Magazine 18(5), 2001.
+      Magazine 18(5), 2001. Covariance of gradients and curvature: Martens, New Insights and
+      Perspectives on the Natural Gradient Method, arXiv 1412.1193.
     """
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= WIDEST:
         raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
     check_whole('klt refresh', refresh, 'a positive number of messages')
     check_whole('klt patch', patch, 'a positive number of pixels or tokens')
-    for name, value in (('by_sample', by_sample), ('signed', signed)):
+    flags = {'by_sample': by_sample, 'signed': signed, 'by_gradient': by_gradient}
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f'klt {name} must be True or False, got {value!r}')
 
     def first(like: Like) -> Receiver:
-        count = jax.eval_shape(lambda x: _positions(x, patch), like).shape[-1]
+        count = jax.eval_shape(lambda x: positions(x, patch), like).shape[-1]
         book = _book(jnp.eye(count, dtype=compute_dtype(like)), jnp.ones(count), bits)
         return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
 
     def estimated(x: Array, tx: Sender) -> Sender:
-        return _estimated(tx, _positions(_normed(x)[0] if by_sample else x, patch), refresh)
+        return _estimated(tx, positions(normed(x)[0] if by_sample else x, patch), refresh)
 
     def init(like: Like) -> tuple[Tx, Rx]:
         known = first(like)
         zeros = jnp.zeros_like(known.book[1:])
-        return Sender(known, zeros[0, 0], zeros), known
+        inverse = known.book[1:] if by_gradient else ()
+        return Sender(known, zeros[0, 0], zeros, inverse), known
 
-    def encode(x: Array, book: Array) -> dict[str, Array]:
-        x, norm = _normed(x) if by_sample else (x, {})
-        return {**_encode(_positions(x, patch), book, bits), **norm}
+    def encode(x: Array, book: Array, inverse: Any = ()) -> dict[str, Array]:
+        x, norm = normed(x) if by_sample else (x, {})
+        z = (inverse if by_gradient else book[1:]) @ positions(x, patch).T
+        return {**_encode(z, book[0], bits), **norm}
 
     def decode(m: Payload, book: Array, like: Like) -> Array:
-        y = _joined(_decode(m, book, like, bits), like.shape, patch)
+        y = joined(_decode(m, book, like, bits), like.shape, patch)
         if by_sample:
             y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
 
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
         tx = estimated(x, tx)
-        new = lambda: _parts(_components(tx, bits), refresh)
+        spread = _fit(ctx.spread, tx.known.book) if by_gradient else None
+        new = lambda: _parts(_components(tx, bits, spread), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
         part = half_bytes(coming[tx.known.step.astype(int)].astype(jnp.bfloat16))
-        message = {**encode(x, tx.known.book), 'part': part}
-        return message, tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
+        message = {**encode(x, tx.known.book, tx.inverse), 'part': part}
+        known, inverse = _advanced(tx.known._replace(coming=coming), part), tx.inverse
+        if by_gradient:
+            done, rows = known.step == 0, known.book[1:]
+            inverse = jax.lax.cond(done, lambda: jnp.linalg.inv(rows.T), lambda: tx.inverse)
+        return message, tx._replace(known=known, inverse=inverse)
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
         return decode(m, rx.book, like), _advanced(rx, m['part'])
@@ -152,47 +172,14 @@ def klt(
         return estimated(x, state) if isinstance(state, Sender) else state
 
     codec = Codec(
-        lambda x, ctx: encode(x, first(x).book),
+        lambda x, ctx: encode(x, first(x).book, first(x).book[1:]),
         lambda m, like, ctx: decode(m, first(like).book, like),
     )
     return Channel(
         codec, init, send, recv, warm_start, values=lambda state, like: (),
-        form=('klt', refresh, patch, by_sample),
+        form=('klt', refresh, patch, by_sample, by_gradient), by_gradient=by_gradient,
+        spread=lambda rx, ctx: rx.book,
     )  # fmt: skip
-
-
-def _normed(x: Array) -> tuple[Array, dict[str, Array]]:
-    """The samples divided by their RMS, and the RMS as it is sent; zeros stay zeros."""
-    x = wide(x)
-    flat = x.reshape(len(x), -1)
-    unit, rms = unit_rms(flat)
-    some = jnp.any(flat != 0, 1, keepdims=True).astype(x.dtype)  # of zeros the RMS would be 1
-    words = scale_words(rms * some, jnp.ones_like(rms), unit, rms)
-    s = scale_of(words, Like(x.shape, x.dtype)).reshape(-1, *[1] * (x.ndim - 1))
-    return x / jnp.where(s > 0, s, 1), {'norm': words}
-
-
-def _positions(x: Array, patch: int) -> Float[Array, 'P C']:
-    """The patches of all samples, each as a row."""
-    middle = x.shape[1:-1]
-    if patch > 1 and (not middle or any(n % patch for n in middle)):
-        raise ValueError(
-            f'klt patch {patch} does not divide the axes {middle} between samples and channels of '
-            f'a tensor {x.shape}; take one that divides them, or 1'
-        )
-    split = x.reshape(-1, *(k for n in middle for k in (n // patch, patch)), x.shape[-1])
-    count = len(middle)
-    order = (0, *range(1, 2 * count, 2), *range(2, 2 * count + 1, 2), 2 * count + 1)
-    return wide(split).transpose(order).reshape(-1, patch**count * x.shape[-1])
-
-
-def _joined(rows: Array, shape: tuple[int, ...], patch: int) -> Array:
-    """The tensor of the rows of `_positions`."""
-    middle = shape[1:-1]
-    split = (shape[0], *(n // patch for n in middle), *(patch,) * len(middle), shape[-1])
-    count = len(middle)
-    order = (0, *(k for i in range(count) for k in (1 + i, 1 + count + i)), 2 * count + 1)
-    return rows.reshape(split).transpose(order).reshape(shape)
 
 
 def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
@@ -201,13 +188,30 @@ def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
     square = rows.T @ rows / len(rows)
     sound = jnp.all(jnp.isfinite(square))
     new = fade * tx.weight + 1, fade * tx.square + square
-    return Sender(tx.known, *(jnp.where(sound, a, b) for a, b in zip(new, tx[1:], strict=True)))
+    weight, square = (jnp.where(sound, a, b) for a, b in zip(new, tx[1:3], strict=True))
+    return tx._replace(weight=weight, square=square)
 
 
-def _components(tx: Sender, bits: float) -> Array:
-    """The book of the sender's estimate."""
-    values, vectors = jnp.linalg.eigh(tx.square / jnp.maximum(tx.weight, 1e-30))
-    return _book(vectors.T, values, bits)
+def _fit(spread: Array | None, book: Array) -> Array | None:
+    """The gradient's book; of a channel alone, without a gradient, None."""
+    if spread is not None and spread.shape != book.shape:
+        raise ValueError(
+            f'klt by_gradient=True needs a gradient of positions of as many values, got '
+            f'{book.shape[1]} forward and {spread.shape[1]} backward; give both the same patch'
+        )
+    return spread
+
+
+def _components(tx: Sender, bits: float, spread: Array | None) -> Array:
+    """The book of the sender's estimate; with a gradient's book of what that says is worth bits."""
+    square = tx.square / jnp.maximum(tx.weight, 1e-30)
+    if spread is None:
+        values, vectors = jnp.linalg.eigh(square)
+        return _book(vectors.T, values, bits)
+    root = 2 ** (spread[:1].T / 2)  # of M in the gradient's components
+    weighed, back = spread[1:] * root, spread[1:] / root
+    values, vectors = jnp.linalg.eigh(weighed @ square @ weighed.T)
+    return _book(vectors.T @ back, values, bits)
 
 
 def _book(basis: Array, variances: Array, bits: float) -> Array:
@@ -262,8 +266,8 @@ def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     return of(levels), of(ends)
 
 
-def _encode(rows: Array, book: Array, bits: float) -> dict[str, Array]:
-    widths, z = _fitting(book[0], bits), book[1:] @ rows.T
+def _encode(z: Array, widths: Array, bits: float) -> dict[str, Array]:
+    widths = _fitting(widths, bits)
     most = float(jnp.finfo(jnp.bfloat16).max)
     mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
     mean = half_bytes(mean.astype(jnp.bfloat16))

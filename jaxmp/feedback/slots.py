@@ -74,5 +74,12 @@ def slotted(slots: Slots, init: Callable[[Like], tuple[Tx, Rx]]) -> Channel:
     def warm_start(x: Array, memory: Any, ctx: Ctx) -> Any:
         return put(channel, memory, ctx, one.warm_start(x, take(channel, memory, ctx), ctx))
 
-    channel = one._replace(init=init, send=send, recv=recv, warm_start=warm_start, slots=slots)
+    def spread(memory: Rx, ctx: Ctx) -> Array:
+        assert one.spread
+        return one.spread(take(channel, memory, ctx), ctx)
+
+    channel = one._replace(
+        init=init, send=send, recv=recv, warm_start=warm_start, slots=slots,
+        spread=one.spread and spread,
+    )  # fmt: skip
     return channel

@@ -120,6 +120,7 @@ class StageProgram:
             f = f._replace(left_rx=rx)
         out, model_state, kept = run(x, own)
         if self.right:
+            right = self.right.informed(right, f.right_rx)
             out, tx, sent = self.right.send('fwd', out, f.right_tx, right)
             f = f._replace(right_tx=tx)
         return StageState(state.params, model_state, f), out, Residuals(kept, received, sent)

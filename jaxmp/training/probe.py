@@ -130,7 +130,8 @@ def keeping(channel: Channel) -> Channel:
         y, state = one.recv(message, rx.state, x, ctx)
         return y, Kept(state, y)
 
-    return one._replace(init=init, send=send, recv=recv, shared_state=False)
+    spread = one.spread and (lambda rx, ctx: one.spread(rx.state, ctx))  # pyright: ignore
+    return one._replace(init=init, send=send, recv=recv, shared_state=False, spread=spread)
 
 
 def ends(cuts: Sequence[Boundary], stages: Sequence[Feedback]) -> tuple[list[Ends], list[Ends]]:
