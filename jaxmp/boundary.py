@@ -169,9 +169,10 @@ class Boundary:
 
         def make(x: Array) -> tuple[Payload, Payload]:
             ctx = Ctx.example(x)
-            forward, _, known = self.send('fwd', x, self.fwd.init(like(x))[0], ctx)
-            ctx = ctx._replace(indices=known)
-            return forward, self.send('bwd', x, self.bwd.init(like(x))[0], ctx)[0]
+            tx, rx = self.bwd.init(like(x))
+            informed = self.informed(ctx, rx)
+            forward, _, known = self.send('fwd', x, self.fwd.init(like(x))[0], informed)
+            return forward, self.send('bwd', x, tx, ctx._replace(indices=known))[0]
 
         return jax.eval_shape(make, like(x))
 

@@ -485,6 +485,42 @@ def test_klt_of_what_is_not_negative_decodes_nothing_negative():
     assert np.square(cut - xs[-1]).sum() < 0.95 * np.square(plain - xs[-1]).sum()
 
 
+def test_klt_by_gradient_codes_what_the_gradient_asks_for():
+    """The gradient is in the two channels of least variance; they have no bits but for that."""
+    r, scale = np.random.default_rng(0), 2.0 ** (-np.arange(8) / 2)
+    xs = np.float32(r.standard_normal((7, 4, 64, 8)) * scale)
+    gs = np.float32(r.standard_normal(xs.shape) * np.array([1e-3] * 6 + [1.0] * 2))
+    errors = {}
+    for text in ('', ', by_gradient=True'):
+        cut = jaxmp.boundary(
+            jaxmp.parse(f'klt(1.5, refresh=2{text})'), jaxmp.parse('klt(1.25, refresh=2)')
+        )
+
+        def loss(move, feedback, x, g, cut=cut):
+            y, feedback = cut.cross(x + move, feedback)
+            return jnp.sum(y * g), (feedback, y)
+
+        step, feedback = jax.jit(jaxmp.value_and_grad(loss)), cut.init(xs[0])
+        for x, g in zip(xs, gs, strict=True):
+            (_, y), _, feedback = step(jnp.zeros(()), feedback, x, g)
+        errors[text] = np.square(y - xs[-1]).mean((0, 1)) / scale**2
+    plain, weighed = errors.values()
+    assert plain[6:].min() > 0.9
+    assert weighed[6:].max() < 0.4
+    assert plain[:2].max() < weighed[:2].max() < 0.2
+    assert (feedback.bwd[1].book[0] == 5).sum() == 2
+
+
+def test_klt_by_gradient_asks_for_a_gradient_of_the_same_patch():
+    fwd, like = jaxmp.parse('klt(2, patch=2, by_gradient=True)'), jaxmp.like(jnp.ones((2, 4, 4, 2)))
+    for ways in ((fwd, jaxmp.parse('uniform(4)')), (jaxmp.parse('raw'), fwd)):
+        with pytest.raises(ValueError, match=r'returns through klt; write fwd klt\(2, by_gradient'):
+            jaxmp.boundary(*ways)
+    with pytest.raises(ValueError, match='got 8 forward and 2 backward; give both the same patch'):
+        jaxmp.boundary(fwd, jaxmp.parse('klt(2)')).bits(like)
+    assert jaxmp.boundary(fwd, jaxmp.parse('klt(2, patch=2)')).bits(like)
+
+
 def test_klt_patches_are_cut_and_joined():
     """Pixels of any number of axes; one that does not fit is named."""
     for shape in ((3, 4, 6, 5), (2, 8, 3), (2, 4, 4, 2, 3)):
@@ -500,7 +536,7 @@ def test_klt_patches_are_cut_and_joined():
     for shape in ((2, 6, 6, 3), (2, 3)):
         with pytest.raises(ValueError, match=r'klt patch 4 does not divide the axes .* or 1'):
             jaxmp.parse('klt(2, patch=4)').init(jax.ShapeDtypeStruct(shape, np.float32))
-    for name in ('by_sample', 'signed'):
+    for name in ('by_sample', 'signed', 'by_gradient'):
         with pytest.raises(TypeError, match=f'klt {name} must be True or False, got 1'):
             jaxmp.klt(2, **{name: 1})
 

@@ -26,7 +26,8 @@ class Flat(nn.Module):
 
 
 BUFFERS = 'ef21(uniform(4))', 'ef(uniform(4))'
-BASES = 'klt(3, refresh=2)', 'klt(4, refresh=3)'  # the checkpoint is between two parts of a basis
+# The checkpoint is between two parts of a basis.
+BASES = 'klt(1.5, refresh=2, by_gradient=True)', 'klt(2, refresh=1)'
 
 
 def made(classes, width):

@@ -19,7 +19,7 @@ from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import normal_levels, scale_of, scale_words, scaled, unit_rms
 from jaxmp.feedback.channel import Channel, Rx, Tx
 from jaxmp.feedback.positions import joined, normed, positions
-from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, pack, unpack, wide
+from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, pack, unpack
 from jaxmp.words import check_whole, word
 
 ERRORS = (1.0, 0.3634, 0.1175, 0.0345, 0.0095, 0.0025)  # of Lloyd-Max quantisers, by bits
