@@ -40,7 +40,7 @@ def patches(*bits: float, first: int = 100, side: int = 4, words: str = '') -> t
 
 
 RELU = ', signed=False'
-WEIGHED = RELU + ', by_gradient=True'
+WEIGHED = RELU + ', by_gradient=0.3'
 
 
 CHANNELS = {  # forward and backward

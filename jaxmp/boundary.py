@@ -231,8 +231,8 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
             )
     if bwd.by_gradient or (fwd.by_gradient and bwd.spread is None):
         raise ValueError(
-            f'boundary fwd {fwd}, bwd {bwd}: by_gradient=True is for an activation whose gradient '
-            'returns through klt; write fwd klt(2, by_gradient=True), bwd klt(2)'
+            f'boundary fwd {fwd}, bwd {bwd}: by_gradient is for an activation whose gradient '
+            'returns through klt; write fwd klt(2, by_gradient=0.3), bwd klt(2)'
         )
     return Boundary(fwd, bwd, local() if via is None else via)
 

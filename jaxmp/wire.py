@@ -42,7 +42,7 @@ class Ctx(NamedTuple):
       tokens: ids of the model's input at the tensor's positions, integers of the tensor's shape
         without its last axis (for `anchored`, and stages that read them).
       spread: components of the gradients that returned in earlier steps, and their bits, as the
-        receiver of the gradient knows them (for ``klt(by_gradient=True)``).
+        receiver of the gradient knows them (for ``klt(2, by_gradient=0.3)``).
     """
 
     key: Array | None = None

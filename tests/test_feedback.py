@@ -491,7 +491,7 @@ def test_klt_by_gradient_codes_what_the_gradient_asks_for():
     xs = np.float32(r.standard_normal((7, 4, 64, 8)) * scale)
     gs = np.float32(r.standard_normal(xs.shape) * np.array([1e-3] * 6 + [1.0] * 2))
     errors = {}
-    for text in ('', ', by_gradient=True'):
+    for text in ('', ', by_gradient=0.9'):
         cut = jaxmp.boundary(
             jaxmp.parse(f'klt(1.5, refresh=2{text})'), jaxmp.parse('klt(1.25, refresh=2)')
         )
@@ -512,7 +512,7 @@ def test_klt_by_gradient_codes_what_the_gradient_asks_for():
 
 
 def test_klt_by_gradient_asks_for_a_gradient_of_the_same_patch():
-    fwd, like = jaxmp.parse('klt(2, patch=2, by_gradient=True)'), jaxmp.like(jnp.ones((2, 4, 4, 2)))
+    fwd, like = jaxmp.parse('klt(2, patch=2, by_gradient=0.3)'), jaxmp.like(jnp.ones((2, 4, 4, 2)))
     for ways in ((fwd, jaxmp.parse('uniform(4)')), (jaxmp.parse('raw'), fwd)):
         with pytest.raises(ValueError, match=r'returns through klt; write fwd klt\(2, by_gradient'):
             jaxmp.boundary(*ways)
@@ -536,7 +536,7 @@ def test_klt_patches_are_cut_and_joined():
     for shape in ((2, 6, 6, 3), (2, 3)):
         with pytest.raises(ValueError, match=r'klt patch 4 does not divide the axes .* or 1'):
             jaxmp.parse('klt(2, patch=4)').init(jax.ShapeDtypeStruct(shape, np.float32))
-    for name in ('by_sample', 'signed', 'by_gradient'):
+    for name in ('by_sample', 'signed'):
         with pytest.raises(TypeError, match=f'klt {name} must be True or False, got 1'):
             jaxmp.klt(2, **{name: 1})
 
@@ -559,8 +559,16 @@ def test_a_warm_up_gives_klt_its_first_basis():
 
 
 @pytest.mark.parametrize(
-    'text', ['klt(0)', 'klt(5.5)', 'klt(2, refresh=0)', 'klt(2, refresh=1.5)', 'klt(2, patch=0)']
+    'text',
+    [
+        'klt(0)',
+        'klt(5.5)',
+        'klt(2, refresh=0)',
+        'klt(2, refresh=1.5)',
+        'klt(2, patch=0)',
+        'klt(2, by_gradient=1.1)',
+    ],
 )
 def test_klt_refuses(text):
-    with pytest.raises(ValueError, match=r'klt (bits|refresh|patch) [\d.]+ is not a '):
+    with pytest.raises(ValueError, match=r'klt (bits|refresh|patch|by_gradient) [\d.]+ is not a '):
         jaxmp.parse(text)

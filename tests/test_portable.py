@@ -27,7 +27,7 @@ class Flat(nn.Module):
 
 BUFFERS = 'ef21(uniform(4))', 'ef(uniform(4))'
 # The checkpoint is between two parts of a basis.
-BASES = 'klt(1.5, refresh=2, by_gradient=True)', 'klt(2, refresh=1)'
+BASES = 'klt(1.5, refresh=2, by_gradient=1)', 'klt(2, refresh=1)'
 
 
 def made(classes, width):

@@ -63,7 +63,7 @@ def klt(
     patch: int = 1,
     by_sample: bool = False,
     signed: bool = True,
-    by_gradient: bool = False,
+    by_gradient: float = 0.0,
 ) -> Channel:
     r"""Karhunen-Loeve transform of the channels: ``y = U^T (m + Q(U x - m))``.
 
@@ -81,11 +81,11 @@ def klt(
     RMS of its sample first, which is sent as bfloat16, 16 bits more per sample: gradients are of
     many sizes, and Q is not.
 
-    By gradient, an error e of an activation counts as ``e^T M e``, where ``M = G^T diag(2^w) G`` is
-    what the gradient's own book, components G of w bits, says of the loss: the gradients'
-    covariance is close to its curvature. The sender of the activation has that book, as it
-    receives the gradient. The rows of U are then the components of ``M^(1/2) x``, and their inverse
-    takes the place of ``U^T``.
+    By gradient, with a share r, an error e of an activation counts as ``e^T M e``, where
+    ``M = (1 - r) I + r G^T diag(4^w / mean(4^w)) G`` has what the gradient's own book, components G
+    of w bits, says of the loss: the gradients' covariance is close to its curvature. The sender of
+    the activation has that book, as it receives the gradient. The rows of U are then the components
+    of ``M^(1/2) x``, and their inverse takes the place of ``U^T``.
 
     Args:
       bits: mean number of bits per element, at least ``1 / C`` and at most 5.
@@ -94,10 +94,11 @@ def klt(
       by_sample: whether each sample has a scale.
       signed: False if x is never negative, as after a ReLU; what would be decoded as less than zero
         is zero then.
-      by_gradient: for an activation whose gradient returns through a ``klt`` of the same patch.
+      by_gradient: r in [0, 1]; above 0 for an activation whose gradient returns through a ``klt``
+        of the same patch.
 
     Raises:
-      TypeError: if ``by_sample``, ``signed`` or ``by_gradient`` is not a bool.
+      TypeError: if ``by_sample`` or ``signed`` is not a bool.
       ValueError: if another argument is out of range, or ``patch`` does not divide an axis.
 
     >>> import jaxmp
@@ -122,8 +123,9 @@ def klt(
         raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
     check_whole('klt refresh', refresh, 'a positive number of messages')
     check_whole('klt patch', patch, 'a positive number of pixels or tokens')
-    flags = {'by_sample': by_sample, 'signed': signed, 'by_gradient': by_gradient}
-    for name, value in flags.items():
+    if isinstance(by_gradient, bool) or not 0 <= by_gradient <= 1:
+        raise ValueError(f'klt by_gradient {by_gradient!r} is not a number from 0 to 1; try 0.3')
+    for name, value in (('by_sample', by_sample), ('signed', signed)):
         if not isinstance(value, bool):
             raise TypeError(f'klt {name} must be True or False, got {value!r}')
 
@@ -155,7 +157,7 @@ def klt(
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
         tx = estimated(x, tx)
         spread = _fit(ctx.spread, tx.known.book) if by_gradient else None
-        new = lambda: _parts(_components(tx, bits, spread), refresh)
+        new = lambda: _parts(_components(tx, bits, spread, by_gradient), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
         part = half_bytes(coming[tx.known.step.astype(int)].astype(jnp.bfloat16))
         message = {**encode(x, tx.known.book, tx.inverse), 'part': part}
@@ -177,7 +179,7 @@ def klt(
     )
     return Channel(
         codec, init, send, recv, warm_start, values=lambda state, like: (),
-        form=('klt', refresh, patch, by_sample, by_gradient), by_gradient=by_gradient,
+        form=('klt', refresh, patch, by_sample, by_gradient > 0), by_gradient=by_gradient > 0,
         spread=lambda rx, ctx: rx.book,
     )  # fmt: skip
 
@@ -196,19 +198,20 @@ def _fit(spread: Array | None, book: Array) -> Array | None:
     """The gradient's book; of a channel alone, without a gradient, None."""
     if spread is not None and spread.shape != book.shape:
         raise ValueError(
-            f'klt by_gradient=True needs a gradient of positions of as many values, got '
+            f'klt by_gradient needs a gradient of positions of as many values, got '
             f'{book.shape[1]} forward and {spread.shape[1]} backward; give both the same patch'
         )
     return spread
 
 
-def _components(tx: Sender, bits: float, spread: Array | None) -> Array:
+def _components(tx: Sender, bits: float, spread: Array | None, share: float) -> Array:
     """The book of the sender's estimate; with a gradient's book of what that says is worth bits."""
     square = tx.square / jnp.maximum(tx.weight, 1e-30)
     if spread is None:
         values, vectors = jnp.linalg.eigh(square)
         return _book(vectors.T, values, bits)
-    root = 2 ** (spread[:1].T / 2)  # of M in the gradient's components
+    gradient = 4 ** spread[:1].T
+    root = jnp.sqrt(1 - share + share * gradient / gradient.mean())  # of M, by component
     weighed, back = spread[1:] * root, spread[1:] / root
     values, vectors = jnp.linalg.eigh(weighed @ square @ weighed.T)
     return _book(vectors.T @ back, values, bits)
