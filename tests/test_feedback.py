@@ -516,7 +516,7 @@ def test_klt_by_gradient_asks_for_a_gradient_of_the_same_patch():
     for ways in ((fwd, jaxmp.parse('uniform(4)')), (jaxmp.parse('raw'), fwd)):
         with pytest.raises(ValueError, match=r'returns through klt; write fwd klt\(2, by_gradient'):
             jaxmp.boundary(*ways)
-    with pytest.raises(ValueError, match='got 8 forward and 2 backward; give both the same patch'):
+    with pytest.raises(ValueError, match='of 8 forward and 2 backward; give both the same patch'):
         jaxmp.boundary(fwd, jaxmp.parse('klt(2)')).bits(like)
     assert jaxmp.boundary(fwd, jaxmp.parse('klt(2, patch=2)')).bits(like)
 

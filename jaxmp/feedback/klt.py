@@ -197,15 +197,13 @@ def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
 def _fit(spread: Array | None, book: Array) -> Array | None:
     """The gradient's book; of a channel alone, without a gradient, None."""
     if spread is not None and spread.shape != book.shape:
-        raise ValueError(
-            f'klt by_gradient needs a gradient of positions of as many values, got '
-            f'{book.shape[1]} forward and {spread.shape[1]} backward; give both the same patch'
-        )
+        sizes = f'{book.shape[1]} forward and {spread.shape[1]} backward'
+        raise ValueError(f'klt by_gradient got positions of {sizes}; give both the same patch')
     return spread
 
 
 def _components(tx: Sender, bits: float, spread: Array | None, share: float) -> Array:
-    """The book of the sender's estimate; with a gradient's book of what that says is worth bits."""
+    """The book of the sender's estimate, for errors that count as ``spread`` says."""
     square = tx.square / jnp.maximum(tx.weight, 1e-30)
     if spread is None:
         values, vectors = jnp.linalg.eigh(square)
