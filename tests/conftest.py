@@ -23,6 +23,8 @@ os.environ['XLA_FLAGS'] = (
     f'--xla_force_host_platform_device_count=4 {os.environ.get("XLA_FLAGS", FLAGS)}'
 )
 gc.set_threshold(200_000, 20, 50)  # compiled programs are many objects, none of which go
+# Scripts, which a test runs: a look for doctests would run them once more in every worker.
+collect_ignore = ['outside/stages.py', 'outside/replicas.py']
 
 
 TESTS = itertools.count()
