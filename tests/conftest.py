@@ -61,10 +61,10 @@ def pytest_unconfigure():
 def pytest_runtest_teardown():
     """Frees compiled programs before they are as many mappings as Linux gives a process.
 
-    To count them takes 20 ms, so every tenth test does.
+    To count them takes 20 ms, so every 25th test does.
     """
     maps = '/proc/self/maps'
-    if next(TESTS) % 10 == 0 and os.path.exists(maps):
+    if next(TESTS) % 25 == 0 and os.path.exists(maps):
         with open(maps) as lines:
             if sum(1 for _ in lines) > 30_000:
                 import jax
