@@ -1,4 +1,4 @@
-"""Three stages that compile at once, for test_train.py; its processes import nothing else of it."""
+"""Three stages that compile at once, for small runs; processes import nothing else of the tests."""
 
 import flax.linen as nn
 
