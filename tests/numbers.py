@@ -50,6 +50,11 @@ def studies():
     return {s.name: s for s in results.load(ROOT / 'results')}
 
 
+@cache
+def verdicts(study):
+    return claims.judge(studies()[study])
+
+
 def runs(study, row):
     return studies()[study].rows[row].runs
 
@@ -145,7 +150,7 @@ def wrong(row, mode='on'):
 
 def quantity(study, first):
     """The evidence against none that begins with ``errors of first``."""
-    found = (e for v in claims.judge(studies()[study]) for e in v.evidence)
+    found = (e for v in verdicts(study) for e in v.evidence)
     return next(e for e in found if e.text.startswith(f'errors of {first} against none'))
 
 
@@ -213,8 +218,8 @@ def claimed(claim):
 
 def verdict(claim):
     """On the study of the paper's tables at the small scale."""
-    found = claims.judge(studies()['cpu'])
-    return next(v for c, v in zip(claims.PAPER['claims'], found, strict=True) if c['id'] == claim)
+    found = zip(claims.PAPER['claims'], verdicts('cpu'), strict=True)
+    return next(v for c, v in found if c['id'] == claim)
 
 
 def bits(row):

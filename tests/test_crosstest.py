@@ -14,9 +14,10 @@ from tests.runs import SMALL, config_of
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-    """A run of two small stages with BatchNorm, and its summary."""
+    """A run of three small stages with BatchNorm, and its summary."""
     folder = tmp_path_factory.mktemp('trained') / 'run'
     words = {**SMALL, 'fwd': 'top_k(0.1)', 'bwd': 'top_k(0.1)', 'epochs': 1, 'train_examples': 96}
+    words |= {'model': 'tests.tiny_stages:build'}
     loop.train_and_evaluate(config_of(**words), folder, quiet=True)
     return folder, json.loads((folder / 'summary.json').read_text())
 

@@ -21,6 +21,7 @@ from jaxmp.wire import nbytes
 from tests.runs import (
     LAUNCH,
     ROOT,
+    SMALL,
     config_of,
     known_model,
     pids,
@@ -47,8 +48,8 @@ def flat(monkeypatch):
 
 
 def small(**changes):
-    words = {'model': 'flat', 'width': 24, 'train_examples': 160, 'batch_size': 32, 'epochs': 2}
-    return config_of('digits_dataparallel', **{**words, 'checkpoint_every': 1, **changes})
+    words = {**SMALL, 'model': 'flat', 'width': 24, 'checkpoint_every': 1, 'cosine_epochs': 0}
+    return config_of('digits_dataparallel', **{**words, **changes})
 
 
 def test_two_and_four_replicas_train_like_one(tmp_path):
@@ -67,7 +68,7 @@ def test_both_compressions_in_one_table(tmp_path, capsys):
     """Cuts between stages inside each replica, gradients between replicas."""
     rules = {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))'}
     config = small(**rules, exchange='dgc(0.05, momentum=0.5, warmup=1)', epochs=1, momentum=0.0)
-    summary = loop.train_and_evaluate(config, tmp_path)
+    summary = loop.train_and_evaluate(config, tmp_path, draw=False)
     out = capsys.readouterr().out
     sent = summary['exchange']
     assert sent['handed'] == sent['compiled']
@@ -87,7 +88,7 @@ def state_of(workdir, config):
     return engine, state.replace(key=jax.random.key_data(state.key))
 
 
-KILLED = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 3, 'checkpoint_every': 1}
+KILLED = {**SMALL, 'epochs': 3, 'checkpoint_every': 1, 'cosine_epochs': 0}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, text, before):
 
     And equal to both replicas in one process, but for the rounding of another program.
     """
-    words = {**KILLED, 'exchange': text, 'cosine_epochs': 0}
+    words = {**KILLED, 'exchange': text}
     whole, cut, here = (tmp_path / name for name in ('whole', 'cut', 'here'))
     run_ = lambda workdir: start(workdir, *before, name='digits_dataparallel', **words)
     out, code = text_of(run_(whole))
@@ -215,7 +216,7 @@ def test_report_of_runs(tmp_path):
     for name, text in (('plain', 'mean'), ('halves', 'all_reduce(fp16)')):
         config = small(exchange=text, epochs=1)
         config.name = name
-        loop.train_and_evaluate(config, tmp_path / name)
+        loop.train_and_evaluate(config, tmp_path / name, quiet=True)
     again = json.loads((tmp_path / 'plain' / 'summary.json').read_text())
     again['test']['off']['last']['loss'] += 0.2
     (tmp_path / 'other').mkdir()

@@ -205,7 +205,8 @@ class Flat(nn.Module):
 
 
 WORDS = {
-    'train_examples': 180, 'batch_size': 36, 'epochs': 3, 'width': 12, 'replicas': 3, 'lr': 0.05
+    'train_examples': 180, 'test_examples': 72, 'batch_size': 36, 'epochs': 3, 'width': 12,
+    'replicas': 3, 'lr': 0.05,
 }  # fmt: skip
 
 

@@ -45,7 +45,8 @@ def spying(seen):
 def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch):
     """Batch i of a test had the key of step i - 1."""
     known_model(monkeypatch, 'dense', lambda classes, width: (Dense(4), Dense(classes)))
-    s, seen = experiment.experiment_of(config_of(model='dense', runtime=runtime, **SMALL)), []
+    words = {**SMALL, 'model': 'dense', 'runtime': runtime, 'test_examples': 0}  # all of them
+    s, seen = experiment.experiment_of(config_of(**words)), []
     model = Pipeline(s.model.stages, (boundary(spying(seen), direct(raw)),))
     s = s._replace(model=model)
     made = loop.engine_of(s, process_group.ProcessGroup())
@@ -54,11 +55,11 @@ def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch)
     jax.effects_barrier()
     step = lambda i: jax.random.fold_in(jax.random.key(s.config.seed), i)
     at = lambda key, *path: at(jax.random.fold_in(key, path[0]), *path[1:]) if path else key
-    words = lambda key: tuple(np.asarray(jax.random.key_data(key)).tolist())
+    drawn = lambda key: tuple(np.asarray(jax.random.key_data(key)).tolist())
     batches = -(-len(s.data.test.y) // s.config.batch_size)
     assert len(seen) == len(set(seen)) == batches > 5
     # The model's stream of a step, micro-batch 0, the boundary after stage 0, forward.
-    shared = {words(at(step(i), 1, 0, 2, 0)) for i in range(batches + 1)}
+    shared = {drawn(at(step(i), 1, 0, 2, 0)) for i in range(batches + 1)}
     assert not shared & set(seen)
 
 

@@ -20,6 +20,7 @@ from jaxmp.report import __main__ as report
 from tests import laws
 
 quick = partial(jax.jit, compiler_options=laws.QUICK)
+transform = quick(polarcode.transform)  # called by itself it is some sixty programs
 
 
 def signs(bits):
@@ -44,9 +45,9 @@ def test_transform(size):
     while len(matrix) < size:
         matrix = np.kron([[1, 0], [1, 1]], matrix)
     u = np.random.default_rng(0).integers(0, 2, (size, 5), np.uint8)
-    x = polarcode.transform(jnp.asarray(u))
+    x = transform(jnp.asarray(u))
     np.testing.assert_array_equal(x, matrix.T @ u % 2)
-    np.testing.assert_array_equal(polarcode.transform(x), u)
+    np.testing.assert_array_equal(transform(x), u)
 
 
 @pytest.mark.parametrize('rate', [0.1, 0.5, 0.9])
@@ -123,7 +124,7 @@ def test_expected_distortion_of_randomised_rounding(size, sent, shortcuts):
     coset, outcome = (a.ravel() for a in np.indices((2 ** len(frozen), 2**sent)))
     u = np.zeros((size, len(coset)), np.uint8)
     u[frozen] = words(len(frozen))[:, coset]
-    source = np.asarray(polarcode.transform(jnp.asarray(u)))
+    source = np.asarray(transform(jnp.asarray(u)))
     drawn = np.zeros_like(u)
     drawn[list(made.sent)] = words(sent)[:, outcome]
     chance = np.ones(len(coset))
@@ -175,7 +176,7 @@ def test_a_list_of_all_words_finds_the_likeliest():
     found = quick(lambda l: successive_list(made, l, 16))(llr)
     u = np.zeros((8, 16), np.uint8)
     u[list(made.sent)] = words(4)
-    codewords = signs(polarcode.transform(jnp.asarray(u)))
+    codewords = signs(transform(jnp.asarray(u)))
     np.testing.assert_array_equal(found, codewords[:, np.argmax(codewords.T @ llr, 0)])
 
 
@@ -205,7 +206,7 @@ def test_distortion(size, rate):
     frozen = np.setdiff1d(np.arange(size), made.sent)
     found = [bits(s) for s in search(llr, noise)]
     for word in found:
-        assert not np.asarray(polarcode.transform(jnp.asarray(word)))[frozen].any()
+        assert not np.asarray(transform(jnp.asarray(word)))[frozen].any()
     argmax, best, drawn = ((word != x).mean() for word in found)
     most, most_of_list, usual = BARS[size, rate]
     assert polarcode.distortion(rate) < best <= most_of_list
@@ -274,9 +275,10 @@ def test_rotation():
     h = np.array([[1.0]])
     while len(h) < 2048:
         h = np.kron([[1, 1], [1, -1]], h)
-    turned = hadamard(jnp.asarray(x))
+    turn = quick(hadamard)
+    turned = turn(jnp.asarray(x))
     np.testing.assert_allclose(turned, x @ h / 2048**0.5, atol=2e-5)
-    np.testing.assert_allclose(hadamard(turned), x, atol=2e-6)
+    np.testing.assert_allclose(turn(turned), x, atol=2e-6)
 
 
 def test_rotation_makes_heavy_tails_normal():

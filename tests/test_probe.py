@@ -120,20 +120,20 @@ def test_callbacks_get_every_record_and_the_probe_changes_none(tmp_path, capsys)
     on, off, seen = tmp_path / 'on', tmp_path / 'off', []
     for epochs in (2, 3):  # ends, and goes on
         settings = config(**ways, epochs=epochs)
-        loop.train_and_evaluate(settings, on, task=task(), callbacks=[seen.append])
+        loop.train_and_evaluate(settings, on, task(), callbacks=[seen.append], draw=False)
     test = ['train', 'test', 'test']
     probed = ['train', 'boundary', 'boundary', 'test', 'test']  # once the warm-up has ended
     assert [r['kind'] for r in seen] == [*test, *probed, *probed]
     untimed = [{k: v for k, v in r.items() if k != 'seconds'} for r in seen]
     assert untimed == records(on)
-    loop.train_and_evaluate(config(**ways, epochs=3, probe='off'), off, task=task())
+    loop.train_and_evaluate(config(**ways, epochs=3, probe='off'), off, task(), draw=False)
     assert records(off) == [r for r in records(on) if r['kind'] != 'boundary']
     assert capsys.readouterr().err.count('test accuracy off ') == 6
 
 
 def test_a_run_without_compression_is_shown_once(tmp_path, capsys):
     settings = config(probe='off', epochs=1, fwd='raw', bwd='raw')
-    found = loop.train_and_evaluate(settings, tmp_path, task=task())
+    found = loop.train_and_evaluate(settings, tmp_path, task(), draw=False)
     out, said = capsys.readouterr()
     assert found['test']['off'] == found['test']['on']
     assert f'test accuracy {found["test"]["on"]["last"]["accuracy"]:.2%}\n' in said

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 
-import flax.linen as nn
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -43,28 +42,7 @@ from tests.runs import (
     start,
     wait_for_steps,
 )
-
-
-class TinyStage(nn.Module):
-    """What a stage may have: parameters, statistics, a ``train`` switch. Compiles in no time."""
-
-    features: int
-    classes: int | None = None
-
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.Conv(self.features, (2, 2), strides=2)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
-        return x if self.classes is None else nn.Dense(self.classes)(x.mean((1, 2)))
-
-
-def stages(classes, width):
-    return TinyStage(4 * width), TinyStage(4 * width), TinyStage(4 * width, classes)
-
-
-def build(config, dataset):
-    """The same for a process of its own."""
-    return stages(dataset.classes, config.model.width)
+from tests.tiny_stages import stages
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +133,8 @@ def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
     # Given again it is not made again, and fewer epochs do not undo it.
     kept = {n: (tmp_path / n).read_text() for n in ('config.json', 'metrics.jsonl')}
     (tmp_path / 'summary.json').write_text(json.dumps({**written, 'commit': 'of then'}))
-    assert loop.train_and_evaluate(small(), tmp_path) == {**written, 'commit': 'of then'}
+    again = loop.train_and_evaluate(small(), tmp_path, draw=False)
+    assert again == {**written, 'commit': 'of then'}
     with pytest.raises(files.WorkdirError, match=r'has 2 epochs, more than config\.epochs=1'):
         loop.train_and_evaluate(small(epochs=1), tmp_path, quiet=True)
     assert json.loads((tmp_path / 'summary.json').read_text())['commit'] == 'of then'
@@ -163,9 +142,9 @@ def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
 
 
 def test_evaluation_sees_every_example_and_leaves_the_state_alone():
-    scores, states = {}, {}
+    scores, states, given = {}, {}, {'fwd': 'ef(uniform(1))', 'bwd': 'raw', 'test_examples': 0}
     for mode in KEYS['eval_feedback'].words:
-        s = experiment.experiment_of(small(fwd='ef(uniform(1))', bwd='raw', eval_feedback=mode))
+        s = experiment.experiment_of(small(**given, eval_feedback=mode))
         state = one_program.create(s)
         *_, (state, _, _) = one_program.epoch_by_step(s, alone(s))(state, np.arange(64))
         before = jax.tree.map(np.array, state.model)
@@ -282,7 +261,7 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
     found = []
     for runtime in KEYS['parallel.runtime'].words:
         config = make(**ALIKE, runtime=runtime)
-        loop.train_and_evaluate(config, tmp_path / runtime)
+        loop.train_and_evaluate(config, tmp_path / runtime, quiet=True)
         found.append(records(tmp_path / runtime))
         s = experiment.experiment_of(config)
         if s.task.tied:
@@ -429,7 +408,7 @@ def last_arrays(workdir, config):
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     """SIGTERM in mid-epoch, kill -9, a damaged checkpoint, then to the end: equal to the bit."""
     changes = {'fwd': 'aqsgd(top_k(0.3), examples=examples)', 'bwd': 'ef21(top_k(0.1))'}
-    changes |= {'epochs': 7, 'warmup_epochs': 1, 'model': 'tests.test_train:build'}
+    changes |= {'epochs': 7, 'warmup_epochs': 1, 'model': 'tests.tiny_stages:build'}
     whole, cut = tmp_path / 'whole', tmp_path / 'cut'
     process = start(whole, **changes)
     assert process.wait(300) == 0, process.stdout.read().decode()[-2000:]
@@ -450,6 +429,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     config = small(**changes)
     assert leaves_equal(last_arrays(whole, config), last_arrays(cut, config))
     assert records(whole) == records(cut)
+    assert not list(tmp_path.glob('*/curves.*'))  # --nocurves; tests/outside looks at a command's
 
 
 def test_a_bad_command_line_is_refused(tmp_path):

@@ -141,6 +141,42 @@ def chosen(number: Array, levels: Sequence[float], dtype: jnp.dtype) -> Array:
     return level
 
 
+# Functions of a run of rows. A program holds each once for all runs, which are traced once.
+
+of_runs = functools.partial(jax.jit, static_argnames=('levels', 'signed'))
+
+
+def _size(run: Array, unit: Array, signed: bool) -> Array:
+    return (jnp.abs(run) if signed else run) * (1 / unit)
+
+
+@of_runs
+def _code(run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool) -> Array:
+    number = nearest(_size(run, unit, signed), levels, sigma)
+    return number + len(levels) * (run < 0).astype(jnp.uint8) if signed else number
+
+
+@of_runs
+def _mixed(run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool) -> Array:
+    size = _size(run, unit, signed)
+    return of_nearest(lambda level: level * size, size, levels, sigma)
+
+
+@of_runs
+def _energy(
+    run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool
+) -> Array:
+    size = _size(run, unit, signed)
+    return of_nearest(lambda y: jnp.full((), y**2, size.dtype), size, levels, sigma)
+
+
+@of_runs
+def _square(
+    run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool
+) -> Array:
+    return jnp.square(_size(run, unit, signed))
+
+
 @word
 def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
     r"""Lloyd-Max quantiser for normal data, with one least-squares scale per sample.
@@ -187,24 +223,13 @@ def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
         # Of a rectified normal distribution only one half of the elements has energy.
         sigma = rms if signed else rms * np.float32(math.sqrt(2))
 
-        def size(run: Array) -> Array:
-            return (jnp.abs(run) if signed else run) * (1 / unit)
+        def of(f: Callable[..., Array], run: Array, *_: int) -> Array:
+            return f(run, unit, sigma, levels, signed)
 
-        def code(run: Array, i: int) -> Array:
-            number = nearest(size(run), levels, sigma)
-            return number + half * (run < 0).astype(jnp.uint8) if signed else number
-
-        def mixed(run: Array) -> Array:
-            return of_nearest(lambda level: level * size(run), size(run), levels, sigma)
-
-        def energy(run: Array) -> Array:
-            return of_nearest(lambda y: jnp.full((), y**2, x.dtype), size(run), levels, sigma)
-
-        def square(run: Array) -> Array:
-            return jnp.square(size(run))
-
-        above, below = sums(x, *((square, mixed) if unbiased else (mixed, energy)))
-        return {'codes': pack(x, bits, code), 'scale': scale_words(above, below, unit, rms)}
+        terms = (_square, _mixed) if unbiased else (_mixed, _energy)
+        above, below = sums(x, *(functools.partial(of, f) for f in terms))
+        codes = pack(x, bits, functools.partial(of, _code))
+        return {'codes': codes, 'scale': scale_words(above, below, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         s = scale_of(m['scale'], like)

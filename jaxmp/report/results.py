@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmp.config import Summary, settings
 from jaxmp.metrics import by_phases, of_summary
@@ -114,8 +114,9 @@ def study(home: Path, name: str, runs: list[Summary]) -> Study:
                 f'{home} has two results of {run["name"]} with seed {run["seed"]}; move one away'
             )
         rows[row.name] = row._replace(runs=(*row.runs, run))
+    known = [(r, settings(r['config'])) for row in rows.values() for r in row.runs]
     for row in rows.values():
-        check_same(home, [r for other in rows.values() for r in other.runs], row)
+        check_same(home, known, row)
     return Study(name, rows, estimated_again(home))
 
 
@@ -130,15 +131,20 @@ def estimated_again(home: Path) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def check_same(home: Path, runs: list[Summary], row: Row) -> None:
-    """Raises ValueError if a run differs from ``row`` in a setting that a study has in common."""
-    first = row.runs[0]
-    for run in runs:
+def check_same(home: Path, runs: list[tuple[Summary, dict[str, Any]]], row: Row) -> None:
+    """Raises ValueError if a run differs from ``row`` in a setting that a study has in common.
+
+    Args:
+      home: the study's folder.
+      runs: all of the study, with their settings.
+      row: one of its rows.
+    """
+    first, a = row.runs[0], settings(row.runs[0]['config'])
+    for run, b in runs:
         if run.get('measure') != first.get('measure'):
             continue
         tuned = TUNED if 'exchange' in first and 'exchange' in run else ()
         free = ('seed',) if run['name'] == first['name'] else (*VARIES, *tuned)
-        a, b = settings(first['config']), settings(run['config'])
         if clash := [k for k in a if k in b and k not in free and a[k] != b[k]]:
             raise ValueError(
                 f'{home}: {row.name} and {run["name"]} have different settings: '

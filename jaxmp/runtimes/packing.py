@@ -19,7 +19,7 @@ Vectors = dict[str, Array]
 
 
 class Packing:
-    """The common layout of one tree per stage.
+    """The common layout of one tree per stage; those of alike trees are equal.
 
     Args:
       trees: shapes and dtypes of each stage's tree.
@@ -41,6 +41,16 @@ class Packing:
         self._lead = lead
         names = sorted({str(a.dtype) for leaves in self._leaves for a in leaves})
         self.widths = {n: max(self._width(s, n) for s in range(len(trees))) for n in names}
+        shapes = tuple((a.shape, str(a.dtype)) for leaves in self._leaves for a in leaves)
+        self._layout = lead, tuple(self._forms), shapes, tuple(map(tuple, self._keys))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether ``other`` packs the same trees alike, so that compiled programs are shared."""
+        return isinstance(other, Packing) and self._layout == other._layout
+
+    def __hash__(self) -> int:
+        """Equal for equal ones."""
+        return hash(self._layout)
 
     def _size(self, leaf: Any) -> int:
         return math.prod(leaf.shape[self._lead :])

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from jaxmp.exchange.collectives import AXIS as REPLICA
 from jaxmp.hlo import permuted
 from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.memory import FeedbackMemory
 from jaxmp.runtimes.packing import Packing, Vectors
 from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
 from jaxmp.runtimes.stage import StageProgram, programs, shapes
@@ -77,14 +78,14 @@ class Spmd:
 
     def pack(self, feedback: dict[int, ByReplica]) -> Any:
         """The feedback memory of all stages as the step takes it; inverse of `unpack`."""
-        pack = lambda s, tree: self.program.memory.pack(s, tree)
+        pack = functools.partial(_pack_rows, self.program.memory)
         return self._stack({s: {r: pack(s, f) for r, f in feedback[s].items()} for s in feedback})
 
     def unpack(self, memory: Any) -> dict[int, ByReplica]:
         """The feedback memory by stage and replica."""
         rows = self._split(memory)
         return {
-            s: ByReplica({r: self.program.memory.unpack(s, m) for r, m in row.items()})
+            s: ByReplica({r: _unpack_rows(self.program.memory, s, m) for r, m in row.items()})
             for s, row in rows.items()
         }
 
@@ -221,3 +222,5 @@ _unframe = jax.jit(lambda tree: jax.tree.map(lambda a: a[0, 0], tree))
 _init = jax.jit(StageProgram.init, static_argnums=0)
 _pack = jax.jit(Packing.pack, static_argnums=(0, 1))
 _unpack = jax.jit(Packing.unpack, static_argnums=(0, 1))
+_pack_rows = jax.jit(FeedbackMemory.pack, static_argnums=(0, 1))
+_unpack_rows = jax.jit(FeedbackMemory.unpack, static_argnums=(0, 1))

@@ -34,6 +34,7 @@ WANDB = flags.DEFINE_bool('wandb', False, 'also log to Weights & Biases')
 DRY_RUN = flags.DEFINE_bool(
     'dry_run', False, 'show stages, messages and memory, run one step, and write nothing'
 )
+CURVES = flags.DEFINE_bool('curves', True, 'draw the curves of the run at its end')
 COORDINATOR = flags.DEFINE_string(
     'coordinator', None, 'host:port of process 0; the next port is used too'
 )
@@ -156,7 +157,9 @@ def run(argv: list[str]) -> None:
         workdir = Path(WORKDIR.value or default_workdir(config))
         with ExitStack() as stack:
             own = [stack.enter_context(made) for made in trackers(config, workdir)]
-            summary = train_and_evaluate(config, workdir, group=group, callbacks=own)
+            summary = train_and_evaluate(
+                config, workdir, group=group, callbacks=own, draw=CURVES.value
+            )
         group.close()
     except BaseException as error:
         said = expected(error)

@@ -117,6 +117,7 @@ def train_and_evaluate(
     made: Prepared | None = None,
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
+    draw: bool = True,
 ) -> dict[str, Any] | None:
     """Trains, evaluates every epoch, and leaves config, metrics, checkpoints, summary and curves.
 
@@ -131,6 +132,7 @@ def train_and_evaluate(
       quiet: show and draw nothing.
       callbacks: each is called with every record, a dict, once it is a line of ``metrics.jsonl``,
         in the first process. What a callback raises ends the run.
+      draw: draw the curves at the end, which takes a second or two.
 
     Returns:
       The summary, or None if a signal ended the run early (its state is saved).
@@ -169,11 +171,11 @@ def train_and_evaluate(
                 print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
             return None
         moved, weights = engine.moved(), engine.weights(state)
-        return conclude(r, place, moved, weights, quiet) if lead else {}
+        return conclude(r, place, moved, weights, quiet, draw) if lead else {}
 
 
 def conclude(
-    r: Run, place: Place, moved: dict[str, Any], weights: Any, quiet: bool
+    r: Run, place: Place, moved: dict[str, Any], weights: Any, quiet: bool, draw: bool
 ) -> dict[str, Any]:
     """Leaves summary, model and curves; a run that had ended before keeps its summary."""
     exp, steps = r.exp, r.exp.config.epochs * r.exp.epoch_steps
@@ -186,11 +188,12 @@ def conclude(
         show(summary)
         if exp.config.parallel.profile:
             profile.show(r.workdir)
-        figure = curves.draw(r.records.records, summary)
-        for end in ('png', 'svg'):
-            with whole(r.workdir / f'curves.{end}') as part:
-                style.write(figure, part, end)
-        print(f'{summary["seconds"]} s; summary and curves: {r.workdir}')
+        if draw:
+            figure = curves.draw(r.records.records, summary)
+            for end in ('png', 'svg'):
+                with whole(r.workdir / f'curves.{end}') as part:
+                    style.write(figure, part, end)
+        print(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
     return summary
 
 

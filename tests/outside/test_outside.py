@@ -31,6 +31,7 @@ def test_train_py_trains_parts_that_the_package_does_not_know(tmp_path):
     assert [r['forward'] for r in summary['bytes']] == [2 * 8 * (2 + 2)] * 2
     assert summary['exchange']['text'] == 'majority(0.5)'
     assert 'margin' in done.stdout
+    assert all((tmp_path / f'curves.{end}').stat().st_size for end in ('png', 'svg'))
 
 
 def test_a_task_of_ones_own_in_a_program_per_stage(tmp_path):
