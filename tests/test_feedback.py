@@ -10,7 +10,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Ctx, Like
-from jaxmp.feedback.klt import ERRORS
+from jaxmp.feedback.components import ERRORS
 from jaxmp.feedback.positions import joined, positions
 from tests import laws
 
@@ -567,8 +567,11 @@ def test_a_warm_up_gives_klt_its_first_basis():
         'klt(2, refresh=1.5)',
         'klt(2, patch=0)',
         'klt(2, by_gradient=1.1)',
+        'klt(2, by_gradient=True)',
     ],
 )
 def test_klt_refuses(text):
-    with pytest.raises(ValueError, match=r'klt (bits|refresh|patch|by_gradient) [\d.]+ is not a '):
+    with pytest.raises(
+        ValueError, match=r'klt (bits|refresh|patch|by_gradient) [\d.True]+ is not a '
+    ):
         jaxmp.parse(text)

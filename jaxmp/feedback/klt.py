@@ -12,18 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.codecs.lloyd import normal_levels, scale_of, scale_words, scaled, unit_rms
+from jaxmp.codecs.lloyd import scale_of
 from jaxmp.feedback.channel import Channel, Rx, Tx
+from jaxmp.feedback.components import WIDEST, best_widths, coded, decoded
 from jaxmp.feedback.positions import joined, normed, positions
-from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, pack, unpack
+from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes
 from jaxmp.words import check_whole, word
-
-ERRORS = (1.0, 0.3634, 0.1175, 0.0345, 0.0095, 0.0025)  # of Lloyd-Max quantisers, by bits
-WIDEST = len(ERRORS) - 1
 
 
 class Receiver(NamedTuple):
@@ -119,12 +116,7 @@ def klt(
       Magazine 18(5), 2001. Covariance of gradients and curvature: Martens, New Insights and
       Perspectives on the Natural Gradient Method, arXiv 1412.1193.
     """
-    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= WIDEST:
-        raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
-    check_whole('klt refresh', refresh, 'a positive number of messages')
-    check_whole('klt patch', patch, 'a positive number of pixels or tokens')
-    if isinstance(by_gradient, bool) or not 0 <= by_gradient <= 1:
-        raise ValueError(f'klt by_gradient {by_gradient!r} is not a number from 0 to 1; try 0.3')
+    _check(bits, refresh, patch, by_gradient)
     for name, value in (('by_sample', by_sample), ('signed', signed)):
         if not isinstance(value, bool):
             raise TypeError(f'klt {name} must be True or False, got {value!r}')
@@ -139,17 +131,17 @@ def klt(
 
     def init(like: Like) -> tuple[Tx, Rx]:
         known = first(like)
-        zeros = jnp.zeros_like(known.book[1:])
-        inverse = known.book[1:] if by_gradient else ()
-        return Sender(known, zeros[0, 0], zeros, inverse), known
+        unit = known.book[1:]
+        sender = Sender(known, unit[0, 0] * 0, unit * 0, unit if by_gradient else ())
+        return sender, known
 
-    def encode(x: Array, book: Array, inverse: Any = ()) -> dict[str, Array]:
+    def encode(x: Array, widths: Array, matrix: Array) -> dict[str, Array]:
         x, norm = normed(x) if by_sample else (x, {})
-        z = (inverse if by_gradient else book[1:]) @ positions(x, patch).T
-        return {**_encode(z, book[0], bits), **norm}
+        return {**coded(matrix @ positions(x, patch).T, widths, bits), **norm}
 
     def decode(m: Payload, book: Array, like: Like) -> Array:
-        y = joined(_decode(m, book, like, bits), like.shape, patch)
+        y = (book[1:].T @ decoded(m, book[0], like, bits)).T
+        y = joined(y, like.shape, patch)
         if by_sample:
             y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
@@ -160,12 +152,10 @@ def klt(
         new = lambda: _parts(_components(tx, bits, spread, by_gradient), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
         part = half_bytes(coming[tx.known.step.astype(int)].astype(jnp.bfloat16))
-        message = {**encode(x, tx.known.book, tx.inverse), 'part': part}
-        known, inverse = _advanced(tx.known._replace(coming=coming), part), tx.inverse
-        if by_gradient:
-            done, rows = known.step == 0, known.book[1:]
-            inverse = jax.lax.cond(done, lambda: jnp.linalg.inv(rows.T), lambda: tx.inverse)
-        return message, tx._replace(known=known, inverse=inverse)
+        widths, matrix = tx.known.book[0], tx.inverse if by_gradient else tx.known.book[1:]
+        message = {**encode(x, widths, matrix), 'part': part}
+        tx = tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
+        return message, _inverted(tx) if by_gradient else tx
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
         return decode(m, rx.book, like), _advanced(rx, m['part'])
@@ -174,7 +164,7 @@ def klt(
         return estimated(x, state) if isinstance(state, Sender) else state
 
     codec = Codec(
-        lambda x, ctx: encode(x, first(x).book, first(x).book[1:]),
+        lambda x, ctx: encode(x, first(x).book[0], first(x).book[1:]),
         lambda m, like, ctx: decode(m, first(like).book, like),
     )
     return Channel(
@@ -182,6 +172,17 @@ def klt(
         form=('klt', refresh, patch, by_sample, by_gradient > 0), by_gradient=by_gradient > 0,
         spread=lambda rx, ctx: rx.book,
     )  # fmt: skip
+
+
+def _check(bits: float, refresh: int, patch: int, by_gradient: float) -> None:
+    """Raises ValueError if a number of `klt` is none, or out of range."""
+    number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
+    if not number(bits) or not 0 < bits <= WIDEST:
+        raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
+    if not number(by_gradient) or not 0 <= by_gradient <= 1:
+        raise ValueError(f'klt by_gradient {by_gradient!r} is not a number from 0 to 1; try 0.3')
+    check_whole('klt refresh', refresh, 'a positive number of messages')
+    check_whole('klt patch', patch, 'a positive number of pixels or tokens')
 
 
 def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
@@ -192,6 +193,12 @@ def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
     new = fade * tx.weight + 1, fade * tx.square + square
     weight, square = (jnp.where(sound, a, b) for a, b in zip(new, tx[1:3], strict=True))
     return tx._replace(weight=weight, square=square)
+
+
+def _inverted(tx: Sender) -> Sender:
+    """The sender with the inverse of its components, which change when a book has arrived."""
+    new = lambda: jnp.linalg.inv(tx.known.book[1:].T)
+    return tx._replace(inverse=jax.lax.cond(tx.known.step == 0, new, lambda: tx.inverse))
 
 
 def _fit(spread: Array | None, book: Array) -> Array | None:
@@ -217,16 +224,8 @@ def _components(tx: Sender, bits: float, spread: Array | None, share: float) -> 
 
 def _book(basis: Array, variances: Array, bits: float) -> Array:
     """A book in numbers of bfloat16: widths and basis."""
-    count = len(basis)
-    gains = jnp.maximum(variances, 0)[:, None] * -jnp.diff(jnp.array(ERRORS, basis.dtype))
-    most = jnp.argsort(-gains.reshape(-1), stable=True)[: _total(count, bits)]
-    widths = jnp.zeros(count, basis.dtype).at[most // WIDEST].add(1)
-    book = jnp.concatenate([widths[None], basis])
+    book = jnp.concatenate([best_widths(variances.astype(basis.dtype), bits)[None], basis])
     return jnp.asarray(book, jnp.bfloat16).astype(basis.dtype)
-
-
-def _total(count: int, bits: float) -> int:
-    return max(1, round(bits * count))
 
 
 def _parts(book: Array, refresh: int) -> Array:
@@ -242,59 +241,3 @@ def _advanced(known: Receiver, part: Array) -> Receiver:
     book = coming.reshape(-1)[: known.book.size].reshape(known.book.shape)
     done = at == last
     return Receiver(jnp.where(done, book, known.book), coming, jnp.where(done, 0, known.step + 1))
-
-
-def _fitting(widths: Array, bits: float) -> Array:
-    """The widths, but none for components beyond ``bits``: a book may be of a phase of more."""
-    return jnp.where(jnp.cumsum(widths) <= _total(len(widths), bits), widths, 0)
-
-
-def _planes(widths: Array, total: int) -> tuple[Int[Array, ' T'], Int[Array, ' T']]:
-    """The component of each plane of bits, and the bit of its code."""
-    plane, ends = jnp.arange(total), jnp.cumsum(widths.astype(int))
-    of = jnp.searchsorted(ends, plane, side='right')
-    return of, (plane - (ends - widths.astype(int))[of]).astype(jnp.uint8)
-
-
-def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """The positive levels of each component and the ends of their cells; those beyond are inf."""
-    levels, ends = np.zeros((WIDEST + 1, 16)), np.full((WIDEST + 1, 16), np.inf)
-    for width in range(1, WIDEST + 1):
-        count = 2 ** (width - 1)
-        levels[width, :count] = own = normal_levels(count)
-        ends[width, 1:count] = (np.array(own[1:]) + own[:-1]) / 2
-    of = lambda table: jnp.asarray(table, dtype)[widths.astype(int)].T[..., None]
-    return of(levels), of(ends)
-
-
-def _encode(z: Array, widths: Array, bits: float) -> dict[str, Array]:
-    widths = _fitting(widths, bits)
-    most = float(jnp.finfo(jnp.bfloat16).max)
-    mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
-    mean = half_bytes(mean.astype(jnp.bfloat16))
-    z = z - scale_of(mean, Like(z.shape, z.dtype))
-    unit, rms = unit_rms(z)
-    a, (levels, ends) = jnp.abs(z) * (1 / unit), _levels(widths, z.dtype)
-    level, number = jnp.broadcast_to(levels[0], z.shape), jnp.zeros(z.shape, jnp.uint8)
-    for i in range(1, len(levels)):
-        above = a > ends[i] * rms
-        level, number = jnp.where(above, levels[i], level), number + above.astype(jnp.uint8)
-    codes = 2 * number + (z < 0).astype(jnp.uint8)
-    of, bit = _planes(widths, _total(len(widths), bits))
-    mixed, energy = (jnp.sum(b * level, 1, keepdims=True) for b in (a, level))
-    words = scale_words(mixed, energy, unit, rms)
-    return {'codes': pack(codes[of] >> bit[:, None] & 1, 1), 'scale': words, 'mean': mean}
-
-
-def _decode(m: Payload, book: Array, like: Like, bits: float) -> Array:
-    widths, basis, count = _fitting(book[0], bits), book[1:], like.size // book.shape[-1]
-    of, bit = _planes(widths, _total(len(widths), bits))
-    codes = jnp.zeros((len(widths), count), jnp.uint8)
-    codes = codes.at[of].add(unpack(m['codes'], 1, count) << bit[:, None])
-    levels, _ = _levels(widths, book.dtype)
-    y = jnp.broadcast_to(levels[0], codes.shape)
-    for i in range(1, len(levels)):
-        y = jnp.where(codes >> 1 >= i, levels[i], y)
-    y = scaled(y, scale_of(m['scale'], like))
-    y = jnp.where(codes & 1, -y, y) + scale_of(m['mean'], like)
-    return (basis.T @ y).T
