@@ -48,6 +48,7 @@ def known_model(monkeypatch, name, build):
 
 FLAGS = ' '.join(f'--{k}={v}' for k, v in QUICK.items())  # compiles in less than half the time
 ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': FLAGS}
+STARTED = []
 LAUNCH = (sys.executable, '-m', 'jaxmp.launch', '--processes', '2', '--')
 
 SMALL = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 2, 'cosine_epochs': 4}
@@ -64,7 +65,16 @@ def command(workdir, name='digits_resnet', **changes):
 def start(workdir, *before, **changes):
     """A small run as a process, perhaps behind another command."""
     args = [*before, *command(workdir, **changes)]
-    return subprocess.Popen(args, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(args, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    STARTED.append(process)
+    return process
+
+
+def end_started():
+    """Ends what a test that failed has left running, of which a later one would be accused."""
+    while STARTED:
+        with STARTED.pop() as process:
+            process.kill()
 
 
 def wait_for_steps(process, workdir, step):

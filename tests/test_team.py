@@ -560,7 +560,10 @@ MPMD = {
 
 def listening(pid):
     """The ends of the addresses at which a process of this machine listens, as /proc has them."""
-    own = [os.readlink(f'/proc/{pid}/fd/{n}') for n in os.listdir(f'/proc/{pid}/fd')]
+    own = []
+    for n in os.listdir(f'/proc/{pid}/fd'):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, such as a checkpoint's
+            own.append(os.readlink(f'/proc/{pid}/fd/{n}'))
     tables = [Path(f'/proc/net/tcp{v}').read_text().splitlines()[1:] for v in ('', '6')]
     rows = [row.split() for table in tables for row in table]
     return {r[1].split(':')[0][-8:] for r in rows if r[3] == '0A' and f'socket:[{r[9]}]' in own}
