@@ -93,6 +93,8 @@ CHANNELS = {  # forward and backward
     'weighed2': patches(1.95, 1.85, 1.85, words=WEIGHED),
     'weighed2.7': patches(2.65, 2.55, 2.55, words=WEIGHED),
     'weighed1': patches(0.63, 1.1, 1.6, first=200, words=WEIGHED),
+    # 2.7 bits, two for two thirds of the run and four at the end
+    'weighed-weaned2.7': patches(4.05, 3.95, 3.95, words=WEIGHED),
     # 2.0 bits, fewer first
     'patches-weaned2': patches(2.8, 2.8, 2.8, words=RELU),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
@@ -118,12 +120,20 @@ BOTTLENECKS = {
     'embedded42-anchors3': 42,
     'embedded86-anchors3': 86,
 }
+
+
+def first(bits: tuple[str, str]) -> str:
+    """Channels of the first 20 epochs."""
+    return ' | '.join(bits).replace(';', '&') + '@:20'
+
+
 PHASES = {
     'weaned2-4': 'rotate(trellis(2))@:22',
     'weaned1-2-4': 'rotate(trellis(1))@:10; rotate(trellis(2))@10:25',
     'weaned2-4-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:20',
     'weaned1-4-relu': 'rotate(lloyd(1))@:14',
-    'patches-weaned2': ' | '.join(patches(1.45, 1.45, 1.45, words=RELU)).replace(';', '&') + '@:20',
+    'patches-weaned2': first(patches(1.45, 1.45, 1.45, words=RELU)),
+    'weighed-weaned2.7': first(patches(1.95, 1.85, 1.85, words=WEIGHED)),
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
