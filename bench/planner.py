@@ -9,7 +9,9 @@ command goes on where it was stopped; a table (`.md`) lies beside the rows.
 
 **Measured**: wall time of a training step in process 0, median of ``--steps`` steps after three,
 the least of ``--turns`` such medians; two processes, each on a core of its own, with links emulated
-between them. Anything else that the machine does counts, so it must do nothing else.
+between them. The paper's codecs are measured in plain 1F1B too, with the number of micro-batches
+that is predicted to be the best for it: what they take without a planner. Anything else that the
+machine does counts, so it must do nothing else.
 **Loss**: mean training loss of the last tenth of an epoch in one program, from the same seed and
 batches; none of links and schedules changes it. Of several ``--seeds`` it is their mean, with the
 mean of the differences from no compression, seed by seed, and the standard error of that mean.
@@ -61,9 +63,10 @@ HAND = (
 def choices(probed: Probed, link: str, budget: float) -> Iterator[tuple[str, Choice]]:
     """The plan and the others, with their names."""
     yield 'the plan', choose(probed, parse(link), budget)
-    for fwd, bwd in (*PAPER, *HAND):
-        if made := uniform(probed, parse(link), fwd, bwd):
-            yield f'{fwd} forward, {bwd} backward', made
+    pairs = *((*p, None) for p in (*PAPER, *HAND)), *((*p, '1f1b') for p in PAPER)
+    for fwd, bwd, schedule in pairs:
+        if made := uniform(probed, parse(link), fwd, bwd, schedule):
+            yield f'{fwd} forward, {bwd} backward{", 1F1B" * bool(schedule)}', made
 
 
 def file_of(choice: Choice, args: argparse.Namespace, folder: Path) -> Path:

@@ -186,6 +186,9 @@ def test_the_plan_is_never_slower_than_a_uniform_choice():
         others = [choose.uniform(given, link, f, b) for f in 'abc' for b in 'abc']
         assert choice.seconds <= 1.02 * min(other.seconds for other in others)
         assert choice.error <= 0.025
+        plain = choose.uniform(given, link, 'a', 'b', '1f1b')
+        assert plain.order.schedule == '1f1b'
+        assert choice.seconds <= 1.02 * plain.seconds
 
 
 def test_nobody_meets_the_budget_and_it_says_so():

@@ -131,14 +131,19 @@ def searched(
     return choice
 
 
-def ordered(probed: Probed, link: Link, codecs: Mapping[Edge, Candidate]) -> Choice:
+def ordered(
+    probed: Probed, link: Link, codecs: Mapping[Edge, Candidate], schedule: str | None = None
+) -> Choice:
     """The order of the least step for given codecs with messages that are `LATE`.
 
-    Of orders that are `ALIKE` it is the one that keeps the fewest examples.
+    Of orders that are `ALIKE` it is the one that keeps the fewest examples. Of a ``schedule`` only
+    the number of micro-batches is left to choose.
     """
     stages = 1 + max(max(e) for e in codecs)
     found = []
     for order, actions in orders(probed, stages):
+        if schedule and order.schedule != schedule:
+            continue
         late = LATE * statistics.mean(
             (t.forward + t.backward) / 2 for t in probed.stages[order.microbatches]
         )
@@ -217,12 +222,17 @@ def predicted(
     return step(order[1], probed.stages[count], messages, link.delay / 1e3 + late)
 
 
-def uniform(probed: Probed, link: Link, fwd: str, bwd: str) -> Choice | None:
-    """One channel forward and one backward everywhere, in its best order; None if not measured."""
+def uniform(
+    probed: Probed, link: Link, fwd: str, bwd: str, schedule: str | None = None
+) -> Choice | None:
+    """One channel forward and one backward everywhere, in its best order; None if not measured.
+
+    With a ``schedule``, in that one with its best number of micro-batches.
+    """
     codecs = {}
     for (a, b), own in probed.crossings.items():
         named = {c.text: c for c in own}
         if (text := fwd if a < b else bwd) not in named:
             return None
         codecs[a, b] = named[text]
-    return ordered(probed, link, codecs)
+    return ordered(probed, link, codecs, schedule)
