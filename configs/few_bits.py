@@ -41,6 +41,7 @@ def patches(*bits: float, first: int = 100, side: int = 4, words: str = '') -> t
 
 RELU = ', signed=False'
 WEIGHED = RELU + ', by_gradient=0.3'
+ENTROPY = patches(2.665, 2.565, 2.565, words=WEIGHED + ', entropy=True')
 
 
 CHANNELS = {  # forward and backward
@@ -95,6 +96,8 @@ CHANNELS = {  # forward and backward
     'weighed1': patches(0.63, 1.1, 1.6, first=200, words=WEIGHED),
     # 2.7 bits, two for two thirds of the run and four at the end
     'weighed-weaned2.7': patches(4.05, 3.95, 3.95, words=WEIGHED),
+    # components written by their entropy: 2.7 bits
+    'entropy2.7': (ENTROPY[0], patches(2.65, 2.55, 2.55)[1]),
     # 2.0 bits, fewer first
     'patches-weaned2': patches(2.8, 2.8, 2.8, words=RELU),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
@@ -137,7 +140,9 @@ PHASES = {
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
-IMAGES = {name for name in CHANNELS if name.startswith(('patches', 'weighed'))}  # of 16 x 16 pixels
+IMAGES = {
+    name for name in CHANNELS if name.startswith(('patches', 'weighed', 'entropy'))
+}  # of 16 x 16 pixels
 TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
 TUNED = {'embedded42-anchors3', 'embedded'}
 WITHOUT = {  # what a scale has not; the others neither TEXT, IMAGES nor PHASES

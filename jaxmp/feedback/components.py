@@ -53,6 +53,14 @@ def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     return of(levels), of(ends)
 
 
+def centred(z: Array) -> tuple[Array, Array]:
+    """Components without their means, and the means as they are sent."""
+    most = float(jnp.finfo(jnp.bfloat16).max)
+    mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
+    mean = half_bytes(mean.astype(jnp.bfloat16))
+    return z - scale_of(mean, Like(z.shape, z.dtype)), mean
+
+
 def coded(z: Array, widths: Array, bits: float) -> dict[str, Array]:
     """The message of components.
 
@@ -62,10 +70,7 @@ def coded(z: Array, widths: Array, bits: float) -> dict[str, Array]:
       bits: their mean number, of which the message has the size.
     """
     widths = _fitting(widths, bits)
-    most = float(jnp.finfo(jnp.bfloat16).max)
-    mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
-    mean = half_bytes(mean.astype(jnp.bfloat16))
-    z = z - scale_of(mean, Like(z.shape, z.dtype))
+    z, mean = centred(z)
     unit, rms = unit_rms(z)
     a, (levels, ends) = jnp.abs(z) * (1 / unit), _levels(widths, z.dtype)
     level, number = jnp.broadcast_to(levels[0], z.shape), jnp.zeros(z.shape, jnp.uint8)

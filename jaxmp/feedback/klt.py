@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import scale_of
+from jaxmp.feedback import entropy as by_entropy
 from jaxmp.feedback.channel import Channel, Rx, Tx
 from jaxmp.feedback.components import WIDEST, best_widths, coded, decoded
 from jaxmp.feedback.positions import joined, normed, positions
@@ -61,6 +62,7 @@ def klt(
     by_sample: bool = False,
     signed: bool = True,
     by_gradient: float = 0.0,
+    entropy: bool = False,
 ) -> Channel:
     r"""Karhunen-Loeve transform of the channels: ``y = U^T (m + Q(U x - m))``.
 
@@ -117,7 +119,7 @@ def klt(
       Perspectives on the Natural Gradient Method, arXiv 1412.1193.
     """
     _check(bits, refresh, patch, by_gradient)
-    for name, value in (('by_sample', by_sample), ('signed', signed)):
+    for name, value in (('by_sample', by_sample), ('signed', signed), ('entropy', entropy)):
         if not isinstance(value, bool):
             raise TypeError(f'klt {name} must be True or False, got {value!r}')
 
@@ -137,11 +139,13 @@ def klt(
 
     def encode(x: Array, widths: Array, matrix: Array) -> dict[str, Array]:
         x, norm = normed(x) if by_sample else (x, {})
-        return {**coded(matrix @ positions(x, patch).T, widths, bits), **norm}
+        z = matrix @ positions(x, patch).T
+        return {**(by_entropy.coded(z, bits) if entropy else coded(z, widths, bits)), **norm}
 
     def decode(m: Payload, book: Array, like: Like) -> Array:
-        y = (book[1:].T @ decoded(m, book[0], like, bits)).T
-        y = joined(y, like.shape, patch)
+        made = by_entropy.decoded(m, len(book) - 1, like) if entropy else None
+        made = decoded(m, book[0], like, bits) if made is None else made
+        y = joined((book[1:].T @ made).T, like.shape, patch)
         if by_sample:
             y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)

@@ -1,0 +1,159 @@
+"""Asymmetric numeral systems: whole numbers in about as many bits as their probabilities say.
+
+`encode` and `decode` are one range coder (rANS) of many lanes that share a stream of 16-bit words.
+A number's probability is that of a `Table`, a logistic distribution with cells of width 1, and a
+table's index is all that a receiver has to know of it.
+
+References:
+  Duda, Asymmetric numeral systems, arXiv 1311.2540. Lanes with one stream: Giesen, Interleaved
+  entropy coders, arXiv 1402.3392.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, UInt8, UInt16, UInt32
+
+PRECISION = 12  # bits of a probability
+LEAST = 1 << 16  # of a lane's state, between two numbers
+LARGEST = 255  # of a number; what is larger is sent as this
+STEPS, SMALLEST, TABLES = 4, -4, 44  # mean sizes 2^-4, 2^-3.75, ... 2^6.75
+LENGTH = 1024  # numbers of a lane, whose state takes 32 bits
+
+
+class Tables(NamedTuple):
+    """The distributions, one per row.
+
+    Attributes:
+      frequency: of each number from -255 to 255, of 4096.
+      start: the sum of those before it.
+      number: for each of the 4096 the number plus 255.
+      entropy: bits per number.
+      centre: of a cell, how much nearer to zero than its middle the mean lies, in cells.
+    """
+
+    frequency: np.ndarray
+    start: np.ndarray
+    number: np.ndarray
+    entropy: np.ndarray
+    centre: np.ndarray
+
+
+@functools.cache
+def tables() -> Tables:
+    """Logistic distributions of mean sizes from 2^-4 to 2^6.75 cells.
+
+    >>> [round(float(b), 2) for b in tables().entropy[[0, 16, 40]]]
+    [0.01, 2.33, 8.0]
+    """
+    one, rows = 1 << PRECISION, []
+    numbers = np.arange(-LARGEST, LARGEST + 1)
+    for i in range(TABLES):
+        scale = 2 ** (SMALLEST + i / STEPS) / (2 * math.log(2))
+        tail = 1 / (1 + np.exp(np.minimum((np.abs(numbers) - 0.5) / scale, 700)))
+        beyond = 1 / (1 + np.exp(np.minimum((np.abs(numbers) + 0.5) / scale, 700)))
+        p = np.where(numbers == 0, 1 - 2 * beyond, tail - beyond)
+        used = (tail * one > 0.25) | (np.abs(numbers) <= 1)
+        row = np.where(used, 1 + np.floor(p / p[used].sum() * (one - used.sum())), 0).astype(int)
+        row[LARGEST] += one - row.sum()
+        rows.append(row)
+    frequency = np.array(rows)
+    start = np.cumsum(frequency, 1) - frequency
+    number = np.array([np.repeat(np.arange(len(numbers)), row) for row in rows])
+    share = frequency / one
+    entropy = -(share * np.log2(np.maximum(share, 1e-9))).sum(1)
+    a = 2 * math.log(2) / 2 ** (SMALLEST + np.arange(TABLES) / STEPS)  # the decay of a tail
+    centre = 0.5 - (1 / a - 1 / np.expm1(np.minimum(a, 500)))
+    return Tables(
+        frequency.astype(np.uint16), start.astype(np.uint16), number.astype(np.uint16),
+        entropy.astype(np.float32), centre.astype(np.float32),
+    )  # fmt: skip
+
+
+def table_of(size: Array) -> UInt8[Array, '...']:
+    """The index of the table for numbers of a mean size, in cells."""
+    at = STEPS * (jnp.log2(jnp.maximum(size, 1e-30)) - SMALLEST)
+    return jnp.clip(jnp.round(at), 0, TABLES - 1).astype(jnp.uint8)
+
+
+def lanes(count: int) -> tuple[int, int]:
+    """Numbers of a lane, and lanes, for so many numbers."""
+    width = max(1, count // LENGTH)
+    return -(-count // width), width
+
+
+def _grid(x: Array) -> Array:
+    """Numbers in rows, of which a lane is a column; the last ones are zeros."""
+    length, width = lanes(x.size)
+    return jnp.pad(x.reshape(-1), (0, length * width - x.size)).reshape(length, width)
+
+
+def encode(
+    numbers: Int[Array, '...'], table: UInt8[Array, '...'], words: int
+) -> tuple[UInt16[Array, ' words'], UInt32[Array, ' lanes'], Int[Array, '']]:
+    """The stream of numbers, the lanes' states, and how many words it needs.
+
+    Args:
+      numbers: from -255 to 255; what a table has not is sent as the largest that it has.
+      table: the index of each number's table.
+      words: of the stream; if it needs more the rest is lost.
+    """
+    t = tables()
+    most = jnp.asarray((t.frequency > 0).sum(1) // 2)[table.astype(int)]
+    at = table.astype(int), jnp.clip(numbers, -most, most) + LARGEST
+    of = lambda rows: _grid(jnp.asarray(rows)[at].astype(jnp.uint32))
+    frequency, start = of(t.frequency), of(t.start)
+    frequency = jnp.where(frequency == 0, (1 << PRECISION) - 1, frequency)  # beyond the last one
+    limit = LEAST >> PRECISION << 16
+
+    def push(x: Array, row: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        f, s = row
+        large, word = x >= f * limit, x.astype(jnp.uint16)
+        x = jnp.where(large, x >> 16, x)
+        return (x // f << PRECISION) + x % f + s, (word, large)
+
+    first = jnp.full(frequency.shape[1], LEAST, jnp.uint32)
+    states, (word, large) = jax.lax.scan(push, first, (frequency, start), reverse=True)
+    order = jnp.cumsum(large.reshape(-1).astype(jnp.int32))
+    to = jnp.where(large.reshape(-1), order - 1, words)
+    stream = jnp.zeros(words, jnp.uint16).at[to].set(word.reshape(-1), mode='drop')
+    return stream, states, order[-1]
+
+
+def decode(
+    stream: UInt16[Array, ' words'], states: UInt32[Array, ' lanes'], table: UInt8[Array, '...']
+) -> Int[Array, '...']:
+    """The numbers of a stream, for the table of each; inverse of `encode`."""
+    t = tables()
+    frequency, start, number = (jnp.asarray(rows) for rows in (t.frequency, t.start, t.number))
+
+    def pop(state: tuple[Array, Array], row: Array) -> tuple[tuple[Array, Array], Array]:
+        x, at = state
+        slot = (x & ((1 << PRECISION) - 1)).astype(jnp.uint16)
+        found = number[row, slot]
+        f, s = (rows[row, found].astype(jnp.uint32) for rows in (frequency, start))
+        x = f * (x >> PRECISION) + slot - s
+        small = x < LEAST
+        order = _sums(small)
+        word = stream[jnp.minimum(at + order - 1, len(stream) - 1)]
+        return (jnp.where(small, x << 16 | word, x), at + order[-1]), found
+
+    rows = _grid(table.astype(jnp.int32))
+    _, found = jax.lax.scan(pop, (states, jnp.int32(0)), rows)
+    found = found.reshape(-1)[: table.size].reshape(table.shape)
+    return found.astype(jnp.int32) - LARGEST
+
+
+def _sums(x: Bool[Array, ' n']) -> Int[Array, ' n']:
+    """The numbers of the true ones up to each; two small products, faster than a scan."""
+    side = math.isqrt(len(x) - 1) + 1
+    rows = jnp.pad(x, (0, side * side - len(x))).reshape(side, side).astype(jnp.float32)
+    within = rows @ jnp.triu(jnp.ones((side, side)))
+    before = jnp.tril(jnp.ones((side, side)), -1) @ within[:, -1]
+    return (within + before[:, None]).reshape(-1)[: len(x)].astype(jnp.int32)

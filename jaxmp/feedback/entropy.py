@@ -1,0 +1,72 @@
+"""The message of components by their entropy: one step for all, and as fine as the bits allow.
+
+`jaxmp.feedback.klt` says which components a position has. Here each is a row of numbers, centred,
+and rounded to multiples of one step, so that none has a larger error than another; what varies more
+takes more bits. `jaxmp.codecs.rans` writes them. A message has its size whatever it holds: the
+step is about the least with which all numbers fit.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmp.codecs import rans
+from jaxmp.codecs.lloyd import scale_of, scale_words, unit_rms
+from jaxmp.feedback.components import centred
+from jaxmp.wire import Like, Payload
+
+FINENESS, FINEST, COARSEST = 64, -640, 640  # steps of 2^(k / 64) times the components' RMS
+FINER = 2  # steps below the one that fits by the distributions' entropies, tried first
+
+
+def words_of(size: int, bits: float) -> int:
+    """Words of the stream of so many numbers, which with the lanes' states takes the bits."""
+    return max(1, round(bits * size / 16) - 2 * rans.lanes(size)[1])
+
+
+def coded(z: Array, bits: float) -> dict[str, Array]:
+    """The message of components.
+
+    Args:
+      z: a component per row, a position per column.
+      bits: mean number of bits per element, of which the message has the size.
+    """
+    z, mean = centred(z)
+    words = words_of(z.size, bits)
+    unit, rms = unit_rms(z.reshape(1, -1))
+    a = z * (1 / unit)
+    size = jnp.mean(jnp.abs(a), 1, keepdims=True)
+    steps = rms[0] * 2 ** (jnp.arange(FINEST, COARSEST + 1, dtype=z.dtype) / FINENESS)
+    needs = jnp.asarray(rans.tables().entropy)[rans.table_of(size / steps).astype(int)].sum(0)
+    fits = needs * z.shape[1] <= 16 * words
+    first = jnp.where(jnp.any(fits), jnp.argmax(fits) - FINER, len(steps) - 1)
+
+    def at(k: Array) -> tuple[Array, dict[str, Array], Array]:
+        word = scale_words(steps[k], jnp.ones_like(rms), unit, rms)
+        step = scale_of(word, Like(z.shape, z.dtype)) / unit
+        table = rans.table_of(size / step)
+        numbers = jnp.clip(jnp.round(a / step), -rans.LARGEST, rans.LARGEST)
+        numbers = jnp.where(jnp.isfinite(numbers), numbers, 0).astype(jnp.int32)
+        stream, states, used = rans.encode(numbers, jnp.broadcast_to(table, z.shape), words)
+        states = jax.lax.bitcast_convert_type(states, jnp.uint16)
+        return k, {'codes': stream, 'states': states, 'table': table, 'step': word}, used
+
+    _, message, _ = jax.lax.while_loop(
+        lambda made: (made[2] > words) & (made[0] < len(steps) - 1),
+        lambda made: at(made[0] + 1),
+        at(jnp.maximum(first, 0)),
+    )
+    return {**message, 'mean': mean}
+
+
+def decoded(m: Payload, count: int, like: Like) -> Array:
+    """The components, so many, of a message for a tensor like ``like``; inverse of `coded`."""
+    table = jnp.broadcast_to(m['table'], (count, like.size // count))
+    states = jax.lax.bitcast_convert_type(m['states'], jnp.uint32)
+    numbers = rans.decode(m['codes'], states, table)
+    nearer = jnp.asarray(rans.tables().centre)[m['table'].astype(int)]
+    step, mean = (scale_of(m[name], like) for name in ('step', 'mean'))
+    y = jnp.maximum(jnp.abs(numbers) - nearer, 0).astype(step.dtype) * step
+    return jnp.where(numbers < 0, -y, y) + mean
