@@ -159,6 +159,8 @@ SPECS: dict[str, Law] = {
     'ef21(uniform(8))': Law(steps(8), tensor),
     'ef_mixed(top_k(0.4, values=log_scale(4)))': Law(None, sent_of_sample),
     'aqsgd(max_scaled(6), examples=9)': Law(scaled(6), feature),
+    'klt(3, refresh=2)': Law(),
+    'klt(2, refresh=2, entropy=True)': Law(),
 }
 FLOAT32_SPECS: dict[str, Law] = {
     **{f'uniform({b})': Law(steps(b), tensor, True) for b in (1, 2, 3, 5, 6, 7, 8)},

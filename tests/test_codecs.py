@@ -1,5 +1,6 @@
 """Laws of the codecs over the tables of tests/laws.py, and what single codecs promise besides."""
 
+import zlib
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ import scipy.fft
 
 import jaxmp
 from jaxmp import Ctx, codecs
-from jaxmp.codecs import extremes, polarsearch, select
+from jaxmp.codecs import extremes, polarsearch, rans, select
 from jaxmp.codecs.dct import cosines, of_cosines
 from jaxmp.codecs.polarcode import Code
 from jaxmp.wire import pack, unpack
@@ -447,3 +448,47 @@ def test_cosines_are_those_of_scipy(n):
         y = scipy.fft.dct(x, norm='ortho')
         np.testing.assert_allclose(jit(cosines)(x), y, atol=1e-5)
         np.testing.assert_allclose(jit(of_cosines)(y), x, atol=1e-5)
+
+
+# Asymmetric numeral systems.
+
+
+def logistic(rows, columns):
+    """Whole numbers of sizes from 1/16 to 32, and each row's table."""
+    r, size = np.random.default_rng(0), 2.0 ** np.linspace(-4, 5, rows)
+    x = np.round(r.logistic(size=(rows, columns)) * size[:, None] / np.log(4)).astype(np.int32)
+    of = rans.table_of(np.abs(x).mean(1, keepdims=True))
+    return x, np.broadcast_to(of, x.shape)
+
+
+def test_rans_takes_what_its_tables_say():
+    """Every number comes back, for the logarithm of its probability; a lane's state is beside."""
+    x, table = logistic(24, 800)
+    t = rans.tables()
+    most = ((t.frequency > 0).sum(1) // 2)[table]
+    stream, states, used = jax.jit(rans.encode, static_argnums=2)(x, table, 8000)
+    want = np.clip(x, -most, most)
+    np.testing.assert_array_equal(jax.jit(rans.decode)(stream, states, table), want)
+    assert (want != x).mean() < 1e-3
+    share = t.frequency[table, want + rans.LARGEST] / 4096
+    bits = -np.log2(share).sum()
+    held = np.log2(np.asarray(states, np.float64)).sum() - 16 * len(states)
+    assert 16 * int(used) + held == pytest.approx(bits, rel=1e-3)
+    assert not np.asarray(stream)[int(used) :].any()
+    _, counts = np.unique(x[12], return_counts=True)
+    entropy = -(counts * np.log2(counts / 800)).sum()
+    assert -np.log2(share[12]).sum() < 1.03 * entropy
+
+
+def test_rans_says_that_a_stream_was_too_short():
+    x, table = logistic(8, 300)
+    stream, states, used = rans.encode(x, table, 20)
+    assert int(used) > 20 == len(stream)
+    assert rans.decode(stream, states, table).shape == x.shape
+
+
+def test_rans_has_the_same_tables_everywhere():
+    """They are never sent; a float that is rounded otherwise on some machine would be an error."""
+    t = rans.tables()
+    assert (t.frequency.sum(1) == 4096).all()
+    assert zlib.crc32(t.frequency.tobytes()) == 2570030131

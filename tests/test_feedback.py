@@ -536,9 +536,36 @@ def test_klt_patches_are_cut_and_joined():
     for shape in ((2, 6, 6, 3), (2, 3)):
         with pytest.raises(ValueError, match=r'klt patch 4 does not divide the axes .* or 1'):
             jaxmp.parse('klt(2, patch=4)').init(jax.ShapeDtypeStruct(shape, np.float32))
-    for name in ('by_sample', 'signed'):
+    for name in ('by_sample', 'signed', 'entropy'):
         with pytest.raises(TypeError, match=f'klt {name} must be True or False, got 1'):
             jaxmp.klt(2, **{name: 1})
+
+
+@pytest.mark.parametrize('bits', [0.5, 1.0, 2.5, 4.0])
+def test_klt_by_entropy_errs_less_in_as_many_bits(bits):
+    """Of what a ReLU leaves, whose components are no normal data: by a fourth at least."""
+    r = np.random.default_rng(0)
+    x = np.maximum(r.standard_normal((5, 16, 8, 8, 6)) @ r.standard_normal((6, 6)), 0)
+    xs = np.float32(np.maximum(x.cumsum(2) - x.cumsum(3), 0))
+    errors, sizes = [], []
+    for text in ('', ', entropy=True'):
+        m, y, _ = klt_run(f'klt({bits}, refresh=2, patch=2, signed=False{text})', xs)[-1]
+        errors.append(np.square(y - xs[-1]).sum())
+        sizes.append(jaxmp.nbytes(m))
+    assert errors[1] < 0.75 * errors[0]
+    assert sizes[1] < sizes[0]
+
+
+def test_klt_by_entropy_fits_whatever_comes():
+    """An outlier, zeros, equal numbers, then a tensor again: all within one size, none infinite."""
+    xs = coloured(7)
+    xs[1, 0, 0, 0], xs[2], xs[3], xs[4, :, 0] = 1e9, 0, -7, 300
+    rows = klt_run('klt(1.5, refresh=1, entropy=True)', xs)
+    assert len({jaxmp.nbytes(m) for m, *_ in rows}) == 1
+    assert np.isfinite([y for _, y, _ in rows]).all()
+    assert not rows[2][1].any()
+    np.testing.assert_array_equal(rows[3][1], rows[3][1][0, 0] * np.ones_like(xs[3]))
+    assert np.mean((rows[6][1] - xs[6]) ** 2) < 0.05 * np.var(xs[6])
 
 
 def test_klt_goes_on_after_a_message_that_is_not_finite():

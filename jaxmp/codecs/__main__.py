@@ -10,6 +10,7 @@ import argparse
 import html
 import re
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def grammar(words: list[Word]) -> str:
             if len(lines[-1]) + len(w.form) < WIDTH:
                 lines[-1] += f' | {w.form}'
             else:
-                lines.append(f'{"":8} | {w.form}')
+                alone = f'{"":8} | {w.form}'
+                lines += textwrap.wrap(alone, 100, subsequent_indent=' ' * (12 + w.form.find('(')))
     return '\n'.join(['```', *lines, '```'])
 
 

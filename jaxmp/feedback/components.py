@@ -55,10 +55,17 @@ def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
 
 def centred(z: Array) -> tuple[Array, Array]:
     """Components without their means, and the means as they are sent."""
-    most = float(jnp.finfo(jnp.bfloat16).max)
-    mean = jnp.clip(z.mean(1, keepdims=True), -most, most)
-    mean = half_bytes(mean.astype(jnp.bfloat16))
-    return z - scale_of(mean, Like(z.shape, z.dtype)), mean
+    most, largest = float(jnp.finfo(jnp.bfloat16).max), jnp.finfo(z.dtype).max
+    mean = jnp.sum(z / z.shape[1], 1, keepdims=True)  # their sum may be beyond the largest float
+    mean = half_bytes(jnp.clip(mean, -most, most).astype(jnp.bfloat16))
+    apart = z - scale_of(mean, Like(z.shape, z.dtype))
+    return jnp.where(jnp.isfinite(z), jnp.clip(apart, -largest, largest), apart), mean
+
+
+def placed(y: Array, m: Payload, like: Like) -> Array:
+    """Components around the means of a message."""
+    largest = jnp.finfo(y.dtype).max
+    return jnp.clip(y + scale_of(m['mean'], like), -largest, largest)
 
 
 def coded(z: Array, widths: Array, bits: float) -> dict[str, Array]:
@@ -95,4 +102,4 @@ def decoded(m: Payload, widths: Array, like: Like, bits: float) -> Array:
     for i in range(1, len(levels)):
         y = jnp.where(codes >> 1 >= i, levels[i], y)
     y = scaled(y, scale_of(m['scale'], like))
-    return jnp.where(codes & 1, -y, y) + scale_of(m['mean'], like)
+    return placed(jnp.where(codes & 1, -y, y), m, like)

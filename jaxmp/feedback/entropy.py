@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.codecs import rans
-from jaxmp.codecs.lloyd import scale_of, scale_words, unit_rms
-from jaxmp.feedback.components import centred
+from jaxmp.codecs.lloyd import scale_of, scale_words, scaled, unit_rms
+from jaxmp.feedback.components import centred, placed
 from jaxmp.wire import Like, Payload
 
 FINENESS, FINEST, COARSEST = 64, -640, 640  # steps of 2^(k / 64) times the components' RMS
@@ -67,6 +67,6 @@ def decoded(m: Payload, count: int, like: Like) -> Array:
     states = jax.lax.bitcast_convert_type(m['states'], jnp.uint32)
     numbers = rans.decode(m['codes'], states, table)
     nearer = jnp.asarray(rans.tables().centre)[m['table'].astype(int)]
-    step, mean = (scale_of(m[name], like) for name in ('step', 'mean'))
-    y = jnp.maximum(jnp.abs(numbers) - nearer, 0).astype(step.dtype) * step
-    return jnp.where(numbers < 0, -y, y) + mean
+    step = scale_of(m['step'], like)
+    y = scaled(jnp.maximum(jnp.abs(numbers) - nearer, 0).astype(step.dtype), step)
+    return placed(jnp.where(numbers < 0, -y, y), m, like)

@@ -86,6 +86,11 @@ def klt(
     the activation has that book, as it receives the gradient. The rows of U are then the components
     of ``M^(1/2) x``, and their inverse takes the place of ``U^T``.
 
+    By entropy, Q rounds all components to multiples of one step, the least with which the message
+    has room: `jaxmp.codecs.rans` writes each number in as many bits as its logistic distribution
+    says, of which a component's mean size is sent in 8 bits. ``bits`` count the coder's states,
+    32 per 1024 numbers, too.
+
     Args:
       bits: mean number of bits per element, at least ``1 / C`` and at most 5.
       refresh: number of messages that bring a basis; of about as many is the covariance a mean.
@@ -95,9 +100,10 @@ def klt(
         is zero then.
       by_gradient: r in [0, 1]; above 0 for an activation whose gradient returns through a ``klt``
         of the same patch.
+      entropy: whether components have bits by their entropy instead of widths.
 
     Raises:
-      TypeError: if ``by_sample`` or ``signed`` is not a bool.
+      TypeError: if ``by_sample``, ``signed`` or ``entropy`` is not a bool.
       ValueError: if another argument is out of range, or ``patch`` does not divide an axis.
 
     >>> import jaxmp
