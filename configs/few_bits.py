@@ -31,17 +31,19 @@ def anchors(forward: str, backward: str) -> tuple[str, str]:
     return ';'.join(fwd), ';'.join(bwd)
 
 
-def patches(*bits: float, first: int = 100, side: int = 4, words: str = '') -> tuple[str, str]:
+def patches(
+    *bits: float, first: int = 100, side: int = 4, words: str = '', backward: str = ''
+) -> tuple[str, str]:
     """Components of patches of 4 (or ``side``), 4 and 2 pixels a side, each boundary's bits."""
     of = 'klt({}, refresh={}, patch={}, by_sample=True{})'
     rows = [*zip(bits, (first, 200, 200), (side, 4, 2), strict=True)]
-    fwd, bwd = (';'.join(of.format(*row, word) for row in rows) for word in (words, ''))
+    fwd, bwd = (';'.join(of.format(*row, word) for row in rows) for word in (words, backward))
     return fwd, bwd
 
 
 RELU = ', signed=False'
 WEIGHED = RELU + ', by_gradient=0.3'
-ENTROPY = patches(2.665, 2.565, 2.565, words=WEIGHED + ', entropy=True')
+ENTROPY, _ = patches(2.665, 2.565, 2.565, words=WEIGHED + ', entropy=True')
 
 
 CHANNELS = {  # forward and backward
@@ -96,8 +98,9 @@ CHANNELS = {  # forward and backward
     'weighed1': patches(0.63, 1.1, 1.6, first=200, words=WEIGHED),
     # 2.7 bits, two for two thirds of the run and four at the end
     'weighed-weaned2.7': patches(4.05, 3.95, 3.95, words=WEIGHED),
-    # components written by their entropy: 2.7 bits
-    'entropy2.7': (ENTROPY[0], patches(2.65, 2.55, 2.55)[1]),
+    # components written by their entropy: 2.7 bits; backward too
+    'entropy2.7': (ENTROPY, patches(2.65, 2.55, 2.55)[1]),
+    'entropy2.7-both': (ENTROPY, patches(2.665, 2.565, 2.565, backward=', entropy=True')[1]),
     # 2.0 bits, fewer first
     'patches-weaned2': patches(2.8, 2.8, 2.8, words=RELU),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
