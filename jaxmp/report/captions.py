@@ -30,8 +30,17 @@ def names(rows: Sequence[Row]) -> list[str]:
         pair = run['fwd'], run['bwd'], run['config']['warmup_epochs']
         name = style.exchange(text_of(row)) if 'exchange' in run else style.human(*pair)
         before = [p['codec'] for p in run['phases']] if run['config']['phases'] else []
-        said.append(', then '.join([*(style.human(text, text) for text in before), name]))
+        said.append(', then '.join([*(style.human(*sides(text)) for text in before), name]))
     return [f'{s} ({r.name})' if said.count(s) > 1 else s for s, r in zip(said, rows, strict=True)]
+
+
+def sides(phase: str) -> list[str]:
+    """The texts forward and backward of a phase.
+
+    >>> sides('uniform(2)'), sides('block(2) & raw | fp16')
+    (['uniform(2)', 'uniform(2)'], ['block(2); raw', 'fp16'])
+    """
+    return [side.strip().replace(' &', ';') for side in (phase.split('|') * 2)[:2]]
 
 
 def trained(rows: Sequence[Row]) -> str:
