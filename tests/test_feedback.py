@@ -568,6 +568,18 @@ def test_klt_by_entropy_fits_whatever_comes():
     assert np.mean((rows[6][1] - xs[6]) ** 2) < 0.05 * np.var(xs[6])
 
 
+@pytest.mark.parametrize(('before', 'after', 'most'), [(4, 1.5, 0.2), (1.5, 4, 0.05)])
+def test_klt_with_other_bits_has_the_components_of_most_variance(before, after, most):
+    """The first message after a phase, whose book has the widths of other bits."""
+    xs = coloured(4)
+    _, _, rx = klt_run(f'klt({before}, refresh=2)', xs)[-1]
+    rule, like = jaxmp.parse(f'klt({after}, refresh=2)'), jaxmp.like(xs[0])
+    tx, _ = rule.init(like)
+    m, _ = rule.send(xs[3], tx._replace(known=rx), at(0))
+    y, _ = rule.recv(m, rx, like, at(0))
+    assert np.mean((np.asarray(y) - xs[3]) ** 2) < most * np.mean((xs[3] - 3) ** 2)
+
+
 def test_klt_goes_on_after_a_message_that_is_not_finite():
     xs = coloured(3)
     xs[0, 0, 0, 0] = np.nan

@@ -25,14 +25,16 @@ def total(count: int, bits: float) -> int:
 
 def best_widths(variances: Array, bits: float) -> Array:
     """The widths with a mean of ``bits`` of least squared error."""
+    variances = jnp.where(jnp.any(variances > 0), variances, 1)  # nothing known: all alike
     gains = jnp.maximum(variances, 0)[:, None] * -jnp.diff(jnp.array(ERRORS, variances.dtype))
     most = jnp.argsort(-gains.reshape(-1), stable=True)[: total(len(variances), bits)]
     return jnp.zeros(len(variances), variances.dtype).at[most // WIDEST].add(1)
 
 
 def _fitting(widths: Array, bits: float) -> Array:
-    """The widths, but none for components beyond ``bits``: a book may be of a phase of more."""
-    return jnp.where(jnp.cumsum(widths) <= total(len(widths), bits), widths, 0)
+    """The widths, or those of ``bits`` where the book is of a phase of more or fewer."""
+    fits = jnp.sum(widths) == total(len(widths), bits)
+    return jnp.where(fits, widths, best_widths(4**widths, bits))
 
 
 def _planes(widths: Array, total: int) -> tuple[Int[Array, ' T'], Int[Array, ' T']]:
