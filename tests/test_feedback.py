@@ -568,7 +568,29 @@ def test_klt_by_entropy_fits_whatever_comes():
     assert np.mean((rows[6][1] - xs[6]) ** 2) < 0.05 * np.var(xs[6])
 
 
-@pytest.mark.parametrize(('before', 'after', 'most'), [(4, 1.5, 0.2), (1.5, 4, 0.05)])
+def test_klt_after_a_message_of_zeros_has_equal_widths():
+    """The book that is made of it, of which nothing is known."""
+    xs = coloured(3)
+    xs[0] = 0
+    widths = klt_run('klt(2, refresh=1)', xs)[0][2].book[0]
+    assert widths.tolist() == [2] * 8
+
+
+def test_klt_by_gradient_waits_for_the_gradients_first_book():
+    """Until then its book has widths that nothing is known of, and no direction counts more."""
+    x = np.float32(np.random.default_rng(0).standard_normal((9, 4, 64, 8)))
+    rule, like = jaxmp.parse('klt(1.5, refresh=2, by_gradient=0.9)'), jaxmp.like(x[0])
+    first = jaxmp.parse('klt(1.5, refresh=2)').init(like)[1].book
+    tx, rx = rule.init(like)
+    for one in x:
+        m, tx = rule.send(one, tx, at(0)._replace(spread=first))
+        y, rx = rule.recv(m, rx, like, at(0))
+    errors = np.square(y - x[-1]).mean((0, 1))
+    assert errors.mean() < 0.3
+    assert np.linalg.eigvalsh(rx.book[1:] @ rx.book[1:].T) == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize(('before', 'after', 'most'), [(4, 1.5, 0.2), (1.5, 4, 0.01)])
 def test_klt_with_other_bits_has_the_components_of_most_variance(before, after, most):
     """The first message after a phase, whose book has the widths of other bits."""
     xs = coloured(4)

@@ -26,11 +26,12 @@ def words_of(size: int, bits: float) -> int:
     return max(1, round(bits * size / 16) - 2 * rans.lanes(size)[1])
 
 
-def coded(z: Array, bits: float) -> dict[str, Array]:
+def coded(z: Array, widths: Array, bits: float) -> dict[str, Array]:
     """The message of components.
 
     Args:
       z: a component per row, a position per column.
+      widths: one per component, as in `jaxmp.feedback.components`; only their number counts.
       bits: mean number of bits per element, of which the message has the size.
     """
     z, mean = centred(z)
@@ -61,9 +62,9 @@ def coded(z: Array, bits: float) -> dict[str, Array]:
     return {**message, 'mean': mean}
 
 
-def decoded(m: Payload, count: int, like: Like) -> Array:
-    """The components, so many, of a message for a tensor like ``like``; inverse of `coded`."""
-    table = jnp.broadcast_to(m['table'], (count, like.size // count))
+def decoded(m: Payload, widths: Array, like: Like, bits: float) -> Array:
+    """The components of a message for a tensor like ``like``; inverse of `coded`."""
+    table = jnp.broadcast_to(m['table'], (len(widths), like.size // len(widths)))
     states = jax.lax.bitcast_convert_type(m['states'], jnp.uint32)
     numbers = rans.decode(m['codes'], states, table)
     nearer = jnp.asarray(rans.tables().centre)[m['table'].astype(int)]

@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import scale_of
+from jaxmp.feedback import components as by_width
 from jaxmp.feedback import entropy as by_entropy
 from jaxmp.feedback.channel import Channel, Rx, Tx
-from jaxmp.feedback.components import WIDEST, best_widths, coded, decoded
+from jaxmp.feedback.components import WIDEST, best_widths
 from jaxmp.feedback.positions import joined, normed, positions
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes
 from jaxmp.words import check_whole, word
@@ -125,9 +126,8 @@ def klt(
       Perspectives on the Natural Gradient Method, arXiv 1412.1193.
     """
     _check(bits, refresh, patch, by_gradient)
-    for name, value in (('by_sample', by_sample), ('signed', signed), ('entropy', entropy)):
-        if not isinstance(value, bool):
-            raise TypeError(f'klt {name} must be True or False, got {value!r}')
+    _check_bools(by_sample=by_sample, signed=signed, entropy=entropy)
+    coder = by_entropy if entropy else by_width
 
     def first(like: Like) -> Receiver:
         count = jax.eval_shape(lambda x: positions(x, patch), like).shape[-1]
@@ -145,13 +145,11 @@ def klt(
 
     def encode(x: Array, widths: Array, matrix: Array) -> dict[str, Array]:
         x, norm = normed(x) if by_sample else (x, {})
-        z = matrix @ positions(x, patch).T
-        return {**(by_entropy.coded(z, bits) if entropy else coded(z, widths, bits)), **norm}
+        return {**coder.coded(matrix @ positions(x, patch).T, widths, bits), **norm}
 
     def decode(m: Payload, book: Array, like: Like) -> Array:
-        made = by_entropy.decoded(m, len(book) - 1, like) if entropy else None
-        made = decoded(m, book[0], like, bits) if made is None else made
-        y = joined((book[1:].T @ made).T, like.shape, patch)
+        y = (book[1:].T @ coder.decoded(m, book[0], like, bits)).T
+        y = joined(y, like.shape, patch)
         if by_sample:
             y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
@@ -195,6 +193,12 @@ def _check(bits: float, refresh: int, patch: int, by_gradient: float) -> None:
     check_whole('klt patch', patch, 'a positive number of pixels or tokens')
 
 
+def _check_bools(**values: bool) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f'klt {name} must be True or False, got {value!r}')
+
+
 def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
     """The sender with one more message in its means, unless it holds NaN or an infinity."""
     rows, fade = rows - rows.mean(0), 1 - 1 / refresh
@@ -225,7 +229,8 @@ def _components(tx: Sender, bits: float, spread: Array | None, share: float) -> 
     if spread is None:
         values, vectors = jnp.linalg.eigh(square)
         return _book(vectors.T, values, bits)
-    gradient = 4 ** spread[:1].T
+    learned = jnp.any(spread[1:] != jnp.eye(spread.shape[1]))  # the first book says nothing
+    gradient = 4 ** jnp.where(learned, spread[:1].T, 0)
     root = jnp.sqrt(1 - share + share * gradient / gradient.mean())  # of M, by component
     weighed, back = spread[1:] * root, spread[1:] / root
     values, vectors = jnp.linalg.eigh(weighed @ square @ weighed.T)

@@ -34,13 +34,14 @@ def names(rows: Sequence[Row]) -> list[str]:
     return [f'{s} ({r.name})' if said.count(s) > 1 else s for s, r in zip(said, rows, strict=True)]
 
 
-def sides(phase: str) -> list[str]:
+def sides(phase: str) -> tuple[str, str]:
     """The texts forward and backward of a phase.
 
     >>> sides('uniform(2)'), sides('block(2) & raw | fp16')
-    (['uniform(2)', 'uniform(2)'], ['block(2); raw', 'fp16'])
+    (('uniform(2)', 'uniform(2)'), ('block(2); raw', 'fp16'))
     """
-    return [side.strip().replace(' &', ';') for side in (phase.split('|') * 2)[:2]]
+    fwd, _, bwd = (text.strip().replace(' &', ';') for text in phase.partition('|'))
+    return fwd, bwd or fwd
 
 
 def trained(rows: Sequence[Row]) -> str:
