@@ -43,7 +43,9 @@ def patches(
 
 RELU = ', signed=False'
 WEIGHED = RELU + ', by_gradient=0.3'
-ENTROPY, _ = patches(2.665, 2.565, 2.565, words=WEIGHED + ', entropy=True')
+SENT = WEIGHED + ', entropy=True'
+ENTROPY, _ = patches(2.665, 2.565, 2.565, words=SENT)
+BACKWARD, _ = patches(2.65, 2.55, 2.55)
 
 
 CHANNELS = {  # forward and backward
@@ -99,8 +101,10 @@ CHANNELS = {  # forward and backward
     # 2.7 bits, two for two thirds of the run and four at the end
     'weighed-weaned2.7': patches(4.05, 3.95, 3.95, words=WEIGHED),
     # components written by their entropy: 2.7 bits; backward too
-    'entropy2.7': (ENTROPY, patches(2.65, 2.55, 2.55)[1]),
+    'entropy2.7': (ENTROPY, BACKWARD),
     'entropy2.7-both': (ENTROPY, patches(2.665, 2.565, 2.565, backward=', entropy=True')[1]),
+    # the same bits forward, 2.2 for two thirds of the run and 3.7 at the end
+    'entropy-weaned2.7': (patches(3.665, 3.565, 3.565, words=SENT)[0], BACKWARD),
     # 2.0 bits, fewer first
     'patches-weaned2': patches(2.8, 2.8, 2.8, words=RELU),
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
@@ -140,6 +144,7 @@ PHASES = {
     'weaned1-4-relu': 'rotate(lloyd(1))@:14',
     'patches-weaned2': first(patches(1.45, 1.45, 1.45, words=RELU)),
     'weighed-weaned2.7': first(patches(1.95, 1.85, 1.85, words=WEIGHED)),
+    'entropy-weaned2.7': first((patches(2.165, 2.065, 2.065, words=SENT)[0], BACKWARD)),
     'weaned2-5-relu': 'lloyd(2, signed=False) | rotate(lloyd(2))@:24',
 }  # of 30 epochs
 EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}

@@ -474,6 +474,7 @@ REFUSED = {
     'all_gather(aqsgd(raw, 3))': 'aqsgd stores activations per example; use ef or ef21',
     'all_gather(mean)': r'takes a codec or a feedback rule such as ef\(one_bit\), got mean$',
     'all_gather(same_support())': 'all_gather: same_support reuses the positions of an activation',
+    'all_gather(klt(2))': 'all_gather: klt keeps the square of a row',
     'scatter_gather(fp16, ef(top_k(0.1, same_support())))': 'scatter_gather down: same_support',
     'double_squeeze(ef(raw))': 'ef takes a codec and got a feedback rule; rules do not nest',
     'power_sgd(0)': 'power_sgd rank 0 is not a positive integer',

@@ -134,6 +134,7 @@ def test_bytes_count_every_phase():
         ({'phases': 'ef(raw)@2:'}, 'a phase keeps the feedback rules'),
         ({'phases': 'top_k@2:'}, 'needs its arguments'),
         ({'phases': 'raw | top_k@2:'}, 'needs its arguments'),
+        ({'phases': 'raw & @:1'}, "config.phases='raw & @:1': .* lacks a codec beside"),
         ({'phases': 'raw | raw | raw@2:'}, 'is not a codec and some of'),
     ],
 )

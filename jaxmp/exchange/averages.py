@@ -25,6 +25,7 @@ from jaxmp.codecs.sparse import same_support
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State
 from jaxmp.feedback import Channel, direct, ef
+from jaxmp.feedback.klt import klt
 from jaxmp.wire import Codec, Ctx, Like, Payload
 from jaxmp.words import functions, named, word
 
@@ -53,6 +54,11 @@ def channel_of(name: str, thing: Channel | Codec) -> Channel:
         raise ValueError(
             f'{name}: same_support reuses the positions of an activation, and a gradient between '
             'replicas has none; use top_k or random_k'
+        )
+    if klt in functions(channel):
+        raise ValueError(
+            f'{name}: klt keeps the square of a row, and a gradient between replicas is one row of '
+            'all its elements; use power_sgd for matrices, or ef'
         )
     return channel
 

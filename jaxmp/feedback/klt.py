@@ -21,7 +21,7 @@ from jaxmp.feedback import entropy as by_entropy
 from jaxmp.feedback.channel import Channel, Rx, Tx
 from jaxmp.feedback.components import WIDEST, best_widths
 from jaxmp.feedback.positions import joined, normed, positions
-from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes
+from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, samples
 from jaxmp.words import check_whole, word
 
 
@@ -130,9 +130,13 @@ def klt(
     coder = by_entropy if entropy else by_width
 
     def first(like: Like) -> Receiver:
-        count = jax.eval_shape(lambda x: positions(x, patch), like).shape[-1]
+        count = jax.eval_shape(lambda x: (samples(x), positions(x, patch)), like)[1].shape[-1]
         book = _book(jnp.eye(count, dtype=compute_dtype(like)), jnp.ones(count), bits)
         return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
+
+    def begun(known: Receiver, like: Like) -> Receiver:
+        some = jnp.any(known.book)  # without `value_and_grad` a backward state is zero
+        return known._replace(book=jnp.where(some, known.book, first(like).book))
 
     def estimated(x: Array, tx: Sender) -> Sender:
         return _estimated(tx, positions(normed(x)[0] if by_sample else x, patch), refresh)
@@ -155,7 +159,7 @@ def klt(
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
 
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
-        tx = estimated(x, tx)
+        tx = estimated(x, tx._replace(known=begun(tx.known, x)))
         spread = _fit(ctx.spread, tx.known.book) if by_gradient else None
         new = lambda: _parts(_components(tx, bits, spread, by_gradient), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
@@ -166,6 +170,7 @@ def klt(
         return message, _inverted(tx) if by_gradient else tx
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
+        rx = begun(rx, like)
         return decode(m, rx.book, like), _advanced(rx, m['part'])
 
     def warm_start(x: Array, state: Tx | Rx, ctx: Ctx) -> Tx | Rx:

@@ -83,6 +83,8 @@ def _phase(
             'two) or lloyd(2) | lloyd(4)@:9 (forward, backward)'
         )
     ways = [w.split('&') for w in (found['fwd'], found['bwd'] or found['fwd'])]
+    if not all(t.strip() for way in ways for t in way):
+        raise ValueError(f'config.phases={config.phases!r}: {text!r} lacks a codec beside | or &')
     fwd, bwd = ([read(t, {**NAMES, **names}, _for_phase) for t in way] for way in ways)
     for way in (fwd, bwd):
         if len(way) not in (1, len(boundaries)):
