@@ -6,6 +6,8 @@ from functools import cache
 from math import exp, expm1, log  # noqa: F401
 from statistics import mean, median  # noqa: F401
 
+from scipy import stats
+
 from jaxmp.config import settings
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
 from jaxmp.report import claims, results
@@ -76,6 +78,13 @@ def lost_by_seed(row, study):
     """The same, seed by seed, compression on."""
     none, own = (results.by_seed(studies()[study].rows[r], 'on') for r in ('none', row))
     return [none[s] - v for s, v in own.items()]
+
+
+def interval_of(row, study):
+    """The ends of the 95 % interval of their mean: points gained, and points lost."""
+    found = lost_by_seed(row, study)
+    half = stats.sem(found) * stats.t.ppf(0.975, len(found) - 1)
+    return half - mean(found), half + mean(found)
 
 
 def longer(row, mode='on', study='few_bits_text', to='none'):
