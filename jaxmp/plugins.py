@@ -69,17 +69,7 @@ def module_of(where: str, says: str, wanted: str) -> ModuleType:
 def _file(path: Path) -> ModuleType:
     """A Python file as a module, imported once."""
     name = str(path.resolve())
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise FileNotFoundError('there is no such Python file')
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    return sys.modules[name] if name in sys.modules else module(name)
 
 
 def called(key: str, path: str, wanted: str, *args: Any) -> Any:
@@ -135,21 +125,28 @@ def load(name: str) -> Any:
     'top_k(0.1)'
     """
     file, _, argument = find(name).partition(':')
-    if not Path(file).is_file() or (made := module(file)) is None:
-        raise ValueError('there is no such Python file')
-    config = made.get_config(*[argument] if argument else [])
+    config = module(file).get_config(*[argument] if argument else [])
     if not isinstance(config, ml_collections.ConfigDict):
         raise TypeError(f'get_config() gives a {type(config).__name__}, not a ConfigDict')
     return config
 
 
 def module(file: str) -> Any:
-    """A Python file, executed; None if its name is not one of Python's."""
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or spec.loader is None:
-        return None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    """A Python file, executed; `pickle` and `dataclasses` find it by its path.
+
+    Raises:
+      ValueError: if there is no such file, or its name is not one of Python's.
+    """
+    name = str(Path(file).resolve())
+    spec = importlib.util.spec_from_file_location(name, name)
+    if spec is None or spec.loader is None or not Path(name).is_file():
+        raise ValueError('there is no such Python file')
+    sys.modules[name] = made = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return made
 
 

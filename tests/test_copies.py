@@ -96,6 +96,11 @@ def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch)
     unkeyed = (state.replace(key=jax.random.key_data(state.key)) for state in (cut, whole))
     jax.tree.map(np.testing.assert_array_equal, *unkeyed)
 
+    second = [{i: {1: own[0]} for i, own in part.items()} for part in whole.model[:2]]
+    elsewhere = whole.model._replace(params=second[0], model_state=second[1])
+    assert made.weights(whole)
+    assert made.weights(whole.replace(model=elsewhere)) is None  # of replica 0 nothing is here
+
     bytes_ = sizes.table_bytes(s)['tied']
     [*links, row] = made.moved()['moved']
     ways = [bytes_['forward'], bytes_['backward']]

@@ -1,6 +1,7 @@
 """Runs tested with codecs that they were not trained with, and with other statistics."""
 
 import json
+import pathlib
 import shutil
 
 import jax
@@ -63,6 +64,13 @@ def test_the_command_prints_and_draws_a_row_per_run(trained, tmp_path, capsys):
     (tmp_path / 'config.json').write_text(json.dumps(config))
     with pytest.raises(SystemExit, match=r'parallel\.replicas=2, .* give runs with one replica'):
         crosstest.main([str(tmp_path)])
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(trained):
+    run, folders = crosstest.load(trained[0]), [pathlib.Path('a/run'), pathlib.Path('b/run')]
+    assert [r.name for r in crosstest.named([run, run], folders)] == ['a/run', 'b/run']
+    other = run._replace(name='other')
+    assert [r.name for r in crosstest.named([run, other], folders)] == ['run', 'other']
 
 
 def test_runs_of_two_metrics_are_no_table(trained):

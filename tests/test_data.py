@@ -83,6 +83,15 @@ def test_order_refuses(arguments):
         data.order(*arguments)
 
 
+def test_a_pool_of_own_float_images_is_their_mean():
+    x = np.arange(8, dtype=np.float32).reshape(2, 2, 2, 1) / 8
+    split = data.Split(x, np.zeros(2, np.int32))
+    own = data.Dataset('own', split, split, 2, (0.0,), (1.0,))
+    found = data.pool(own, 2).train.x
+    np.testing.assert_array_equal(found.reshape(-1), [1.5 / 8, 5.5 / 8])
+    assert found.dtype == np.float32
+
+
 def test_take():
     part = data.take(split(9), 4)
     assert np.array_equal(part.x, split(9).x[:4])

@@ -111,6 +111,14 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ['a.json', 'model']
 
 
+def test_a_tuple_in_the_settings_is_no_other_setting(tmp_path):
+    config = {'own': (16, 32)}
+    files.write_json(tmp_path / 'config.json', config)
+    files.claim(tmp_path, config)
+    with pytest.raises(files.WorkdirError, match=r'own=\[16, 32\] \(now \[16, 8\]\)'):
+        files.claim(tmp_path, {'own': (16, 8)})
+
+
 def record(step):
     return {'kind': 'train', 'step': step, 'epoch': 1, 'loss': 0.5, 'accuracy': 0.5}
 

@@ -1,6 +1,7 @@
 """A study from its plan to its report; what is killed, what fails, what is refused."""
 
 import ast
+import errno
 import hashlib
 import json
 import pathlib
@@ -158,7 +159,9 @@ def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
 
 def test_a_run_that_diverges_counts_as_guessing(tmp_path, capsys, monkeypatch):
     """From the epoch in which it did; the ones before stay what they were."""
-    jobs = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=3', '--set', 'probe=off')
+    words = 'epochs=3', 'probe=off', 'parallel.replicas=2'
+    sets = [f'--set={word}' for word in words]
+    jobs = plan(tmp_path, '--tables=1', '--rows=none', *sets)
     real = loop.add
 
     def add(place, values, before):
@@ -176,7 +179,8 @@ def test_a_run_that_diverges_counts_as_guessing(tmp_path, capsys, monkeypatch):
     assert found['diverged'] == n + 3
     assert f'diverged at step {n + 3}' in said
     assert found['steps'] == other['steps']
-    assert 'diverged' not in other
+    assert set(found) - set(other) == {'diverged'}
+    assert found['exchange'] == other['exchange']
     for mode in ('off', 'on'):
         first, *rest = found['history'][mode]['accuracy']
         y = experiment_of(jobs[0].config).data.test.y
@@ -186,6 +190,31 @@ def test_a_run_that_diverges_counts_as_guessing(tmp_path, capsys, monkeypatch):
         assert first > 0.2
     [row] = results.load(tmp_path / 'results')[0].rows.values()
     assert tables.count(row) == '2, 1 diverged'
+
+
+def test_results_may_lie_on_another_disk_and_settings_be_tuples(tmp_path, monkeypatch):
+    [job, *_] = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=1')
+    with job.config.unlocked():
+        job.config.own = (16, 32)
+    real = pathlib.Path.replace
+
+    def replace(path, target):
+        if path.parent != pathlib.Path(target).parent:
+            raise OSError(errno.EXDEV, 'Invalid cross-device link')
+        return real(path, target)
+
+    monkeypatch.setattr(pathlib.Path, 'replace', replace)
+    assert runner.sweep([job]) == {}
+    assert study.finished(job)
+
+
+def test_a_study_may_define_dataclasses(tmp_path):
+    """`dataclasses` looks up the module of a class whose annotations are texts."""
+    own = tmp_path / 'own.py'
+    code = 'from __future__ import annotations', 'import dataclasses', '@dataclasses.dataclass'
+    code += 'class A:', '  a: dataclasses.KW_ONLY', 'def get_study(scale, tables): return [A]'
+    own.write_text('\n'.join(code))
+    assert study.study_of(str(own)).get_study('', ())
 
 
 def test_two_sweeps_share_the_work(tmp_path, capsys):

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     try:
         entries = entries_of(args.text, args.backward)
-        from jaxmp.sweep.runner import set_up
+        from jaxmp.training.command import set_up
 
         set_up()
         print(bench(entries, args.out, args.seeds, args.link))

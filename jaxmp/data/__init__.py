@@ -166,7 +166,8 @@ def pool(dataset: Dataset, side: int) -> Dataset:
 
     def smaller(split: Split) -> Split:
         x = split.x.reshape(-1, height // side, side, width // side, side, channels)
-        return Split(np.rint(x.mean((2, 4), dtype=np.float32)).astype(np.uint8), split.y)
+        mean = x.mean((2, 4), dtype=np.float32)
+        return Split((np.rint(mean) if x.dtype == np.uint8 else mean).astype(x.dtype), split.y)
 
     return dataset._replace(train=smaller(dataset.train), test=smaller(dataset.test))
 

@@ -22,13 +22,14 @@ from jaxmp.training.sizes import shapes
 from jaxmp.training.summary import finish
 
 
-def diverged(exp: Experiment, step: int, workdir: Path) -> Summary:
+def diverged(exp: Experiment, step: int, workdir: Path, moved: dict[str, Any]) -> Summary:
     """The summary of a run whose loss was not finite at ``step``, which it has as ``diverged``.
 
     Args:
       exp: the experiment.
       step: number of the step, from 1.
       workdir: the run's folder, with the records of the epochs before.
+      moved: measured bytes, as of a run that ends.
     """
     n, guess = exp.epoch_steps, guessing(exp)
     records = [r for r in read(workdir / 'metrics.jsonl') if r['step'] < step]
@@ -38,7 +39,8 @@ def diverged(exp: Experiment, step: int, workdir: Path) -> Summary:
         records.append({'kind': 'train', **scores})
         records += [{'kind': 'test', 'compression': mode, **scores} for mode in ('off', 'on')]
     steps = n * exp.config.epochs
-    return finish(exp, steps, {'seconds': seconds}, records, {'diverged': step}, workdir)
+    last = {**moved, 'diverged': step}
+    return finish(exp, steps, {'seconds': seconds}, records, last, workdir)
 
 
 def guessing(exp: Experiment) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from typing import Any
 
 from jaxmp.config import Summary
 from jaxmp.sweep.study import Job, digest, finished, jobs, put, study_of
-from jaxmp.training.files import locked
+from jaxmp.training.command import one_line, set_up
+from jaxmp.training.files import locked, write
 
 
 def left(todo: list[Job], done: list[Summary]) -> str:
@@ -66,9 +67,7 @@ def sweep(plan: list[Job], quiet: bool = True, keep: bool = False) -> dict[str, 
             try:
                 done.append(one(job, prepared.of(job), quiet, keep))
             except Exception as error:  # a run that fails does not stop the sweep
-                failed[job.result.stem] = ' '.join(
-                    [f'{type(error).__name__}:', *str(error).split()]
-                )
+                failed[job.result.stem] = one_line(error)
         outcome = failed.get(job.result.stem) or scores(done[-1])
         todo = [j for j in plan[at:] if not j.result.exists()]
         counts = f'{len(todo)} to do, {left(todo, done)}'
@@ -120,16 +119,14 @@ def one(job: Job, made: Any, quiet: bool, keep: bool) -> Summary:
     try:
         summary = train_and_evaluate(job.config, job.workdir, made=made, quiet=quiet)
     except DivergedError as error:
-        summary = diverged(made.exp, error.step, job.workdir)
+        summary = diverged(made.exp, error.step, job.workdir, made.engine.moved())
     if summary is None:
         raise KeyboardInterrupt
     if weights := digest(job.config.model.init_from):
         summary['weights'] = weights
     job.result.parent.mkdir(parents=True, exist_ok=True)
-    whole = job.workdir / 'result.json'
     lines = (f' {json.dumps(k)}: {json.dumps(v)}' for k, v in summary.items())
-    whole.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
-    whole.replace(job.result)
+    write(job.result, '{\n' + ',\n'.join(lines) + '\n}\n')
     if not keep:
         shutil.rmtree(job.workdir / 'checkpoints', ignore_errors=True)
     return summary
@@ -201,18 +198,6 @@ def plan_of(args: argparse.Namespace) -> list[Job]:
             put(config, text.replace('{seed}', str(seed)))
         config.lock()
     return jobs(chosen, args.out / args.scale, args.work / args.scale)
-
-
-def set_up() -> None:
-    """What a process does once before it trains: quiet logs, compiled programs and memory kept."""
-    from absl import logging
-
-    from jaxmp.distributed.allocator import keep_freed_pages
-    from jaxmp.distributed.placement import keep_compiled
-
-    logging.set_verbosity(logging.WARNING)  # orbax logs each file that it writes
-    keep_compiled()
-    keep_freed_pages()
 
 
 def main(argv: list[str] | None = None) -> None:

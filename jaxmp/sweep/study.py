@@ -55,7 +55,8 @@ def finished(job: Job) -> Summary | None:
     if not job.result.exists():
         return None
     summary = json.loads(job.result.read_text())
-    want, has = settings(job.config.to_dict()), settings(summary['config'])
+    as_saved = json.loads(json.dumps(job.config.to_dict()))  # tuples are lists there
+    want, has = settings(as_saved), settings(summary['config'])
     if (now := digest(job.config.model.init_from)) and 'weights' in summary:
         want[WEIGHTS], has[WEIGHTS] = now, summary['weights']
     if clash := sorted(k for k in {**want, **has} if want.get(k) != has.get(k)):
@@ -84,9 +85,9 @@ def study_of(name: str) -> Any:
       ValueError: if there is no such file, or it has no ``get_study``.
     """
     path = find(name)
-    study = module(path) if Path(path).is_file() else None
-    if study is None:
+    if not path.endswith('.py') or not Path(path).is_file():
         raise ValueError(f'{name} is not a Python file; give one with get_study(scale, tables)')
+    study = module(path)
     if not hasattr(study, 'get_study'):
         raise ValueError(f'{name} has no get_study(scale, tables); see configs/paper_tables.py')
     return study

@@ -236,10 +236,10 @@ class ByStage:
                 replicas.compare(checksums, first, int(state.step), f'stage {s}')
 
     def weights(self, state: TrainState) -> Any:
-        """Variables of all stages, where this process has them."""
-        if len(state.model.params) <= self.last:
+        """Variables of all stages of replica 0, where this process has them."""
+        rows = list(zip(*(p.values() for p in state.model[:2]), strict=True))
+        if len(rows) <= self.last or any(0 not in p for p, _ in rows):
             return None
-        rows = zip(*(p.values() for p in state.model[:2]), strict=True)
         return tuple({'params': p[0], **st[0]} for p, st in rows)
 
     # Checkpoints.

@@ -55,12 +55,8 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp  # the import takes seconds
 
-        self._ocp, self._team, self._workdir, self._config = (
-            ocp,
-            group or ProcessGroup(),
-            workdir,
-            config,
-        )
+        self._ocp, self._team = ocp, group or ProcessGroup()
+        self._workdir, self._config = workdir, config
         self.damaged: dict[int, str] = {}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
@@ -94,9 +90,7 @@ class Checkpoints:
             state=args.StandardSave({'rows': rows}),
             place=args.JsonSave({**about, 'sum': _sum(about)}),
         )
-        if not (problem := self._no_room(sum(about['bytes']))):
-            problem = self._write(step, both)
-        if problem:
+        if problem := self._no_room(sum(about['bytes'])) or self._write(step, both):
             raise WorkdirError(
                 f'cannot write the checkpoint of step {step} to {self._manager.directory}: '
                 f'{problem}; free space there and run the same command again'

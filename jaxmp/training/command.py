@@ -13,7 +13,8 @@ import re
 import signal
 import sys
 import zlib
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,22 +128,20 @@ def run(argv: list[str]) -> None:
             f'train.py: unexpected arguments {argv[1:]}; options are written --config.key=value'
         )
     import jax
-    from absl import logging
 
-    from jaxmp.distributed.allocator import keep_freed_pages
-    from jaxmp.distributed.placement import keep_compiled
     from jaxmp.distributed.process_group import Address, ProcessGroup
+    from jaxmp.training.elastic import train_as_member
     from jaxmp.training.loop import devices, process_group_of, train_and_evaluate
 
-    logging.set_verbosity(logging.WARNING)  # orbax logs each file that it writes
+    set_up()
     config, group = complete(CONFIG.value), ProcessGroup()
-    keep_compiled()
-    keep_freed_pages()
+    workdir = Path(WORKDIR.value or default_workdir(config))
     place = COORDINATOR.value, PROCESSES.value, PROCESS.value
     try:
         address = Address(*place, TOKEN_FILE.value, HEARTBEAT.value)
         if config.parallel.elastic and not DRY_RUN.value:
-            sys.exit(143 if as_member(config, address) is None else 0)
+            with tracked(config, workdir, not address.process) as own:
+                sys.exit(143 if train_as_member(config, workdir, address, own) is None else 0)
         group = process_group_of(config, address)
         if group.count > 1:
             signal.signal(signal.SIGINT, lambda *_: group.fail('stopped by Ctrl-C'))
@@ -154,18 +153,14 @@ def run(argv: list[str]) -> None:
             dry_run(config, group)
             group.close()
             return
-        workdir = Path(WORKDIR.value or default_workdir(config))
-        with ExitStack() as stack:
-            own = [stack.enter_context(made) for made in trackers(config, workdir)]
+        with tracked(config, workdir) as own:
             summary = train_and_evaluate(
                 config, workdir, group=group, callbacks=own, draw=CURVES.value
             )
         group.close()
     except BaseException as error:
         said = expected(error)
-        group.fail(
-            said or f'{type(error).__name__}: {next(iter(str(error).splitlines()), "")[:300]}'
-        )
+        group.fail(said or one_line(error)[:300])
         if said is None:
             raise
         sys.excepthook = lambda *_: None  # for threads that a library has left
@@ -173,23 +168,27 @@ def run(argv: list[str]) -> None:
     sys.exit(143 if summary is None else 0)
 
 
-def as_member(config: Any, address: Any) -> dict[str, Any] | None:
-    """Trains a replica of an elastic run; the trackers are those of replica 0."""
-    from jaxmp.training.elastic import train_as_member
+def set_up() -> None:
+    """What a process does once before it trains: quiet logs, compiled programs and memory kept."""
+    from absl import logging
 
-    workdir = Path(WORKDIR.value or default_workdir(config))
-    with ExitStack() as stack:
-        own = trackers(config, workdir) if not address.process else []
-        callbacks = [stack.enter_context(made) for made in own]
-        return train_as_member(config, workdir, address, callbacks)
+    from jaxmp.distributed.allocator import keep_freed_pages
+    from jaxmp.distributed.placement import keep_compiled
+
+    logging.set_verbosity(logging.WARNING)  # orbax logs each file that it writes
+    keep_compiled()
+    keep_freed_pages()
 
 
-def trackers(config: Any, workdir: Path) -> list[Any]:
-    """The callbacks that the flags ask for, as context managers."""
+@contextmanager
+def tracked(config: Any, workdir: Path, wanted: bool = True) -> Iterator[list[Any]]:
+    """A context with the callbacks that the flags ask for; with none unless they are wanted."""
     from jaxmp.training.trackers import tensorboard, wandb
 
-    found = [tensorboard(workdir)] if TENSORBOARD.value else []
-    return [*found, wandb(workdir, config.to_dict())] if WANDB.value else found
+    made = [tensorboard(workdir)] if wanted and TENSORBOARD.value else []
+    made += [wandb(workdir, config.to_dict())] if wanted and WANDB.value else []
+    with ExitStack() as stack:
+        yield [stack.enter_context(m) for m in made]
 
 
 def expected(error: BaseException) -> str | None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +88,14 @@ def load(workdir: Path) -> Run:
     summary = workdir / 'summary.json'
     ended = json.loads(summary.read_text()) if summary.is_file() else {}
     trained = {k: ended[k] for k in ('seed', 'commit', 'hardware') if k in ended}
-    return Run(workdir.name, exp, engine.load(state, saved[0]), trained)
+    return Run(workdir.resolve().name, exp, engine.load(state, saved[0]), trained)
+
+
+def named(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:
+    """The runs with names of their own: where two folders have one name, their paths."""
+    count = Counter(run.name for run in runs)
+    pairs = zip(runs, folders, strict=True)
+    return [r._replace(name=str(f)) if count[r.name] > 1 else r for r, f in pairs]
 
 
 def same_metric(runs: Sequence[Run]) -> Metric:
@@ -221,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     try:
-        runs = [load(path) for path in args.run]
+        runs = named([load(path) for path in args.run], args.run)
         own = itertools.chain.from_iterable(map(trained_with, runs))
         texts = list(dict.fromkeys(['raw', *own, *args.codec]))
         metric = same_metric(runs)

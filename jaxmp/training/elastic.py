@@ -26,14 +26,13 @@ from jaxmp.config import Config
 from jaxmp.distributed.member import BehindError, Member
 from jaxmp.distributed.process_group import Address, ProcessGroup, endpoint, token_of
 from jaxmp.exchange import Collectives, Exchange, bytes_of
-from jaxmp.training import one_program, portable, replicas
+from jaxmp.training import one_program, replicas
 from jaxmp.training.agreement import digests
 from jaxmp.training.engine import Engine, Epoch, Stopped, rules_of
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.loop import Prepared, train_and_evaluate
 from jaxmp.training.meetings import Meetings
 from jaxmp.training.one_program import never, step_of
-from jaxmp.training.portable import Portable
 from jaxmp.training.replicated import exchanged_shapes
 from jaxmp.training.step import TrainState
 from jaxmp.training.task import Task
@@ -128,23 +127,14 @@ def elastic(exp: Experiment, meetings: Meetings, k: int, workdir: Path) -> Engin
         model=state.model._replace(params=meetings.shared(state.model.params))
     )
 
-    def export(state: TrainState) -> Portable:
-        whole = meetings.whole(state)
-        rows = {k: one_program.stages_of(exp, whole)}
-        return portable.export(exp.model.boundaries, rows, whole)
-
-    def load(state: TrainState, saved: Portable) -> TrainState:
-        like = {k: one_program.stages_of(exp, meetings.whole(state))}
-        rows = portable.load(exp.model.boundaries, like, saved)
-        full = one_program.state_of(exp, rows[k], saved)
-        return meetings.take(jax.tree.map(jnp.asarray, full))
-
     return Engine(
         create=lambda seeded: meetings.take(one_program.create(seeded, exp.replicas)),
         epoch=lambda n: epoch_of(exp, steps(n), meetings, k, workdir),
         evaluate=lambda state, compressed: score(public(state), compressed),
-        export=export,
-        load=load,
+        export=lambda state: one_program.export(exp, meetings.whole(state), k),
+        load=lambda state, saved: meetings.take(
+            one_program.load(exp, meetings.whole(state), saved, k)
+        ),
         moved=lambda: {
             'processes': exp.replicas,
             'exchange': replicas.traffic(exp, exchanged_shapes(exp), bytes_of),

@@ -34,7 +34,7 @@ class Engine(NamedTuple):
       evaluate: ``(state, compressed) -> scores``, means over the whole test split.
       moved: measured bytes on the links, for the summary.
       check: raises if the state is not what it must be (replicas that differ).
-      weights: the variables of all stages, where this process has them; else None.
+      weights: the variables of all stages, where this process has those of replica 0; else None.
       probe: a row per boundary and direction; see `jaxmp.training.probe`.
       enter: the state with which this process joins others that have gone on without it.
       leave: told the last state, and whether the run has finished there.

@@ -117,7 +117,7 @@ def claim(workdir: Path, config: dict[str, Any]) -> None:
     Raises:
       WorkdirError: if the folder cannot be read, or has a run with another configuration.
     """
-    path = workdir / 'config.json'
+    path, config = workdir / 'config.json', json.loads(json.dumps(config))  # tuples are lists there
     try:
         old = json.loads(path.read_text()) if path.exists() else config
     except (OSError, ValueError) as error:

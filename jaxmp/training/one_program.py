@@ -182,15 +182,15 @@ def epoch_form() -> Callable[[Experiment, Step], Epoch]:
 # Checkpoints.
 
 
-def export(exp: Experiment, state: TrainState) -> Portable:
+def export(exp: Experiment, state: TrainState, replica: int = 0) -> Portable:
     """See `Engine`."""
-    return portable.export(exp.model.boundaries, {0: stages_of(exp, state)}, state)
+    return portable.export(exp.model.boundaries, {replica: stages_of(exp, state)}, state)
 
 
-def load(exp: Experiment, state: TrainState, saved: Portable) -> TrainState:
+def load(exp: Experiment, state: TrainState, saved: Portable, replica: int = 0) -> TrainState:
     """See `Engine`."""
-    rows = portable.load(exp.model.boundaries, {0: stages_of(exp, state)}, saved)
-    return jax.tree.map(jnp.asarray, state_of(exp, rows[0], saved))
+    rows = portable.load(exp.model.boundaries, {replica: stages_of(exp, state)}, saved)
+    return jax.tree.map(jnp.asarray, state_of(exp, rows[replica], saved))
 
 
 def stages_of(exp: Experiment, state: TrainState) -> dict[int, dict[str, Any]]:

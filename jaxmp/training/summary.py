@@ -173,7 +173,7 @@ def _phases(summary: dict[str, Any]) -> str:
     epochs, steps = summary['config']['epochs'], summary['steps']
     sent = sum(r['forward'] + r['backward'] for r in summary['bytes'])
     full = sum(2 * r['uncompressed'] for r in summary['bytes'])
-    if not summary['phases'] or not full:
+    if not summary.get('phases') or not full:  # older runs have none
         return ''
     texts = [f'{p["codec"]} in epochs {p["start"] + 1} to {p["stop"]}' for p in summary['phases']]
     mean = sent + by_phases(summary, epochs) / epochs

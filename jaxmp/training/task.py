@@ -78,13 +78,18 @@ def task_of(config: Config) -> Task:
     if config.model.bottleneck:
         task = narrow(task, config.model.bottleneck)
     name = config.metric
-    if not name:
-        return task
     if ':' in name:
         wanted = KEYS['metric'].own
         metric = own(imported('metric', name, wanted), name.rpartition(':')[2])
-        return measured(task, metric)
-    return task._replace(metric=METRICS[name])
+        task = measured(task, metric)
+    elif name:
+        task = task._replace(metric=METRICS[name])
+    if (score := task.metric.score) not in task.scores:
+        raise ValueError(
+            f'the metric {task.metric.name} is a mean of the score {score!r}, and the task has '
+            f'{", ".join(task.scores)}; take one of them, or give the metric its `of`'
+        )
+    return task
 
 
 def _task(config: Config) -> Task:

@@ -99,6 +99,9 @@ def margin(output, y):
     return output[rows, y] - output[rows, 1 - y]
 
 
+of_nothing = jaxmp.Metric('F1', 'f1')
+
+
 def lion(config, rate):
     return optax.lion(rate, weight_decay=config.optimizer.weight_decay)
 

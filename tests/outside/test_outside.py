@@ -62,6 +62,7 @@ WRONG = {
     'no file': ({'data.name': 'nowhere.py:load'}, 'no such Python file.*must name load'),
     'no object': ({'metric': 'tests.outside.parts:x'}, "has no 'x'; it must name metric"),
     'arguments': ({'data.name': 'tests.outside.parts:network'}, r'\(config, dataset\) does not'),
+    'no such score': ({'metric': f'{own.PARTS}:of_nothing'}, "score 'f1', and the task has"),
     'no stages': ({'model.name': 'tests.outside.parts:lion'}, 'must be build.*Flax module'),
     'no data set': ({'data.name': 'builtins:len'}, 'must be load'),
     'no optimizer': ({'optimizer.name': 'tests.outside.parts:margin'}, 'line .*must be make'),
