@@ -146,6 +146,8 @@ REFUSED = {
     'block(0)': 'block bits 0 is not an integer from 1 to 8',
     'block(4, size=48)': r'block size 48 is not 32, 64 or 128; write block\(4, size=64\)',
     'block(4, size=64.0)': 'block size 64.0 is not 32, 64 or 128',
+    'trellis(2, states=8.0)': 'trellis states 8.0 is not one of 4, 8, 16, 32',
+    'trellis(2, states=True)': 'trellis states True is not one of 4, 8, 16, 32',
     'aqsgd(raw, examples=0)': 'aqsgd examples 0 is not the number of training examples',
     'aqsgd(raw, examples=1.5)': 'aqsgd examples 1.5 is not the number of training examples',
     'aqsgd(raw, examples=True)': 'aqsgd examples True is not the number of training examples',

@@ -108,7 +108,7 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
       Communications 38 (1990).
     """
     check_bits('trellis', bits, 1, 3)
-    if isinstance(states, bool) or states not in CHECKS:
+    if not isinstance(states, int) or states not in CHECKS:
         raise ValueError(f'trellis states {states!r} is not one of {", ".join(map(str, CHECKS))}')
     if not isinstance(unbiased, bool):
         raise TypeError(f'trellis unbiased must be True or False, got {unbiased!r}')
