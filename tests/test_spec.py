@@ -151,6 +151,7 @@ REFUSED = {
     'aqsgd(raw, examples=0)': 'aqsgd examples 0 is not the number of training examples',
     'aqsgd(raw, examples=1.5)': 'aqsgd examples 1.5 is not the number of training examples',
     'aqsgd(raw, examples=True)': 'aqsgd examples True is not the number of training examples',
+    'aqsgd(raw, 9, table=8.0)': 'aqsgd table 8.0 is not 32, 8, 4 or 2 bits per element',
     # what is not names, numbers and calls
     '': FORM,
     '  \n ': FORM,

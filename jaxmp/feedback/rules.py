@@ -209,7 +209,7 @@ def aqsgd(codec: Codec, examples: int, table: int = 32) -> Channel:
     """
     check_codec('aqsgd', codec)
     check_whole('aqsgd examples', examples, 'the number of training examples')
-    if table not in (2, 4, 8, 32):
+    if not isinstance(table, int) or table not in (2, 4, 8, 32):
         raise ValueError(f'aqsgd table {table!r} is not 32, 8, 4 or 2 bits per element')
 
     def ids(ctx: Ctx) -> Array:
