@@ -114,6 +114,11 @@ def like(x: Array | Like) -> Like:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+def elements(x: Array | Like) -> int:
+    """Number of elements of a sample of ``x``: axis 0 is the sample."""
+    return math.prod(x.shape[1:])
+
+
 def nbytes(payload: Payload) -> int:
     """Bytes of a payload, summed over its arrays (or their shapes)."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(payload))

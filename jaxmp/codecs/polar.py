@@ -14,7 +14,6 @@ The sum of two codewords does not decode to the sum of two tensors: average what
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -163,7 +162,7 @@ def _codec(code_of: Callable[[], Code], ratios: Callable[[Array], Array], search
         scales = jax.ShapeDtypeStruct(m['scale'].shape, compute_dtype(like))
         c = bf16.decode(m['scale'], scales, ctx)
         x = jnp.where((bits > 0) ^ flip, -c, c).T.reshape(-1)
-        return saturated(x[: math.prod(like.shape)].reshape(like.shape), like.dtype)
+        return saturated(x[: like.size].reshape(like.shape), like.dtype)
 
     return Codec(encode, decode)
 

@@ -7,7 +7,6 @@ both ends draw from the crossing's key, keep structured data from aligning with 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -84,10 +83,9 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
         return codec.encode(hadamard(x * signs(len(x), ctx).astype(x.dtype)), part(ctx))
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
-        n = math.prod(like.shape)
         dtype = compute_dtype(like)
-        rows = jax.ShapeDtypeStruct((-(-n // block), block), dtype)
+        rows = jax.ShapeDtypeStruct((-(-like.size // block), block), dtype)
         x = hadamard(codec.decode(m, rows, part(ctx))) * signs(rows.shape[0], ctx).astype(dtype)
-        return saturated(x.reshape(-1)[:n].reshape(like.shape), like.dtype)
+        return saturated(x.reshape(-1)[: like.size].reshape(like.shape), like.dtype)
 
     return Codec(encode, decode)

@@ -9,7 +9,6 @@ receiver shifts bits and reads a table.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from jaxtyping import Array, Float, UInt8
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import GRID, chosen, nearest, scale_of, scale_words, scaled, unit_rms
 from jaxmp.codecs.uniform import check_bits
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
+from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
 from jaxmp.words import word
 
 # Ungerboeck's codes for amplitudes: parity checks (h1, h0) by the number of states.
@@ -136,7 +135,7 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         return {'codes': pack(codes, bits), 'scale': scale_words(above, below, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        n, s = math.prod(like.shape[1:]), scale_of(m['scale'], like)
+        n, s = elements(like), scale_of(m['scale'], like)
         codes = unpack(m['codes'], bits, n)
         runs = jnp.pad(codes, ((0, 0), (0, -n % RUN))).reshape(-1, RUN)
         number = (runs >> 1) * 4 + subsets(runs & 1)

@@ -9,7 +9,6 @@ of the loss detects.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -18,7 +17,7 @@ from jaxtyping import Array, UInt8
 
 from jaxmp.codecs.exact import product, quotient
 from jaxmp.codecs.extremes import largest, span
-from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, unpack, wide
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, elements, half_bytes, pack, unpack, wide
 from jaxmp.words import word
 
 Rounding = Callable[[Array, int, Ctx], Array]
@@ -137,7 +136,7 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         lo, hi = m['ends']
-        q = unpack(m['codes'], bits, math.prod(like.shape))
+        q = unpack(m['codes'], bits, like.size)
         y = _level(q, levels, lo, hi, *_steps(lo, hi, levels))
         return y.reshape(like.shape).astype(like.dtype)
 
@@ -178,7 +177,7 @@ def max_scaled(bits: int) -> Codec:
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         dtype = compute_dtype(like)
         s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(dtype)
-        q = unpack(m['codes'], bits, math.prod(like.shape[1:])).astype(dtype) - top
+        q = unpack(m['codes'], bits, elements(like)).astype(dtype) - top
         return (q / top * s).reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)
@@ -225,11 +224,10 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         return m | {'codes': pack(q, bits)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        n = math.prod(like.shape)
         q = unpack(m['codes'], bits, size)
         lo, hi = ends_of(m, compute_dtype(like))
         ends = _written(lo, hi, *_steps(lo, hi, levels))
         x = _level(q, levels, *ends[:, :, None])
-        return x.reshape(-1)[:n].reshape(like.shape).astype(like.dtype)
+        return x.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)
