@@ -68,6 +68,12 @@ class Ctx(NamedTuple):
         """The same context with the key of sub-stream ``n``."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, n))
 
+    def key_of(self, word: str) -> Array:
+        """The key, which ``word`` needs; raises ValueError if there is none."""
+        if self.key is None:
+            raise ValueError(f'{word} needs ctx.key; pass Ctx(key=jax.random.key(seed))')
+        return self.key
+
 
 def _no_indices(payload: Payload, like: Like, ctx: Ctx) -> None:
     return None

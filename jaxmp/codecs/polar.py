@@ -46,7 +46,8 @@ class Search(NamedTuple):
 
 
 def _randomised(code: Code, llr: Ratios, ctx: Ctx) -> Ratios:
-    return successive(code, llr, jax.random.logistic(_key(ctx, NOISE), llr.shape, llr.dtype))
+    key = ctx.fold(NOISE).key_of('a polar codec')
+    return successive(code, llr, jax.random.logistic(key, llr.shape, llr.dtype))
 
 
 argmax = named('argmax', Search(lambda code, llr, ctx: successive(code, llr)))
@@ -189,13 +190,7 @@ def _mean(x: Float[Array, 'n blocks'], size: int) -> Float[Array, ' blocks']:
 def _flips(ctx: Ctx, shape: tuple[int, ...]) -> Array:
     """Random signs of the crossing; true means minus."""
     size, blocks = shape
-    words = jax.random.bits(_key(ctx, WORD), (-(-size // 8), blocks), jnp.uint8)
+    key = ctx.fold(WORD).key_of('a polar codec')
+    words = jax.random.bits(key, (-(-size // 8), blocks), jnp.uint8)
     bits = words[:, None] >> jnp.arange(8, dtype=jnp.uint8)[None, :, None] & 1
     return bits.reshape(-1, blocks)[:size] > 0
-
-
-def _key(ctx: Ctx, stream: int) -> Array:
-    key = ctx.fold(stream).key
-    if key is None:
-        raise ValueError('polar codecs need ctx.key; pass Ctx(key=jax.random.key(seed))')
-    return key

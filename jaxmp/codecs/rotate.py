@@ -70,9 +70,7 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
         raise ValueError(f'rotate block {block!r} is not a power of two from 2 to 2**20')
 
     def signs(rows: int, ctx: Ctx) -> Array:
-        if ctx.key is None:
-            raise ValueError('rotate needs ctx.key; pass Ctx(key=jax.random.key(seed))')
-        return jax.random.rademacher(ctx.key, (rows, block), jnp.float32)
+        return jax.random.rademacher(ctx.key_of('rotate'), (rows, block), jnp.float32)
 
     def part(ctx: Ctx) -> Ctx:  # the signs are drawn from the key, so the codec gets another one
         return ctx.fold(1)._replace(ids=None, tokens=None, indices=None)

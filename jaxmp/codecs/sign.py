@@ -77,17 +77,11 @@ def _float32_words(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
-def _key(name: str, ctx: Ctx) -> Array:
-    if ctx.key is None:
-        raise ValueError(f'{name} needs ctx.key; pass Ctx(key=jax.random.key(seed))')
-    return ctx.key
-
-
 def _encode_natural(x: Array, ctx: Ctx) -> Array:
     words = _float32_words(samples(x))
     exponent = (words >> MANTISSA_BITS) & (2**EXPONENT_BITS - 1)
     rest = words & (2**MANTISSA_BITS - 1)
-    draw = jax.random.bits(_key('natural', ctx), words.shape, jnp.uint32) >> (32 - MANTISSA_BITS)
+    draw = jax.random.bits(ctx.key_of('natural'), words.shape, jnp.uint32) >> (32 - MANTISSA_BITS)
     up = jnp.minimum(exponent + (draw < rest), 2**EXPONENT_BITS - 2)
     code = jnp.where(exponent == 2**EXPONENT_BITS - 1, exponent, up)
     return pack((words >> 31 << EXPONENT_BITS) | code, 1 + EXPONENT_BITS)
@@ -148,7 +142,7 @@ def qsgd(levels: int) -> Codec:
         unit = x / jnp.where(top > 0, top, 1)
         norm = jnp.sqrt(jnp.sum(unit**2, 1, keepdims=True))
         share = jnp.abs(unit) / jnp.where(norm > 0, norm, 1) * levels
-        draw = jax.random.uniform(_key('qsgd', ctx), x.shape, x.dtype)
+        draw = jax.random.uniform(ctx.key_of('qsgd'), x.shape, x.dtype)
         z = jnp.minimum(jnp.floor(share + draw), levels)
         code = (jnp.where(x < 0, -z, z) + levels).astype(jnp.uint32)
         return {'codes': pack(code, width), 'norm': top * norm}

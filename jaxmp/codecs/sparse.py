@@ -142,10 +142,8 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
     check_parts('random_k', fraction, values)
 
     def draw(rows: int, n: int, ctx: Ctx) -> Array:
-        if ctx.key is None:
-            raise ValueError('random_k needs ctx.key; pass Ctx(key=jax.random.key(seed))')
-        k = select.count(n, fraction)
-        at = select.positions(select.k_largest(jax.random.uniform(ctx.key, (1, n)), k), k)
+        k, drawn = select.count(n, fraction), jax.random.uniform(ctx.key_of('random_k'), (1, n))
+        at = select.positions(select.k_largest(drawn, k), k)
         return jnp.broadcast_to(at, (rows, k))
 
     def part(ctx: Ctx) -> Ctx:  # positions are drawn from the key; stochastic values need another

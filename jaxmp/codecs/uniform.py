@@ -34,10 +34,8 @@ def stochastic(x: Array, top: int, ctx: Ctx) -> Array:
     Raises:
       ValueError: if the context has no key.
     """
-    if ctx.key is None:
-        raise ValueError('stochastic rounding needs ctx.key; pass Ctx(key=jax.random.key(seed))')
     x = jnp.minimum(x, top)
-    up = jnp.floor(x + jax.random.uniform(ctx.key, x.shape, x.dtype))
+    up = jnp.floor(x + jax.random.uniform(ctx.key_of('stochastic rounding'), x.shape, x.dtype))
     return jnp.minimum(up, jnp.ceil(x))  # x + 0.99999994 may round above the next integer
 
 
