@@ -123,3 +123,10 @@ def check_whole(name: str, value: object, kind: str, least: int = 1, most: float
     """Raises ValueError unless ``value`` is an integer from ``least`` to ``most``, a ``kind``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f'{name} {value!r} is not {kind}')
+
+
+def check_bools(word: str, **values: object) -> None:
+    """Raises TypeError unless all arguments of ``word`` are truth values."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f'{word} {name} must be True or False, got {value!r}')

@@ -21,7 +21,7 @@ from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import GRID, chosen, nearest, scale_of, scale_words, scaled, unit_rms
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
-from jaxmp.words import word
+from jaxmp.words import check_bools, word
 
 # Ungerboeck's codes for amplitudes: parity checks (h1, h0) by the number of states.
 CHECKS = {4: (2, 5), 8: (4, 11), 16: (4, 19), 32: (8, 37)}
@@ -109,8 +109,7 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
     check_bits('trellis', bits, 1, 3)
     if not isinstance(states, int) or states not in CHECKS:
         raise ValueError(f'trellis states {states!r} is not one of {", ".join(map(str, CHECKS))}')
-    if not isinstance(unbiased, bool):
-        raise TypeError(f'trellis unbiased must be True or False, got {unbiased!r}')
+    check_bools('trellis', unbiased=unbiased)
     positive = [k / GRID for k in LEVELS[bits]]
     levels = [*(-k for k in reversed(positive)), *positive]
 
