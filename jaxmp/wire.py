@@ -75,10 +75,6 @@ class Ctx(NamedTuple):
         return self.key
 
 
-def _no_indices(payload: Payload, like: Like, ctx: Ctx) -> None:
-    return None
-
-
 @known
 class Codec(NamedTuple):
     """A codec: a pair of stateless functions between tensors and payloads.
@@ -100,7 +96,7 @@ class Codec(NamedTuple):
 
     encode: Callable[[Array, Ctx], Payload]
     decode: Callable[[Payload, Like, Ctx], Array]
-    indices: Callable[[Payload, Like, Ctx], Array | None] = _no_indices
+    indices: Callable[[Payload, Like, Ctx], Array | None] = lambda payload, like, ctx: None
     additive: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
     halves: tuple[Callable[[Array], Array], Codec] | None = None
     origin: Origin | None = None
@@ -205,12 +201,8 @@ def _runs(width: int) -> int:
     return max(1, 8 // (width & -width))
 
 
-def _identity(run: Array, number: int) -> Array:
-    return run
-
-
 def pack(
-    x: Array, width: int, code: Callable[[Array, int], Array] = _identity
+    x: Array, width: int, code: Callable[[Array, int], Array] = lambda run, number: run
 ) -> UInt8[Array, '... bytes']:
     """Packs unsigned codes below ``2**width`` (1 to 31 bits) into bytes, along the last axis.
 
