@@ -119,6 +119,17 @@ def spell(value: Any) -> str:
     return value.__name__ if inspect.isfunction(value) else repr(value)
 
 
+def form(function: Callable) -> str:
+    """The parameters of a function with their defaults, as written in a text.
+
+    >>> form(lambda bits, size=64: ...)
+    '(bits, size=64)'
+    """
+    said = inspect.signature(function).parameters.values()
+    words = (p.name if p.default is p.empty else f'{p.name}={spell(p.default)}' for p in said)
+    return f'({", ".join(words)})'
+
+
 def check_whole(name: str, value: object, kind: str, least: int = 1, most: float = inf) -> None:
     """Raises ValueError unless ``value`` is an integer from ``least`` to ``most``, a ``kind``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

@@ -100,7 +100,7 @@ REFUSED = {
     'aqsgd(raw)': r"missing a required argument: 'examples'; its form is aqsgd\(codec, ex",
     'fp16()': 'fp16 takes no arguments; write fp16',
     'raw(3)': 'raw takes no arguments; write raw',
-    'top_k': r'top_k needs its arguments: top_k\(fraction, values=..., indices=...\)',
+    'top_k': r'top_k needs its arguments: top_k\(fraction, values=raw, indices=bitmap\)',
     'ef(top_k)': r'top_k needs its arguments: top_k\(fraction',
     'ef21': r'ef21 needs its arguments: ef21\(codec\)',
     'nearest': 'nearest needs its arguments',
