@@ -27,7 +27,7 @@ from jaxmp.codecs.dense import bf16, saturated
 from jaxmp.codecs.polarcode import Code, check_size
 from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, pack, unpack, wide
-from jaxmp.words import Origin, known, named, word
+from jaxmp.words import Origin, check_whole, known, named, word
 
 WORD, NOISE = 0, 1  # sub-streams of the crossing's key
 
@@ -68,8 +68,7 @@ def scl(paths: int) -> Search:
     Raises:
       ValueError: if ``paths`` is out of range.
     """
-    if isinstance(paths, bool) or not isinstance(paths, int) or not 2 <= paths <= 32:
-        raise ValueError(f'scl paths {paths} is not an integer from 2 to 32; write scl(8)')
+    check_whole('scl paths', paths, 'an integer from 2 to 32; write scl(8)', 2, 32)
     return Search(lambda code, llr, ctx: successive_list(code, llr, paths))
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, UInt8
 from jaxmp.codecs.exact import product, quotient
 from jaxmp.codecs.extremes import largest, span
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, elements, half_bytes, pack, unpack, wide
-from jaxmp.words import word
+from jaxmp.words import check_whole, word
 
 Rounding = Callable[[Array, int, Ctx], Array]
 
@@ -41,11 +41,8 @@ def stochastic(x: Array, top: int, ctx: Ctx) -> Array:
 
 def check_bits(name: str, width: object, least: int, most: int = 8) -> None:
     """Raises ValueError unless ``width`` is an integer number of bits in ``[least, most]``."""
-    if isinstance(width, bool) or not isinstance(width, int) or not least <= width <= most:
-        raise ValueError(
-            f'{name} bits {width} is not an integer from {least} to {most}; '
-            f'for 4 bits write {name}(4)'
-        )
+    kind = f'an integer from {least} to {most}; for 4 bits write {name}(4)'
+    check_whole(f'{name} bits', width, kind, least, most)
 
 
 def _name(part: object) -> str:
