@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxmp import codecs, exchange, spec
 from jaxmp.plugins import module_of
 from jaxmp.wire import Ctx, bits, like
-from jaxmp.words import spell
+from jaxmp.words import form
 
 TENSOR = jax.ShapeDtypeStruct((32, 16, 16, 64), 'float32')
 REPLICAS = 2
@@ -138,15 +138,16 @@ def words_of(names: Mapping[str, Any], modules: Iterable[ModuleType]) -> list[Wo
         if kind := kind_of(thing):
             text = inspect.getdoc(thing) if inspect.isfunction(thing) else docs.get(name)
             measured = _measured(kind, name, thing, {**KNOWN, **names})
-            form = name + _form(thing) * (kind != 'rounding')
-            found.append(Word(kind, form, *measured, _line(text), _sources(text)))
+            said = form(thing) if inspect.isfunction(thing) and kind != 'rounding' else ''
+            found.append(Word(kind, name + said, *measured, _line(text), _sources(text)))
     return sorted(found, key=lambda w: list(KINDS).index(w.kind))
 
 
 def own(module: ModuleType) -> dict[str, Any]:
     """The words that a module lists in ``__all__`` or, without one, defines."""
     assigned = _assigned(module)
-    here = lambda name, thing: name in assigned or _home(thing) == module.__name__
+    home = lambda thing: inspect.isfunction(thing) and thing.__module__
+    here = lambda name, thing: name in assigned or home(thing) == module.__name__
     said = getattr(module, '__all__', None) or [k for k, v in vars(module).items() if here(k, v)]
     public = {name: vars(module)[name] for name in said if not name.startswith('_')}
     return {name: thing for name, thing in public.items() if kind_of(thing)}
@@ -178,18 +179,6 @@ def imported(places: Iterable[str], says: str = '') -> list[ModuleType]:
                 'says to return one: def mine(bits: int) -> jaxmp.Codec'
             )
     return found
-
-
-def _home(thing: Any) -> str | None:
-    return thing.__module__ if inspect.isfunction(thing) else None
-
-
-def _form(thing: Any) -> str:
-    if not inspect.isfunction(thing):
-        return ''
-    said = inspect.signature(thing).parameters.values()
-    words = (p.name if p.default is p.empty else f'{p.name}={spell(p.default)}' for p in said)
-    return f'({", ".join(words)})'
 
 
 def _measured(

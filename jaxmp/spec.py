@@ -16,7 +16,7 @@ from typing import Any
 from jaxmp import codecs, feedback
 from jaxmp.feedback import Channel, direct
 from jaxmp.wire import Codec
-from jaxmp.words import called, named
+from jaxmp.words import called, form, named
 
 LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)
@@ -136,11 +136,11 @@ def _call(
     built = [_argument(a, names) for a in args]
     named = {k.arg or '**': _argument(k.value, names) for k in keywords}
     if len(named) < len(keywords):
-        raise SpecError(f'{name}: an argument is given twice; its form is {name}{_form(function)}')
+        raise SpecError(f'{name}: an argument is given twice; its form is {name}{form(function)}')
     try:
         bound = inspect.signature(function).bind(*built, **named)
     except TypeError as error:
-        raise SpecError(f'{name}: {error}; its form is {name}{_form(function)}') from None
+        raise SpecError(f'{name}: {error}; its form is {name}{form(function)}') from None
     return called(name, function, bound, function(*bound.args, **bound.kwargs))
 
 
@@ -154,10 +154,4 @@ def _argument(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _incomplete(text: str, function: Any) -> str:
-    return f'{text} needs its arguments: {text}{_form(function)}'
-
-
-def _form(function: Any) -> str:
-    parameters = inspect.signature(function).parameters.values()
-    words = (p.name if p.default is p.empty else f'{p.name}=...' for p in parameters)
-    return f'({", ".join(words)})'
+    return f'{text} needs its arguments: {text}{form(function)}'

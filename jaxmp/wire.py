@@ -68,9 +68,11 @@ class Ctx(NamedTuple):
         """The same context with the key of sub-stream ``n``."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, n))
 
-
-def _no_indices(payload: Payload, like: Like, ctx: Ctx) -> None:
-    return None
+    def key_of(self, word: str) -> Array:
+        """The key, which ``word`` needs; raises ValueError if there is none."""
+        if self.key is None:
+            raise ValueError(f'{word} needs ctx.key; pass Ctx(key=jax.random.key(seed))')
+        return self.key
 
 
 @known
@@ -94,7 +96,7 @@ class Codec(NamedTuple):
 
     encode: Callable[[Array, Ctx], Payload]
     decode: Callable[[Payload, Like, Ctx], Array]
-    indices: Callable[[Payload, Like, Ctx], Array | None] = _no_indices
+    indices: Callable[[Payload, Like, Ctx], Array | None] = lambda payload, like, ctx: None
     additive: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
     halves: tuple[Callable[[Array], Array], Codec] | None = None
     origin: Origin | None = None
@@ -112,6 +114,11 @@ def like(x: Array | Like) -> Like:
             'one by one, and a number as jnp.array([number])'
         )
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def elements(x: Array | Like) -> int:
+    """Number of elements of a sample of ``x``: axis 0 is the sample."""
+    return math.prod(x.shape[1:])
 
 
 def nbytes(payload: Payload) -> int:
@@ -194,12 +201,8 @@ def _runs(width: int) -> int:
     return max(1, 8 // (width & -width))
 
 
-def _identity(run: Array, number: int) -> Array:
-    return run
-
-
 def pack(
-    x: Array, width: int, code: Callable[[Array, int], Array] = _identity
+    x: Array, width: int, code: Callable[[Array, int], Array] = lambda run, number: run
 ) -> UInt8[Array, '... bytes']:
     """Packs unsigned codes below ``2**width`` (1 to 31 bits) into bytes, along the last axis.
 

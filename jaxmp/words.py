@@ -119,7 +119,25 @@ def spell(value: Any) -> str:
     return value.__name__ if inspect.isfunction(value) else repr(value)
 
 
+def form(function: Callable) -> str:
+    """The parameters of a function with their defaults, as written in a text.
+
+    >>> form(lambda bits, size=64: ...)
+    '(bits, size=64)'
+    """
+    said = inspect.signature(function).parameters.values()
+    words = (p.name if p.default is p.empty else f'{p.name}={spell(p.default)}' for p in said)
+    return f'({", ".join(words)})'
+
+
 def check_whole(name: str, value: object, kind: str, least: int = 1, most: float = inf) -> None:
     """Raises ValueError unless ``value`` is an integer from ``least`` to ``most``, a ``kind``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f'{name} {value!r} is not {kind}')
+
+
+def check_bools(word: str, **values: object) -> None:
+    """Raises TypeError unless all arguments of ``word`` are truth values."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f'{word} {name} must be True or False, got {value!r}')

@@ -10,7 +10,7 @@ import pytest
 import scipy.fft
 
 import jaxmp
-from jaxmp import Ctx, codecs
+from jaxmp import Ctx, codecs, testing
 from jaxmp.codecs import extremes, polarsearch, rans, select
 from jaxmp.codecs.dct import cosines, of_cosines
 from jaxmp.codecs.polarcode import Code
@@ -26,6 +26,10 @@ def test_laws(text):
 @pytest.mark.parametrize('text', laws.FLOAT32_SPECS)
 def test_laws_float32(text):
     laws.check(text, laws.FLOAT32_SPECS[text], laws.FLOAT32)
+
+
+def test_a_law_of_samples_alone_without_a_normal_tensor_to_compare_with():
+    testing.check('fp16', testing.Law(alone=True), {'nan': testing.FLOAT32['nan']})
 
 
 LONG = (  # those that scale by the extremes, a sum or a norm of many numbers, and a few others

@@ -102,6 +102,29 @@ def test_runs_are_compared(tmp_path, capsys, monkeypatch):
     assert 'python results/migrate.py' in err
 
 
+def test_a_run_that_has_not_ended_is_compared(tmp_path, capsys, monkeypatch):
+    """One of an older version, one whose records begin with a boundary's, and its own metric."""
+    monkeypatch.chdir(tmp_path)
+    result = json.loads((ROOT / 'results' / 'cpu' / 'none-s0.json').read_text())
+    scores = {'step': 1, 'epoch': 1, 'loss': 2.0, 'top5': 0.75, 'accuracy': 0.25}
+    records = [{'kind': 'boundary', 'step': 1, 'epoch': 1, 'error': 0.5}]
+    records += [{'kind': 'test', 'compression': m, **scores} for m in ('off', 'on')]
+    (tmp_path / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n')
+    for metric, said in (
+        ('', r'accuracy .* 25\.00%'),
+        ('own.py:top5', r'top5 .* 0\.75'),
+        ('own.py:OTHER', 'accuracy'),
+        ('loss', r'loss .* 2\.0000'),
+    ):
+        config = {**result['config'], 'metric': metric}
+        (tmp_path / 'config.json').write_text(json.dumps(config))
+        out, _, _ = run(['compare', str(tmp_path)], capsys)
+        assert re.search(said, out), metric
+    (tmp_path / 'config.json').write_text(json.dumps({'name': 'x', 'model': 'gpt2', 'lr': 0.1}))
+    _, err, _ = run(['compare', str(tmp_path)], capsys)
+    assert f'version; convert it with python results/migrate.py {tmp_path / "config.json"}' in err
+
+
 def test_the_console_script_is_the_package(tmp_path):
     """From a folder that holds the clone's parent's name, too: `python -m jaxmp` is the package."""
     done = subprocess.run(

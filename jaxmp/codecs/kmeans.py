@@ -7,7 +7,6 @@ near zero, and the largest may be far from the others.
 from __future__ import annotations
 
 import itertools
-import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import scale_of
 from jaxmp.codecs.uniform import check_bits
-from jaxmp.wire import Codec, Ctx, Like, half_bytes, pack, samples, unpack, wide
+from jaxmp.wire import Codec, Ctx, Like, elements, half_bytes, pack, samples, unpack, wide
 from jaxmp.words import word
 
 ROUNDS = 4  # of Lloyd's algorithm, after the cells have been split at their means
@@ -91,7 +90,7 @@ def k_means(bits: int) -> Codec:
         return {'codes': pack(x, bits, code), 'levels': words}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        q, levels = unpack(m['codes'], bits, math.prod(like.shape[1:])), scale_of(m['levels'], like)
+        q, levels = unpack(m['codes'], bits, elements(like)), scale_of(m['levels'], like)
         y = jnp.broadcast_to(levels[:, :1], q.shape)
         for i in range(1, half):
             y = jnp.where(q & (half - 1) >= i, levels[:, i : i + 1], y)

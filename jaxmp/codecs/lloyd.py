@@ -24,7 +24,7 @@ from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.exact import short
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, samples, unpack, wide
-from jaxmp.words import word
+from jaxmp.words import check_bools, word
 
 RUNS = 32  # of a row, whose sums are formed side by side
 GRID = 2**10  # levels are multiples of 1 / GRID, so that products with a bfloat16 scale are exact
@@ -211,9 +211,7 @@ def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
       arXiv 2108.08842.
     """
     check_bits('lloyd', bits, 1, 5)
-    for name, value in (('signed', signed), ('unbiased', unbiased)):
-        if not isinstance(value, bool):
-            raise TypeError(f'lloyd {name} must be True or False, got {value!r}')
+    check_bools('lloyd', signed=signed, unbiased=unbiased)
     half = 2 ** (bits - 1)
     levels = normal_levels(half) if signed else (0.0, *normal_levels(2**bits - 1, zero=True))
 

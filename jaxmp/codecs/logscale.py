@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.codecs.extremes import magnitudes
 from jaxmp.codecs.uniform import check_bits
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
+from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
 from jaxmp.words import word
 
 
@@ -71,7 +69,7 @@ def log_scale(bits: int) -> Codec:
         return {'codes': pack(codes.astype(jnp.uint8), bits), 'scale': scale}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        codes = unpack(m['codes'], bits, math.prod(like.shape[1:]))
+        codes = unpack(m['codes'], bits, elements(like))
         a, ratio = m['scale'][:, :1], m['scale'][:, 1:]
         q = codes & (sign_bit - 1)
         a = jnp.minimum(_geometric(a, ratio, q - 1, bits - 1), jnp.finfo(a.dtype).max)

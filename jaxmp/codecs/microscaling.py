@@ -98,7 +98,7 @@ def _joined(codes: Array, of: Minifloat, scales: Float[Array, ' blocks'], like: 
     """The tensor of packed codes, each block times its scale."""
     q = unpack(codes, of.bits, ROW).reshape(len(scales), -1)
     y = value(q, of, scales.dtype) * scales[:, None]
-    return saturated(y.reshape(-1)[: math.prod(like.shape)].reshape(like.shape), like.dtype)
+    return saturated(y.reshape(-1)[: like.size].reshape(like.shape), like.dtype)
 
 
 @word

@@ -14,7 +14,6 @@ The sum of two codewords does not decode to the sum of two tensors: average what
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from jaxmp.codecs.dense import bf16, saturated
 from jaxmp.codecs.polarcode import Code, check_size
 from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, pack, unpack, wide
-from jaxmp.words import Origin, known, named, word
+from jaxmp.words import Origin, check_whole, known, named, word
 
 WORD, NOISE = 0, 1  # sub-streams of the crossing's key
 
@@ -47,7 +46,8 @@ class Search(NamedTuple):
 
 
 def _randomised(code: Code, llr: Ratios, ctx: Ctx) -> Ratios:
-    return successive(code, llr, jax.random.logistic(_key(ctx, NOISE), llr.shape, llr.dtype))
+    key = ctx.fold(NOISE).key_of('a polar codec')
+    return successive(code, llr, jax.random.logistic(key, llr.shape, llr.dtype))
 
 
 argmax = named('argmax', Search(lambda code, llr, ctx: successive(code, llr)))
@@ -68,8 +68,7 @@ def scl(paths: int) -> Search:
     Raises:
       ValueError: if ``paths`` is out of range.
     """
-    if isinstance(paths, bool) or not isinstance(paths, int) or not 2 <= paths <= 32:
-        raise ValueError(f'scl paths {paths} is not an integer from 2 to 32; write scl(8)')
+    check_whole('scl paths', paths, 'an integer from 2 to 32; write scl(8)', 2, 32)
     return Search(lambda code, llr, ctx: successive_list(code, llr, paths))
 
 
@@ -163,7 +162,7 @@ def _codec(code_of: Callable[[], Code], ratios: Callable[[Array], Array], search
         scales = jax.ShapeDtypeStruct(m['scale'].shape, compute_dtype(like))
         c = bf16.decode(m['scale'], scales, ctx)
         x = jnp.where((bits > 0) ^ flip, -c, c).T.reshape(-1)
-        return saturated(x[: math.prod(like.shape)].reshape(like.shape), like.dtype)
+        return saturated(x[: like.size].reshape(like.shape), like.dtype)
 
     return Codec(encode, decode)
 
@@ -190,13 +189,7 @@ def _mean(x: Float[Array, 'n blocks'], size: int) -> Float[Array, ' blocks']:
 def _flips(ctx: Ctx, shape: tuple[int, ...]) -> Array:
     """Random signs of the crossing; true means minus."""
     size, blocks = shape
-    words = jax.random.bits(_key(ctx, WORD), (-(-size // 8), blocks), jnp.uint8)
+    key = ctx.fold(WORD).key_of('a polar codec')
+    words = jax.random.bits(key, (-(-size // 8), blocks), jnp.uint8)
     bits = words[:, None] >> jnp.arange(8, dtype=jnp.uint8)[None, :, None] & 1
     return bits.reshape(-1, blocks)[:size] > 0
-
-
-def _key(ctx: Ctx, stream: int) -> Array:
-    key = ctx.fold(stream).key
-    if key is None:
-        raise ValueError('polar codecs need ctx.key; pass Ctx(key=jax.random.key(seed))')
-    return key

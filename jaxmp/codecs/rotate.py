@@ -7,7 +7,6 @@ both ends draw from the crossing's key, keep structured data from aligning with 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -71,9 +70,7 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
         raise ValueError(f'rotate block {block!r} is not a power of two from 2 to 2**20')
 
     def signs(rows: int, ctx: Ctx) -> Array:
-        if ctx.key is None:
-            raise ValueError('rotate needs ctx.key; pass Ctx(key=jax.random.key(seed))')
-        return jax.random.rademacher(ctx.key, (rows, block), jnp.float32)
+        return jax.random.rademacher(ctx.key_of('rotate'), (rows, block), jnp.float32)
 
     def part(ctx: Ctx) -> Ctx:  # the signs are drawn from the key, so the codec gets another one
         return ctx.fold(1)._replace(ids=None, tokens=None, indices=None)
@@ -84,10 +81,9 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
         return codec.encode(hadamard(x * signs(len(x), ctx).astype(x.dtype)), part(ctx))
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
-        n = math.prod(like.shape)
         dtype = compute_dtype(like)
-        rows = jax.ShapeDtypeStruct((-(-n // block), block), dtype)
+        rows = jax.ShapeDtypeStruct((-(-like.size // block), block), dtype)
         x = hadamard(codec.decode(m, rows, part(ctx))) * signs(rows.shape[0], ctx).astype(dtype)
-        return saturated(x.reshape(-1)[:n].reshape(like.shape), like.dtype)
+        return saturated(x.reshape(-1)[: like.size].reshape(like.shape), like.dtype)
 
     return Codec(encode, decode)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
+from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
 from jaxmp.words import check_whole, named, word
 
 EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
@@ -23,10 +23,6 @@ SMALL = 2.0**-16  # keeps sums over the largest floats finite
 
 def _into(y: Array, like: Like) -> Array:
     return saturated(y.reshape(like.shape), like.dtype)
-
-
-def _elements(like: Like) -> int:
-    return math.prod(like.shape[1:])
 
 
 def _mean_size(x: Array) -> Array:
@@ -40,7 +36,7 @@ def _encode_one_bit(x: Array, ctx: Ctx) -> dict[str, Array]:
 
 
 def _decode_one_bit(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-    negative = unpack(m['bits'], 1, _elements(like)) > 0
+    negative = unpack(m['bits'], 1, elements(like)) > 0
     return _into(jnp.where(negative, -m['scale'], m['scale']), like)
 
 
@@ -62,7 +58,7 @@ def _encode_bool(x: Array, ctx: Ctx) -> dict[str, Array]:
 
 
 def _decode_bool(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-    return _into(jnp.where(unpack(m['bits'], 1, _elements(like)) > 0, m['scale'], 0), like)
+    return _into(jnp.where(unpack(m['bits'], 1, elements(like)) > 0, m['scale'], 0), like)
 
 
 as_bool = named('as_bool', Codec(_encode_bool, _decode_bool))
@@ -81,24 +77,18 @@ def _float32_words(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
-def _key(name: str, ctx: Ctx) -> Array:
-    if ctx.key is None:
-        raise ValueError(f'{name} needs ctx.key; pass Ctx(key=jax.random.key(seed))')
-    return ctx.key
-
-
 def _encode_natural(x: Array, ctx: Ctx) -> Array:
     words = _float32_words(samples(x))
     exponent = (words >> MANTISSA_BITS) & (2**EXPONENT_BITS - 1)
     rest = words & (2**MANTISSA_BITS - 1)
-    draw = jax.random.bits(_key('natural', ctx), words.shape, jnp.uint32) >> (32 - MANTISSA_BITS)
+    draw = jax.random.bits(ctx.key_of('natural'), words.shape, jnp.uint32) >> (32 - MANTISSA_BITS)
     up = jnp.minimum(exponent + (draw < rest), 2**EXPONENT_BITS - 2)
     code = jnp.where(exponent == 2**EXPONENT_BITS - 1, exponent, up)
     return pack((words >> 31 << EXPONENT_BITS) | code, 1 + EXPONENT_BITS)
 
 
 def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
-    code = unpack(m, 1 + EXPONENT_BITS, _elements(like)).astype(jnp.uint32)
+    code = unpack(m, 1 + EXPONENT_BITS, elements(like)).astype(jnp.uint32)
     sign, exponent = code >> EXPONENT_BITS, code & (2**EXPONENT_BITS - 1)
     words = (sign << 31) | (exponent << MANTISSA_BITS)
     y = jax.lax.bitcast_convert_type(words, jnp.float32)
@@ -152,13 +142,13 @@ def qsgd(levels: int) -> Codec:
         unit = x / jnp.where(top > 0, top, 1)
         norm = jnp.sqrt(jnp.sum(unit**2, 1, keepdims=True))
         share = jnp.abs(unit) / jnp.where(norm > 0, norm, 1) * levels
-        draw = jax.random.uniform(_key('qsgd', ctx), x.shape, x.dtype)
+        draw = jax.random.uniform(ctx.key_of('qsgd'), x.shape, x.dtype)
         z = jnp.minimum(jnp.floor(share + draw), levels)
         code = (jnp.where(x < 0, -z, z) + levels).astype(jnp.uint32)
         return {'codes': pack(code, width), 'norm': top * norm}
 
     def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
-        code = unpack(m['codes'], width, _elements(like)).astype(m['norm'].dtype)
+        code = unpack(m['codes'], width, elements(like)).astype(m['norm'].dtype)
         y = jax.lax.optimization_barrier((code - levels) / levels * m['norm'])
         top = float(jnp.finfo(y.dtype).max) * SMALL
         return _into(jnp.where(jnp.isfinite(y), jnp.clip(y, -top, top), y) / SMALL, like)

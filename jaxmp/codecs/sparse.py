@@ -6,7 +6,6 @@ for their positions (`jaxmp.codecs.indices`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from jaxtyping import Array
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import IndexCoding, bitmap
-from jaxmp.wire import Codec, Ctx, Like, samples, wide
+from jaxmp.wire import Codec, Ctx, Like, elements, samples, wide
 from jaxmp.words import word
 
 
@@ -48,12 +47,8 @@ def _inner(like: Like, k: int) -> Like:
     return jax.ShapeDtypeStruct((like.shape[0], k), like.dtype)
 
 
-def _elements(like: Array | Like) -> int:
-    return math.prod(like.shape[1:])
-
-
 def _scatter(values: Array, support: Array, like: Like) -> Array:
-    return select.scatter(values, support, _elements(like)).reshape(like.shape)
+    return select.scatter(values, support, elements(like)).reshape(like.shape)
 
 
 @word
@@ -112,7 +107,7 @@ def _top(count: Callable[[int], int], values: Codec, indices: IndexCoding) -> Co
         return {'indices': indices.encode(words, at, x.shape[1]), 'values': kept}
 
     def read(m: dict[str, Any], like: Like, ctx: Ctx) -> tuple[Array, Array]:
-        n = _elements(like)
+        n = elements(like)
         at = indices.decode(m['indices'], n, count(n))
         kept = values.decode(m['values'], _inner(like, at.shape[1]), ctx._replace(indices=None))
         return kept, at
@@ -147,10 +142,8 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
     check_parts('random_k', fraction, values)
 
     def draw(rows: int, n: int, ctx: Ctx) -> Array:
-        if ctx.key is None:
-            raise ValueError('random_k needs ctx.key; pass Ctx(key=jax.random.key(seed))')
-        k = select.count(n, fraction)
-        at = select.positions(select.k_largest(jax.random.uniform(ctx.key, (1, n)), k), k)
+        k, drawn = select.count(n, fraction), jax.random.uniform(ctx.key_of('random_k'), (1, n))
+        at = select.positions(select.k_largest(drawn, k), k)
         return jnp.broadcast_to(at, (rows, k))
 
     def part(ctx: Ctx) -> Ctx:  # positions are drawn from the key; stochastic values need another
@@ -161,7 +154,7 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
         return values.encode(select.gather(x, draw(x.shape[0], x.shape[1], ctx)), part(ctx))
 
     def support(_: Any, like: Like, ctx: Ctx) -> Array:
-        return draw(like.shape[0], _elements(like), ctx)
+        return draw(like.shape[0], elements(like), ctx)
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
         at = support(m, like, ctx)
@@ -190,7 +183,7 @@ def unbiased_random_k(fraction: float, values: Codec = raw) -> Codec:
     kept = random_k(fraction, values)
 
     def encode(x: Array, ctx: Ctx) -> Any:
-        n = _elements(x)
+        n = elements(x)
         y, top = wide(x) * (n / select.count(n, fraction)), float(jnp.finfo(x.dtype).max)
         beyond = jnp.isfinite(x) & (jnp.abs(y) > top)
         return kept.encode(jnp.where(beyond, jnp.copysign(top, y), y).astype(x.dtype), ctx)

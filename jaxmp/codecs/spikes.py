@@ -10,7 +10,7 @@ from jaxtyping import Array
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import packed
-from jaxmp.wire import Codec, Ctx, Like, samples
+from jaxmp.wire import Codec, Ctx, Like, elements, samples
 from jaxmp.words import check_whole, word
 
 
@@ -50,8 +50,7 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
     check_whole('spikes count', count, 'a positive integer: spikes(uniform(2), 8)')
 
     def apart(like: Array | Like) -> Like:
-        n = like.size // like.shape[0]
-        return jax.ShapeDtypeStruct((like.shape[0], min(count, n)), like.dtype)
+        return jax.ShapeDtypeStruct((like.shape[0], min(count, elements(like))), like.dtype)
 
     def part(ctx: Ctx) -> Ctx:  # the codec of the rest draws from the key itself
         return ctx.fold(1)._replace(indices=None)
@@ -70,7 +69,7 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
 
     def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
         few = apart(like)
-        at = packed.decode(m['positions'], like.size // like.shape[0], few.shape[1])
+        at = packed.decode(m['positions'], elements(like), few.shape[1])
         rest = codec.decode(m['rest'], like, ctx).reshape(like.shape[0], -1)
         kept = values.decode(m['values'], few, part(ctx))
         set_ = lambda row, s, v: row.at[s].set(v, unique_indices=True)

@@ -9,7 +9,6 @@ receiver shifts bits and reads a table.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +20,8 @@ from jaxtyping import Array, Float, UInt8
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import GRID, chosen, nearest, scale_of, scale_words, scaled, unit_rms
 from jaxmp.codecs.uniform import check_bits
-from jaxmp.wire import Codec, Ctx, Like, pack, samples, unpack, wide
-from jaxmp.words import word
+from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
+from jaxmp.words import check_bools, word
 
 # Ungerboeck's codes for amplitudes: parity checks (h1, h0) by the number of states.
 CHECKS = {4: (2, 5), 8: (4, 11), 16: (4, 19), 32: (8, 37)}
@@ -108,10 +107,9 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
       Communications 38 (1990).
     """
     check_bits('trellis', bits, 1, 3)
-    if isinstance(states, bool) or states not in CHECKS:
+    if not isinstance(states, int) or states not in CHECKS:
         raise ValueError(f'trellis states {states!r} is not one of {", ".join(map(str, CHECKS))}')
-    if not isinstance(unbiased, bool):
-        raise TypeError(f'trellis unbiased must be True or False, got {unbiased!r}')
+    check_bools('trellis', unbiased=unbiased)
     positive = [k / GRID for k in LEVELS[bits]]
     levels = [*(-k for k in reversed(positive)), *positive]
 
@@ -136,7 +134,7 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         return {'codes': pack(codes, bits), 'scale': scale_words(above, below, unit, rms)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        n, s = math.prod(like.shape[1:]), scale_of(m['scale'], like)
+        n, s = elements(like), scale_of(m['scale'], like)
         codes = unpack(m['codes'], bits, n)
         runs = jnp.pad(codes, ((0, 0), (0, -n % RUN))).reshape(-1, RUN)
         number = (runs >> 1) * 4 + subsets(runs & 1)

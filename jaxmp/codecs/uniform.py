@@ -9,7 +9,6 @@ of the loss detects.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -18,8 +17,8 @@ from jaxtyping import Array, UInt8
 
 from jaxmp.codecs.exact import product, quotient
 from jaxmp.codecs.extremes import largest, span
-from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, unpack, wide
-from jaxmp.words import word
+from jaxmp.wire import Codec, Ctx, Like, compute_dtype, elements, half_bytes, pack, unpack, wide
+from jaxmp.words import check_whole, word
 
 Rounding = Callable[[Array, int, Ctx], Array]
 
@@ -35,20 +34,15 @@ def stochastic(x: Array, top: int, ctx: Ctx) -> Array:
     Raises:
       ValueError: if the context has no key.
     """
-    if ctx.key is None:
-        raise ValueError('stochastic rounding needs ctx.key; pass Ctx(key=jax.random.key(seed))')
     x = jnp.minimum(x, top)
-    up = jnp.floor(x + jax.random.uniform(ctx.key, x.shape, x.dtype))
+    up = jnp.floor(x + jax.random.uniform(ctx.key_of('stochastic rounding'), x.shape, x.dtype))
     return jnp.minimum(up, jnp.ceil(x))  # x + 0.99999994 may round above the next integer
 
 
 def check_bits(name: str, width: object, least: int, most: int = 8) -> None:
     """Raises ValueError unless ``width`` is an integer number of bits in ``[least, most]``."""
-    if isinstance(width, bool) or not isinstance(width, int) or not least <= width <= most:
-        raise ValueError(
-            f'{name} bits {width} is not an integer from {least} to {most}; '
-            f'for 4 bits write {name}(4)'
-        )
+    kind = f'an integer from {least} to {most}; for 4 bits write {name}(4)'
+    check_whole(f'{name} bits', width, kind, least, most)
 
 
 def _name(part: object) -> str:
@@ -137,7 +131,7 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         lo, hi = m['ends']
-        q = unpack(m['codes'], bits, math.prod(like.shape))
+        q = unpack(m['codes'], bits, like.size)
         y = _level(q, levels, lo, hi, *_steps(lo, hi, levels))
         return y.reshape(like.shape).astype(like.dtype)
 
@@ -178,7 +172,7 @@ def max_scaled(bits: int) -> Codec:
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         dtype = compute_dtype(like)
         s = jax.lax.bitcast_convert_type(m['scale'], jnp.float16).astype(dtype)
-        q = unpack(m['codes'], bits, math.prod(like.shape[1:])).astype(dtype) - top
+        q = unpack(m['codes'], bits, elements(like)).astype(dtype) - top
         return (q / top * s).reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)
@@ -225,11 +219,10 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         return m | {'codes': pack(q, bits)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        n = math.prod(like.shape)
         q = unpack(m['codes'], bits, size)
         lo, hi = ends_of(m, compute_dtype(like))
         ends = _written(lo, hi, *_steps(lo, hi, levels))
         x = _level(q, levels, *ends[:, :, None])
-        return x.reshape(-1)[:n].reshape(like.shape).astype(like.dtype)
+        return x.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
 
     return Codec(encode, decode)

@@ -18,7 +18,7 @@ from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, bucketed, check_rule
 from jaxmp.feedback import ef
 from jaxmp.wire import Codec, Ctx, like
-from jaxmp.words import word
+from jaxmp.words import check_bools, word
 
 LEAST_SPARSE = 0.25  # fraction sent in epoch 0 of a sparsity warm-up; in epoch t its power t + 1
 
@@ -156,8 +156,7 @@ def demo(
     References:
       DeMo: Decoupled Momentum Optimization, arXiv 2411.19870.
     """
-    if not isinstance(sign, bool):
-        raise TypeError(f'demo sign must be True or False, got {sign!r}')
+    check_bools('demo', sign=sign)
     check_parts('demo', fraction, top_k(1.0))
     kept = per_chunk(top_k(fraction, values=bf16, indices=elias_fano), chunk)
     shared = bucketed(all_gather(ef(dct(kept, size), decay)))

@@ -11,7 +11,7 @@ from jaxmp.codecs.exact import product, short
 from jaxmp.feedback.channel import Channel, check_codec
 from jaxmp.feedback.rules import read
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like
-from jaxmp.words import check_whole, word
+from jaxmp.words import check_bools, check_whole, word
 
 
 class Anchors(NamedTuple):
@@ -83,8 +83,7 @@ def anchored(
     check_whole('anchored vocabulary', vocabulary, 'a positive integer')
     check_whole('anchored window', window, 'a positive integer')
     check_whole('anchored pairs', pairs, '0 or a positive integer', 0)
-    if not isinstance(target, bool):
-        raise TypeError(f'anchored target must be True or False, got {target!r}')
+    check_bools('anchored', target=target)
 
     def table(like: Like) -> Anchors:
         rows = lambda n: jnp.zeros((n, like.shape[-1]), compute_dtype(like))

@@ -14,14 +14,6 @@ Tx = Any
 Rx = Any
 
 
-def _keep(x: Array, state: Any, ctx: Ctx) -> Any:
-    return state
-
-
-def _itself(state: Any, like: Like) -> Any:
-    return state
-
-
 @known
 class Channel(NamedTuple):
     """A feedback rule over a codec: what is sent, and what both ends remember.
@@ -49,11 +41,11 @@ class Channel(NamedTuple):
     init: Callable[[Like], tuple[Tx, Rx]]
     send: Callable[[Array, Tx, Ctx], tuple[Payload, Tx]]
     recv: Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]
-    warm_start: Callable[[Array, Any, Ctx], Any] = _keep
+    warm_start: Callable[[Array, Any, Ctx], Any] = lambda x, state, ctx: state
     shared_state: bool = False
     per_token: str = ''
     slots: Slots | None = None
-    values: Callable[[Any, Like], Any] = _itself
+    values: Callable[[Any, Like], Any] = lambda state, like: state
     by_gradient: bool = False
     spread: Callable[[Any, Ctx], Array] | None = None
     form: Hashable = None

@@ -22,7 +22,7 @@ from jaxmp.feedback.channel import Channel, Rx, Tx
 from jaxmp.feedback.components import WIDEST, best_widths
 from jaxmp.feedback.positions import joined, normed, positions
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, samples
-from jaxmp.words import check_whole, word
+from jaxmp.words import check_bools, check_whole, word
 
 
 class Receiver(NamedTuple):
@@ -126,7 +126,7 @@ def klt(
       Perspectives on the Natural Gradient Method, arXiv 1412.1193.
     """
     _check(bits, refresh, patch, by_gradient)
-    _check_bools(by_sample=by_sample, signed=signed, entropy=entropy)
+    check_bools('klt', by_sample=by_sample, signed=signed, entropy=entropy)
     coder = by_entropy if entropy else by_width
 
     def first(like: Like) -> Receiver:
@@ -196,12 +196,6 @@ def _check(bits: float, refresh: int, patch: int, by_gradient: float) -> None:
         raise ValueError(f'klt by_gradient {by_gradient!r} is not a number from 0 to 1; try 0.3')
     check_whole('klt refresh', refresh, 'a positive number of messages')
     check_whole('klt patch', patch, 'a positive number of pixels or tokens')
-
-
-def _check_bools(**values: bool) -> None:
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise TypeError(f'klt {name} must be True or False, got {value!r}')
 
 
 def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:

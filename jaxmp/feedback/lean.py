@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float16, UInt8
 
 from jaxmp.feedback.channel import Channel, Rx, Tx
-from jaxmp.wire import Ctx, Like, Payload, compute_dtype, like, pack, unpack
+from jaxmp.wire import Ctx, Like, Payload, compute_dtype, elements, like, pack, unpack
 
 BLOCK = 64
 
@@ -62,18 +61,17 @@ def lean(channel: Channel, bits: int) -> Channel:
     )  # fmt: skip
 
 
-def _blocks(elements: int) -> tuple[int, int]:
-    """Number and size of the blocks of a row."""
-    size = min(BLOCK, elements)
-    return -(-elements // size), size
+def _blocks(n: int) -> tuple[int, int]:
+    """Number and size of the blocks of a row of n elements."""
+    size = min(BLOCK, n)
+    return -(-n // size), size
 
 
 def _stored(a: Array, bits: int) -> Stored:
     """The rows of ``a``, axis 0, in ``bits`` bits per element."""
-    elements = math.prod(a.shape[1:])
-    count, size = _blocks(elements)
-    rows = a.reshape(len(a), elements)
-    rows = jnp.pad(rows, ((0, 0), (0, count * size - elements)), mode='edge')
+    n = elements(a)
+    count, size = _blocks(n)
+    rows = jnp.pad(a.reshape(len(a), n), ((0, 0), (0, count * size - n)), mode='edge')
     rows = rows.reshape(len(a), count, size)
     half = lambda x: jnp.clip(x, -65504, 65504).astype(jnp.float16)
     low = half(rows.min(-1, keepdims=True))
@@ -86,9 +84,9 @@ def _stored(a: Array, bits: int) -> Stored:
 
 def _loaded(stored: Stored, x: Like, bits: int) -> Array:
     """The rows of a tensor like ``x``, of any number; inverse of `_stored` but for the rounding."""
-    elements, rows = math.prod(x.shape[1:]), len(stored.codes)
-    count, size = _blocks(elements)
+    n, rows = elements(x), len(stored.codes)
+    count, size = _blocks(n)
     codes = unpack(stored.codes, bits, count * size).reshape(rows, count, size)
     low, step = (stored.ends[..., i : i + 1].astype(compute_dtype(x)) for i in (0, 1))
     a = low + codes.astype(low.dtype) * step
-    return a.reshape(rows, -1)[:, :elements].reshape(rows, *x.shape[1:])
+    return a.reshape(rows, -1)[:, :n].reshape(rows, *x.shape[1:])

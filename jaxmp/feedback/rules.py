@@ -14,7 +14,7 @@ from jaxmp.feedback.channel import Channel, Rx, Slots, Tx, check_codec
 from jaxmp.feedback.lean import lean
 from jaxmp.feedback.slots import slotted
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like
-from jaxmp.words import check_whole, word
+from jaxmp.words import check_bools, check_whole, word
 
 
 def _buffer(like: Like) -> Array:
@@ -160,8 +160,7 @@ def ef_mixed(codec: Codec, accumulate: bool = False) -> Channel:
       Activations and Gradients Compression for Model-Parallel Training, arXiv 2401.07788, 2.4.
     """
     check_codec('ef_mixed', codec)
-    if not isinstance(accumulate, bool):
-        raise TypeError(f'ef_mixed accumulate must be True or False, got {accumulate!r}')
+    check_bools('ef_mixed', accumulate=accumulate)
     if codec.halves is None:
         raise TypeError(
             f'ef_mixed sends K / 2 values of the tensor and K / 2 of the error as one message, and '
@@ -209,7 +208,7 @@ def aqsgd(codec: Codec, examples: int, table: int = 32) -> Channel:
     """
     check_codec('aqsgd', codec)
     check_whole('aqsgd examples', examples, 'the number of training examples')
-    if table not in (2, 4, 8, 32):
+    if not isinstance(table, int) or table not in (2, 4, 8, 32):
         raise ValueError(f'aqsgd table {table!r} is not 32, 8, 4 or 2 bits per element')
 
     def ids(ctx: Ctx) -> Array:

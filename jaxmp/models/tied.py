@@ -17,13 +17,17 @@ not through a boundary, unless ``config.tied_exchange`` names an exchange that c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
+
+_flat = functools.partial(flatten_dict, keep_empty_nodes=True)
 
 
 class TiedParameter(NamedTuple):
@@ -43,19 +47,15 @@ class TiedParameter(NamedTuple):
 
     def put(self, tree: Any, value: Any) -> Any:
         """The tree of the first or the last stage with ``value`` in place of the parameter."""
-        return _changed(tree, self.path, lambda level, key: {**level, key: value})
+        return unflatten_dict({**_flat(tree), self.path: value})
 
     def alone(self, tree: Any) -> Any:
         """A tree of the parameter only, under its path."""
-        value = self.get(tree)
-        for key in reversed(self.path):
-            value = {key: value}
-        return value
+        return unflatten_dict({self.path: self.get(tree)})
 
     def without(self, tree: Any) -> Any:
         """The tree without the parameter."""
-        drop = lambda level, key: {k: v for k, v in level.items() if k != key}
-        return _changed(tree, self.path, drop)
+        return unflatten_dict({k: v for k, v in _flat(tree).items() if k != self.path})
 
     def share(self, params: Sequence[Any]) -> tuple[Any, ...]:
         """The parameters of all stages, with the first stage's copy also in the last.
@@ -126,8 +126,7 @@ def merged(alone: Any, rest: Any) -> Any:
     >>> merged({'a': {'x': 1}}, {'a': {'y': 2}, 'b': 3})
     {'a': {'y': 2, 'x': 1}, 'b': 3}
     """
-    both = {k: merged(v, rest[k]) if k in rest else v for k, v in alone.items()}
-    return {**rest, **both}
+    return unflatten_dict({**_flat(rest), **_flat(alone)})
 
 
 def table(first: nn.Module, key: Array) -> Float[Array, 'V C']:
@@ -142,10 +141,3 @@ def table(first: nn.Module, key: Array) -> Float[Array, 'V C']:
     """
     made: Any = first.init({'params': key}, jnp.zeros((1, 1), jnp.int32))
     return WTE.get(made['params'])
-
-
-def _changed(tree: Any, path: tuple[str, ...], change: Callable[[Any, str], Any]) -> Any:
-    """``tree`` with the level that has the last key of ``path`` replaced by ``change``."""
-    if len(path) == 1:
-        return change(tree, path[0])
-    return {**tree, path[0]: _changed(tree[path[0]], path[1:], change)}

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp.models.gpt2 import Config, Stage
 
@@ -118,7 +119,9 @@ def read(directory: str, stages: Sequence[Stage], only: int | None = None) -> tu
         raise ValueError(f'{said}; only a GPT-2 with tied tables can be read')
     names = _names(stages)
     _check(directory, found, {n: s for stage in names for _, n, s in stage})
-    return tuple({'params': _nest(n, found)} for i, n in enumerate(names) if only in (None, i))
+    wanted = names if only is None else [names[only]]
+    flat = ({p: jnp.asarray(found[n], jnp.float32) for p, n, _ in stage} for stage in wanted)
+    return tuple({'params': unflatten_dict(params)} for params in flat)
 
 
 def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> None:
@@ -146,11 +149,9 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
         )
     tensors = {}
     for stage, own in zip(_names(stages), variables, strict=True):
+        flat = flatten_dict(own['params'])
         for path, name, _ in stage:
-            leaf = own['params']
-            for word in path:
-                leaf = leaf[word]
-            tensors[f'transformer.{name}'] = np.ascontiguousarray(leaf, np.float32)
+            tensors[f'transformer.{name}'] = np.ascontiguousarray(flat[path], np.float32)
     (root := Path(directory).expanduser()).mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, root / _FILE, metadata={'format': 'pt'})
@@ -201,16 +202,6 @@ def _name(path: tuple[str, ...], start: int) -> str:
     elif words[-1] != 'bias':
         words.append('weight')
     return '.'.join(words)
-
-
-def _nest(stage: _Named, found: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, name, _ in stage:
-        at = tree
-        for word in path[:-1]:
-            at = at.setdefault(word, {})
-        at[path[-1]] = jnp.asarray(found[name], jnp.float32)
-    return tree
 
 
 def _check(directory: str, found: Mapping[str, np.ndarray], wanted: Mapping[str, Any]) -> None:

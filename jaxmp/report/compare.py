@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmp.config import flat, settings
-from jaxmp.metrics import ACCURACY, Metric, of_summary
+from jaxmp.metrics import ACCURACY, METRICS, Metric, of_summary
 from jaxmp.report import style
 from jaxmp.report.curves import sent, value
 
@@ -56,6 +56,7 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(summary, dict) or not {'config', 'history'} <= summary.keys():
         raise ValueError(f'{file} is not the result of a run; give workdirs or result files')
     if flat(summary['config']) == summary['config']:
+        file = file if file.is_file() else path / 'config.json'
         raise ValueError(
             f'{file} is of an older version; convert it with python results/migrate.py {file}'
         )
@@ -69,12 +70,18 @@ def begun(workdir: Path) -> dict[str, Any]:
     records = [json.loads(line) for line in lines if line.endswith('}')]
     parts = {'train': [r for r in records if r['kind'] == 'train']}
     for mode in ('off', 'on'):
-        parts[mode] = [r for r in records if r.get('compression') == mode]
-    other = ('kind', 'step', 'epoch', 'compression', 'seconds')
-    names = [k for k in records[0] if k not in other] if records else []
+        parts[mode] = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
+    first = next((rows[0] for rows in parts.values() if rows), {})
+    names = [k for k in first if k not in ('kind', 'step', 'epoch', 'compression', 'seconds')]
     history = {part: {k: [r[k] for r in rows] for k in names} for part, rows in parts.items()}
-    measure = 'perplexity' if config['model']['name'] == 'gpt2' else 'accuracy'
-    return {'config': config, 'history': history, 'measure': measure}
+    values = settings(config)  # of an older version too
+    measure = 'perplexity' if values['model.name'] == 'gpt2' else 'accuracy'
+    own = values['metric'].rpartition(':')[2]  # a Metric may have another name than its variable
+    return {
+        'config': config,
+        'history': history,
+        'measure': own if own in METRICS or own in names else measure,
+    }
 
 
 def shown(runs: Sequence[dict[str, Any]]) -> list[Shown]:
