@@ -161,7 +161,7 @@ def _start(
     for i, stage in enumerate(stages):
         keys = {'params': jax.random.fold_in(key, i), 'dropout': key}
         x, variables = stage.init_with_output(keys, x, **dict(kwargs))
-        made.append(dict(variables))
+        made.append({'params': {}, **variables})  # Linen's has none where there are no parameters
     return tuple(made)
 
 
