@@ -284,6 +284,7 @@ BAD = {
     'no channel': (['--codecs=topk(1)'], r'unknown word .topk. \(did you mean top_k'),
     'a state per example': (['--codecs=aqsgd(raw, examples=examples)'], 'a state per example'),
     'positions of another message': (['--codecs=same_support()'], 'does not stand by itself'),
+    'of two directions': (['--codecs=klt(2, by_gradient=0.3)'], 'give it without by_gradient'),
     'no key': (['--config.widht=3'], r'no key .widht. \(did you mean'),
     'no number': (['--error=-1'], '--error is a number from 0'),
     'no flag': (['--colour=3'], r'unexpected .--colour=3.; keys are written --config\.key=value'),
