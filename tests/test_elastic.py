@@ -25,6 +25,7 @@ from jaxmp.distributed.address import TOKEN, listen
 from jaxmp.distributed.member import BehindError, Member
 from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.distributed.process_group import Address, ProcessGroup
+from jaxmp.exchange import pieces
 from jaxmp.training import elastic, experiment, loop
 from jaxmp.training.meetings import Meetings
 from tests.runs import config_of, known_model, pids, start, text_of
@@ -260,6 +261,12 @@ class Replica:
 
 
 STREAMED = 'diloco(4, all_gather(ef(one_bit)), fragments=2, delay=1, mix=0.5)'
+
+
+def test_a_piece_makes_its_values_in_the_order_of_its_operations():
+    """Not by addresses in memory: every process asks the cache for the same compiled program."""
+    jaxpr = jax.make_jaxpr(lambda x: [x * k for k in range(32)])(np.ones(2)).jaxpr
+    assert pieces._Step.of(jaxpr, {}, 0).makes == jaxpr.outvars
 
 
 def test_three_worlds_train_like_three_devices(monkeypatch, tmp_path):
