@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import AXIS as REPLICA
+from jaxmp.exchange.collectives import part, whole
 from jaxmp.hlo import permuted
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.memory import FeedbackMemory
@@ -91,27 +92,15 @@ class Spmd:
 
     def _stack(self, rows: dict[int, Any]) -> Any:
         """A tree of equal arrays per stage and replica as arrays ``(R, S, ...)``, moving none."""
-        place, (replicas, stages) = NamedSharding(self.mesh, SLICE), self.columns.devices.shape
         cells = [  # an array without an input, such as padding alone, is on the first device
-            jax.device_put(_frame(rows[s][r]), self.columns.devices[r, s])
-            for r in range(replicas)
-            for s in range(stages)
+            jax.device_put(_frame(rows[s][r]), device)
+            for (r, s), device in np.ndenumerate(self.columns.devices)
         ]
-        return jax.tree.map(
-            lambda *a: jax.make_array_from_single_device_arrays(
-                (replicas, stages, *a[0].shape[2:]), place, a
-            ),
-            *cells,
-        )
+        return whole(NamedSharding(self.mesh, SLICE), cells)
 
-    def _split(self, whole: Any) -> dict[int, ByReplica]:
+    def _split(self, tree: Any) -> dict[int, ByReplica]:
         """Inverse of `_stack`."""
-
-        def cell(r: int, s: int) -> Any:
-            device = self.columns.devices[r, s]
-            part = lambda a: next(x.data for x in a.addressable_shards if x.device == device)
-            return _unframe(jax.tree.map(part, whole))
-
+        cell = lambda r, s: _unframe(part(tree, self.columns.devices[r, s]))
         return {s: ByReplica({r: cell(r, s) for r in range(self.replicas)}) for s in self.stages}
 
     def _packed(self, packing: Packing, trees: dict[int, ByReplica]) -> Vectors:
@@ -208,8 +197,7 @@ class Spmd:
         """See `Runtime`."""
         inputs = {k: batch[k] for k in ('x', 'id')}
         outputs, feedback = self.forwards(self._state(state), inputs, key)
-        last = self.columns.devices[0, -1]
-        rows = next(a.data for a in outputs.addressable_shards if a.device == last)
+        rows = part(outputs, self.columns.devices[0, -1])
         return rows.reshape(-1, *rows.shape[4:]), feedback
 
     def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
