@@ -7,9 +7,10 @@ import hmac
 import ipaddress
 import os
 import socket
+import time
 from pathlib import Path
 
-from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.distributed.monitor import GRACE, ProcessGroupError
 
 TOKEN = 'JAXMP_TOKEN'  # the environment variable that holds the secret
 
@@ -116,3 +117,20 @@ def listen(address: str, port: int) -> socket.socket:
         raise ProcessGroupError(
             f'port {port} cannot be used: {error}; give another coordinator port'
         ) from error
+
+
+def reach(address: tuple[str, int], patience: float, wrong: str, advice: str) -> socket.socket:
+    """A connection to ``address``, for which it tries as many seconds as ``patience`` says.
+
+    Raises:
+      ProcessGroupError: if there is none then: ``wrong``, where and why, and ``advice``.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_connection(address, GRACE)
+        except OSError as error:
+            if time.monotonic() > end:
+                where = f'{address[0]}:{address[1]}'
+                raise ProcessGroupError(f'{wrong} at {where} ({error}); {advice}') from error
+            time.sleep(0.2)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxmp.distributed.address import listen, matches, own_address
+from jaxmp.distributed.address import listen, matches, own_address, reach
 from jaxmp.distributed.monitor import (
     GRACE,
     Connection,
@@ -194,18 +194,9 @@ def join_rendezvous(m: Meeting, index: int) -> Monitor:
     Raises:
       ProcessGroupError: if process 0 does not answer in time, or rejects this process.
     """
-    end = time.monotonic() + m.timeout
-    while True:
-        try:
-            line = Connection(socket.create_connection((m.host, m.port), GRACE))
-            break
-        except OSError as error:
-            if time.monotonic() > end:
-                raise ProcessGroupError(
-                    f'{m.names[0]} did not answer within {m.timeout:.0f} s at {m.host}:{m.port} '
-                    f'({error}); check that it runs, and that its port and the one before are open'
-                ) from error
-            time.sleep(0.2)
+    wrong = f'{m.names[0]} did not answer within {m.timeout:.0f} s'
+    advice = 'check that it runs, and that its port and the one before are open'
+    line = Connection(reach((m.host, m.port), m.timeout, wrong, advice))
     line.send(process=index, about=m.about, token=m.token)
     answer = line.read(m.timeout + GRACE)
     if answer and 'go' in answer:
