@@ -21,10 +21,10 @@ from workers import interfaces, serve
 
 from jaxmp import data
 from jaxmp.config import complete
+from jaxmp.distributed.address import listen
 from jaxmp.distributed.hub import Hub
 from jaxmp.distributed.member import Member
 from jaxmp.distributed.placement import device_mesh, open_links
-from jaxmp.distributed.rendezvous import listen
 from jaxmp.exchange import AXIS, bytes_of
 from jaxmp.plugins import load
 from jaxmp.training import replicas

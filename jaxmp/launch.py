@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxmp.distributed.address import TOKEN, listen
 from jaxmp.distributed.hub import Hub
-from jaxmp.distributed.rendezvous import TOKEN, listen
 
 PATIENCE = 60.0  # seconds in which the others must end after the first has failed
 

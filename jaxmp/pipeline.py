@@ -134,7 +134,7 @@ class Pipeline:
             if i and feedback is not None:
                 x, at = self.boundaries[i - 1].cross(x, feedback.at(i - 1), ctx.fold(2 * i))
                 crossed.append(at)
-            x, own = _run(stage, own, x, ctx.fold(2 * i + 1), kwargs)
+            x, own = run_stage(stage, own, x, ctx.fold(2 * i + 1), kwargs)
             updated.append(own)
         return x, tuple(updated), None if feedback is None else FeedbackState.join(crossed)
 
@@ -145,7 +145,7 @@ class Pipeline:
         def trace(variables: Variables, x: Array) -> None:
             ctx = Ctx(jax.random.key(0)).reading(x)
             for stage, own in zip(self.stages[:-1], variables, strict=False):
-                x, _ = _run(stage, own, x, ctx, kwargs)
+                x, _ = run_stage(stage, own, x, ctx, kwargs)
                 found.append(like(x))
 
         jax.eval_shape(trace, variables, x)
@@ -161,11 +161,14 @@ def _start(
     for i, stage in enumerate(stages):
         keys = {'params': jax.random.fold_in(key, i), 'dropout': key}
         x, variables = stage.init_with_output(keys, x, **dict(kwargs))
-        made.append(dict(variables))
+        made.append({'params': {}, **variables})  # Linen's has none where there are no parameters
     return tuple(made)
 
 
-def _run(stage: Stage, variables: dict, x: Array, ctx: Ctx, kwargs: dict) -> tuple[Array, dict]:
+def run_stage(
+    stage: Stage, variables: dict, x: Array, ctx: Ctx, kwargs: Mapping[str, Any]
+) -> tuple[Array, dict]:
+    """The output of a stage, and its variables with collections other than ``params`` updated."""
     mutable = [name for name in variables if name != 'params']
     rngs = {} if ctx.key is None else {'dropout': ctx.key}
     x, changed = stage.apply(variables, x, mutable=mutable, rngs=rngs, **inputs(stage, ctx, kwargs))

@@ -130,6 +130,7 @@ def shown_tables(s, tied, moved):
         ({'stages': 1}, 'this model sends none'),
         ({'tied_exchange': 'local_sgd(4)'}, 'shares parameters in place of gradients'),
         ({'tied_exchange': 'momentum(all_gather(fp16))'}, 'brings a momentum'),
+        ({'tied_exchange': 'frozen_adam(all_gather(fp16), b1=0.0)'}, 'has epochs of its own'),
         ({'tied_exchange': 'top_k(0.1)'}, r'write mean, all_gather\(top_k\(0.1\)\)'),
     ],
 )

@@ -143,6 +143,21 @@ def test_shared_parameters_that_drift_are_named(tmp_path):
         engine.check(state)
 
 
+class Plain(nn.Module):
+    """A stage without parameters."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return jnp.tanh(x)
+
+
+def test_a_stage_without_parameters_does_not_drift(monkeypatch):
+    known_model(monkeypatch, 'flat', lambda classes, width: (Plain(), Flat(classes)))
+    config = small(replicas=2, runtime='mpmd', exchange='mean')
+    engine = loop.prepare(config, process_group.ProcessGroup()).engine
+    engine.check(engine.create(experiment.experiment_of(config)))
+
+
 def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     """One bit of one parameter, and an adder that errs; the checkpoint kept is from before."""
     words = {'replicas': 4, 'exchange': 'all_gather(ef(one_bit))'}

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -20,10 +21,11 @@ import pytest
 
 from jaxmp import data
 from jaxmp.distributed import frames, hub, member
+from jaxmp.distributed.address import TOKEN, listen
 from jaxmp.distributed.member import BehindError, Member
 from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.distributed.process_group import Address, ProcessGroup
-from jaxmp.distributed.rendezvous import listen
+from jaxmp.exchange import pieces
 from jaxmp.training import elastic, experiment, loop
 from jaxmp.training.meetings import Meetings
 from tests.runs import config_of, known_model, pids, start, text_of
@@ -109,6 +111,21 @@ def test_a_frame_is_read_whole_or_refused(sent, wrong):
         near.shutdown(socket.SHUT_WR)
         with pytest.raises(wrong):
             frames.read_frame(far)
+
+
+def test_the_command_takes_addresses_as_all_processes_do(monkeypatch, capsys):
+    """Brackets around IPv6, whose loopback needs no secret either."""
+    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.setattr(hub, 'own_address', lambda host: host)
+    monkeypatch.setattr(hub, 'listen', lambda *where: where)
+    monkeypatch.setattr(hub, 'Hub', lambda where, *_: SimpleNamespace(serve=lambda: print(where)))
+    assert hub.main(['--address=[::1]:9876', '--replicas=2']) == 0
+    assert capsys.readouterr().out == "('::1', 9876)\n"
+    wrong = {'127.0.0.1:65536': 'not host:port.* up to 65535', '10.0.0.1:80': 'any machine that re'}
+    for where, problem in wrong.items():
+        with pytest.raises(SystemExit):
+            hub.main([f'--address={where}', '--replicas=2'])
+        assert re.search(problem, capsys.readouterr().err)
 
 
 def test_strangers_change_nothing(three):
@@ -244,6 +261,12 @@ class Replica:
 
 
 STREAMED = 'diloco(4, all_gather(ef(one_bit)), fragments=2, delay=1, mix=0.5)'
+
+
+def test_a_piece_makes_its_values_in_the_order_of_its_operations():
+    """Not by addresses in memory: every process asks the cache for the same compiled program."""
+    jaxpr = jax.make_jaxpr(lambda x: [x * k for k in range(32)])(np.ones(2)).jaxpr
+    assert pieces._Step.of(jaxpr, {}, 0).makes == jaxpr.outvars
 
 
 def test_three_worlds_train_like_three_devices(monkeypatch, tmp_path):

@@ -112,10 +112,7 @@ def test_the_order_is_the_least_of_all_predicted():
     for halves in ((), (1e-3 / 4, 1e-3 / 4)):
         given = probed(rows=(CHEAP,), counts=(4,), halves=halves)
         choice = choose.choose(given, LINK, 0.1)
-        found = {
-            o: choose.predicted(given, LINK, choice.codecs, (o, a))
-            for o, a in choose.orders(given, 3)
-        }
+        found = {o: choose.predicted(given, LINK, choice.codecs, o) for o in choose.orders(given)}
         assert any(o.schedule.startswith('zb') for o in found) == bool(halves)
         assert any('(' in o.schedule for o in found)
         assert choice.seconds == found[choice.order] <= choose.ALIKE * min(found.values())
@@ -136,10 +133,7 @@ def test_late_messages_do_not_make_the_chosen_schedule_slow(monkeypatch):
     never = choose.ordered(given, LINK, codecs)
     assert never.order.schedule == '1f1b'
     assert found.seconds == never.seconds == 27.0
-    late = [
-        choose.predicted(given, LINK, codecs, (o, choose.actions_of(o, 2)), 0.15)
-        for o in (found.order, never.order)
-    ]
+    late = [choose.predicted(given, LINK, codecs, c.order, 0.15) for c in (found, never)]
     assert late == pytest.approx([27.3, 28.2])
 
 
@@ -148,11 +142,9 @@ def test_what_hands_over_a_message_counts_per_message():
     given = probed(forward=1e-9, rows=(CHEAP._replace(encode=0.0, decode=0.0),))
     codecs, seconds = {e: given.crossings[e][0] for e in EDGES}, {}
     for count in (1, 4):
-        order = Order('gpipe', count)
-        pair = order, choose.actions_of(order, 3)
-        slower = given._replace(handover=0.1)
-        seconds[count] = choose.predicted(slower, LINK, codecs, pair)
-        seconds[count] -= choose.predicted(given, LINK, codecs, pair)
+        order, slower = Order('gpipe', count), given._replace(handover=0.1)
+        seconds[count] = choose.predicted(slower, LINK, codecs, order)
+        seconds[count] -= choose.predicted(given, LINK, codecs, order)
     assert seconds == pytest.approx({1: 4 * 0.1, 4: (4 + 3 + 3) * 0.1})
 
 
@@ -161,8 +153,7 @@ def test_a_message_holds_up_the_computing_of_both_ends():
     given, order = probed(), Order('gpipe', 1)
     codecs = {e: given.crossings[e][0] for e in EDGES}
     slower, same = (
-        choose.predicted(p, LINK, codecs, (order, choose.actions_of(order, 3)))
-        for p in (given._replace(busy=0.1), given)
+        choose.predicted(p, LINK, codecs, order) for p in (given._replace(busy=0.1), given)
     )
     assert slower - same == pytest.approx(4 * 0.1)
 
@@ -284,6 +275,7 @@ BAD = {
     'no channel': (['--codecs=topk(1)'], r'unknown word .topk. \(did you mean top_k'),
     'a state per example': (['--codecs=aqsgd(raw, examples=examples)'], 'a state per example'),
     'positions of another message': (['--codecs=same_support()'], 'does not stand by itself'),
+    'of two directions': (['--codecs=klt(2, by_gradient=0.3)'], 'give it without by_gradient'),
     'no key': (['--config.widht=3'], r'no key .widht. \(did you mean'),
     'no number': (['--error=-1'], '--error is a number from 0'),
     'no flag': (['--colour=3'], r'unexpected .--colour=3.; keys are written --config\.key=value'),

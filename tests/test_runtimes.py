@@ -6,8 +6,10 @@ import sys
 from dataclasses import replace
 from functools import cache, partial
 
+import flax.linen as nn
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
@@ -122,6 +124,25 @@ def test_operations_of_a_stage(remat, times):
         parts.append(count(program.backward_weights, state.params, sums, later))
         assert 0.4 < parts[0] / sum(parts) < 0.6
         assert sum(parts) < 1.05 * backward
+
+
+class Plain(nn.Module):
+    """A stage without parameters."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return jnp.tanh(x)
+
+
+@pytest.mark.parametrize('kind', ['mpmd', 'spmd'])
+def test_a_stage_may_have_no_parameters(kind, monkeypatch):
+    monkeypatch.setattr(pipelines, 'STAGES', (pipelines.Layer(5), Plain(), pipelines.Layer(4)))
+    want, [state] = pipelines.local('direct', 1, 1)
+    found, model, *_ = pipelines.apart(kind, 'direct', 1, 1)
+    close(np.array(found), np.array(want))
+    assert state.params[1] == model.params[1][0] == {}
+    for s in (0, 2):
+        jax.tree.map(close, model.params[s][0], state.params[s])
 
 
 def test_every_schedule_equals_one_program():

@@ -21,8 +21,8 @@ import pytest
 
 from jaxmp import launch
 from jaxmp.data import Dataset, Split
+from jaxmp.distributed import address, process_group, rendezvous, service
 from jaxmp.distributed import monitor as monitor
-from jaxmp.distributed import process_group, rendezvous, service
 from jaxmp.distributed.rendezvous import Meeting
 from jaxmp.exchange.copies import Copies
 from jaxmp.runtimes import lanes
@@ -226,14 +226,14 @@ def test_no_answer_from_process_0():
 @pytest.mark.parametrize('taken', [0, 1])
 def test_a_port_in_use_is_named(taken):
     port = launch.free_port()
-    address = process_group.Address(f'127.0.0.1:{port}', 2, 0)
+    own = process_group.Address(f'127.0.0.1:{port}', 2, 0)
     with (
         socket.create_server(('', port + taken)),
         pytest.raises(
             monitor.ProcessGroupError, match=rf'port {port + taken} cannot be used.*another'
         ),
     ):
-        process_group.connect(address, range(4), ABOUT)
+        process_group.connect(own, range(4), ABOUT)
 
 
 def test_where_process_0_listens(monkeypatch):
@@ -247,43 +247,43 @@ def test_where_process_0_listens(monkeypatch):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, '', (found[host], port))]
 
     monkeypatch.setattr(socket, 'getaddrinfo', look_up)
-    where = {host: rendezvous.own_address(host) for host in (*found, 'nobody')}
+    where = {host: address.own_address(host) for host in (*found, 'nobody')}
     assert where == {
         'localhost': '127.0.0.1', '127.0.0.1': '127.0.0.1',
         'debian': '', 'far': '', 'nobody': '',
     }  # fmt: skip
-    for address in ('127.0.0.1', ''):
-        with rendezvous.listen(address, 0) as server:
-            assert (server.getsockname()[0] in ('::', '0.0.0.0')) == (not address)
+    for own in ('127.0.0.1', ''):
+        with address.listen(own, 0) as server:
+            assert (server.getsockname()[0] in ('::', '0.0.0.0')) == (not own)
 
 
 def test_hosts_need_a_secret(tmp_path, monkeypatch):
     """From a file or the environment; on one machine it may be missing."""
-    monkeypatch.delenv(rendezvous.TOKEN, raising=False)
+    monkeypatch.delenv(address.TOKEN, raising=False)
     with pytest.raises(
         monitor.ProcessGroupError, match='same secret text, by the environment variable JAX'
     ):
         process_group.connect(process_group.Address('10.77.77.1:9000', 2, 0), range(4), ABOUT)
     (tmp_path / 'token').write_text(' of a file\n')
     (tmp_path / 'empty').write_text('\n')
-    assert rendezvous.secret(None) == ''
-    monkeypatch.setenv(rendezvous.TOKEN, 'of the environment')
-    assert rendezvous.secret(None) == 'of the environment'
-    assert rendezvous.secret(str(tmp_path / 'token')) == 'of a file'
+    assert address.secret(None) == ''
+    monkeypatch.setenv(address.TOKEN, 'of the environment')
+    assert address.secret(None) == 'of the environment'
+    assert address.secret(str(tmp_path / 'token')) == 'of a file'
     for name, problem in (('empty', 'is empty'), ('missing', 'cannot read the token file')):
         with pytest.raises(monitor.ProcessGroupError, match=problem):
-            rendezvous.secret(str(tmp_path / name))
+            address.secret(str(tmp_path / name))
 
 
 def test_the_launcher_makes_a_secret(monkeypatch):
     """All processes have it, another one each time, and no command line shows it."""
-    monkeypatch.delenv(rendezvous.TOKEN, raising=False)
+    monkeypatch.delenv(address.TOKEN, raising=False)
     monkeypatch.setattr(launch.subprocess, 'Popen', lambda words, env, **_: (words, env))
     told = []
     for _ in range(2):
         group = launch.group_of(['train.py'], 2, 9999)
         for words, env in (launch.start(group, i) for i in range(2)):
-            told.append(env[rendezvous.TOKEN])
+            told.append(env[address.TOKEN])
             assert '127.0.0.1:9999' in words[1]
             assert not any(told[-1] in word for word in words)
     assert told[0] == told[1] != told[2] == told[3]
@@ -462,17 +462,18 @@ def test_jaxs_connections_outlast_a_cut_network(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('address', 'problem'),
+    ('given', 'problem'),
     [
         (('h:1', 2, None), 'incomplete: give --coordinator'),
         (('h:1', 2, 2), 'process 2 is not one of 2'),
         (('host', 2, 0), 'is not host:port'),
+        (('h:65536', 2, 0), 'is not host:port.*up to 65535'),
         (('h:1', 5, 0), '4 stages run in at most 4 processes, got 5'),
     ],
 )
-def test_a_wrong_address_is_refused(address, problem):
+def test_a_wrong_address_is_refused(given, problem):
     with pytest.raises(ValueError, match=problem):
-        process_group.connect(process_group.Address(*address), range(4), ABOUT)
+        process_group.connect(process_group.Address(*given), range(4), ABOUT)
 
 
 def test_one_process_needs_no_team_and_one_program_takes_none():

@@ -23,9 +23,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jaxmp.distributed.address import (
+    TOKEN,
+    host_and_port,
+    listen,
+    matches,
+    own_address,
+    token_of,
+)
 from jaxmp.distributed.frames import FrameServer, Header, Line
 from jaxmp.distributed.monitor import ProcessGroupError
-from jaxmp.distributed.rendezvous import TOKEN, is_loopback, listen, matches, own_address, secret
 
 
 class Patience(NamedTuple):
@@ -257,15 +264,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in PATIENCE._asdict().items():
         parser.add_argument(f'--{name}', type=float, default=value, help=TIMES[name])
     args = parser.parse_args(argv)
-    host, _, port = args.address.rpartition(':')
     try:
-        token = secret(args.token_file)
-        if not token and not is_loopback(host):
-            parser.error(
-                f'give a secret, by {TOKEN} or --token_file: {host} is no loopback address'
-            )
+        host, port = host_and_port(args.address)
+        token = token_of(args.token_file, host)
         patience = Patience(args.start, args.silent, args.late)
-        server = listen(own_address(host), int(port))
+        server = listen(own_address(host), port)
         Hub(server, args.replicas, token, patience, lambda text: print(text, flush=True)).serve()
     except (ProcessGroupError, ValueError) as error:
         parser.error(str(error))

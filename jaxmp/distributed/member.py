@@ -7,10 +7,10 @@ import itertools
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from jaxmp.distributed.address import reach
 from jaxmp.distributed.frames import Header, frame, read_frame
 from jaxmp.distributed.monitor import GRACE, ProcessGroupError
 
@@ -91,7 +91,10 @@ class Member:
           BehindError: if the connection is lost meanwhile.
           ProcessGroupError: if the hub does not answer, or refuses this replica.
         """
-        self._sock = _connected(self._address, self._patience)
+        advice = 'start it by `jaxmp launch --elastic`, or `jaxmp hub`'
+        self._sock = reach(self._address, self._patience, 'the hub does not answer', advice)
+        self._sock.settimeout(None)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send({'kind': 'join', **self._hello, 'step': step, 'digest': digest, 'about': about})
         for target in (self._listen, self._beat):
             threading.Thread(target=target, daemon=True).start()
@@ -210,21 +213,3 @@ class Member:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-
-
-def _connected(address: tuple[str, int], patience: float) -> socket.socket:
-    end = time.monotonic() + patience
-    while True:
-        try:
-            sock = socket.create_connection(address, GRACE)
-            break
-        except OSError as error:
-            if time.monotonic() > end:
-                raise ProcessGroupError(
-                    f'the hub does not answer at {address[0]}:{address[1]} ({error}); start '
-                    'it by `jaxmp launch --elastic`, or `jaxmp hub`'
-                ) from error
-            time.sleep(0.2)
-    sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock

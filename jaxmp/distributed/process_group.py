@@ -17,19 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmp.distributed.monitor import Monitor, ProcessGroupError
+from jaxmp.distributed.address import host_and_port, listen, own_address, token_of
+from jaxmp.distributed.monitor import Monitor
 from jaxmp.distributed.placement import owners
-from jaxmp.distributed.rendezvous import (
-    TOKEN,
-    Meeting,
-    is_loopback,
-    join_rendezvous,
-    listen,
-    names_of,
-    own_address,
-    secret,
-    serve_rendezvous,
-)
+from jaxmp.distributed.rendezvous import Meeting, join_rendezvous, names_of, serve_rendezvous
 from jaxmp.distributed.service import start_jax
 
 MOST = 64  # largest number of steps between two agreements
@@ -43,7 +34,7 @@ class Address(NamedTuple):
       processes: number of processes.
       process: number of this process.
       token_file: file with the secret that all processes share; default the environment variable
-        `TOKEN`.
+        `JAXMP_TOKEN`.
       heartbeat_timeout: seconds without a heartbeat after which a process counts as failed.
     """
 
@@ -192,7 +183,7 @@ def connect(
     host, port = endpoint(address)
     owner = owners(1 + max(parts), int(address.processes or 0), what)
     names = names_of([owner[part] for part in parts], what)
-    token = token_of(address, host)
+    token = token_of(address.token_file, host)
     about = json.loads(json.dumps({**about, 'heartbeat_timeout': address.heartbeat_timeout}))
     deadline = address.heartbeat_timeout
     meeting = Meeting(host, _beside(port), names, about, token, deadline=deadline)
@@ -208,21 +199,6 @@ def connect(
     return ProcessGroup(monitor.index, len(names), monitor)
 
 
-def token_of(address: Address, host: str) -> str:
-    """The secret of the run, which is empty at most if ``host`` is a loopback address.
-
-    Raises:
-      ProcessGroupError: if it is missing, or its file cannot be read.
-    """
-    token = secret(address.token_file)
-    if not token and not is_loopback(host):
-        raise ProcessGroupError(
-            f'any machine that reaches {host} could join this run: give all processes the same '
-            f'secret text, by the environment variable {TOKEN} or by --token_file'
-        )
-    return token
-
-
 def endpoint(address: Address) -> tuple[str, int]:
     """Host and port of process 0; raises ValueError if the address is invalid."""
     coordinator, processes, process = address[:3]
@@ -234,14 +210,7 @@ def endpoint(address: Address) -> tuple[str, int]:
         raise ValueError(
             f'--heartbeat_timeout={address.heartbeat_timeout} is too short; give 1 second or more'
         )
-    return _split(coordinator)
-
-
-def _split(coordinator: str) -> tuple[str, int]:
-    host, _, port = coordinator.rpartition(':')
-    if not host or not port.isdigit():
-        raise ValueError(f'coordinator {coordinator!r} is not host:port, such as 10.0.0.1:9876')
-    return host.strip('[]'), int(port)
+    return host_and_port(coordinator)
 
 
 def _beside(port: int) -> int:

@@ -9,16 +9,13 @@ without it, it can neither end nor delay the start.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import ipaddress
-import os
 import selectors
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmp.distributed.address import listen, matches, own_address, reach
 from jaxmp.distributed.monitor import (
     GRACE,
     Connection,
@@ -28,7 +25,6 @@ from jaxmp.distributed.monitor import (
     object_of,
 )
 
-TOKEN = 'JAXMP_TOKEN'  # the environment variable that holds the secret
 HELLO = 2**16  # largest size of a first line in bytes
 PENDING = 100  # connections without a first line; if there are more, the oldest is closed
 
@@ -63,71 +59,6 @@ def names_of(owners: Sequence[int], what: str = 'stage') -> list[str]:
     """
     rows = [[str(s) for s, o in enumerate(owners) if o == p] for p in range(max(owners) + 1)]
     return [f'process {p} ({what}{"s" * (len(r) > 1)} {", ".join(r)})' for p, r in enumerate(rows)]
-
-
-def secret(file: str | None) -> str:
-    """The secret of the run: the text of ``file``, else of the environment variable, else empty.
-
-    Raises:
-      ProcessGroupError: if the file cannot be read or is empty.
-    """
-    if file is None:
-        return os.environ.get(TOKEN, '')
-    try:
-        text = Path(file).read_text().strip()
-    except (OSError, ValueError) as error:
-        raise ProcessGroupError(f'cannot read the token file: {error}; give a text file') from error
-    if not text:
-        raise ProcessGroupError(f'the token file {file} is empty; write a random text to it')
-    return text
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a loopback address or name on every machine.
-
-    >>> is_loopback('localhost'), is_loopback('127.0.0.1'), is_loopback('10.0.0.1')
-    (True, True, False)
-    """
-    try:
-        return host == 'localhost' or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def own_address(host: str) -> str:
-    """The address on which process 0 listens: that of ``host``, or '' for all of this machine.
-
-    It listens on all addresses if ``host`` is not an address of this machine (as with network
-    address translation), cannot be resolved yet, or resolves to loopback only on this machine (as
-    in Debian's /etc/hosts).
-    """
-    try:
-        resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # UnicodeError: ``host`` is not a valid name
-        return ''
-    for family, *_, address in resolved:
-        if ipaddress.ip_address(address[0]).is_loopback and not is_loopback(host):
-            return ''
-        with contextlib.suppress(OSError), socket.socket(family) as trial:
-            trial.bind(address)
-            return str(address[0])
-    return ''
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on ``address``, or on all addresses for ''.
-
-    Raises:
-      ProcessGroupError: if the port is in use.
-    """
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ':' in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family, dualstack_ipv6=both)
-    except OSError as error:
-        raise ProcessGroupError(
-            f'port {port} cannot be used: {error}; give another coordinator port'
-        ) from error
 
 
 def serve_rendezvous(m: Meeting) -> Monitor:
@@ -252,12 +183,6 @@ class _Door:
         return f'{names[index]} was started with {differ}; start all with the same settings'
 
 
-def matches(a: str, b: str) -> bool:
-    """Whether two secrets are equal, in a time that does not tell where they differ."""
-    # JSON can contain unpaired surrogates.
-    return hmac.compare_digest(*(text.encode(errors='backslashreplace') for text in (a, b)))
-
-
 def _refuse(sock: socket.socket, problem: str) -> None:
     with contextlib.suppress(OSError):
         sock.send(line_of({'refused': problem}))
@@ -269,18 +194,9 @@ def join_rendezvous(m: Meeting, index: int) -> Monitor:
     Raises:
       ProcessGroupError: if process 0 does not answer in time, or rejects this process.
     """
-    end = time.monotonic() + m.timeout
-    while True:
-        try:
-            line = Connection(socket.create_connection((m.host, m.port), GRACE))
-            break
-        except OSError as error:
-            if time.monotonic() > end:
-                raise ProcessGroupError(
-                    f'{m.names[0]} did not answer within {m.timeout:.0f} s at {m.host}:{m.port} '
-                    f'({error}); check that it runs, and that its port and the one before are open'
-                ) from error
-            time.sleep(0.2)
+    wrong = f'{m.names[0]} did not answer within {m.timeout:.0f} s'
+    advice = 'check that it runs, and that its port and the one before are open'
+    line = Connection(reach((m.host, m.port), m.timeout, wrong, advice))
     line.send(process=index, about=m.about, token=m.token)
     answer = line.read(m.timeout + GRACE)
     if answer and 'go' in answer:

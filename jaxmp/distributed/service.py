@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmp.distributed.rendezvous import own_address
+from jaxmp.distributed.address import own_address
 from jaxmp.distributed.streams import listen_at
 
 

@@ -3,7 +3,7 @@
 An exchange calls the functions of `Collectives`. `over` implements them inside `jax.shard_map`.
 `metered` implements them without communication and counts the bytes of their operands, so that the
 reported bytes come from the same code that runs. `jaxmp.hlo.operands` reads the bytes of the
-compiled program.
+compiled program. `whole` and `part` lead into such programs and out of them.
 
 All messages of a call are joined to one array of bytes, because each collective costs a round trip,
 and because XLA:CPU widens bf16. Numbers that are added are joined to one array per dtype.
@@ -11,12 +11,13 @@ and because XLA:CPU widens bf16. Numbers that are added are joined to one array 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jaxmp.transport import one_piece
@@ -104,6 +105,24 @@ def varies(x: Any, axis: str) -> bool:
 def _sum(a: Array, axis: str) -> Array:
     """The sum over the replicas, marked as varying, as JAX requires of operands that are mixed."""
     return lax.pcast(lax.psum(a, axis), axis, to='varying')
+
+
+def whole(place: NamedSharding, parts: Sequence[Any]) -> Any:
+    """The trees of this process's devices as one over a mesh, joined as ``place`` says."""
+    sizes = [place.mesh.shape[axis] for axis in place.spec]
+
+    def join(*arrays: Array) -> Array:
+        own, n = arrays[0].shape, len(sizes)
+        shape = *(a * size for a, size in zip(own[:n], sizes, strict=True)), *own[n:]
+        return jax.make_array_from_single_device_arrays(shape, place, arrays)
+
+    return jax.tree.map(join, *parts)
+
+
+def part(tree: Any, device: Any) -> Any:
+    """What one device has of a tree over a mesh; inverse of `whole`."""
+    own = lambda a: next(s.data for s in a.addressable_shards if s.device == device)
+    return jax.tree.map(own, tree)
 
 
 def metered(n: int, counts: dict[str, int]) -> Collectives:

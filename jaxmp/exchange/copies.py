@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives, over, sent
+from jaxmp.exchange.collectives import Collectives, over, part, sent, whole
 from jaxmp.exchange.layout import Exchange, State
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.hlo import operands
@@ -128,18 +128,11 @@ class Copies:
         return jax.jit(run, donate_argnums=0)
 
     def _on_two_devices(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
-        sharding = NamedSharding(self.mesh, P(AXIS))
-
-        def join(*parts: Array) -> Array:
-            shape = 2 * parts[0].shape[0], *parts[0].shape[1:]
-            return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
-
-        def part(device: Any, a: Array) -> Array:
-            return next(s.data for s in a.addressable_shards if s.device == device)
+        place = NamedSharding(self.mesh, P(AXIS))
 
         def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
-            out = self._program(jax.tree.map(join, *own.values()), words)
-            return {e: jax.tree.map(functools.partial(part, d), out) for e, d in self.here.items()}
+            out = self._program(whole(place, list(own.values())), words)
+            return {end: part(out, device) for end, device in self.here.items()}
 
         return run
 

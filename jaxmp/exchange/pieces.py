@@ -105,8 +105,9 @@ class _Step(NamedTuple):
     def of(jaxpr: Any, depth: dict[Any, int], d: int) -> _Step:
         """The operations that depend on d communications."""
         eqns = [e for e in jaxpr.eqns if _depth(depth, e.invars) == d]
-        work, sends = _parted(eqns)
-        inside = {v for e in work for v in e.outvars}
+        work = [e for e in eqns if e.primitive is not _gathered]
+        sends = [e for e in eqns if e.primitive is _gathered]
+        inside = {v: None for e in work for v in e.outvars}  # ordered, for caches
         used = {v: None for e in work for v in _vars(e.invars)}
         later = {v for e in jaxpr.eqns if e not in work for v in _vars(e.invars)}
         later |= set(_vars(jaxpr.outvars))
@@ -146,12 +147,6 @@ def _tainted(jaxpr: Any, own: Sequence[Any], marks: set[Any]) -> list[bool]:
         if private & set(_vars(e.invars)):
             private |= set(e.outvars) - marks
     return [not isinstance(v, core.Literal) and v in private for v in jaxpr.outvars]
-
-
-def _parted(eqns: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Operations, and communications."""
-    sends = [e for e in eqns if e.primitive is _gathered]
-    return [e for e in eqns if e.primitive is not _gathered], sends
 
 
 def _depth(depth: dict[Any, int], variables: Sequence[Any]) -> int:

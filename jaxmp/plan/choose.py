@@ -46,6 +46,10 @@ class Candidate(NamedTuple):
     nbytes: float
 
 
+Codecs = Mapping[Edge, Candidate]
+Allowed = Mapping[Edge, Sequence[Candidate]]
+
+
 class Probed(NamedTuple):
     """What the probe measured.
 
@@ -57,7 +61,7 @@ class Probed(NamedTuple):
     """
 
     stages: Mapping[int, Sequence[Times]]
-    crossings: Mapping[Edge, Sequence[Candidate]]
+    crossings: Allowed
     handover: float = 0.0
     busy: float = 0.0
 
@@ -78,7 +82,7 @@ class Choice(NamedTuple):
     """What a table's row is made of: an order, a candidate per edge, the predicted seconds."""
 
     order: Order
-    codecs: Mapping[Edge, Candidate]
+    codecs: Codecs
     seconds: float
 
     @property
@@ -115,12 +119,7 @@ def choose(probed: Probed, link: Link, budget: float) -> Choice:
     return careful(probed, link, min(found, key=lambda choice: choice.seconds), allowed)
 
 
-def searched(
-    probed: Probed,
-    link: Link,
-    start: Mapping[Edge, Candidate],
-    allowed: Mapping[Edge, Sequence[Candidate]],
-) -> Choice:
+def searched(probed: Probed, link: Link, start: Codecs, allowed: Allowed) -> Choice:
     """The best schedule and the best codecs in turn, until nothing changes."""
     choice = ordered(probed, link, start)
     for _ in range(ROUNDS):
@@ -131,95 +130,68 @@ def searched(
     return choice
 
 
-def ordered(
-    probed: Probed, link: Link, codecs: Mapping[Edge, Candidate], schedule: str | None = None
-) -> Choice:
+def ordered(probed: Probed, link: Link, codecs: Codecs, schedule: str | None = None) -> Choice:
     """The order of the least step for given codecs with messages that are `LATE`.
 
     Of orders that are `ALIKE` it is the one that keeps the fewest examples. Of a ``schedule`` only
     the number of micro-batches is left to choose.
     """
-    stages = 1 + max(max(e) for e in codecs)
     found = []
-    for order, actions in orders(probed, stages):
+    for order in orders(probed):
         if schedule and order.schedule != schedule:
             continue
-        late = LATE * statistics.mean(
-            (t.forward + t.backward) / 2 for t in probed.stages[order.microbatches]
-        )
-        slow = predicted(probed, link, codecs, (order, actions), late)
-        kept = max(saved_inputs(actions)) / order.microbatches
-        seconds = predicted(probed, link, codecs, (order, actions))
-        found.append((slow, kept, Choice(order, codecs, seconds)))
+        stages = probed.stages[order.microbatches]
+        late = LATE * statistics.mean((t.forward + t.backward) / 2 for t in stages)
+        slow = predicted(probed, link, codecs, order, late)
+        kept = max(saved_inputs(actions_of(order, len(stages)))) / order.microbatches
+        found.append((slow, kept, Choice(order, codecs, predicted(probed, link, codecs, order))))
     least = min(slow for slow, *_ in found)
     fast = [row for row in found if row[0] <= ALIKE * least]
     return min(fast, key=lambda row: (row[1], row[2].order.microbatches, row[0]))[2]
 
 
-def improved(
-    probed: Probed,
-    link: Link,
-    choice: Choice,
-    allowed: Mapping[Edge, Sequence[Candidate]],
-) -> dict[Edge, Candidate]:
+def improved(probed: Probed, link: Link, choice: Choice, allowed: Allowed) -> dict[Edge, Candidate]:
     """Codecs changed one after the other where the whole step gains."""
     codecs = dict(choice.codecs)
     for edge, own in allowed.items():
         cost = lambda c, edge=edge: (
-            seconds(probed, link, choice.order, {**codecs, edge: c}),
+            predicted(probed, link, {**codecs, edge: c}, choice.order),
             c.error,
         )
         codecs[edge] = min(own, key=cost)
     return codecs
 
 
-def careful(
-    probed: Probed,
-    link: Link,
-    choice: Choice,
-    allowed: Mapping[Edge, Sequence[Candidate]],
-) -> Choice:
+def careful(probed: Probed, link: Link, choice: Choice, allowed: Allowed) -> Choice:
     """Codecs of less error with a step that is `ALIKE`, where the error is largest first."""
     codecs, most = dict(choice.codecs), ALIKE * choice.seconds
     for edge in sorted(codecs, key=lambda e: -codecs[e].error):
         for c in sorted(allowed[edge], key=lambda c: (c.error, c.encode + c.decode)):
-            if seconds(probed, link, choice.order, {**codecs, edge: c}) <= most:
+            if predicted(probed, link, {**codecs, edge: c}, choice.order) <= most:
                 codecs[edge] = c
                 break
-    return Choice(choice.order, codecs, seconds(probed, link, choice.order, codecs))
+    return Choice(choice.order, codecs, predicted(probed, link, codecs, choice.order))
 
 
-def seconds(probed: Probed, link: Link, order: Order, codecs: Mapping[Edge, Candidate]) -> float:
-    """Predicted seconds of a step in an order."""
-    actions = actions_of(order, 1 + max(max(e) for e in codecs))
-    return predicted(probed, link, codecs, (order, actions))
-
-
-def orders(probed: Probed, stages: int) -> Iterator[tuple[Order, tuple[Action, ...]]]:
+def orders(probed: Probed) -> Iterator[Order]:
     """The orders that are tried; those that split backwards, where both halves were measured."""
     for count, times in probed.stages.items():
         halves = all(t.halves for t in times)
         wide = [n for n in AHEAD if n < count]
         names = [*LINES, *(f'{name}({n})' for name in ('eager_1f1b', 'zb_h2') for n in wide)]
-        tried = [Order(name, count) for name in names if halves or not name.startswith('zb')]
-        yield from ((order, actions_of(order, stages)) for order in tried)
+        yield from (Order(name, count) for name in names if halves or not name.startswith('zb'))
 
 
-def predicted(
-    probed: Probed,
-    link: Link,
-    codecs: Mapping[Edge, Candidate],
-    order: tuple[Order, Sequence[Action]],
-    late: float = 0.0,
-) -> float:
+def predicted(probed: Probed, link: Link, codecs: Codecs, order: Order, late: float = 0.0) -> float:
     """Predicted seconds of a step, whose messages arrive so many seconds ``late``."""
-    count, end = order[0].microbatches, probed.busy / 2
+    count, end, stages = order.microbatches, probed.busy / 2, probed.stages[order.microbatches]
     wire = lambda c: link.seconds(c.nbytes / count) + probed.handover
     messages = {
         e: Message(c.encode / count + end, wire(c), c.decode / count + end)
         for e, c in codecs.items()
     }
-    return step(order[1], probed.stages[count], messages, link.delay / 1e3 + late)
+    actions = actions_of(order, len(stages))
+    return step(actions, stages, messages, link.delay / 1e3 + late)
 
 
 def uniform(

@@ -71,6 +71,11 @@ def candidates(texts: Iterable[str], names: Mapping[str, Any], like: Like) -> di
                 f'--codecs: {text} keeps a state per example, which a probe cannot fill; give '
                 'codecs, or rules of feedback such as ef21'
             )
+        if channel.by_gradient:
+            raise ValueError(
+                f'--codecs: {text} is for activations whose gradient returns through klt, and a '
+                'plan has each crossing by itself; give it without by_gradient'
+            )
         try:
             bits(channel, like)
         except (TypeError, ValueError) as error:

@@ -72,16 +72,10 @@ def interpolated(
     >>> {n: a.tolist() for n, a in interpolated({1: [[4.0]], 4: [[1.0]]}, [1, 2, 4, 8]).items()}
     {1: [[4.0]], 2: [[2.0]], 4: [[1.0]], 8: [[0.5]]}
     """
-    known = sorted((1 / n, np.asarray(rows)) for n, rows in found.items())
-    sizes = [size for size, _ in known]
-    made = {}
-    for n in counts:
-        at = min(max(1 / n, sizes[0]), sizes[-1])
-        i = min(int(np.searchsorted(sizes, at)), len(sizes) - 1)
-        (low, a), (high, b) = known[max(i - 1, 0)], known[i]
-        part = (at - low) / (high - low) if high > low else 1.0
-        made[n] = (a + part * (b - a)) * (1 / n / at)
-    return made
+    known = sorted(found, reverse=True)
+    sizes, rows = [1 / n for n in known], [found[n] for n in known]
+    at = lambda n: np.apply_along_axis(lambda t: np.interp(1 / n, sizes, t), 0, rows)
+    return {n: at(n) * (1 / n / np.clip(1 / n, sizes[0], sizes[-1])) for n in counts}
 
 
 def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[list[float]]]:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp.distributed.placement import open_links
-from jaxmp.exchange.collectives import AXIS, over
+from jaxmp.exchange.collectives import AXIS, over, part, whole
 from jaxmp.runtimes.types import ByReplica
 
 
@@ -52,10 +52,10 @@ class Columns:
         own = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
         if self.replicas == 1:
             return ByReplica({0: _alone(f, self._options)(*(t[0] for t in own))})
-        mesh = self._mesh(stage)
-        whole = _together(f, mesh, self._options)(*(self._join(stage, t) for t in own))
-        place = {r: self.devices[r, stage] for r in self.here[stage]}
-        return ByReplica({r: self._part(whole, d) for r, d in place.items()})
+        mesh, here = self._mesh(stage), self.here[stage]
+        join = lambda t: whole(NamedSharding(mesh, P(AXIS)), [_row(t[r]) for r in here])
+        out = _together(f, mesh, self._options)(*map(join, own))
+        return ByReplica({r: _unrow(part(out, self.devices[r, stage])) for r in here})
 
     def open(self) -> None:
         """Lets the replicas of each stage meet where they are in several processes."""
@@ -65,21 +65,6 @@ class Columns:
 
     def _mesh(self, stage: int) -> Mesh:
         return Mesh(self.devices[:, stage], (AXIS,), axis_types=(AxisType.Auto,))
-
-    def _join(self, stage: int, tree: ByReplica) -> Any:
-        """Single trees as arrays ``(R, ...)`` over the column."""
-        rows = [_row(tree[r]) for r in self.here[stage]]
-        place = NamedSharding(self._mesh(stage), P(AXIS))
-        return jax.tree.map(
-            lambda *a: jax.make_array_from_single_device_arrays(
-                (self.replicas, *a[0].shape[1:]), place, a
-            ),
-            *rows,
-        )
-
-    def _part(self, whole: Any, device: Any) -> Any:
-        own = lambda a: next(x.data for x in a.addressable_shards if x.device == device)
-        return _unrow(jax.tree.map(own, whole))
 
 
 _row = jax.jit(lambda tree: jax.tree.map(lambda a: a[None], tree))

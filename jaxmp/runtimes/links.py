@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp.distributed.placement import Device, open_links
 from jaxmp.distributed.streams import stream
+from jaxmp.exchange.collectives import part, whole
 from jaxmp.hlo import permuted
 from jaxmp.transport import one_piece
 from jaxmp.wire import Payload, nbytes
@@ -162,20 +163,17 @@ def remote_move(mesh: Mesh, like: Payload, target: Device) -> tuple[Move, Callab
             'end is here'
         )
     open_links(mesh)
-    sharding, shift = NamedSharding(mesh, P('end')), _shift(mesh)
+    place, shift = NamedSharding(mesh, P('end')), _shift(mesh)
     empty = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), here[0]), like)
-    spread = lambda a: jax.make_array_from_single_device_arrays(
-        (2, *a.shape[1:]), sharding, [a]
-    )  # fmt: skip
 
     def move(message: Payload | None) -> Payload:
         given = empty if message is None else jax.device_put(message, here[0])
-        moved = jax.tree.map(lambda a: a.addressable_data(0), shift(jax.tree.map(spread, given)))
+        moved = part(shift(whole(place, [given])), here[0])
         return jax.device_put(moved, target) if message is None else moved
 
     def moves() -> int:
         both = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype, sharding=sharding), like
+            lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype, sharding=place), like
         )
         return permuted(shift.lower(both).compile().as_text()).get((0, 1), 0)
 

@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import AXIS as REPLICA
+from jaxmp.exchange.collectives import part, whole
 from jaxmp.hlo import permuted
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.memory import FeedbackMemory
-from jaxmp.runtimes.packing import Packing, Vectors
+from jaxmp.runtimes.packing import Packing
 from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
 from jaxmp.runtimes.stage import StageProgram, programs, shapes
 from jaxmp.runtimes.state import StageState
@@ -78,52 +79,24 @@ class Spmd:
 
     def pack(self, feedback: dict[int, ByReplica]) -> Any:
         """The feedback memory of all stages as the step takes it; inverse of `unpack`."""
-        pack = functools.partial(_pack_rows, self.program.memory)
-        return self._stack({s: {r: pack(s, f) for r, f in feedback[s].items()} for s in feedback})
+        return self._packed(self.program.memory, feedback)
 
     def unpack(self, memory: Any) -> dict[int, ByReplica]:
         """The feedback memory by stage and replica."""
-        rows = self._split(memory)
-        return {
-            s: ByReplica({r: _unpack_rows(self.program.memory, s, m) for r, m in row.items()})
-            for s, row in rows.items()
-        }
+        return self._trees(self.program.memory, memory)
 
-    def _stack(self, rows: dict[int, Any]) -> Any:
-        """A tree of equal arrays per stage and replica as arrays ``(R, S, ...)``, moving none."""
-        place, (replicas, stages) = NamedSharding(self.mesh, SLICE), self.columns.devices.shape
+    def _packed(self, layout: Packing | FeedbackMemory, trees: dict[int, ByReplica]) -> Any:
+        """Trees by stage and replica as arrays ``(R, S, ...)``, moving none."""
         cells = [  # an array without an input, such as padding alone, is on the first device
-            jax.device_put(_frame(rows[s][r]), self.columns.devices[r, s])
-            for r in range(replicas)
-            for s in range(stages)
+            jax.device_put(_pack(layout, s, trees[s][r]), device)
+            for (r, s), device in np.ndenumerate(self.columns.devices)
         ]
-        return jax.tree.map(
-            lambda *a: jax.make_array_from_single_device_arrays(
-                (replicas, stages, *a[0].shape[2:]), place, a
-            ),
-            *cells,
-        )
+        return whole(NamedSharding(self.mesh, SLICE), cells)
 
-    def _split(self, whole: Any) -> dict[int, ByReplica]:
-        """Inverse of `_stack`."""
-
-        def cell(r: int, s: int) -> Any:
-            device = self.columns.devices[r, s]
-            part = lambda a: next(x.data for x in a.addressable_shards if x.device == device)
-            return _unframe(jax.tree.map(part, whole))
-
+    def _trees(self, layout: Packing | FeedbackMemory, packed: Any) -> dict[int, ByReplica]:
+        """Inverse of `_packed`."""
+        cell = lambda r, s: _unpack(layout, s, part(packed, self.columns.devices[r, s]))
         return {s: ByReplica({r: cell(r, s) for r in range(self.replicas)}) for s in self.stages}
-
-    def _packed(self, packing: Packing, trees: dict[int, ByReplica]) -> Vectors:
-        rows = {s: {r: _pack(packing, s, t) for r, t in row.items()} for s, row in trees.items()}
-        return self._stack(rows)
-
-    def _trees(self, packing: Packing, vectors: Vectors) -> dict[int, ByReplica]:
-        rows = self._split(vectors)
-        return {
-            s: ByReplica({r: _unpack(packing, s, v) for r, v in row.items()})
-            for s, row in rows.items()
-        }
 
     def shapes(self) -> list[StageState]:
         """Shapes of all stages' states."""
@@ -208,8 +181,7 @@ class Spmd:
         """See `Runtime`."""
         inputs = {k: batch[k] for k in ('x', 'id')}
         outputs, feedback = self.forwards(self._state(state), inputs, key)
-        last = self.columns.devices[0, -1]
-        rows = next(a.data for a in outputs.addressable_shards if a.device == last)
+        rows = part(outputs, self.columns.devices[0, -1])
         return rows.reshape(-1, *rows.shape[4:]), feedback
 
     def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
@@ -217,10 +189,14 @@ class Spmd:
         return self.columns.at(stage, f, *trees)
 
 
-_frame = jax.jit(lambda tree: jax.tree.map(lambda a: a[None, None], tree))
-_unframe = jax.jit(lambda tree: jax.tree.map(lambda a: a[0, 0], tree))
 _init = jax.jit(StageProgram.init, static_argnums=0)
-_pack = jax.jit(Packing.pack, static_argnums=(0, 1))
-_unpack = jax.jit(Packing.unpack, static_argnums=(0, 1))
-_pack_rows = jax.jit(FeedbackMemory.pack, static_argnums=(0, 1))
-_unpack_rows = jax.jit(FeedbackMemory.unpack, static_argnums=(0, 1))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pack(layout: Packing | FeedbackMemory, s: int, tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[None, None], layout.pack(s, tree))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _unpack(layout: Packing | FeedbackMemory, s: int, packed: Any) -> Any:
+    return layout.unpack(s, jax.tree.map(lambda a: a[0, 0], packed))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
-from jaxmp.pipeline import Stage, check_stages, inputs
+from jaxmp.pipeline import Stage, check_stages, run_stage
 from jaxmp.runtimes.state import (
     Accumulator,
     Feedback,
@@ -206,19 +206,15 @@ class StageProgram:
         return ctx.fold(i), ctx.fold(i + 1), ctx.fold(i + 2)
 
     def _apply(self, params: Any, model_state: Any, x: Array, ctx: Ctx) -> tuple[Array, Any]:
-        rngs = {} if ctx.key is None else {'dropout': ctx.key}
-        y, changed = self.module.apply(
-            {'params': params, **model_state}, x, mutable=list(model_state), rngs=rngs,
-            **inputs(self.module, ctx, dict(self.kwargs)),
-        )  # fmt: skip
+        variables = {'params': params, **model_state}
+        y, after = run_stage(self.module, variables, x, ctx, dict(self.kwargs))
         if self.right and like(y) != self.y:
             raise ValueError(
                 f'stage {self.index}, {type(self.module).__name__}, gives {y.dtype}{list(y.shape)} '
                 f'and gave {self.y.dtype}{list(self.y.shape)} before; a stage gives one shape and '
                 'dtype for all micro-batches, in training and in a test'
             )
-        keep = lambda old, new: new.astype(old.dtype)  # a scan, and a checkpoint, keep dtypes
-        return y, jax.tree.map(keep, model_state, {**model_state, **changed})
+        return y, {name: after[name] for name in model_state}
 
 
 def programs(

@@ -34,8 +34,9 @@ class CompiledStage:
         self.init = jit(program.init)
         self.forward = jit(self._forward, donate_argnums=1)
         self.predict = jit(self._predict)
-        self.backward = jit(self._backward, donate_argnums=(1, 2))
-        self.backward_input = jit(self._backward_input, donate_argnums=1)
+        backward = lambda run: functools.partial(self._backward, run)
+        self.backward = jit(backward(program.backward), donate_argnums=(1, 2))
+        self.backward_input = jit(backward(program.backward_input), donate_argnums=1)
         self.backward_weights = jit(program.backward_weights, donate_argnums=1)
         self.init_accumulator = jit(program.init_accumulator, keep_unused=True)
         self.mean = jit(
@@ -55,23 +56,12 @@ class CompiledStage:
         )
         return state[1:], _framed(out) if self.program.right else out
 
-    def _backward(
-        self, params: Any, feedback: Any, total: Accumulator, residuals: Any, arrived: Any
-    ) -> tuple:
-        batch, message = arrived
-        state = StageState(params, {}, feedback)
-        state, total, out = self.program.backward(
-            state, total, residuals, (_folded(batch), _rows(message))
-        )
-        return state.feedback, total, _framed(out)
-
-    def _backward_input(self, params: Any, feedback: Any, residuals: Any, arrived: Any) -> tuple:
-        batch, message = arrived
-        state = StageState(params, {}, feedback)
-        state, later, out = self.program.backward_input(
-            state, residuals, (_folded(batch), _rows(message))
-        )
-        return state.feedback, later, _framed(out)
+    def _backward(self, run: Any, params: Any, feedback: Any, *given: Any) -> tuple:
+        """A backward of the program: of ``given``, sums if it adds to them, residuals, arrived."""
+        *before, (batch, message) = given
+        arrived = _folded(batch), _rows(message)
+        state, made, out = run(StageState(params, {}, feedback), *before, arrived)
+        return state.feedback, made, _framed(out)
 
 
 def _folded(batch: MicroBatch) -> MicroBatch:

@@ -23,8 +23,9 @@ from jaxmp import config as schema
 from jaxmp import data, version
 from jaxmp.boundary import Boundary
 from jaxmp.config import Config
+from jaxmp.distributed.address import token_of
 from jaxmp.distributed.member import BehindError, Member
-from jaxmp.distributed.process_group import Address, ProcessGroup, endpoint, token_of
+from jaxmp.distributed.process_group import Address, ProcessGroup, endpoint
 from jaxmp.exchange import Collectives, Exchange, bytes_of
 from jaxmp.training import one_program, replicas
 from jaxmp.training.agreement import digests
@@ -64,7 +65,7 @@ def train_as_member(
     """
     check(config, address)
     host, port = endpoint(address)
-    k, token = int(address.process or 0), token_of(address, host)
+    k, token = int(address.process or 0), token_of(address.token_file, host)
     workdir = workdir / 'replicas' / str(k) if k else workdir
     exp = experiment_of(config, task)
     meetings = Meetings(exp)

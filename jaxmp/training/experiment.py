@@ -224,6 +224,11 @@ def tied_exchange(config: Config, tied: bool) -> Exchange:
             'in both stages; take mean, all_gather, all_reduce, scatter_gather, double_squeeze or '
             'power_sgd'
         )
+    if shared.by_epoch:
+        raise ValueError(
+            f'config.tied_exchange={text!r} has epochs of its own, at first without compression or '
+            'with less, and a table is exchanged alike in all epochs; take one without a warm-up'
+        )
     return shared
 
 

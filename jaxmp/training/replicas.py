@@ -53,8 +53,10 @@ def alike(exchange: Exchange, state: TrainState) -> dict[int, Any]:
     """By stage what must be equal in all replicas now, perhaps nothing between two averages."""
     if exchange.shared:
         once = lambda halves: [h for h in halves if h != ()]  # of a tied table
-        return {s: [each(exchange.shared, h) for h in once(x)] for s, x in state.exchange.items()}
-    return state.model.params if int(state.step) % exchange.period == 0 else {}
+        found = {s: [each(exchange.shared, h) for h in once(x)] for s, x in state.exchange.items()}
+    else:
+        found = state.model.params if int(state.step) % exchange.period == 0 else {}
+    return {s: tree for s, tree in found.items() if jax.tree.leaves(tree)}
 
 
 def compare(rows: np.ndarray, params: Any, step: int, where: str = '') -> None:

@@ -23,6 +23,7 @@ from jaxmp.boundary import Boundary
 from jaxmp.distributed.placement import device_mesh, open_links
 from jaxmp.distributed.process_group import ProcessGroup, together
 from jaxmp.exchange import AXIS, over
+from jaxmp.exchange.collectives import part
 from jaxmp.exchange.traffic import bytes_of, compiled_operands
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training import one_program, portable, replicas
@@ -116,8 +117,8 @@ def rows_of(exp: Experiment, state: TrainState, mesh: Mesh) -> dict[int, dict[in
     """The state of each stage of each replica of this process, on the replica's device."""
 
     def row(device: Any) -> TrainState:
-        part = lambda a: next(x.data for x in a.addressable_shards if x.device == device)[0]
-        return state.replace(**{n: jax.tree.map(part, getattr(state, n)) for n in EACH})
+        own = lambda tree: jax.tree.map(lambda a: a[0], part(tree, device))
+        return state.replace(**{n: own(getattr(state, n)) for n in EACH})
 
     here = {r: d for r, d in enumerate(mesh.devices) if d.process_index == jax.process_index()}
     return {r: one_program.stages_of(exp, row(device)) for r, device in here.items()}
