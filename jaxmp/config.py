@@ -34,8 +34,7 @@ class Key(NamedTuple):
         result.
       model: the only model that reads the key; empty if every model does.
       runtime: the runtimes that read the key, with a space between; likewise.
-      idle: the key decides no number of a run: where files lie, what is kept; but a value of the
-        `pattern` does.
+      idle: the key decides no number of a run: where files lie, what is kept.
       free: the key may change where a run goes on from its checkpoint.
     """
 
@@ -67,7 +66,7 @@ KEYS: Mapping[str, Key] = {
     'data.sequence_length': Key(128, 'tokens per example', 2, model='gpt2'),
     'data.tokenizer': Key(
         'bytes', 'bytes, bpe-N to learn N tokens, or a folder of a byte-level BPE', model='gpt2',
-        pattern=r'bytes|bpe-\d+', idle=True),
+        idle=True),
     'model.name': Key(
         'resnet18', 'network', words=('resnet18', 'lenet', 'gpt2'),
         own='build(config, dataset) -> a sequence of stages, or a jaxmp.Task'),
@@ -145,6 +144,7 @@ KEYS: Mapping[str, Key] = {
     'checkpoint_every': Key(1, 'epochs', 1, idle=True, free=True),
 }  # fmt: skip
 FREE = frozenset(name for name, key in KEYS.items() if key.free)
+IDLE = frozenset(name for name, key in KEYS.items() if key.idle)
 KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a text'}
 
 
@@ -205,14 +205,9 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> settings({'optimizer': {'lr': 0.1}, 'data': {'dir': 'here'}})['exchange']
     'mean'
-    >>> of = lambda tokenizer: settings({'data': {'tokenizer': tokenizer}}).get('data.tokenizer')
-    >>> of('bpe-512'), of('bytes'), of('some/folder')
-    ('bpe-512', 'bytes', None)
     """
     values = {name: key.default for name, key in KEYS.items()} | flat(config)
-    decides = lambda k, value: k.pattern and re.fullmatch(k.pattern, str(value))
-    idle = {n for n, k in KEYS.items() if k.idle and not decides(k, values[n])}
-    return {name: value for name, value in values.items() if name not in idle}
+    return {name: value for name, value in values.items() if name not in IDLE}
 
 
 def check(config: Config) -> None:
