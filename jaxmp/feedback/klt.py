@@ -129,12 +129,12 @@ def klt(
     check_bools('klt', by_sample=by_sample, signed=signed, entropy=entropy)
     coder = by_entropy if entropy else by_width
 
-    def first(like: Like) -> Receiver:
+    def first(like: Array | Like) -> Receiver:
         count = jax.eval_shape(lambda x: (samples(x), positions(x, patch)), like)[1].shape[-1]
         book = _book(jnp.eye(count, dtype=compute_dtype(like)), jnp.ones(count), bits)
         return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
 
-    def begun(known: Receiver, like: Like) -> Receiver:
+    def begun(known: Receiver, like: Array | Like) -> Receiver:
         some = jnp.any(known.book)  # without `value_and_grad` a backward state is zero
         return known._replace(book=jnp.where(some, known.book, first(like).book))
 
