@@ -8,6 +8,7 @@ part has arrived.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -129,14 +130,7 @@ def klt(
     check_bools('klt', by_sample=by_sample, signed=signed, entropy=entropy)
     coder = by_entropy if entropy else by_width
 
-    def first(like: Array | Like) -> Receiver:
-        count = jax.eval_shape(lambda x: (samples(x), positions(x, patch)), like)[1].shape[-1]
-        book = _book(jnp.eye(count, dtype=compute_dtype(like)), jnp.ones(count), bits)
-        return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
-
-    def begun(known: Receiver, like: Array | Like) -> Receiver:
-        some = jnp.any(known.book)  # without `value_and_grad` a backward state is zero
-        return known._replace(book=jnp.where(some, known.book, first(like).book))
+    first = functools.partial(_first, bits=bits, refresh=refresh, patch=patch)
 
     def estimated(x: Array, tx: Sender) -> Sender:
         return _estimated(tx, positions(normed(x)[0] if by_sample else x, patch), refresh)
@@ -159,7 +153,7 @@ def klt(
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
 
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
-        tx = estimated(x, tx._replace(known=begun(tx.known, x)))
+        tx = estimated(x, tx._replace(known=_begun(tx.known, first(x))))
         spread = _fit(ctx.spread, tx.known.book) if by_gradient else None
         new = lambda: _parts(_components(tx, bits, spread, by_gradient), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
@@ -170,12 +164,10 @@ def klt(
         return message, _inverted(tx) if by_gradient else tx
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
-        rx = begun(rx, like)
+        rx = _begun(rx, first(like))
         return decode(m, rx.book, like), _advanced(rx, m['part'])
 
-    def warm_start(x: Array, state: Tx | Rx, ctx: Ctx) -> Tx | Rx:
-        return estimated(x, state) if isinstance(state, Sender) else state
-
+    warm_start = lambda x, state, ctx: estimated(x, state) if isinstance(state, Sender) else state
     codec = Codec(
         lambda x, ctx: encode(x, first(x).book[0], first(x).book[1:]),
         lambda m, like, ctx: decode(m, first(like).book, like),
@@ -196,6 +188,18 @@ def _check(bits: float, refresh: int, patch: int, by_gradient: float) -> None:
         raise ValueError(f'klt by_gradient {by_gradient!r} is not a number from 0 to 1; try 0.3')
     check_whole('klt refresh', refresh, 'a positive number of messages')
     check_whole('klt patch', patch, 'a positive number of pixels or tokens')
+
+
+def _first(like: Array | Like, bits: float, refresh: int, patch: int) -> Receiver:
+    """What both ends know before the first message: the channels themselves."""
+    count = jax.eval_shape(lambda x: (samples(x), positions(x, patch)), like)[1].shape[-1]
+    book = _book(jnp.eye(count, dtype=compute_dtype(like)), jnp.ones(count), bits)
+    return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
+
+
+def _begun(known: Receiver, first: Receiver) -> Receiver:
+    """A state that may be zero, as a backward one is without `value_and_grad`, with a book."""
+    return known._replace(book=jnp.where(jnp.any(known.book), known.book, first.book))
 
 
 def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
