@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from jaxmp.distributed.address import TOKEN, listen
 from jaxmp.distributed.hub import Hub
+from jaxmp.distributed.monitor import ProcessGroupError
 
 PATIENCE = 60.0  # seconds in which the others must end after the first has failed
 
@@ -202,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.processes < 1:
         parser.error(f'--processes {args.processes}: give 1 or more')
+    if args.port is not None and not 0 < args.port < 65535:
+        parser.error(f'--port {args.port}: give a port from 1 to 65534')
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _: asked.append(n))
@@ -209,7 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     again = lambda i: start(group, i)
     hub = None
     if args.elastic:
-        server = listen('127.0.0.1', group.port)
+        try:
+            server = listen('127.0.0.1', group.port)
+        except ProcessGroupError as error:
+            parser.error(str(error))
         hub = Hub(server, group.processes, group.token, say=_say)
         threading.Thread(target=hub.serve, daemon=True).start()
     try:

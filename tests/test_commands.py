@@ -123,6 +123,22 @@ def test_a_run_that_has_not_ended_is_compared(tmp_path, capsys, monkeypatch):
     (tmp_path / 'config.json').write_text(json.dumps({'name': 'x', 'model': 'gpt2', 'lr': 0.1}))
     _, err, _ = run(['compare', str(tmp_path)], capsys)
     assert f'version; convert it with python results/migrate.py {tmp_path / "config.json"}' in err
+    (tmp_path / 'config.json').write_text(json.dumps([1]))
+    _, err, _ = run(['compare', str(tmp_path)], capsys)
+    assert 'is not a run: its config.json has no settings' in err
+
+
+def test_a_run_that_has_not_ended_without_an_accuracy_is_compared_by_its_loss(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((ROOT / 'results' / 'cpu' / 'none-s0.json').read_text())['config']
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    scores = {'step': 1, 'epoch': 1, 'loss': 2.0, 'own': 0.75}
+    records = [{'kind': 'test', 'compression': m, **scores} for m in ('off', 'on')]
+    (tmp_path / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, records)) + '\n')
+    out, _, _ = run(['compare', str(tmp_path)], capsys)
+    assert re.search(r'loss .* 2\.0000', out)
 
 
 def test_the_console_script_is_the_package(tmp_path):

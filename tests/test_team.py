@@ -290,6 +290,18 @@ def test_the_launcher_makes_a_secret(monkeypatch):
     assert len(told[0]) == 32
 
 
+def test_a_port_in_use_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(launch.signal, 'signal', lambda *_: None)
+    with socket.create_server(('127.0.0.1', 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit):
+            launch.main(['--processes=2', '--elastic', f'--port={port}', '--', 'true'])
+    assert f'port {port} cannot be used' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        launch.main(['--processes=2', '--port=65535', '--', 'true'])
+    assert 'give a port from 1 to 65534' in capsys.readouterr().err
+
+
 class Watched(monitor.Monitor):
     """A monitor that notes where it would end the process, also after its test."""
 

@@ -66,6 +66,8 @@ def load(path: Path) -> dict[str, Any]:
 def begun(workdir: Path) -> dict[str, Any]:
     """The configuration and the epochs so far of a run that has not ended."""
     config = json.loads((workdir / 'config.json').read_text())
+    if not isinstance(config, dict):
+        raise ValueError('its config.json has no settings')
     lines = (workdir / 'metrics.jsonl').read_text().splitlines()
     records = [json.loads(line) for line in lines if line.endswith('}')]
     parts = {'train': [r for r in records if r['kind'] == 'train']}
@@ -75,12 +77,13 @@ def begun(workdir: Path) -> dict[str, Any]:
     names = [k for k in first if k not in ('kind', 'step', 'epoch', 'compression', 'seconds')]
     history = {part: {k: [r[k] for r in rows] for k in names} for part, rows in parts.items()}
     values = settings(config)  # of an older version too
-    measure = 'perplexity' if values['model.name'] == 'gpt2' else 'accuracy'
+    usual = 'perplexity' if values['model.name'] == 'gpt2' else 'accuracy'
     own = values['metric'].rpartition(':')[2]  # a Metric may have another name than its variable
+    scored = {*names, *(m.name for m in METRICS.values() if m.score in names)}
     return {
         'config': config,
         'history': history,
-        'measure': own if own in METRICS or own in names else measure,
+        'measure': next((m for m in (own or usual, usual) if m in scored or not names), 'loss'),
     }
 
 
