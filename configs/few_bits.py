@@ -21,12 +21,13 @@ from jaxmp.sweep.study import study_of
 
 EXACT = 'top_k(0.1, values=fp16)'
 COARSE = 'top_k(0.4, values=log_scale(4), indices=bitmap)'
+TRIPLES = ', triples=65536'  # forward
 
 
-def anchors(forward: str, backward: str) -> tuple[str, str]:
+def anchors(forward: str, backward: str, more: str = '') -> tuple[str, str]:
     """Anchors of pairs of tokens, and of targets; bits of all boundaries, or of each of three."""
     quantiser = 'anchored(rotate(trellis({}{})), vocabulary, {}pairs=65536{})'
-    fwd = [quantiser.format(b, '', '', '') for b in forward]
+    fwd = [quantiser.format(b, '', '', more) for b in forward]
     bwd = [quantiser.format(b, ', unbiased=True', 'window=64, ', ', target=True') for b in backward]
     return ';'.join(fwd), ';'.join(bwd)
 
@@ -115,9 +116,12 @@ CHANNELS = {  # forward and backward
     'anchors2.7': anchors('332', '233'),
     'anchors3': anchors('3', '3'),
     'learned48-anchors2': anchors('2', '2'),
+    'triples2': anchors('2', '2', TRIPLES),
+    'triples2.7': anchors('332', '233', TRIPLES),
     # the same where each later stage embeds the tokens: 1.0 bit, the second of 128 channels and
     # for fine-tuning; 2.7 bits; no compression
     'embedded32-anchors3': anchors('3', '3'),
+    'embedded32-triples3': anchors('3', '3', TRIPLES),
     'embedded42-anchors3': anchors('3', '3'),
     'embedded86-anchors3': anchors('3', '3'),
     'embedded': ('raw', 'raw'),
@@ -127,6 +131,7 @@ BOTTLENECKS = {
     'learned60-block4': 60,
     'learned48-anchors2': 48,
     'embedded32-anchors3': 32,
+    'embedded32-triples3': 32,
     'embedded42-anchors3': 42,
     'embedded86-anchors3': 86,
 }
@@ -151,12 +156,13 @@ EMBEDDED = {name for name in CHANNELS if name.startswith('embedded')}
 IMAGES = {
     name for name in CHANNELS if name.startswith(('patches', 'weighed', 'entropy'))
 }  # of 16 x 16 pixels
-TEXT = {*BOTTLENECKS, *EMBEDDED, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
+THREE = {'triples2', 'triples2.7'}
+TEXT = {*BOTTLENECKS, *EMBEDDED, *THREE, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
 TUNED = {'embedded42-anchors3', 'embedded'}
 WITHOUT = {  # what a scale has not; the others neither TEXT, IMAGES nor PHASES
     'converged': TEXT,
     'text': {'embedded42-anchors3', *IMAGES, *PHASES},
-    'tune': {*BOTTLENECKS, *EMBEDDED, *IMAGES, *PHASES} - TUNED,
+    'tune': {*BOTTLENECKS, *EMBEDDED, *IMAGES, *PHASES, *THREE} - TUNED,
 }
 SEEDS = {'smoke': 1, 'cpu': 5, 'mnist': 5, 'converged': 5, 'text': 3, 'tune': 3}
 

@@ -110,6 +110,7 @@ def drift(text, shape, dtype='float32', options=HURRIED):
         (f'anchored(block(4), {TOKENS}, window=7)', (8, 9, 30), 'bfloat16', FULL),
         (f'anchored(block(4), {TOKENS}, pairs={2 * TOKENS})', (8, 9, 30), 'float32', FULL),
         (f'anchored(block(4), {TOKENS}, 7, {TOKENS}, True)', (8, 9, 30), 'float32', HURRIED),
+        (f'anchored(block(4), {TOKENS}, pairs=64, triples=64)', (8, 9, 30), 'float32', FULL),
     ],
 )
 def test_both_ends_hold_the_same_bits(text, shape, dtype, options):

@@ -10,6 +10,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Ctx, Like
+from jaxmp.feedback.anchored import hashed
 from jaxmp.feedback.components import ERRORS
 from jaxmp.feedback.positions import joined, positions
 from tests import laws
@@ -332,42 +333,60 @@ def sentences():
 
 
 @pytest.mark.parametrize(
-    ('window', 'pairs', 'target'),
+    ('window', 'pairs', 'target', 'triples'),
     [
-        *((w, p, False) for w in (4, 1024) for p in (0, 2 * WORDS, WORDS**2)),
-        (4, 0, True),
-        (1024, WORDS**2, True),
+        *((w, p, False, 0) for w in (4, 1024) for p in (0, 2 * WORDS, WORDS**2)),
+        (4, 0, True, 0),
+        (1024, WORDS**2, True, 0),
+        (1024, WORDS**2, False, 64),
+        (4, 2 * WORDS, True, 37),
     ],
 )
-def test_anchors_are_their_equation(window, pairs, target):
+def test_anchors_are_their_equation(window, pairs, target, triples):
     """A loop over tokens; one of them never occurs, most occur several times in a batch."""
     xs, tokens = sentences()
     own = tokens
     if target:
         tokens = np.pad(own[..., 1:], ((0, 0), (0, 0), (0, 1)))
     before = np.pad(tokens[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    codec, others = 'block(2, size=32)', (WORDS * before + tokens) % max(pairs, 1)
+    first = np.pad(before[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    codec, of_pair = 'block(2, size=32)', WORDS * before + tokens
+    sizes = [WORDS, *filter(None, (pairs, triples))]
+    numbers = [tokens, of_pair, np.asarray(hashed(jnp.uint32(WORDS**2 * first + of_pair)))]
+    places = [a % n for a, n in zip(numbers, sizes, strict=False)]
     pair = laws.ends(jaxmp.parse(codec), jaxmp.like(xs[0]))
-    tables = [np.zeros((n, 8)) for n in (WORDS, max(pairs, 1))]
-    weights = [np.zeros(len(a)) for a in tables]
-    text = f'anchored({codec}, {WORDS}, window={window}, pairs={pairs}, target={target})'
-    for step, (y, found) in enumerate(anchored_run(text, xs, own)):
-        of_token, more = tables[0][tokens[step]], tables[1][others[step]]
-        known = (of_token + more).astype('f4')
+    tables = [np.zeros((n, 8)) for n in sizes]
+    weights = [np.zeros(n) for n in sizes]
+    words = f'window={window}, pairs={pairs}, target={target}, triples={triples}'
+    for step, (y, found) in enumerate(
+        anchored_run(f'anchored({codec}, {WORDS}, {words})', xs, own)
+    ):
+        rows = [p[step] for p in places]
+        means = [table[at] for table, at in zip(tables, rows, strict=True)]
+        known = sum(means).astype('f4')
         m = pair.cross((xs[step] - known).astype('f4'), (), (), at(step))[1]
         np.testing.assert_allclose(y, known + m, rtol=0, atol=1e-5)
-        parts = (tokens[step], more + m, 0, found), (others[step], m, 1, found.pairs)
-        for k, (rows, change, rest, state) in enumerate(parts[: 1 + bool(pairs)]):
-            for t in range(len(tables[k])):
-                here = change[rows == t].astype('f8')
+        for k in range(len(sizes)):
+            change = sum(means[k + 1 :]) + m
+            for t in range(sizes[k]):
+                here = change[rows[k] == t].astype('f8')
                 weights[k][t] = max(len(here), min(weights[k][t] + len(here), window))
-                tables[k][t] += here.sum(0) / max(weights[k][t] + rest, 1)
-            np.testing.assert_array_equal(state.weight, weights[k])
-            np.testing.assert_allclose(state.mean, tables[k], rtol=0, atol=4e-3)  # 11 bits of 1 / w
-            tables[k] = np.asarray(state.mean, 'f8')
+                tables[k][t] += here.sum(0) / max(weights[k][t] + (k > 0), 1)
+            np.testing.assert_array_equal(found.weight, weights[k])
+            np.testing.assert_allclose(found.mean, tables[k], rtol=0, atol=4e-3)  # 11 bits of 1 / w
+            tables[k] = np.asarray(found.mean, 'f8')
+            found = found.pairs
     assert weights[0].max() > 4 or window == 4, 'the window has been reached'
     assert not tables[0][-1].any()
-    assert not pairs or weights[1].max() > 1
+    assert all(w.max() > 1 for w in weights)
+
+
+def test_rows_of_triples_differ_in_each_token():
+    """With 65,536 rows for bytes too, where a remainder alone would drop the first of three."""
+    any_token = jnp.arange(256, dtype=jnp.uint32)
+    numbers = 256**2 * any_token + 256 * 7 + 9, 256**2 * 3 + 256 * 7 + any_token
+    rows = [np.unique(hashed(n) % 2**16) for n in numbers]
+    assert min(map(len, rows)) > 250
 
 
 def test_anchors_are_means_of_what_came_and_stay_in_the_vocabulary():
@@ -396,6 +415,10 @@ def test_anchors_need_a_token_for_each_position():
         jaxmp.anchored(jaxmp.raw, 3, pairs=-1)
     with pytest.raises(TypeError, match='target must be True or False, got 1'):
         jaxmp.anchored(jaxmp.raw, 3, target=1)
+    with pytest.raises(ValueError, match='triples -1 is not 0 or a positive integer'):
+        jaxmp.anchored(jaxmp.raw, 3, pairs=9, triples=-1)
+    with pytest.raises(ValueError, match='triples=27 needs pairs too'):
+        jaxmp.anchored(jaxmp.raw, 3, triples=27)
 
 
 def coloured(steps, count=8):

@@ -45,6 +45,7 @@ def both(text: str) -> Entry:
 
 RAW = both('raw')
 PAIRS = 'anchored(rotate(trellis(2)), vocabulary, pairs=65536)'
+TRIPLES = 'anchored(rotate(trellis(2)), vocabulary, pairs=65536, triples=65536)'
 TARGETS = (
     'anchored(rotate(trellis(2, unbiased=True)), vocabulary, window=64, pairs=65536, target=True)'
 )
@@ -66,6 +67,7 @@ DEFAULT = {  # entries, and whose codecs they are
     Entry('anchored(rotate(trellis(2)), vocabulary)', 'rotate(lloyd(1))'): '',
     Entry(PAIRS, 'rotate(trellis(2))'): '',
     Entry(PAIRS, TARGETS): '',
+    Entry(TRIPLES, TARGETS): '',
     Entry('klt(2)', 'rotate(trellis(2))'): '',
     both(
         'ef(per_chunk(top_k(0.015625, values=lloyd(2), indices=block_local), 4096), decay=0.95)'

@@ -20,7 +20,8 @@ class Anchors(NamedTuple):
     Attributes:
       mean: the anchor of each token.
       weight: occurrences that it is the mean of; beyond the window the oldest ones fade.
-      pairs: the table of what pairs of tokens add, or nothing.
+      pairs: the table of what pairs of tokens add, with that of triples in its own ``pairs``, or
+        nothing.
     """
 
     mean: Float[Array, 'V C']
@@ -30,7 +31,12 @@ class Anchors(NamedTuple):
 
 @word
 def anchored(
-    codec: Codec, vocabulary: int, window: int = 1024, pairs: int = 0, target: bool = False
+    codec: Codec,
+    vocabulary: int,
+    window: int = 1024,
+    pairs: int = 0,
+    target: bool = False,
+    triples: int = 0,
 ) -> Channel:
     """Anchors, the difference to a token's mean: ``y = a[token] + C(x - a[token])``.
 
@@ -48,7 +54,8 @@ def anchored(
     b[p])``, where the row is ``p = (vocabulary * before + t) mod pairs`` and the first token of a
     sequence comes after token 0. Its mean has one occurrence of zero more, ``b[p] <- b[p] + sum m /
     (w[p] + 1)``, and then ``a[t] <- a[t] + sum (b[p] + m) / w[t]``. With ``vocabulary**2`` rows
-    each pair has its own; take fewer as a multiple of the vocabulary.
+    each pair has its own; take fewer as a multiple of the vocabulary. With ``triples`` a third
+    table has what the two tokens before tell, likewise; its rows are hashed numbers of triples.
 
     With ``target`` the token of a position is the one that follows, which the position is to
     predict, and the last position of a sequence has token 0. So it is for gradients: that of the
@@ -63,11 +70,12 @@ def anchored(
       window: occurrences over which an anchor is a mean.
       pairs: rows for pairs of tokens; 0: none.
       target: whether an anchor is that of the next token, for gradients.
+      triples: rows for triples of tokens, beside those for pairs; 0: none.
 
     Raises:
       TypeError: if ``codec`` is not a codec, or ``target`` is not a truth value.
-      ValueError: if a number is not a positive integer (``pairs`` may be 0), or the context has not
-        a token for each position.
+      ValueError: if a number is not a positive integer (``pairs`` and ``triples`` may be 0), there
+        are triples without pairs, or the context has not a token for each position.
 
     >>> import jaxmp
     >>> rule, ctx = anchored(jaxmp.raw, 3), jaxmp.Ctx(tokens=jnp.array([[1, 2, 1]]))
@@ -83,52 +91,67 @@ def anchored(
     check_whole('anchored vocabulary', vocabulary, 'a positive integer')
     check_whole('anchored window', window, 'a positive integer')
     check_whole('anchored pairs', pairs, '0 or a positive integer', 0)
+    check_whole('anchored triples', triples, '0 or a positive integer', 0)
     check_bools('anchored', target=target)
+    if triples and not pairs:
+        raise ValueError(f'anchored triples={triples} needs pairs too, such as pairs={triples}')
+    sizes = [n for n in (vocabulary, pairs, triples) if n]
 
     def table(like: Like) -> Anchors:
-        rows = lambda n: jnp.zeros((n, like.shape[-1]), compute_dtype(like))
-        own = lambda n, *more: Anchors(rows(n), rows(n)[:, 0], *more)
-        return own(vocabulary, own(pairs)) if pairs else own(vocabulary)
+        made: Any = ()
+        for n in reversed(sizes):
+            mean = jnp.zeros((n, like.shape[-1]), compute_dtype(like))
+            made = Anchors(mean, mean[:, 0], made)
+        return made
 
-    def place(x: Array | Like, ctx: Ctx) -> tuple[Array, Array]:
-        """The row of each position in the table of tokens, and in that of pairs."""
+    def place(x: Array | Like, ctx: Ctx) -> list[Array]:
+        """The row of each position in the table of tokens, and in those of pairs and triples."""
         at = _tokens(ctx, x.shape)
         if target:
             at = _beside(at, -1)
-        before = _beside(at, 1)
-        numbers = before.astype(jnp.uint32) * jnp.uint32(vocabulary) + at.astype(jnp.uint32)
-        fit = (at >= 0) & (at < vocabulary)
-        of_pair = (numbers % max(pairs, 1)).astype(jnp.int32)
-        return jnp.where(fit, at, vocabulary), jnp.where(fit, of_pair, pairs)
+        fit, number, rows = (at >= 0) & (at < vocabulary), jnp.uint32(0), []
+        for k, n in enumerate(sizes):
+            number += at.astype(jnp.uint32) * jnp.uint32(vocabulary**k % 2**32)
+            row = (number if k < 2 else hashed(number)) % jnp.uint32(n)
+            rows.append(jnp.where(fit, row.astype(jnp.int32), n))
+            at = _beside(at, 1)
+        return rows
 
-    def known(a: Anchors, rows: tuple[Array, Array]) -> tuple[Array, Array]:
-        """The anchors of tokens and of pairs, at each position."""
-        take = lambda table, at: table.mean.at[at].get(mode='fill')
-        mean = take(a, rows[0])
-        return mean, take(a.pairs, rows[1]) if pairs else jnp.zeros_like(mean)
+    def known(a: Anchors, rows: list[Array]) -> list[Array]:
+        """What the table of tokens and those of pairs and triples tell of each position."""
+        means = []
+        for at in rows:
+            means.append(a.mean.at[at].get(mode='fill'))
+            a = a.pairs
+        return means
 
-    def moved(a: Anchors, rows: tuple[Array, Array], more: Array, change: Array) -> Anchors:
-        """The tables after a message, where pairs had added ``more``."""
-        if not pairs:
-            return _moved(a, rows[0], change, window)
-        of_pairs = _moved(a.pairs, rows[1], change, window, rest=1)
-        return _moved(a, rows[0], more + change, window)._replace(pairs=of_pairs)
+    def moved(a: Anchors, rows: list[Array], means: list[Array], change: Array) -> Anchors:
+        """The tables after a message: each takes what the more precise ones had added as well."""
+        tables = [a]
+        while tables[-1].pairs:
+            tables.append(tables[-1].pairs)
+        made: Any = ()
+        for k in reversed(range(len(rows))):
+            made = _moved(tables[k], rows[k], change, window, rest=min(k, 1))._replace(pairs=made)
+            change = means[k] + change
+        return made
 
     def send(x: Array, a: Anchors, ctx: Ctx) -> tuple[Payload, Anchors]:
         rows = place(x, ctx)
-        mean, more = known(a, rows)
-        m = codec.encode((x - (mean + more)).astype(x.dtype), ctx)
-        return m, moved(a, rows, more, read(codec, m, like(x), ctx))
+        means = known(a, rows)
+        m = codec.encode((x - sum(means[1:], means[0])).astype(x.dtype), ctx)
+        return m, moved(a, rows, means, read(codec, m, like(x), ctx))
 
     def recv(m: Payload, a: Anchors, like: Like, ctx: Ctx) -> tuple[Array, Anchors]:
         rows, change = place(like, ctx), read(codec, m, like, ctx)
-        mean, more = known(a, rows)
-        return (mean + more + change).astype(like.dtype), moved(a, rows, more, change)
+        means = known(a, rows)
+        y = sum(means[1:], means[0]) + change
+        return y.astype(like.dtype), moved(a, rows, means, change)
 
     def warm_start(x: Array, a: Anchors, ctx: Ctx) -> Anchors:
         rows = place(x, ctx)
-        mean, more = known(a, rows)
-        return moved(a, rows, more, x - (mean + more))
+        means = known(a, rows)
+        return moved(a, rows, means, x - sum(means[1:], means[0]))
 
     init = lambda like: (table(like), table(like))
     return Channel(
@@ -142,6 +165,12 @@ def _beside(at: Array, shift: int) -> Array:
     if at.ndim < 2:
         return jnp.zeros_like(at)
     return jnp.roll(at, shift, -1).at[..., 0 if shift > 0 else -1].set(0)
+
+
+def hashed(number: Array) -> Array:
+    """The number with all of its bits in the low ones (Fibonacci hashing)."""
+    mixed = number * jnp.uint32(0x9E3779B1)
+    return mixed ^ mixed >> 15
 
 
 def _tokens(ctx: Ctx, shape: tuple[int, ...]) -> Array:
