@@ -90,6 +90,7 @@ TERMS = {  # a function of the grammar in words; {} is its first argument
 SHARES = ('top_k', 'random_k', 'unbiased_random_k', 'dgc', 'demo')  # the first argument is a share
 TELLING = {  # arguments shown
     'accumulate': 'accumulated', 'values': '{} values', 'indices': '{}', 'pairs': 'of pairs',
+    'triples': 'of triples',
 }  # fmt: skip
 
 
