@@ -7,8 +7,8 @@
 A text is a forward channel; without one, all entries of the table are run. A score is the bits
 of the messages as compiled, the bits above Shannon's bound, the time of the codec in memcpys, the
 steps that an eight-stage GPT needs until a fixed loss (3 seeds, each against its run without
-compression), and the time that ProtocolNanoGPT would need over four links. Two cores take more
-than an hour for all entries, and some minutes for a text of yours. What has ended is kept in the
+compression), and the time that ProtocolNanoGPT would need over four links. Two cores take about
+an hour for all entries, and some minutes for a text of yours. What has ended is kept in the
 folder --out, and the same command goes on there; the table shows all entries of the folder.
 """
 
