@@ -87,10 +87,15 @@ def interval_of(row, study):
     return half - mean(found), half + mean(found)
 
 
-def longer(row, mode='on', study='few_bits_text', to='none'):
-    """Percent that a row's loss lies above that of none, over the seeds that it has."""
+def longer_by_seed(row, mode='on', study='few_bits_text', to='none'):
+    """Percent that a row's loss lies above that of none, seed by seed."""
     none, own = (results.by_seed(studies()[study].rows[r], m) for r, m in ((to, 'on'), (row, mode)))
-    return 100 * mean(v / none[s] - 1 for s, v in own.items())
+    return [100 * (v / none[s] - 1) for s, v in own.items()]
+
+
+def longer(*row, **how):
+    """The mean of them."""
+    return mean(longer_by_seed(*row, **how))
 
 
 def bits_of(study, row):
