@@ -122,7 +122,9 @@ def paint(figure: Any, data: Points) -> None:
         axes.set_ylim(min(y) - room, max(y) + room)
     scale(axes, [r['bits'] for r in rows.values()])
     axes.set(xlabel='bits per element on the wire', ylabel=data.ylabel)
-    figure.suptitle(data.title)
+    letters = int(7 * figure.get_figwidth())
+    lines = (textwrap.fill(line, letters) for line in data.title.splitlines())
+    figure.suptitle('\n'.join(lines))
     style.caption(figure, textwrap.fill(data.caption, int(15 * figure.get_figwidth())))
     axes.legend(loc='best', fontsize=8)
     places = {n: (at[n], r['y']) for n, r in rows.items()}

@@ -108,6 +108,8 @@ def human(fwd: str, bwd: str, warmup: int = 0) -> str:
     'AQ-SGD over Top30 %, warm-up 1'
     >>> human('ef_mixed(top_k(0.1), accumulate=True)', 'ef_mixed(top_k(0.1), accumulate=True)')
     'EF-mixed over Top10 %, accumulated'
+    >>> human('anchored(raw, 9, pairs=9, triples=9)', 'anchored(raw, 9, pairs=9, target=True)')
+    'anchors over no compression, of pairs, of triples'
     >>> human('uniform(4);uniform(8)', 'uniform(8);uniform(8)')
     '4-bit, by boundary'
     """
@@ -116,7 +118,7 @@ def human(fwd: str, bwd: str, warmup: int = 0) -> str:
         name = f'{there}, by boundary'
     elif 'same_support' in bwd:
         name = f'{there}, shared indices'
-    elif back == there or there == f'AQ-SGD over {back}':
+    elif there in (back, f'AQ-SGD over {back}', f'{back}, of triples'):
         name = f'{there} both ways' if there.endswith('-bit') else there
     else:
         name = f'{there} activations, {back} gradients'
