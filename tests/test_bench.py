@@ -236,6 +236,9 @@ def planner_run(bench, name):
     return sum(abs(a) <= 15 for a in off), off, slow
 
 
+AGAIN = {'hundred': '100mbit', 'second': '200mbit,50ms', 'gigabit': '1gbit'}  # runs, whose links
+
+
 def test_predicted_steps_are_those_measured(bench):
     """docs/choosing.md says how far off the planner was, and the tables are those of the rows."""
     page = ' '.join((ROOT / 'docs' / 'choosing.md').read_text().split())
@@ -257,6 +260,20 @@ def test_predicted_steps_are_those_measured(bench):
     assert f'{loss["100mbit"]:.1f} % above no compression' in page
     assert loss['1gbit'] == loss['200mbit,50ms']
     assert f'Mbit/s and {-loss["1gbit"]:.1f} % below it over the other links' in page
+    again = {n: planner_run(bench, f'epyc_2026-11-25_planner_{n}') for n in AGAIN}
+    near, count = sum(n for n, *_ in again.values()), sum(len(o) for _, o, _ in again.values())
+    hundred, second, gigabit = (
+        plain(bench('planner').quietest(rows_of(f'planner_{n}', 25)))[link]
+        for n, link in AGAIN.items()
+    )
+    assert f'twice): {near} of {count} steps were within 15 % of the prediction' in page
+    assert (
+        f'took {hundred[0]:.1f} to {hundred[1]:.0f} % less over 100 Mbit/s (two turns), '
+        f'{second[0]:.0f} to {second[1]:.0f} % less over 200 Mbit/s + 50 ms (one turn), and '
+        f'between {-gigabit[0]:.1f} % more and {gigabit[1]:.1f} % less over 1 Gbit/s (two turns)'
+    ) in page
+    slow = [again[n][2][link] for n, link in AGAIN.items()]
+    assert 'it took {:.1f}, {:.1f} and {:.1f} % more.'.format(*slow) in page
     near, off, slow = planner_run(bench, 'epyc_2026-11-24_planner_ten')
     took = {r['name']: r['measured'] for r in rows_of('planner_ten', 24) if r['kind'] == 'step'}
     plan = took['the plan']
