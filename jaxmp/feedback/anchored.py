@@ -97,13 +97,6 @@ def anchored(
         raise ValueError(f'anchored triples={triples} needs pairs too, such as pairs={triples}')
     sizes = [n for n in (vocabulary, pairs, triples) if n]
 
-    def table(like: Like) -> Anchors:
-        made: Any = ()
-        for n in reversed(sizes):
-            mean = jnp.zeros((n, like.shape[-1]), compute_dtype(like))
-            made = Anchors(mean, mean[:, 0], made)
-        return made
-
     def place(x: Array | Like, ctx: Ctx) -> list[Array]:
         """The row of each position in the table of tokens, and in those of pairs and triples."""
         at = _tokens(ctx, x.shape)
@@ -117,47 +110,52 @@ def anchored(
             at = _beside(at, 1)
         return rows
 
-    def known(a: Anchors, rows: list[Array]) -> list[Array]:
-        """What the table of tokens and those of pairs and triples tell of each position."""
-        means = []
-        for at in rows:
-            means.append(a.mean.at[at].get(mode='fill'))
-            a = a.pairs
-        return means
-
-    def moved(a: Anchors, rows: list[Array], means: list[Array], change: Array) -> Anchors:
-        """The tables after a message: each takes what the more precise ones had added as well."""
-        tables = [a]
-        while tables[-1].pairs:
-            tables.append(tables[-1].pairs)
-        made: Any = ()
-        for k in reversed(range(len(rows))):
-            made = _moved(tables[k], rows[k], change, window, rest=min(k, 1))._replace(pairs=made)
-            change = means[k] + change
-        return made
-
     def send(x: Array, a: Anchors, ctx: Ctx) -> tuple[Payload, Anchors]:
         rows = place(x, ctx)
-        means = known(a, rows)
+        means = _known(a, rows)
         m = codec.encode((x - sum(means[1:], means[0])).astype(x.dtype), ctx)
-        return m, moved(a, rows, means, read(codec, m, like(x), ctx))
+        return m, _after(a, rows, means, read(codec, m, like(x), ctx), window)
 
     def recv(m: Payload, a: Anchors, like: Like, ctx: Ctx) -> tuple[Array, Anchors]:
         rows, change = place(like, ctx), read(codec, m, like, ctx)
-        means = known(a, rows)
+        means = _known(a, rows)
         y = sum(means[1:], means[0]) + change
-        return y.astype(like.dtype), moved(a, rows, means, change)
+        return y.astype(like.dtype), _after(a, rows, means, change, window)
 
     def warm_start(x: Array, a: Anchors, ctx: Ctx) -> Anchors:
         rows = place(x, ctx)
-        means = known(a, rows)
-        return moved(a, rows, means, x - sum(means[1:], means[0]))
+        means = _known(a, rows)
+        return _after(a, rows, means, x - sum(means[1:], means[0]), window)
 
-    init = lambda like: (table(like), table(like))
+    init = lambda like: (_zeros(sizes, like), _zeros(sizes, like))
     return Channel(
         codec, init, send, recv, warm_start, shared_state=True,
         per_token='target' if target else 'input', values=lambda a, like: a.mean,
     )  # fmt: skip
+
+
+def _zeros(sizes: list[int], like: Like) -> Any:
+    """Tables without anything in them, each in the one before."""
+    if not sizes:
+        return ()
+    mean = jnp.zeros((sizes[0], like.shape[-1]), compute_dtype(like))
+    return Anchors(mean, mean[:, 0], _zeros(sizes[1:], like))
+
+
+def _known(a: Anchors, rows: list[Array]) -> list[Array]:
+    """What the table of tokens and those of pairs and triples tell of each position."""
+    more = _known(a.pairs, rows[1:]) if rows[1:] else []
+    return [a.mean.at[rows[0]].get(mode='fill'), *more]
+
+
+def _after(
+    a: Anchors, rows: list[Array], means: list[Array], change: Array, window: int, rest: int = 0
+) -> Anchors:
+    """The tables after a message: each takes what the more precise ones had added as well."""
+    pairs = _after(a.pairs, rows[1:], means[1:], change, window, rest=1) if rows[1:] else ()
+    for mean in reversed(means[1:]):
+        change = mean + change
+    return _moved(a, rows[0], change, window, rest)._replace(pairs=pairs)
 
 
 def _beside(at: Array, shift: int) -> Array:
