@@ -103,11 +103,24 @@ def test_a_stage_run_again_gives_the_same(kind):
     assert assert_equal(leaves, 'direct', 1, 1)
 
 
+class Deep(nn.Module):
+    """Layers, one after another."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        for _ in range(4):
+            x = pipelines.Layer(96)(x, train)
+        return x
+
+
 @pytest.mark.parametrize(('remat', 'times'), [(False, 3.1), (True, 4.1)])
 def test_operations_of_a_stage(remat, times):
-    """Forward and backward of a stage in the middle, in units of its forward alone."""
+    """Forward and backward of a stage in the middle, in units of its forward alone.
+
+    The stage is deep: a backward cut in two may not pull a gradient through its layers twice.
+    """
     x = jax.ShapeDtypeStruct((64, 96), np.float32)
-    cut, layer = boundary(parse('raw'), parse('raw')), pipelines.Layer(96)
+    cut, layer = boundary(parse('raw'), parse('raw')), Deep()
     _, program, _ = programs([layer] * 3, [cut] * 2, pipelines.loss, x, {'train': True}, remat)
     state, message = jax.eval_shape(program.init, jax.random.key(0)), program.left.messages(x)[0]
     batch = MicroBatch(None, None, Ctx(jax.random.key(0)))
@@ -120,6 +133,7 @@ def test_operations_of_a_stage(remat, times):
     assert times - 1 < total / forward < times
     if not remat:  # cut in two, it is as much
         _, later, _ = jax.eval_shape(program.backward_input, after, residuals, (batch, message))
+        later = program.joined(state.params, residuals, later)
         parts = [count(program.backward_input, after, residuals, (batch, message))]
         parts.append(count(program.backward_weights, state.params, sums, later))
         assert 0.4 < parts[0] / sum(parts) < 0.6

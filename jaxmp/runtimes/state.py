@@ -107,12 +107,21 @@ class Pullback:
         self.kept, self.form, self.places = kept, form, places
 
     @classmethod
-    def of(cls, pull: Any, params: Any) -> Pullback:
-        """Stores ``pull``, which `jax.vjp` gave at ``params``."""
+    def of(cls, pull: Any, params: Any, before: Sequence[Any] = ()) -> Pullback:
+        """Stores ``pull``, which `jax.vjp` gave at ``params``; `joined` adds those ``before``."""
         leaves, form = jax.tree.flatten(pull)
-        number = {id(a): i for i, a in enumerate(jax.tree.leaves(params))}
+        number = {id(a): i for i, a in enumerate([*jax.tree.leaves(params), *before])}
         places = tuple(number.get(id(a)) for a in leaves)
         return cls([a for a, i in zip(leaves, places, strict=True) if i is None], form, places)
+
+    def joined(self, params: Any, before: Sequence[Any]) -> Pullback:
+        """The same with the arrays ``before`` that `of` left out."""
+        n, own = len(jax.tree.leaves(params)), iter(self.kept)
+        param = [i is not None and i < n for i in self.places]
+        rows = zip(self.places, param, strict=True)
+        kept = [next(own) if i is None else before[i - n] for i, known in rows if not known]
+        places = (i if known else None for i, known in zip(self.places, param, strict=True))
+        return Pullback(kept, self.form, tuple(places))
 
     def __call__(self, params: Any, *gradient: Any) -> Any:
         """What the function gives: gradients of the parameters and of the input."""
@@ -120,15 +129,22 @@ class Pullback:
         leaves = [next(kept) if i is None else known[i] for i in self.places]
         return jax.tree.unflatten(self.form, leaves)(*gradient)
 
-    def halves(self, params: Any, gradient: Any, first: bool) -> tuple[Any, Pullback]:
+    def halves(
+        self, params: Any, gradient: Any, first: bool, before: Sequence[Any]
+    ) -> tuple[Any, Pullback]:
         """Gradient of the input (None in the first stage), and the map to the parameters' leaves.
 
-        See `jaxmp.runtimes.halves.cut`; the second result is called with the parameters alone.
+        See `jaxmp.runtimes.halves.cut`; the second result is called with the parameters alone, once
+        it is `joined` with ``before``, which it leaves out: a program would copy what it only
+        hands on.
         """
-        pull = lambda kept, params, g: Pullback(kept, self.form, self.places)(params, g)
-        gradients = lambda *args: (None if first else pull(*args)[1], pull(*args)[0])
+
+        def gradients(kept: Any, params: Any, g: Any) -> tuple[Any, Any]:
+            of_params, of_input = Pullback(kept, self.form, self.places)(params, g)
+            return (None if first else of_input), of_params
+
         gx, rest, values = cut(gradients, self.kept, params, gradient)
-        return gx, Pullback.of(jax.tree_util.Partial(rest, *values), params)
+        return gx, Pullback.of(jax.tree_util.Partial(rest, *values), params, before)
 
     def tree_flatten(self) -> tuple[tuple[Any], Any]:
         """Children and static part, for JAX."""

@@ -120,7 +120,7 @@ class Worker:
         self.feedback, later, out = self.stage.backward_input(
             self.params, self.feedback, residuals, (batch, message)
         )
-        self._later[m] = batch, later
+        self._later[m] = batch, self.stage.program.joined(self.params, residuals, later)
         return out
 
     def backward_weights(self, m: int) -> None:
