@@ -3,15 +3,17 @@
 python bench/planner.py [--config=text_gpt2] [--links 1gbit 100mbit 200mbit,50ms] [--error=.1]
 It probes the configuration once, on a core while another process probes it on the other one, since
 the processes to be measured share caches and memory as well. For each link it measures the plan and
-channels chosen by hand, each in the schedule that is predicted to be the best for it, and all of
-them in turns, every second one in reverse. A row is written as soon as it is measured, and the same
-command goes on where it was stopped; a table (`.md`) lies beside the rows.
+channels chosen by hand, each in the schedule that is predicted to be the best for it. The rows of a
+link are written when all are measured, and the same command goes on where it was stopped; a table
+(`.md`) lies beside the rows.
 
-**Measured**: wall time of a training step in process 0, median of ``--steps`` steps after three,
-the least of ``--turns`` such medians; two processes, each on a core of its own, with links emulated
-between them. The paper's codecs are measured in plain 1F1B too, with the number of micro-batches
-that is predicted to be the best for it: what they take without a planner. Anything else that the
-machine does counts, so it must do nothing else.
+**Measured**: wall time of a training step in process 0; two processes, each on a core of its own,
+with links emulated between them. Both have all choices of a link ready and run them in ``--rounds``
+rounds, in another order each, ``--steps`` steps of each after one that does not count: a machine's
+speed varies from second to second, and so all choices see the same. The lower quartile of the steps
+counts, and of ``--turns`` the least. The paper's codecs are measured in plain 1F1B too, with the
+number of micro-batches that is predicted to be the best for it: what they take without a planner.
+Anything else that the machine does counts, so it must do nothing else.
 **Loss**: mean training loss of the last tenth of an epoch in one program, from the same seed and
 batches; none of links and schedules changes it. Of several ``--seeds`` it is their mean, with the
 mean of the differences from no compression, seed by seed, and the standard error of that mean.
@@ -29,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ from jaxmp.plan.predict import parse
 from jaxmp.plan.write import text as written
 from jaxmp.training.task import stage_count
 
-HERE, WARM, STEPS, CORES = Path(__file__).parent, 3, 12, 2
+HERE, WARM, STEPS, ROUNDS, CORES = Path(__file__).parent, 1, 3, 10, 2  # WARM: not counted
 PAPER = (  # of the paper
     ('raw', 'raw'),
     ('uniform(8)', 'uniform(8)'),
@@ -69,9 +71,8 @@ def choices(probed: Probed, link: str, budget: float) -> Iterator[tuple[str, Cho
             yield f'{fwd} forward, {bwd} backward{", 1F1B" * bool(schedule)}', made
 
 
-def file_of(choice: Choice, args: argparse.Namespace, folder: Path) -> Path:
+def file_of(choice: Choice, args: argparse.Namespace, out: Path) -> Path:
     """A configuration's file for a choice."""
-    out = folder / 'choice.py'
     out.write_text(written(choice, args.config, values(args), out, 'A choice.'))
     return out
 
@@ -122,68 +123,83 @@ def train_on(args: argparse.Namespace) -> None:
             pass
 
 
-def launched(out: Path, link: str, steps: int) -> list[float]:
-    """Seconds of the measured steps in process 0."""
+def launched(files: Sequence[Path], link: str, args: argparse.Namespace) -> list[list[float]]:
+    """Seconds of all steps of each file in process 0 of two, which run the files in turns."""
     command = [sys.executable, '-m', 'jaxmp.launch', f'--processes={CORES}', '--', sys.executable]
-    command += [str(HERE / 'planner.py'), f'--measure={out}', '--links', link, f'--steps={steps}']
+    command += [str(HERE / 'planner.py'), '--links', link, f'--rounds={args.rounds}']
+    command += [f'--steps={args.steps}', '--measure', *map(str, files)]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     if said.returncode:
-        raise RuntimeError(f'{out.read_text()}\n{said.stderr[-2000:]}')
+        raise RuntimeError(said.stderr[-2000:])
     return json.loads(said.stdout.splitlines()[-1])
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Steps of a configuration in this process of a group."""
+    """Steps of configurations, in turns, in this process of a group."""
     os.sched_setaffinity(0, {args.process % (os.cpu_count() or 1)})
     import jax
+    import numpy as np
 
-    from jaxmp import data
     from jaxmp.config import complete
     from jaxmp.distributed.allocator import keep_freed_pages
     from jaxmp.distributed.placement import keep_compiled
     from jaxmp.distributed.process_group import Address
     from jaxmp.plugins import load
-    from jaxmp.training.loop import devices, prepare, process_group_of
+    from jaxmp.training.by_stage import ByStage
+    from jaxmp.training.experiment import experiment_of
+    from jaxmp.training.loop import devices, process_group_of
 
-    config, link = complete(load(args.measure)), parse(args.links[0])
-    config.parallel.update(link_rate=link.rate, link_delay=link.delay)
+    configs, link = [complete(load(file)) for file in args.measure], parse(args.links[0])
+    for config in configs:
+        config.parallel.update(link_rate=link.rate, link_delay=link.delay)
     keep_compiled()
     keep_freed_pages()
     place = args.coordinator, args.processes, args.process
-    group = process_group_of(config, Address(*place, None, 60.0))
-    if (count := devices(config, group.count)) > 1:
+    group = process_group_of(configs[0], Address(*place, None, 60.0))
+    if (count := devices(configs[0], group.count)) > 1:
         jax.config.update('jax_num_cpu_devices', count)
-    exp, engine = prepare(config, group)
-    state = engine.create(exp)
-    rows = data.order(config.seed, 0, len(exp.data.train.y))
-    steps: Any = engine.epoch(config.warmup_epochs)(state, rows, lambda: False)
-    seconds = step_times(steps, args.steps)
-    steps.close()
+    made = [ByStage(experiment_of(config), group) for config in configs]
+    group.share(None)
+    runs = [Run(engine) for engine in made]
+    for run in runs:
+        run()  # compiles
+    seconds: list[list[float]] = [[] for _ in runs]
+    for number in range(args.rounds):
+        for i in np.random.default_rng(number).permutation(len(runs)).tolist():
+            seconds[i] += [runs[i]() for _ in range(WARM + args.steps)][WARM:]
     group.share(None)
     print(json.dumps(seconds), flush=True)
     group.close()
 
 
-def step_times(
-    steps: Iterable[tuple[Any, Any, bool]], count: int, now: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Seconds per step of at least ``count`` steps after `WARM`.
+class Run:
+    """A training that makes a step when it is called, and gives its seconds."""
 
-    A runtime gives the values of several steps at once (`together`): each of them counts with
-    their mean.
-    """
-    import jax
+    def __init__(self, engine: Any) -> None:
+        """Makes the state before the first step."""
+        from jaxmp.training.engine import rules_of
 
-    seconds: list[float] = []
-    start = now()
-    for state, values, _ in steps:
-        jax.block_until_ready(state)
-        done = len(next(iter(values.values())))
-        seconds += [(now() - start) / done] * done
-        start = now()
-        if len(seconds) >= WARM + count:
-            break
-    return seconds[WARM:]
+        self._engine, self._rules = engine, rules_of(engine.exp, 0)
+        self._state, self._batches = engine.create(engine.exp), self._endless()
+
+    def _endless(self) -> Iterator[Any]:
+        from jaxmp import data
+
+        exp = self._engine.exp
+        for epoch in itertools.count():
+            order = data.order(exp.config.seed, epoch, len(exp.data.train.y))
+            yield from data.batches(exp.data.train, exp.config.batch_size, order)
+
+    def __call__(self) -> float:
+        """Makes a step."""
+        import jax
+
+        from jaxmp.training.step import train_step
+
+        start, e = time.perf_counter(), self._engine
+        given = self._state, next(self._batches)
+        self._state, _ = jax.block_until_ready(train_step(self._rules, e.training, e.across, given))
+        return time.perf_counter() - start
 
 
 def loss_of(out: Path, seed: int) -> float:
@@ -210,23 +226,31 @@ def loss_of(out: Path, seed: int) -> float:
 def work(args: argparse.Namespace, rows: Rows, probed: Probed) -> None:
     """Measures what is not measured yet."""
     for turn, link in itertools.product(range(args.turns), args.links):
-        for name, choice in list(choices(probed, link, args.error))[:: -1 if turn % 2 else 1]:
-            codecs = '; '.join(c.text for _, c in sorted(choice.codecs.items()))
-            with tempfile.TemporaryDirectory() as folder:
-                out = file_of(choice, args, Path(folder))
-                for seed in range(args.seeds):
-                    if not rows.has(kind='loss', codecs=codecs, seed=seed):
-                        rows.add(kind='loss', codecs=codecs, seed=seed, loss=loss_of(out, seed))
-                if rows.has(kind='step', turn=turn, link=link, name=name):
-                    continue
-                seconds = launched(out, link, args.steps)
+        named = dict(choices(probed, link, args.error))
+        texts = [
+            '; '.join(c.text for _, c in sorted(made.codecs.items())) for made in named.values()
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            files = [
+                file_of(made, args, Path(folder) / f'{i}.py')
+                for i, made in enumerate(named.values())
+            ]
+            for (codecs, file), seed in itertools.product(
+                zip(texts, files, strict=True), range(args.seeds)
+            ):
+                if not rows.has(kind='loss', codecs=codecs, seed=seed):
+                    rows.add(kind='loss', codecs=codecs, seed=seed, loss=loss_of(file, seed))
+            if rows.has(kind='step', turn=turn, link=link):
+                continue
+            seconds = launched(files, link, args)
+        for (name, made), codecs, own in zip(named.items(), texts, seconds, strict=True):
             rows.add(
                 kind='step', turn=turn, link=link, name=name, codecs=codecs,
-                order=choice.order.line, predicted=choice.seconds,
-                measured=statistics.median(seconds), seconds=seconds, error=choice.error,
+                order=made.order.line, predicted=made.seconds,
+                measured=statistics.quantiles(own, n=4)[0], seconds=own, error=made.error,
                 load=os.getloadavg()[0],
             )  # fmt: skip
-            said = f'{1e3 * choice.seconds:8.1f} {1e3 * rows.rows[-1]["measured"]:8.1f} ms'
+            said = f'{1e3 * made.seconds:8.1f} {1e3 * rows.rows[-1]["measured"]:8.1f} ms'
             print(f'{link:14}{name:46}{said}', flush=True)
 
 
@@ -295,7 +319,8 @@ def main() -> None:
     ask.add_argument('--links', nargs='+', default=['1gbit', '100mbit', '200mbit,50ms'])
     ask.add_argument('--error', type=float, default=0.1)
     ask.add_argument('--seconds', type=float, default=90, help='of the probe')
-    ask.add_argument('--steps', type=int, default=STEPS)
+    ask.add_argument('--steps', type=int, default=STEPS, help='of a choice, in each round')
+    ask.add_argument('--rounds', type=int, default=ROUNDS, help='of all choices, in each turn')
     ask.add_argument('--turns', type=int, default=2)
     ask.add_argument('--seeds', type=int, default=1, help='of the loss')
     ask.add_argument(
@@ -303,7 +328,7 @@ def main() -> None:
     )
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')
-    ask.add_argument('--measure', help=argparse.SUPPRESS)
+    ask.add_argument('--measure', nargs='+', help=argparse.SUPPRESS)
     ask.add_argument('--beside', action='store_true', help=argparse.SUPPRESS)
     for name in ('coordinator', 'processes', 'process'):
         kind = str if name == 'coordinator' else int

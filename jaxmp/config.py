@@ -125,8 +125,9 @@ KEYS: Mapping[str, Key] = {
         runtime='mpmd spmd', free=True),
     'parallel.schedule': Key(
         '1f1b', 'order of forwards and backwards under mpmd; `eager_1f1b(N)`, `zb_h2(N)`: N '
-        'forwards ahead per later stage', words=('1f1b', 'gpipe', 'eager_1f1b', 'interleaved',
-        'zb_h1', 'zb_h2', 'zb_v'), pattern=r'(eager_1f1b|zb_h2)\(([1-9]\d{0,3})\)',
+        'forwards ahead per later stage; `zb_h2(N, K)`: only the last K backwards in two halves',
+        words=('1f1b', 'gpipe', 'eager_1f1b', 'interleaved', 'zb_h1', 'zb_h2', 'zb_v'),
+        pattern=r'(eager_1f1b|zb_h2)\([1-9]\d{0,3}\)|zb_h2\([1-9]\d{0,3}, ?[1-9]\d{0,3}\)',
         own='make(stages, microbatches) -> a schedule, as jaxmp.runtimes.schedule.timed makes',
         runtime='mpmd', free=True),
     'parallel.link_rate': Key(

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 
-import numpy as np
 import pytest
 
 from jaxmp.report import __main__ as report
@@ -178,15 +177,6 @@ def test_the_titles_of_pictures_are_what_the_rows_say(bench):
     assert 'N = 4096 are 7 % above the Shannon bound with scl(8)' in polar.headline(rows)
     others = [r for r in rows if r.get('search', '')[:3] != 'scl']
     assert '12 % above the Shannon bound with argmax' in polar.headline(others)
-
-
-def test_steps_whose_values_come_together_count_with_their_mean(bench):
-    """A runtime of processes gives the values of about a second at once."""
-    counts = [1, 1, 3, 2, 4]
-    seconds = iter(np.cumsum([0, 5, 0, 1, 0, 6, 0, 8, 0]).tolist())
-    steps = ((np.zeros(2), {'loss': np.zeros(n)}, False) for n in counts)
-    found = bench('planner').step_times(steps, 4, lambda: next(seconds))
-    assert found == [2.0, 2.0, 4.0, 4.0]
 
 
 def test_the_planners_bench_takes_a_stage_per_core(bench, monkeypatch, tmp_path):

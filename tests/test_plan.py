@@ -12,10 +12,10 @@ from jaxmp.config import complete
 from jaxmp.plan import __main__ as command
 from jaxmp.plan import choose, crossings, predict, show, stages, write
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
-from jaxmp.plan.clock import Clock
+from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.crossings import handover
 from jaxmp.plan.predict import Link, Message, Times
-from jaxmp.runtimes.plans import SCHEDULES
+from jaxmp.runtimes.plans import SCHEDULES, named
 from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.training.experiment import actions_of, experiment_of
 from tests.runs import config_of, known_model
@@ -34,10 +34,10 @@ class Flat(nn.Module):
         return nn.Dense(self.features)(x.reshape(len(x), -1))
 
 
-@pytest.mark.parametrize('name', ['gpipe', '1f1b', 'eager_1f1b', 'zb_h1', 'zb_h2'])
+@pytest.mark.parametrize('name', ['gpipe', '1f1b', 'eager_1f1b', 'zb_h1', 'zb_h2', 'zb_h2(2, 1)'])
 def test_equal_stages_take_the_time_of_the_schedule(name):
     """With messages that occupy no link the step is the end of the scheduler's own plan."""
-    actions = SCHEDULES[name](3, 4, Costs(2.0, 3.0, 1.0, 0.5))
+    actions = named(name)(3, 4, Costs(2.0, 3.0, 1.0, 0.5))
     times = [Times(2.0, 4.0, (3.0, 1.0))] * 3
     seconds = predict.step(actions, times, dict.fromkeys(EDGES, Message(0.0, 0.0, 0.0)), 0.5)
     assert seconds == pytest.approx(size(actions)[2])
@@ -113,7 +113,8 @@ def test_the_order_is_the_least_of_all_predicted():
         given = probed(rows=(CHEAP,), counts=(4,), halves=halves)
         choice = choose.choose(given, LINK, 0.1)
         found = {o: choose.predicted(given, LINK, choice.codecs, o) for o in choose.orders(given)}
-        assert any(o.schedule.startswith('zb') for o in found) == bool(halves)
+        for name in ('zb_h1', 'zb_h2', 'zb_h2(2, 1)', 'zb_h2(3, 2)'):
+            assert (Order(name, 4) in found) == bool(halves)
         assert any('(' in o.schedule for o in found)
         assert choice.seconds == found[choice.order] <= choose.ALIKE * min(found.values())
     delayed = Link(8.0, 200.0)  # so that every further message in a row costs
@@ -268,6 +269,30 @@ def test_stages_take_what_a_step_of_training_took(monkeypatch):
     for gradients, forward, backward in (12.0, 2.0, 4.0), (3.0, 1.0, 2.0):
         steps = crossings.Trained({}, [None, None], gradients, 0.5)
         assert stages.stage_times(exp, steps, clock) == {1: [Times(forward, backward, (), 0.5)] * 2}
+
+
+def test_what_is_timed_takes_turns():
+    """A machine that becomes slower in the midst does so for all; the medians count."""
+    seen, seconds = [], iter([1.0, 10.0, 1.0, 10.0, 3.0, 30.0, 3.0, 30.0, 3.0, 30.0])
+
+    def run(name):
+        return lambda split: seen.append((name, split)) or [[next(seconds), 5.0]]
+
+    clock = Clock(0.0, 0.0, lambda text: None)
+    found = stages.in_turns({(8, False): run('whole'), (8, True): run('split')}, clock)
+    assert seen == [('whole', False), ('split', True)] * PASSES
+    assert {k: v.tolist() for k, v in found.items()} == {
+        (8, False): [[3.0, 5.0]],
+        (8, True): [[30.0, 5.0]],
+    }
+
+
+def test_a_probe_has_some_micro_batches_for_each_stage():
+    config = config_of('text_gpt2')
+    for batch, count, found in ((16, 4, 16), (32, 2, 8), (18, 2, 6), (7, 4, 7), (1, 4, 1)):
+        config.update(batch_size=batch)
+        config.model.update(stages=count)
+        assert command.probed_config(config).parallel.num_microbatches == found
 
 
 BAD = {

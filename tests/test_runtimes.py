@@ -20,7 +20,7 @@ from jaxmp.feedback import per_microbatch
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.links import pair, remote_move
 from jaxmp.runtimes.mpmd import Mpmd
-from jaxmp.runtimes.plans import SCHEDULES, gpipe
+from jaxmp.runtimes.plans import SCHEDULES, gpipe, named
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch
@@ -163,7 +163,8 @@ def test_every_schedule_equals_one_program():
     """Each split or not, under its own order of the same compiled stages."""
     *_, runtime = kept('mpmd', 'ef21', 4, 1)
     [driver] = runtime.drivers.values()
-    for name, schedule in SCHEDULES.items():
+    some = {'zb_h2(2, 1)': named('zb_h2(2, 1)')}  # halves of the last micro-batch alone
+    for name, schedule in {**SCHEDULES, **some}.items():
         runtime.drivers[0] = replace(driver, actions=schedule(4, 4))
         found, model, _ = pipelines.steps(runtime, 'ef21', 4)
         close(np.array(found), np.array(wanted('ef21', 4, 1)[0]), err_msg=name)

@@ -93,6 +93,23 @@ def test_bubbles_of_zero_bubble_schedules():
     assert max(inside(plans.zb_h1(4, 8))) == 3
 
 
+def test_a_few_halves_are_enough():
+    """2 (D - 1) backwards in two halves make ZB-H2's step; each makes it a W shorter."""
+    for d in DEVICES:
+        for m in (3 * d, 4 * d + 1):
+            whole = schedule.size(plans.eager_1f1b(d, m))[2]
+            for k in range(1, 2 * d + 1):
+                actions = plans.named(f'zb_h2(2, {k})')(d, m)
+                schedule.check(actions)
+                assert schedule.size(actions)[2] == whole - min(k, 2 * (d - 1))
+                split = {a.microbatch for a in actions if a.kind == 'W'}
+                assert split == {*range(m - min(k, m), m)}
+                if k <= 2 * (d - 1):
+                    most = [max(k, 2 * (d - s) - 1) for s in range(d)]
+                    assert [*schedule.saved_inputs(actions)] == most
+        assert plans.zb_h2(d, 3 * d, last=3 * d) == plans.zb_h2(d, 3 * d)
+
+
 def test_messages_of_eager_1f1b_are_hidden():
     """They take 2 (D - 1) times c in all; 1F1B waits for them in each round."""
     for c in (0.5, 1.0, 1.5):
@@ -133,21 +150,23 @@ def test_any_plan_ends():
         draw.shuffle(place)
         own = [place.count(d) for d in range(devices)]
         caps = ([draw.randint(n, n + 4) for n in own] for _ in range(2))
-        plan = Plan(place, draw.random() < 0.5, *caps)
+        microbatches = draw.randint(1, 7)
+        plan = Plan(place, draw.randint(0, microbatches), *caps)
         costs = Costs(*(draw.choice([0.3, 1, 2]) for _ in range(3)), draw.choice([0, 0.7, 5]))
-        actions = plans.run(plan, draw.randint(1, 7), costs)
+        actions = plans.run(plan, microbatches, costs)
         schedule.check(actions)
+        assert sum(a.kind == 'W' for a in actions) == plan.split * len(place)
         assert schedule.place(actions) == tuple(place)
 
 
 @pytest.mark.parametrize(
     'plan',
     [
-        Plan((0, 1), False, (1, 0), (1, 1)),
-        Plan((0, 1), True, (1, 1), (1,)),
-        Plan((0, 2), True, (1, 1), (1, 1)),
-        Plan((0, 0), True, (2, 2), (2, 2)),
-        Plan((0, 1, 0), True, (2, 1), (1, 1)),
+        Plan((0, 1), 0, (1, 0), (1, 1)),
+        Plan((0, 1), 2, (1, 1), (1,)),
+        Plan((0, 2), 2, (1, 1), (1, 1)),
+        Plan((0, 0), 2, (2, 2), (2, 2)),
+        Plan((0, 1, 0), 2, (2, 1), (1, 1)),
     ],
 )
 def test_a_plan_has_a_stage_and_caps_for_every_device(plan):
@@ -242,8 +261,8 @@ BROKEN = [
     ([action(0, 0, 0, 'B'), action(1, 0, 0, 'F')], 'needs F of micro-batch 0 in stage 0'),
     ([action(0, 0, 0, 'F'), action(0, 1, 0, 'F', 1)], 'needs F of micro-batch 0 in stage 0'),
     ([action(0, 0, 0, 'F'), action(1, 0, 0, 'W')], 'needs B of micro-batch 0 in stage 0'),
-    ([action(0, 0, 0, 'F')], 'have 2 actions, got 1; every stage runs FB'),
-    (plans.zb_h1(2, 2)[:-1], 'have 12 actions, got 11; every stage runs FBW'),
+    ([action(0, 0, 0, 'F')], 'have 2 forwards and backwards, got 1; every stage runs F and B'),
+    (plans.gpipe(2, 2)[:-1], 'have 8 forwards and backwards, got 7; every stage runs F and B'),
     (
         [a for a in plans.gpipe(2, 1) if a[1:4] != (1, 0, 'B')],
         'needs B of micro-batch 0 in stage 1',
@@ -286,8 +305,15 @@ def test_forwards_ahead_per_later_stage():
         costs = Costs(message=1.5 * (n - 1))
         made = plans.eager_1f1b(4, 20, costs, n)
         assert schedule.size(made)[2] == 3 * 20 + 3 * (3 + 2 * costs.message)
-    for text in ('eager_1f1b(0)', 'gpipe(2)', 'eager_1f1b(2', '2'):
-        assert plans.named(text) is None
+    for text in (
+        'eager_1f1b(0)',
+        'gpipe(2)',
+        'eager_1f1b(2',
+        '2',
+        'eager_1f1b(2, 2)',
+        'zb_h2(2, 0)',
+    ):
+        assert plans.named(text) is None, text
 
 
 def test_the_page_has_the_tables_that_the_code_computes(monkeypatch):

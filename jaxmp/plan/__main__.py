@@ -39,6 +39,7 @@ TEXTS = (  # raw first: it always fits; then those of the paper, which are compa
     'top_k(0.3)',
     'top_k(0.1, values=fp16, indices=packed)',
 )
+EACH = 4  # micro-batches of the probe per stage
 UNIFORM = (  # of the paper, for comparison
     ('raw', 'raw'),
     ('uniform(4)', 'uniform(8)'),
@@ -100,7 +101,7 @@ def planned(
     Stages are timed alone, one action at a time, for as many numbers of micro-batches as the time
     allows; the others are interpolated in the size of a micro-batch. What a plan needs at least is
     measured even if it takes longer: the training steps, `LEAST` candidates, and the stages with
-    the configured number of micro-batches.
+    the number of micro-batches of the training steps.
 
     Raises:
       ValueError: if the configuration makes no sense, has one stage, or a text is no channel.
@@ -135,9 +136,16 @@ def planned(
 
 
 def probed_config(config: Any) -> Any:
-    """The configuration of the probe: one replica, no compression, links as they are."""
+    """The configuration of the probe: one replica, no compression, links as they are.
+
+    It has about four micro-batches per stage, since others are predicted from these.
+    """
+    from jaxmp.training.task import stage_count
+
     c = config.copy_and_resolve_references()
-    c.batch_size = max(1, c.batch_size // c.parallel.replicas)
+    c.batch_size = size = max(1, c.batch_size // c.parallel.replicas)
+    most = min(size, EACH * stage_count(c))
+    c.parallel.num_microbatches = next(n for n in range(most, 0, -1) if size % n == 0)
     c.update(fwd='raw', bwd='raw', warmup_epochs=0, exchange='mean')
     c.parallel.update(
         runtime='mpmd', replicas=1, schedule='1f1b', link_rate=0.0, link_delay=0.0, profile=False

@@ -21,6 +21,7 @@ from jaxmp.runtimes.schedule import Action, saved_inputs
 
 LINES = '1f1b', 'gpipe', 'eager_1f1b', 'zb_h1', 'zb_h2'  # one stage per device
 AHEAD = 3, 4, 6, 10  # micro-batches per later stage, of eager_1f1b and zb_h2
+LAST = 1, 2, 3, 4, 6, 10, 14  # micro-batches with backwards in two halves, of zb_h2
 ALIKE = 1.01  # steps whose ratio is less are alike, since a machine's speed varies by more
 LATE = 0.1  # of the mean action: messages so late must not make the chosen schedule slow
 ROUNDS = 3  # of schedule, then codecs
@@ -179,6 +180,7 @@ def orders(probed: Probed) -> Iterator[Order]:
         halves = all(t.halves for t in times)
         wide = [n for n in AHEAD if n < count]
         names = [*LINES, *(f'{name}({n})' for name in ('eager_1f1b', 'zb_h2') for n in wide)]
+        names += [f'zb_h2({n}, {k})' for n in (1, 2, *wide) for k in LAST if k < count]
         yield from (Order(name, count) for name in names if halves or not name.startswith('zb'))
 
 

@@ -97,7 +97,7 @@ def step(
     >>> step(gpipe(2, 1), [Times(1.0, 2.0)] * 2, edges, delay=0.5)
     13.0
     """
-    split = any(a.kind == 'W' for a in actions)
+    split = {(a.stage, a.microbatch) for a in actions if a.kind == 'W'}
     free: dict[int, float] = {}  # devices
     wires: dict[Hashable, float] = {}
     sent: dict[tuple[str, int, int], float] = {}  # when the input of an action was sent
@@ -106,7 +106,7 @@ def step(
         own, to = stages[a.stage], a.stage + {'F': 1, 'B': -1, 'W': len(stages)}[a.kind]
         source, start = a.stage - (to - a.stage), free.get(a.device, 0.0)
         seconds = {'F': own.forward, 'B': own.backward, 'W': 0.0}[a.kind]
-        if split and a.kind != 'F':
+        if a.kind != 'F' and (a.stage, a.microbatch) in split:
             seconds = own.halves[a.kind == 'W']
         if coming := messages.get((source, a.stage)):
             name, at = wire((source, a.stage)), sent[a.kind, a.stage, a.microbatch]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,14 +23,18 @@ from jaxmp.training.engine import model_of
 from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.wire import Ctx
 
-MOST = 16  # micro-batches
+MOST = 16  # micro-batches, or those of the training steps
+MOST_TURNS = 25  # in which all are timed; at least `PASSES`
+SHARE = 0.85  # of the time, after which no further number of micro-batches is compiled
 
 
 def stage_times(exp: Experiment, trained: Trained, clock: Clock) -> dict[int, list[Times]]:
     """Times of all stages by number of micro-batches.
 
-    A step takes longer than its actions alone, which find their data in the cache and the program
-    ready. All times grow by the ratio that a training step had to its actions.
+    A machine's speed varies from second to second, so all numbers of micro-batches, and backwards
+    whole and in two halves, are timed in turns. A step takes longer than its actions alone, which
+    find their data in the cache and the program ready: all times grow by the ratio that a training
+    step had to its actions.
 
     Args:
       exp: uncompressed, under ``mpmd``, of one replica.
@@ -38,35 +42,51 @@ def stage_times(exp: Experiment, trained: Trained, clock: Clock) -> dict[int, li
       clock: of the probe.
     """
     own, size = exp.config.parallel.num_microbatches, exp.config.batch_size
-    counts = [n for n in range(1, min(MOST, size) + 1) if size % n == 0]
-    counts = list(dict.fromkeys([own, counts[-1], 1, *counts]))
-    found, shares, ratio = {}, [()] * len(trained.variables), 1.0
+    counts = [n for n in range(1, min(max(own, MOST), size) + 1) if size % n == 0]
+    counts.sort(key=lambda n: abs(math.log(n / own)))
+    runs: dict[tuple[int, bool], Callable[[bool], list[list[float]]]] = {}
     for i, count in enumerate(counts):
-        if i and clock.spent():
+        if i and clock.spent(SHARE):
             left = ', '.join(map(str, sorted(counts[i:])))
             clock.say(f'no time for {left} micro-batches, which are interpolated')
             break
         clock.say(f'stages with {count} micro-batches')
-        run = passes(with_microbatches(exp, count), trained.variables)
-        found[count] = run(False)
-        if not i:
-            ratio = max(1.0, trained.gradients / (own * np.sum(found[own])))
-        if not i and not clock.spent():
+        runs[count, False] = passes(with_microbatches(exp, count), trained.variables)
+        runs[count, False](False)  # compiles
+        if not i and not clock.spent(SHARE):
             clock.say('backwards in two halves')
-            pairs = zip(run(True), found[own], strict=True)
-            shares = [tuple(t / b for t in halves) for (_, *halves), (_, b) in pairs]
+            runs[count, True] = runs[count, False]
+            runs[count, True](True)
+    clock.say('stages in turns')
+    found, shares = in_turns(runs, clock), [()] * len(trained.variables)
+    ratio = max(1.0, trained.gradients / (own * np.sum(found[own, False])))
+    if (own, True) in found:
+        pairs = zip(found[own, True], found[own, False], strict=True)
+        shares = [tuple(t / b for t in halves) for (_, *halves), (_, b) in pairs]
+    whole = {count: rows for (count, split), rows in found.items() if not split}
     return {
         count: [
             Times(f, b, tuple(b * share for share in shares[s]), trained.rest)
             for s, (f, b) in enumerate(ratio * rows)
         ]
-        for count, rows in sorted(interpolated(found, counts).items())
+        for count, rows in sorted(interpolated(whole, counts).items())
     }
 
 
-def interpolated(
-    found: Mapping[int, Sequence[Sequence[float]]], counts: Sequence[int]
-) -> dict[int, np.ndarray]:
+def in_turns(
+    runs: Mapping[Any, Callable[[bool], list[list[float]]]], clock: Clock
+) -> dict[Any, np.ndarray]:
+    """Medians of what runs give, which take turns, by their keys, whose end is their argument."""
+    found: dict[Any, list[Any]] = {key: [] for key in runs}
+    for turn in range(MOST_TURNS):
+        if turn >= PASSES and clock.spent():
+            break
+        for key, run in runs.items():
+            found[key].append(run(key[-1]))
+    return {key: np.median(rows, 0) for key, rows in found.items()}
+
+
+def interpolated(found: Mapping[int, Any], counts: Sequence[int]) -> dict[int, np.ndarray]:
     """Times of all counts, linear in the size of a micro-batch; beyond the measured ones in ratio.
 
     >>> {n: a.tolist() for n, a in interpolated({1: [[4.0]], 4: [[1.0]]}, [1, 2, 4, 8]).items()}
@@ -79,7 +99,7 @@ def interpolated(
 
 
 def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[list[float]]]:
-    """A function of ``split``: for each stage the median seconds of F and B, or of F, B and W."""
+    """A function of ``split``: for each stage the seconds of F and B, or of F, B and W."""
     model, size = model_of(exp, exp.model.boundaries), microbatch_like(exp).shape[0]
     made = programs(
         model.stages, model.boundaries, model.loss, model.x, {'train': True}, model.remat
@@ -94,15 +114,13 @@ def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[l
     ]
 
     def run(split: bool) -> list[list[float]]:
-        rows: list[dict[str, list[float]]] = [{k: [] for k in 'FBW'[: 2 + split]} for _ in stages]
-        for turn in range(1 + PASSES):
-            workers = [Worker(p, state, split) for p, state in zip(stages, states, strict=True)]
-            ctx = Ctx(jax.random.key(turn), jnp.asarray(batch['id']), microbatch=np.int32(0))
-            ctx = ctx.reading(x)
-            for s, kind, seconds in one_pass(workers, (x, batch['y'], ctx), split):
-                rows[s][kind] += [seconds] * (turn > 0)
-            states[:] = [w.state() for w in workers]
-        return [[statistics.median(times) for times in row.values()] for row in rows]
+        rows: list[dict[str, float]] = [{} for _ in stages]
+        workers = [Worker(p, st, (0,) * split) for p, st in zip(stages, states, strict=True)]
+        ctx = Ctx(jax.random.key(0), jnp.asarray(batch['id']), microbatch=np.int32(0))
+        for s, kind, seconds in one_pass(workers, (x, batch['y'], ctx.reading(x)), split):
+            rows[s][kind] = seconds
+        states[:] = [w.state() for w in workers]
+        return [[row[kind] for kind in 'FBW'[: 2 + split]] for row in rows]
 
     return run
 

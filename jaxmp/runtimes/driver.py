@@ -112,8 +112,8 @@ class Driver:
         """
         batch = x, y, (Ctx() if ctx is None else ctx).reading(x)
         actions, sent = self.order
-        split = any(a.kind == 'W' for a in actions)
-        workers = {s: Worker(p, states[s], split) for s, p in self.stages.items()}
+        split = lambda s: {a.microbatch for a in actions if a.stage == s and a.kind == 'W'}
+        workers = {s: Worker(p, states[s], split(s)) for s, p in self.stages.items()}
         self._run(actions, sent, workers, batch)
         n = np.float32(self.num_microbatches)
         totals = {s: w.stage.mean(w.total, n) for s, w in workers.items()}

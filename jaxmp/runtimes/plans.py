@@ -37,7 +37,7 @@ import numpy as np
 
 from jaxmp.runtimes.schedule import UNIT, Action, Costs, Task, earliest, timed
 
-NUMBERED = r'(eager_1f1b|zb_h2)\(([1-9]\d{0,3})\)'
+NUMBERED = r'(eager_1f1b|zb_h2)\([1-9]\d{0,3}\)|zb_h2\([1-9]\d{0,3}, ?[1-9]\d{0,3}\)'
 
 
 class Plan(NamedTuple):
@@ -45,13 +45,13 @@ class Plan(NamedTuple):
 
     Attributes:
       place: device of each stage.
-      split: whether W is apart from B.
+      split: of how many micro-batches, the last ones, W is apart from B.
       ahead: most stage inputs of each device between the start of their F and the end of their B.
       kept: most of each device between the start of their F and the end of their last B or W.
     """
 
     place: Sequence[int]
-    split: bool
+    split: int
     ahead: Sequence[int]
     kept: Sequence[int]
 
@@ -81,17 +81,23 @@ def zb_h1(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Action, 
 
     Bubble ``(D - 1)(F + B - W)`` of the time if F = B = W and M >= D; D micro-batches kept.
     """
-    return _line(stages, microbatches, costs, lambda d: stages - d, stages)
+    return _line(stages, microbatches, costs, lambda d: stages - d, microbatches, stages)
 
 
-def zb_h2(stages: int, microbatches: int, costs: Costs = UNIT, n: int = 2) -> tuple[Action, ...]:
+def zb_h2(
+    stages: int, microbatches: int, costs: Costs = UNIT, n: int = 2, last: int | None = None
+) -> tuple[Action, ...]:
     """ZB-H2: `eager_1f1b`, but with W in its gaps.
 
     If F = B = W, n = 2 and M >= D, a device waits for ``(D - 1) F`` in all, before its first action
     and after its last, and not between them; ``1 + n (D - 1)`` micro-batches kept.
+
+    Two halves take longer than a whole backward, and where messages are hidden, devices wait after
+    the last forwards alone. With ``last`` W is apart in so many of the last micro-batches, of which
+    ``2 (D - 1)`` are enough, and a device keeps at most ``max(last, 1 + n (D - 1 - d))``.
     """
-    kept = 1 + n * (stages - 1)
-    return _line(stages, microbatches, costs, lambda d: 1 + n * (stages - 1 - d), kept)
+    kept, split = 1 + n * (stages - 1), microbatches if last is None else last
+    return _line(stages, microbatches, costs, lambda d: 1 + n * (stages - 1 - d), split, kept)
 
 
 def zb_v(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Action, ...]:
@@ -102,7 +108,7 @@ def zb_v(stages: int, microbatches: int, costs: Costs = UNIT) -> tuple[Action, .
     """
     n = _devices(stages, microbatches, 2)
     place, ahead = (*range(n), *range(n)[::-1]), [2 * n - (n - 1 - d) // 3 for d in range(n)]
-    return run(Plan(place, True, ahead, [2 * n] * n), microbatches, costs)
+    return run(Plan(place, microbatches, ahead, [2 * n] * n), microbatches, costs)
 
 
 def interleaved(
@@ -140,22 +146,33 @@ SCHEDULES = {'1f1b': one_f_one_b} | {
 
 
 def named(text: str) -> Callable[[int, int], tuple[Action, ...]] | None:
-    """The schedule of a name in `SCHEDULES`, or of a text as ``'eager_1f1b(3)'``; None of others.
+    """The schedule of a name in `SCHEDULES`, or of a text with numbers; None of others.
+
+    ``'eager_1f1b(3)'`` and ``'zb_h2(3)'`` give ``n``, ``'zb_h2(3, 2)'`` gives ``last`` too.
 
     >>> named('eager_1f1b(1)')(4, 8) == one_f_one_b(4, 8)
     True
+    >>> named('zb_h2(2, 8)')(4, 8) == zb_h2(4, 8)
+    True
     """
-    if found := re.fullmatch(NUMBERED, text):
-        return functools.partial(SCHEDULES[found[1]], n=int(found[2]))
-    return SCHEDULES.get(text)
+    if not re.fullmatch(NUMBERED, text):
+        return SCHEDULES.get(text)
+    name, _, numbers = text.rstrip(')').partition('(')
+    given = zip(('n', 'last'), map(int, numbers.split(',')), strict=False)
+    return functools.partial(SCHEDULES[name], **dict(given))
 
 
 def _line(
-    n: int, microbatches: int, costs: Costs, ahead: Callable[[int], int], kept: int = 0
+    n: int,
+    microbatches: int,
+    costs: Costs,
+    ahead: Callable[[int], int],
+    split: int = 0,
+    kept: int | None = None,
 ) -> tuple[Action, ...]:
-    """The schedule of one stage per device, split if ``kept`` is given."""
+    """The schedule of one stage per device."""
     caps = [ahead(d) for d in range(_devices(n, microbatches, 1))]
-    return run(Plan(range(n), kept > 0, caps, [kept or microbatches] * n), microbatches, costs)
+    return run(Plan(range(n), split, caps, [kept or microbatches] * n), microbatches, costs)
 
 
 def _devices(stages: int, microbatches: int, chunks: int) -> int:
@@ -185,17 +202,19 @@ def run(plan: Plan, microbatches: int, costs: Costs = UNIT) -> tuple[Action, ...
     caps = zip(own.values(), plan.ahead, plan.kept, strict=False)
     if len(plan.kept) != n or {*plan.place} != {*own} or any(len(v) > min(c) for v, *c in caps):
         raise ValueError(f'{plan}: devices 0, 1, ... need stages, and two caps of as many or more')
-    kinds = 'FBW' if plan.split else 'FB'
+    whole = max(0, microbatches - plan.split)  # backwards in one piece
 
     def choices(d: int, done: Counter[Any]) -> Iterable[Task]:
-        inputs = lambda kind: sum(done['F', s] - done[kind, s] for s in own[d])
-        room = min(plan.ahead[d] - inputs('B'), plan.kept[d] - inputs(kinds[-1]))
-        for kind in kinds:
-            for m, later in sorted((done[kind, s], i) for i, s in enumerate(own[d])):
+        begun, back = (sum(done[kind, s] for s in own[d]) for kind in 'FB')
+        ended = sum(min(done['B', s], whole) + done['W', s] for s in own[d])
+        room = min(plan.ahead[d] - begun + back, plan.kept[d] - begun + ended)
+        for kind in 'FBW':
+            first = whole * (kind == 'W')
+            for m, later in sorted((first + done[kind, s], i) for i, s in enumerate(own[d])):
                 if m < microbatches and (kind != 'F' or later < room):
                     yield kind, own[d][later], m
 
-    return earliest(dict(enumerate(plan.place)), choices, costs, plan.split)
+    return earliest(dict(enumerate(plan.place)), choices, costs, lambda s, m: m >= whole)
 
 
 def in_step(stages: int, microbatches: int) -> np.ndarray:

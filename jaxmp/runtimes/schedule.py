@@ -1,7 +1,7 @@
 """A pipeline's schedule as plain data, one source for all runtimes: its rules and its costs.
 
 S stages on D devices, M micro-batches. F is the forward of a micro-batch in a stage, B the gradient
-of its input, W the gradient of its weights; without a W, B is both gradients. The named schedules
+of its input, W the gradient of its weights; a B without a W is both gradients. The named schedules
 are in `jaxmp.runtimes.plans`; `timed` makes a schedule from the order of each device alone.
 """
 
@@ -63,7 +63,7 @@ def timed(orders: Mapping[int, Sequence[Task]], costs: Costs = UNIT) -> tuple[Ac
     """
     home = {s: d for d, tasks in orders.items() for _, s, _ in tasks}
     listed = {task for tasks in orders.values() for task in tasks}
-    split = any(kind == 'W' for kind, _, _ in listed)
+    split = lambda s, m: ('W', s, m) in listed
     actions = earliest(home, lambda d, done: orders[d][done[d] :][:1], costs, split)
     ran = {(a.kind, a.stage, a.microbatch) for a in actions}
     heads = [next((t for t in tasks if t not in ran), None) for tasks in orders.values()]
@@ -77,7 +77,7 @@ def earliest(
     home: Mapping[int, int],
     choices: Callable[[int, Counter[Any]], Iterable[Task]],
     costs: Costs,
-    split: bool,
+    split: Callable[[int, int], bool],
 ) -> tuple[Action, ...]:
     """The schedule in which the choice that can begin first runs next, until there is none.
 
@@ -86,14 +86,13 @@ def earliest(
       choices: tasks that a device may run next, the preferred one first, from the device and the
         number of actions so far by device and by ``(kind, stage)``.
       costs: of actions and messages.
-      split: whether W is apart from B.
+      split: whether W is apart from B, of a stage and a micro-batch.
 
     Raises:
       ValueError: if an action takes no time.
     """
     if min(costs[:3]) <= 0 or costs.message < 0:
         raise ValueError(f'{costs}: F, B and W take some time, and a message none or more')
-    durations = {'F': costs.F, 'B': costs.B + (not split) * costs.W, 'W': costs.W}
     shares, done = Counter(home.values()), Counter[Any]()
     free = dict.fromkeys(sorted(shares), 0.0)
     end: dict[Task, float] = {}
@@ -115,7 +114,9 @@ def earliest(
     firsts = {d: first(d) for d in free}
     while len(chosen := min(firsts.values(), default=())) > 1:
         *_, d, at, (kind, s, m) = chosen
-        end[kind, s, m] = free[d] = at + durations[kind] / shares[d]
+        whole = kind == 'B' and not split(s, m)
+        seconds = getattr(costs, kind) + whole * costs.W
+        end[kind, s, m] = free[d] = at + seconds / shares[d]
         actions.append(Action(at, s, m, kind, d, free[d]))
         done.update([d, (kind, s)])
         firsts |= {e: first(e) for e in {d, home.get(s - 1, d), home.get(s + 1, d)}}
@@ -144,8 +145,8 @@ def size(actions: Sequence[Action]) -> tuple[int, int, float]:
 def check(actions: Sequence[Action]) -> None:
     """Raises unless every action has its inputs in time.
 
-    A stage is on one device, which runs one action at a time. Each stage runs F, B and, if there is
-    any W, W of each micro-batch once. ``F(s)`` comes after ``F(s - 1)``, ``B(s)`` after
+    A stage is on one device, which runs one action at a time. Each stage runs F and B of each
+    micro-batch once, and W once or not at all. ``F(s)`` comes after ``F(s - 1)``, ``B(s)`` after
     ``B(s + 1)`` and ``F(s)``, ``W(s)`` after ``B(s)``.
 
     Raises:
@@ -172,15 +173,12 @@ def check(actions: Sequence[Action]) -> None:
         if wrong:
             raise ValueError(f'{a}: {wrong}')
         end[task] = free[a.device] = a.end
-    if len(end) < (count := len(_kinds(actions)) * stages * microbatches):
+    found = sum(kind != 'W' for kind, _, _ in end)
+    if found < (count := 2 * stages * microbatches):
         raise ValueError(
-            f'{stages} stages and {microbatches} micro-batches have {count} actions, got '
-            f'{len(end)}; every stage runs {_kinds(actions)} of every micro-batch'
+            f'{stages} stages and {microbatches} micro-batches have {count} forwards and '
+            f'backwards, got {found}; every stage runs F and B of every micro-batch'
         )
-
-
-def _kinds(actions: Sequence[Action]) -> str:
-    return 'FBW' if any(a.kind == 'W' for a in actions) else 'FB'
 
 
 def place(actions: Sequence[Action]) -> tuple[int, ...]:
@@ -204,8 +202,10 @@ def saved_inputs(actions: Sequence[Action]) -> tuple[int, ...]:
 
     The n inputs of a device with V stages are as much as those of n / V micro-batches.
     """
-    last, kept, most = _kinds(actions)[-1], Counter[int](), Counter[int]()
+    split = {(a.stage, a.microbatch) for a in actions if a.kind == 'W'}
+    kept, most = Counter[int](), Counter[int]()
     for a in actions:
+        last = 'W' if (a.stage, a.microbatch) in split else 'B'
         kept[a.device] += (a.kind == 'F') - (a.kind == last)
         most[a.device] = max(most[a.device], kept[a.device])
     return tuple(most[d] for d in sorted(most))

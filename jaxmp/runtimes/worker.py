@@ -9,7 +9,7 @@ own are dropped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -81,8 +81,10 @@ def _framed(message: Payload) -> Payload:
 class Worker:
     """A stage within a step: its state, and what micro-batches keep between two actions."""
 
-    def __init__(self, stage: CompiledStage, state: StageState, split: bool = False) -> None:
-        """Starts a step; ``split`` says that W actions follow the B ones."""
+    def __init__(
+        self, stage: CompiledStage, state: StageState, split: Collection[int] = ()
+    ) -> None:
+        """Starts a step; ``split`` are the micro-batches whose B a W action follows."""
         self.stage, self._split = stage, split
         self.params, self.model_state, self.feedback = state
         self.total: Accumulator | None = None
@@ -96,7 +98,7 @@ class Worker:
             return self.forward(batch, m, message)
         if kind == 'W':
             return self.backward_weights(m)
-        return self.backward_input(m, message) if self._split else self.backward(m, message)
+        return self.backward_input(m, message) if m in self._split else self.backward(m, message)
 
     def forward(self, batch: MicroBatch, m: int, message: Payload) -> Payload:
         """The message to the next stage; what the backward needs is saved."""
