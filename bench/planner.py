@@ -23,18 +23,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import pickle
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from planner_worker import CORES, launched
 from timing import stem
 from workers import Rows
 
@@ -44,7 +43,7 @@ from jaxmp.plan.predict import parse
 from jaxmp.plan.write import text as written
 from jaxmp.training.task import stage_count
 
-HERE, WARM, STEPS, ROUNDS, CORES = Path(__file__).parent, 1, 3, 10, 2  # WARM: not counted
+HERE, STEPS, ROUNDS = Path(__file__).parent, 3, 10
 PAPER = (  # of the paper
     ('raw', 'raw'),
     ('uniform(8)', 'uniform(8)'),
@@ -110,96 +109,16 @@ def train_on(args: argparse.Namespace) -> None:
     from jaxmp import data
     from jaxmp.distributed.allocator import keep_freed_pages
     from jaxmp.distributed.process_group import ProcessGroup
-    from jaxmp.plan.__main__ import probed_config
+    from jaxmp.plan.__main__ import probed_experiment
     from jaxmp.training.by_stage import ByStage
-    from jaxmp.training.experiment import experiment_of
 
     keep_freed_pages()
-    exp = experiment_of(probed_config(changed(args.config, args.change)[0]))
+    exp = probed_experiment(changed(args.config, args.change)[0])
     engine = ByStage(exp, ProcessGroup())
     for epoch in itertools.count():
         rows = data.order(exp.config.seed, epoch, len(exp.data.train.y))
         for _ in engine.epoch(0)(engine.create(exp), rows, lambda: False):
             pass
-
-
-def launched(files: Sequence[Path], link: str, args: argparse.Namespace) -> list[list[float]]:
-    """Seconds of all steps of each file in process 0 of two, which run the files in turns."""
-    command = [sys.executable, '-m', 'jaxmp.launch', f'--processes={CORES}', '--', sys.executable]
-    command += [str(HERE / 'planner.py'), '--links', link, f'--rounds={args.rounds}']
-    command += [f'--steps={args.steps}', '--measure', *map(str, files)]
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
-    if said.returncode:
-        raise RuntimeError(said.stderr[-2000:])
-    return json.loads(said.stdout.splitlines()[-1])
-
-
-def measure(args: argparse.Namespace) -> None:
-    """Steps of configurations, in turns, in this process of a group."""
-    os.sched_setaffinity(0, {args.process % (os.cpu_count() or 1)})
-    import jax
-    import numpy as np
-
-    from jaxmp.config import complete
-    from jaxmp.distributed.allocator import keep_freed_pages
-    from jaxmp.distributed.placement import keep_compiled
-    from jaxmp.distributed.process_group import Address
-    from jaxmp.plugins import load
-    from jaxmp.training.by_stage import ByStage
-    from jaxmp.training.experiment import experiment_of
-    from jaxmp.training.loop import devices, process_group_of
-
-    configs, link = [complete(load(file)) for file in args.measure], parse(args.links[0])
-    for config in configs:
-        config.parallel.update(link_rate=link.rate, link_delay=link.delay)
-    keep_compiled()
-    keep_freed_pages()
-    place = args.coordinator, args.processes, args.process
-    group = process_group_of(configs[0], Address(*place, None, 60.0))
-    if (count := devices(configs[0], group.count)) > 1:
-        jax.config.update('jax_num_cpu_devices', count)
-    made = [ByStage(experiment_of(config), group) for config in configs]
-    group.share(None)
-    runs = [Run(engine) for engine in made]
-    for run in runs:
-        run()  # compiles
-    seconds: list[list[float]] = [[] for _ in runs]
-    for number in range(args.rounds):
-        for i in np.random.default_rng(number).permutation(len(runs)).tolist():
-            seconds[i] += [runs[i]() for _ in range(WARM + args.steps)][WARM:]
-    group.share(None)
-    print(json.dumps(seconds), flush=True)
-    group.close()
-
-
-class Run:
-    """A training that makes a step when it is called, and gives its seconds."""
-
-    def __init__(self, engine: Any) -> None:
-        """Makes the state before the first step."""
-        from jaxmp.training.engine import rules_of
-
-        self._engine, self._rules = engine, rules_of(engine.exp, 0)
-        self._state, self._batches = engine.create(engine.exp), self._endless()
-
-    def _endless(self) -> Iterator[Any]:
-        from jaxmp import data
-
-        exp = self._engine.exp
-        for epoch in itertools.count():
-            order = data.order(exp.config.seed, epoch, len(exp.data.train.y))
-            yield from data.batches(exp.data.train, exp.config.batch_size, order)
-
-    def __call__(self) -> float:
-        """Makes a step."""
-        import jax
-
-        from jaxmp.training.step import train_step
-
-        start, e = time.perf_counter(), self._engine
-        given = self._state, next(self._batches)
-        self._state, _ = jax.block_until_ready(train_step(self._rules, e.training, e.across, given))
-        return time.perf_counter() - start
 
 
 def loss_of(out: Path, seed: int) -> float:
@@ -242,7 +161,7 @@ def work(args: argparse.Namespace, rows: Rows, probed: Probed) -> None:
                     rows.add(kind='loss', codecs=codecs, seed=seed, loss=loss_of(file, seed))
             if rows.has(kind='step', turn=turn, link=link):
                 continue
-            seconds = launched(files, link, args)
+            seconds = launched(files, link, args.rounds, args.steps)
         for (name, made), codecs, own in zip(named.items(), texts, seconds, strict=True):
             rows.add(
                 kind='step', turn=turn, link=link, name=name, codecs=codecs,
@@ -328,14 +247,8 @@ def main() -> None:
     )
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')
-    ask.add_argument('--measure', nargs='+', help=argparse.SUPPRESS)
     ask.add_argument('--beside', action='store_true', help=argparse.SUPPRESS)
-    for name in ('coordinator', 'processes', 'process'):
-        kind = str if name == 'coordinator' else int
-        ask.add_argument(f'--{name}', type=kind, help=argparse.SUPPRESS)
     args = ask.parse_args()
-    if args.measure:
-        return measure(args)
     if args.beside:
         os.sched_setaffinity(0, {1})
         return train_on(args)

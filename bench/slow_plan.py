@@ -36,8 +36,8 @@ def step(
       delay: from its leaving a link to its arrival.
     """
     stages, m, _ = size(actions)
-    backward = 1 / 3 if any(a.kind == 'W' for a in actions) else 2 / 3
-    costs = {k: s * cpu / stages / m for k, s in (('F', 1 / 3), ('B', backward), ('W', 1 / 3))}
+    third, split = cpu / stages / m / 3, {a[1:3] for a in actions if a.kind == 'W'}
+    cost = lambda kind, *at: third * (2 if kind == 'B' and at not in split else 1)
     waiting = [[(a.kind, s, a.microbatch) for a in order(actions, s)] for s in range(stages)]
     first = {('F', 0), ('B', stages - 1)}
     ready = {t for tasks in waiting for t in tasks if t[:2] in first or t[0] == 'W'}
@@ -49,7 +49,7 @@ def step(
     while True:
         for s, tasks in enumerate(waiting):
             if s not in running and tasks and tasks[0] in ready:
-                running[s] = (task := tasks.pop(0)), costs[task[0]]
+                running[s] = (task := tasks.pop(0)), cost(*task)
         for link, sent in queues.items():
             if sent and link not in moving:
                 moving[link] = sent.pop(0), wires[link]

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmp.report import __main__ as report
 from jaxmp.report import polar
-from jaxmp.runtimes.plans import gpipe
+from jaxmp.runtimes.plans import gpipe, named
 from tests.runs import ROOT
 
 RESULTS = ROOT / 'bench' / 'results'
@@ -143,6 +143,13 @@ def test_simulated_steps_worked_out_by_hand(cores, wires, delay, time, bench):
     assert found == pytest.approx(time)
 
 
+@pytest.mark.parametrize('name', ['1f1b', 'zb_h2', 'zb_h2(2, 1)'])
+def test_simulated_steps_of_one_core_are_all_actions(name, bench):
+    """Whatever backwards are in two halves."""
+    free = {(0, 1): 0.0, (1, 0): 0.0}
+    assert bench('slow_plan').step(named(name)(2, 8), 48.0, 1, free) == pytest.approx(48)
+
+
 def test_simulated_steps_are_near_the_measured_ones(bench):
     """Arithmetic and bytes explain the committed steps of four stages to 8 %."""
     for kind, day in (('100m_eager', 23), ('100m_eager4', 23), ('four', 24), ('200m', 24)):
@@ -177,6 +184,20 @@ def test_the_titles_of_pictures_are_what_the_rows_say(bench):
     assert 'N = 4096 are 7 % above the Shannon bound with scl(8)' in polar.headline(rows)
     others = [r for r in rows if r.get('search', '')[:3] != 'scl']
     assert '12 % above the Shannon bound with argmax' in polar.headline(others)
+
+
+def test_choices_are_measured_in_rounds(bench):
+    """All in each, in another order, which both processes know; first steps do not count."""
+    seen, worker = [], bench('planner_worker')
+    run = lambda i: lambda: seen.append(i) or 10.0 * len(seen) + i
+    found = worker.in_rounds([run(i) for i in range(5)], rounds=3, steps=2)
+    turns = [seen[at : at + 15] for at in (0, 15, 30)]
+    assert all(sorted(turn) == sorted([*range(5)] * 3) for turn in turns)
+    assert all(turn[::3] == turn[1::3] == turn[2::3] for turn in turns)
+    assert len({tuple(turn) for turn in turns}) > 1
+    at = [n for n, i in enumerate(seen, 1) if i == 4]
+    assert found[4] == [10.0 * n + 4 for n in at if at.index(n) % 3]
+    assert worker.in_rounds([run(i) for i in range(5)], 0, 2) == [[]] * 5
 
 
 def test_the_planners_bench_takes_a_stage_per_core(bench, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import io
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -21,9 +22,19 @@ from tests.runs import config_of
 LIKE = jax.ShapeDtypeStruct((40, 16), 'float32')
 
 
-def three_steps(text, devices):
+def counting(grads, state, key, via):
+    """The mean times the number of steps, which is all that the exchange remembers."""
+    grads, _ = exchange.mean.reduce(grads, (), key, via)
+    return [(state + 1) * g for g in grads], state + 1
+
+
+COUNTED = exchange.Exchange(lambda grads, n: jnp.zeros(()), counting)
+
+
+def three_steps(rule, devices):
     """Sums and states of three steps, and what each gradient was."""
-    copies = Copies(exchange.parse(text), LIKE, devices)
+    rule = exchange.parse(rule) if isinstance(rule, str) else rule
+    copies = Copies(rule, LIKE, devices)
     state, parts, found = copies.init(), [], []
     for t in range(3):
         part = np.random.default_rng(t).standard_normal((2, *LIKE.shape)).astype('float32')
@@ -54,6 +65,15 @@ def test_both_copies_get_the_same_sum(text):
     assert (moved['handed'] == whole) == (text == 'mean')
     assert text == 'mean' or moved['handed'] < whole / 4
     assert one.traffic() == {'handed': moved['handed'], 'compiled': 0}
+
+
+def test_a_state_may_be_a_number():
+    """Over two devices, which share no array without an axis, as on one."""
+    for devices in (tuple(jax.devices()[:2]), (jax.devices()[0],) * 2):
+        _, parts, found, state = three_steps(COUNTED, devices)
+        for t, (part, sums) in enumerate(zip(parts, found, strict=True), 1):
+            np.testing.assert_allclose(sums, [t * part.sum(0)] * 2, rtol=1e-6)
+        assert {e: (float(n), n.shape) for e, n in state.items()} == dict.fromkeys(ENDS, (3.0, ()))
 
 
 TEXT = {'width': 8, 'heads': 1, 'blocks': 2, 'stages': 2, 'sequence_length': 8}
@@ -130,7 +150,7 @@ def shown_tables(s, tied, moved):
         ({'stages': 1}, 'this model sends none'),
         ({'tied_exchange': 'local_sgd(4)'}, 'shares parameters in place of gradients'),
         ({'tied_exchange': 'momentum(all_gather(fp16))'}, 'brings a momentum'),
-        ({'tied_exchange': 'frozen_adam(all_gather(fp16), b1=0.0)'}, 'has epochs of its own'),
+        ({'tied_exchange': 'dgc(0.1, momentum=0.0, warmup=2)'}, 'has epochs of its own'),
         ({'tied_exchange': 'top_k(0.1)'}, r'write mean, all_gather\(top_k\(0.1\)\)'),
     ],
 )

@@ -491,6 +491,7 @@ REFUSED = {
     'by_name(mean, mean, mean)': r'by_name part mean is not a text; write by_name\("wte"',
     'by_size(mean, local_sgd(2), 9)': r'and local_sgd\(2\) shares parameters',
     'frozen_adam(mean, 0)': 'warmup 0 is not a number of epochs, 1 or more',
+    'frozen_adam(mean, b1=0.0)': r'b1 is in \(0, 1\)',
     'frozen_adam(dgc(0.1))': 'the rule has no momentum of its own',
     'demo(10)': r'for 10 % write demo\(0.1\)',
     'bucketed(power_sgd(1), elements=-1)': 'elements -1 is not a number of elements',

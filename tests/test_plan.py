@@ -1,5 +1,6 @@
 """The planner: a step predicted by hand, the choice on made-up numbers, a file that runs."""
 
+import math
 import re
 import time
 
@@ -192,7 +193,7 @@ def test_nobody_meets_the_budget_and_it_says_so():
     assert show.open_because(given, choose.choose(given, LINK, 0.1), 0.1) == ''
 
 
-@pytest.mark.parametrize('schedule', ['zb_h2', 'eager_1f1b(3)'])
+@pytest.mark.parametrize('schedule', ['zb_h2(2, 3)', 'eager_1f1b(3)'])
 def test_a_written_file_is_a_configuration(tmp_path, schedule, monkeypatch):
     """Its base is a file beside it."""
     (tmp_path / 'base.py').write_text(
@@ -222,6 +223,7 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, 'UNIFORM', (('raw', 'raw'), ('uniform(8)', 'uniform(8)')))
     monkeypatch.setattr(crossings, 'STEPS', 2)
     monkeypatch.setattr(stages, 'MOST', 2)
+    monkeypatch.setattr(command, 'EACH', 1)
     out = tmp_path / 'plan.py'
     command.main(
         ['--config.model.name=tiny', '--config.batch_size=16', '--link=1mbit,5ms', '--seconds=9',
@@ -269,6 +271,23 @@ def test_stages_take_what_a_step_of_training_took(monkeypatch):
     for gradients, forward, backward in (12.0, 2.0, 4.0), (3.0, 1.0, 2.0):
         steps = crossings.Trained({}, [None, None], gradients, 0.5)
         assert stages.stage_times(exp, steps, clock) == {1: [Times(forward, backward, (), 0.5)] * 2}
+    halves = lambda split: [[1.0, 1.5, 1.0]] * 2 if split else alone
+    monkeypatch.setattr(stages, 'passes', lambda *_: halves)
+    steps, clock = crossings.Trained({}, [None, None], 12.0, 0.5), clock._replace(seconds=math.inf)
+    want = {1: [Times(2.0, 4.0, (3.0, 2.0), 0.5)] * 2}
+    assert stages.stage_times(exp, steps, clock) == want
+
+
+def test_few_numbers_of_micro_batches_lie_beyond_those_measured_first(monkeypatch):
+    """The time of the probe may end after any of them."""
+    told = []
+    monkeypatch.setattr(stages, 'passes', lambda *_: lambda split: [[1.0, 2.0]] * 2)
+    exp = stages.with_microbatches(experiment_of(config_of('text_gpt2')), 8)
+    exp.config.batch_size = 32
+    clock = Clock(math.inf, 0.0, told.append)
+    stages.stage_times(exp, crossings.Trained({}, [None] * 4, 1.0, 0.5), clock)
+    found = [int(n) for n in re.findall(r'stages with (\d+)', ' '.join(told))]
+    assert found == [8, 16, 4, 2, 1]
 
 
 def test_what_is_timed_takes_turns():
@@ -288,11 +307,13 @@ def test_what_is_timed_takes_turns():
 
 
 def test_a_probe_has_some_micro_batches_for_each_stage():
+    """Four, or as many as are configured; a number that divides the batch."""
     config = config_of('text_gpt2')
-    for batch, count, found in ((16, 4, 16), (32, 2, 8), (18, 2, 6), (7, 4, 7), (1, 4, 1)):
+    for batch, stages_, configured, found in ((32, 2, 1, 8), (36, 2, 1, 9), (64, 2, 32, 32)):
         config.update(batch_size=batch)
-        config.model.update(stages=count)
-        assert command.probed_config(config).parallel.num_microbatches == found
+        config.model.update(stages=stages_)
+        config.parallel.update(num_microbatches=configured)
+        assert command.probed_experiment(config).config.parallel.num_microbatches == found
 
 
 BAD = {
@@ -301,6 +322,8 @@ BAD = {
     'a state per example': (['--codecs=aqsgd(raw, examples=examples)'], 'a state per example'),
     'positions of another message': (['--codecs=same_support()'], 'does not stand by itself'),
     'of two directions': (['--codecs=klt(2, by_gradient=0.3)'], 'give it without by_gradient'),
+    'no stage': (['--config.model.name=gpt2', '--config.model.stages=0'], 'stages'),
+    'no model': (['--config.model.name=nosuch'], 'nosuch'),
     'no key': (['--config.widht=3'], r'no key .widht. \(did you mean'),
     'no number': (['--error=-1'], '--error is a number from 0'),
     'no flag': (['--colour=3'], r'unexpected .--colour=3.; keys are written --config\.key=value'),

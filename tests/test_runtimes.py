@@ -25,6 +25,7 @@ from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch
 from jaxmp.runtimes.types import Model
+from jaxmp.wire import nbytes
 from tests import pipelines
 from tests.runs import ENV, ROOT
 
@@ -96,8 +97,9 @@ def test_a_runtime_equals_one_program(kind, case, n, replicas):
 
 @pytest.mark.parametrize('kind', ['mpmd', 'spmd'])
 def test_a_stage_run_again_gives_the_same(kind):
-    """``remat``: the dropout of a micro-batch and its statistics too."""
-    found, model, *_ = pipelines.apart(kind, 'direct', 1, 1, remat=True)
+    """``remat``: the dropout of a micro-batch and its statistics too, also in two halves."""
+    split = {'schedule': 'zb_h2'} if kind == 'mpmd' else {}
+    found, model, *_ = pipelines.apart(kind, 'direct', 1, 1, remat=True, **split)
     close(np.array(found), np.array(wanted('direct', 1, 1)[0]))
     leaves = lambda name, s, r: jax.tree.leaves(getattr(model, name)[s][r])
     assert assert_equal(leaves, 'direct', 1, 1)
@@ -106,9 +108,11 @@ def test_a_stage_run_again_gives_the_same(kind):
 class Deep(nn.Module):
     """Layers, one after another."""
 
+    layers = 4
+
     @nn.compact
     def __call__(self, x, train):
-        for _ in range(4):
+        for _ in range(self.layers):
             x = pipelines.Layer(96)(x, train)
         return x
 
@@ -131,13 +135,14 @@ def test_operations_of_a_stage(remat, times):
     forward = count(program.predict, state, batch, message)
     total = count(program.forward, state, batch, message) + backward
     assert times - 1 < total / forward < times
-    if not remat:  # cut in two, it is as much
-        _, later, _ = jax.eval_shape(program.backward_input, after, residuals, (batch, message))
-        later = program.joined(state.params, residuals, later)
-        parts = [count(program.backward_input, after, residuals, (batch, message))]
-        parts.append(count(program.backward_weights, state.params, sums, later))
-        assert 0.4 < parts[0] / sum(parts) < 0.6
-        assert sum(parts) < 1.05 * backward
+    # Cut in two, it is as much, and a gradient per layer is handed on, no residual.
+    _, later, _ = jax.eval_shape(program.backward_input, after, residuals, (batch, message))
+    assert remat or nbytes(later.pull) == Deep.layers * nbytes(x)
+    later = program.joined(state.params, residuals, later)
+    parts = [count(program.backward_input, after, residuals, (batch, message))]
+    parts.append(count(program.backward_weights, state.params, sums, later))
+    assert remat or 0.4 < parts[0] / sum(parts) < 0.6
+    assert sum(parts) < 1.05 * backward
 
 
 class Plain(nn.Module):
@@ -152,7 +157,8 @@ class Plain(nn.Module):
 def test_a_stage_may_have_no_parameters(kind, monkeypatch):
     monkeypatch.setattr(pipelines, 'STAGES', (pipelines.Layer(5), Plain(), pipelines.Layer(4)))
     want, [state] = pipelines.local('direct', 1, 1)
-    found, model, *_ = pipelines.apart(kind, 'direct', 1, 1)
+    split = {'schedule': 'zb_h2'} if kind == 'mpmd' else {}
+    found, model, *_ = pipelines.apart(kind, 'direct', 1, 1, **split)
     close(np.array(found), np.array(want))
     assert state.params[1] == model.params[1][0] == {}
     for s in (0, 2):

@@ -38,7 +38,7 @@ def frozen_adam(
     Args:
       rule: rule, or exchange of gradients, of the momentum: ``double_squeeze(one_bit)``.
       warmup: epochs before v is frozen, 1 or more.
-      b1: the momentum, in [0, 1).
+      b1: the momentum, in (0, 1): there is nothing else to exchange.
       b2: the decay of v, in [0, 1).
       eps: added to the root.
 
@@ -52,9 +52,9 @@ def frozen_adam(
     """
     exchange = exchange_of('frozen_adam', rule)
     check_whole('frozen_adam warmup', warmup, 'a number of epochs, 1 or more')
-    if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps >= 0) or exchange.momentum:
+    if not (0 < b1 < 1 and 0 <= b2 < 1 and eps >= 0) or exchange.momentum:
         raise ValueError(
-            f'frozen_adam b1={b1}, b2={b2}, eps={eps}: b1 and b2 are in [0, 1), eps is not '
+            f'frozen_adam b1={b1}, b2={b2}, eps={eps}: b1 is in (0, 1), b2 in [0, 1), eps is not '
             'negative, and the rule has no momentum of its own'
         )
 

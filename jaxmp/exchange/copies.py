@@ -122,7 +122,7 @@ class Copies:
     @functools.cached_property
     def _program(self) -> Any:
         run = jax.shard_map(
-            lambda own, words: self._share(own, words, over(AXIS)),
+            lambda own, words: _framed(self._share(self._bare(own), words, over(AXIS))),
             mesh=self.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS),
         )  # fmt: skip
         return jax.jit(run, donate_argnums=0)
@@ -131,13 +131,27 @@ class Copies:
         place = NamedSharding(self.mesh, P(AXIS))
 
         def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
-            out = self._program(whole(place, list(own.values())), words)
-            return {end: part(out, device) for end, device in self.here.items()}
+            out = self._program(whole(place, [_framed(t) for t in own.values()]), words)
+            return {end: self._bare(part(out, device)) for end, device in self.here.items()}
 
         return run
 
+    @functools.cached_property
+    def _shapes(self) -> Any:
+        """Shapes of a gradient and of a state."""
+        return jax.eval_shape(lambda: (jnp.zeros(self.like.shape, self.like.dtype), self._fresh()))
+
+    def _bare(self, own: Any) -> Any:
+        """Inverse of `_framed`."""
+        return jax.tree.map(lambda a, s: a if s.shape else a[0], own, self._shapes)
+
     def _lower(self) -> Any:
-        own = jax.eval_shape(lambda: (jnp.zeros(self.like.shape, self.like.dtype), self._fresh()))
+        own = jax.eval_shape(_framed, self._shapes)
         twice = lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype)
         words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return self._program.lower(jax.tree.map(twice, own), words)
+
+
+def _framed(own: Any) -> Any:
+    """Scalars as arrays of one element, which a mesh of two devices can have one of each."""
+    return jax.tree.map(lambda a: a if a.shape else a[None], own)

@@ -23,6 +23,7 @@ from jaxmp.plan.predict import Link, parse
 
 if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice, Probed
+    from jaxmp.training.experiment import Experiment
 
 TEXTS = (  # raw first: it always fits; then those of the paper, which are compared
     'raw',
@@ -99,7 +100,7 @@ def planned(
     A few training steps run uncompressed. The last of them give the activations and gradients of
     one micro-batch at every boundary, on which each candidate is timed and its error is measured.
     Stages are timed alone, one action at a time, for as many numbers of micro-batches as the time
-    allows; the others are interpolated in the size of a micro-batch. What a plan needs at least is
+    allows; the others are estimated by the size of a micro-batch. What a plan needs at least is
     measured even if it takes longer: the training steps, `LEAST` candidates, and the stages with
     the number of micro-batches of the training steps.
 
@@ -111,16 +112,9 @@ def planned(
     from jaxmp.plan.clock import Clock
     from jaxmp.plan.crossings import candidates, handover, measured, trained
     from jaxmp.plan.stages import stage_times
-    from jaxmp.training.experiment import experiment_of
-    from jaxmp.training.sizes import check_residuals, likes
+    from jaxmp.training.sizes import likes
 
-    exp = experiment_of(probed_config(config))
-    if len(exp.task.stages) < 2:
-        raise ValueError(
-            f'config.model.name={config.model.name!r} has one stage, so there is no boundary to '
-            'plan; give a model of two or more stages, such as --config.model.stages=4 of gpt2'
-        )
-    check_residuals(exp)
+    exp = probed_experiment(config)
     names = {'examples': len(exp.data.train.y), **own_words(config.codecs)}
     first = likes(exp)[0]
     texts = dict.fromkeys([TEXTS[0], *own, *TEXTS[1:]])
@@ -135,17 +129,35 @@ def planned(
     return probed, choose(probed, link, budget)
 
 
-def probed_config(config: Any) -> Any:
-    """The configuration of the probe: one replica, no compression, links as they are.
+def probed_experiment(config: Any) -> Experiment:
+    """The experiment of the probe, with `EACH` micro-batches per stage or the configured ones.
 
-    It has about four micro-batches per stage, since others are predicted from these.
+    Of the numbers that divide the batch it has the nearest to these; the times of others are
+    estimated from those of so many.
+
+    Raises:
+      ValueError: as `planned`.
     """
-    from jaxmp.training.task import stage_count
+    from jaxmp.plan.stages import divisors, with_microbatches
+    from jaxmp.training.experiment import experiment_of
+    from jaxmp.training.sizes import check_residuals
 
+    exp = experiment_of(probed_config(config))
+    if (stages := len(exp.task.stages)) < 2:
+        raise ValueError(
+            f'config.model.name={config.model.name!r} has one stage, so there is no boundary to '
+            'plan; give a model of two or more stages, such as --config.model.stages=4 of gpt2'
+        )
+    most = max(EACH * stages, exp.config.parallel.num_microbatches)
+    exp = with_microbatches(exp, divisors(exp.config.batch_size, most)[0])
+    check_residuals(exp)
+    return exp
+
+
+def probed_config(config: Any) -> Any:
+    """The configuration of the probe: one replica, no compression, links as they are."""
     c = config.copy_and_resolve_references()
-    c.batch_size = size = max(1, c.batch_size // c.parallel.replicas)
-    most = min(size, EACH * stage_count(c))
-    c.parallel.num_microbatches = next(n for n in range(most, 0, -1) if size % n == 0)
+    c.batch_size = max(1, c.batch_size // c.parallel.replicas)
     c.update(fwd='raw', bwd='raw', warmup_epochs=0, exchange='mean')
     c.parallel.update(
         runtime='mpmd', replicas=1, schedule='1f1b', link_rate=0.0, link_delay=0.0, profile=False

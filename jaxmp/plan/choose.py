@@ -100,6 +100,12 @@ def actions_of(order: Order, stages: int) -> tuple[Action, ...]:
     return make(stages, order.microbatches)
 
 
+@functools.cache
+def kept_of(order: Order, stages: int) -> int:
+    """The most micro-batches that a device keeps in an order."""
+    return max(saved_inputs(actions_of(order, stages)))
+
+
 def choose(probed: Probed, link: Link, budget: float) -> Choice:
     """The plan.
 
@@ -144,7 +150,7 @@ def ordered(probed: Probed, link: Link, codecs: Codecs, schedule: str | None = N
         stages = probed.stages[order.microbatches]
         late = LATE * statistics.mean((t.forward + t.backward) / 2 for t in stages)
         slow = predicted(probed, link, codecs, order, late)
-        kept = max(saved_inputs(actions_of(order, len(stages)))) / order.microbatches
+        kept = kept_of(order, len(stages)) / order.microbatches
         found.append((slow, kept, Choice(order, codecs, predicted(probed, link, codecs, order))))
     least = min(slow for slow, *_ in found)
     fast = [row for row in found if row[0] <= ALIKE * least]

@@ -41,14 +41,14 @@ def stage_times(exp: Experiment, trained: Trained, clock: Clock) -> dict[int, li
       trained: its training steps.
       clock: of the probe.
     """
-    own, size = exp.config.parallel.num_microbatches, exp.config.batch_size
-    counts = [n for n in range(1, min(max(own, MOST), size) + 1) if size % n == 0]
-    counts.sort(key=lambda n: abs(math.log(n / own)))
+    own = exp.config.parallel.num_microbatches
+    near = [n for n in divisors(exp.config.batch_size, own) if n <= max(own, MOST)]
+    counts = list(dict.fromkeys([own, max(near), *near]))  # so that few lie beyond the first two
     runs: dict[tuple[int, bool], Callable[[bool], list[list[float]]]] = {}
     for i, count in enumerate(counts):
         if i and clock.spent(SHARE):
             left = ', '.join(map(str, sorted(counts[i:])))
-            clock.say(f'no time for {left} micro-batches, which are interpolated')
+            clock.say(f'no time for {left} micro-batches, whose times are estimated')
             break
         clock.say(f'stages with {count} micro-batches')
         runs[count, False] = passes(with_microbatches(exp, count), trained.variables)
@@ -71,6 +71,16 @@ def stage_times(exp: Experiment, trained: Trained, clock: Clock) -> dict[int, li
         ]
         for count, rows in sorted(interpolated(whole, counts).items())
     }
+
+
+def divisors(size: int, near: int) -> list[int]:
+    """The numbers that divide ``size``, those of the least ratio to ``near`` first.
+
+    >>> divisors(24, 8)
+    [8, 6, 12, 4, 24, 3, 2, 1]
+    """
+    found = [n for n in range(1, size + 1) if size % n == 0]
+    return sorted(found, key=lambda n: abs(math.log(n / near)))
 
 
 def in_turns(

@@ -56,15 +56,20 @@ def cut(
 
 
 def _sorted(jaxpr: core.Jaxpr, count: int) -> tuple[list[Any], list[Any]]:
-    """The equations that the first ``count`` outputs need, and the others, each in their order."""
-    needed, early, late = set(_variables(jaxpr.outvars[:count])), [], []
-    for e in reversed(jaxpr.eqns):
-        if needed.intersection(e.outvars):
+    """The equations that the first ``count`` outputs need, and those that only the others need."""
+    early = _needed(jaxpr.eqns, jaxpr.outvars[:count])
+    ours = {id(e) for e in early}
+    return early, _needed([e for e in jaxpr.eqns if id(e) not in ours], jaxpr.outvars[count:])
+
+
+def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The equations that ``outputs`` need, or that do more than compute, in their order."""
+    needed, found = set(_variables(outputs)), []
+    for e in reversed(equations):
+        if needed.intersection(e.outvars) or e.effects:
             needed.update(_variables(e.invars))
-            early.insert(0, e)
-        else:
-            late.insert(0, e)
-    return early, late
+            found.append(e)
+    return found[::-1]
 
 
 def _variables(values: Sequence[Any]) -> list[Any]:

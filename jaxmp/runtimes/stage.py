@@ -169,17 +169,14 @@ class StageProgram:
         The latter lacks what the residuals have, which `joined` adds.
         """
         linear, g, f = self._read_gradient(state, residuals, arrived)
-        gx, later = linear.pull.halves(state.params, g, not self.left, self._lasting(residuals))
+        before = jax.tree.leaves(residuals.kept)
+        gx, later = linear.pull.halves(state.params, g, not self.left, before)
         f, out = self._write_gradient(gx, f, residuals, arrived[0])
         return state._replace(feedback=f), Linear(later, linear.means), out
 
     def joined(self, params: Any, residuals: Residuals, later: Linear) -> Linear:
         """What `backward_input` left, for `backward_weights`; no residual but those it needs."""
-        return later._replace(pull=later.pull.joined(params, self._lasting(residuals)))
-
-    def _lasting(self, residuals: Residuals) -> Sequence[Any]:
-        """The arrays of the module's linear map that are there before the backward."""
-        return () if self.remat else residuals.kept.pull.kept
+        return later._replace(pull=later.pull.joined(params, jax.tree.leaves(residuals.kept)))
 
     def backward_weights(self, params: Any, total: Accumulator, later: Linear) -> Accumulator:
         """The other part: the sums with this micro-batch added."""

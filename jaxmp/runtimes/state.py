@@ -108,19 +108,19 @@ class Pullback:
 
     @classmethod
     def of(cls, pull: Any, params: Any, before: Sequence[Any] = ()) -> Pullback:
-        """Stores ``pull``, which `jax.vjp` gave at ``params``; `joined` adds those ``before``."""
+        """Stores ``pull``, which `jax.vjp` gave at ``params``, without the arrays ``before``."""
         leaves, form = jax.tree.flatten(pull)
         number = {id(a): i for i, a in enumerate([*jax.tree.leaves(params), *before])}
         places = tuple(number.get(id(a)) for a in leaves)
         return cls([a for a, i in zip(leaves, places, strict=True) if i is None], form, places)
 
     def joined(self, params: Any, before: Sequence[Any]) -> Pullback:
-        """The same with the arrays ``before`` that `of` left out."""
-        n, own = len(jax.tree.leaves(params)), iter(self.kept)
-        param = [i is not None and i < n for i in self.places]
-        rows = zip(self.places, param, strict=True)
-        kept = [next(own) if i is None else before[i - n] for i, known in rows if not known]
-        places = (i if known else None for i, known in zip(self.places, param, strict=True))
+        """The same with the arrays ``before``, which `of` left out."""
+        own, n = iter(self.kept), len(jax.tree.leaves(params))
+        known = [i is not None and i < n for i in self.places]
+        rows = zip(self.places, known, strict=True)
+        kept = [next(own) if i is None else before[i - n] for i, param in rows if not param]
+        places = [i if param else None for i, param in zip(self.places, known, strict=True)]
         return Pullback(kept, self.form, tuple(places))
 
     def __call__(self, params: Any, *gradient: Any) -> Any:
