@@ -126,6 +126,7 @@ def planned(
     clock.say(f'{len(channels)} candidates at {len(steps.tensors)} crossings')
     crossings = measured(channels, steps.tensors, exp.config.parallel.num_microbatches, clock)
     probed = Probed(stage_times(exp, steps, clock), crossings, *handover())
+    clock.say('choosing')
     return probed, choose(probed, link, budget)
 
 

@@ -149,12 +149,12 @@ def ordered(probed: Probed, link: Link, codecs: Codecs, schedule: str | None = N
             continue
         stages = probed.stages[order.microbatches]
         late = LATE * statistics.mean((t.forward + t.backward) / 2 for t in stages)
-        slow = predicted(probed, link, codecs, order, late)
         kept = kept_of(order, len(stages)) / order.microbatches
-        found.append((slow, kept, Choice(order, codecs, predicted(probed, link, codecs, order))))
+        found.append((predicted(probed, link, codecs, order, late), kept, order))
     least = min(slow for slow, *_ in found)
     fast = [row for row in found if row[0] <= ALIKE * least]
-    return min(fast, key=lambda row: (row[1], row[2].order.microbatches, row[0]))[2]
+    order = min(fast, key=lambda row: (row[1], row[2].microbatches, row[0]))[2]
+    return Choice(order, codecs, predicted(probed, link, codecs, order))
 
 
 def improved(probed: Probed, link: Link, choice: Choice, allowed: Allowed) -> dict[Edge, Candidate]:
