@@ -18,7 +18,10 @@ ELEMENTS = 100 * (16 * 16 * 8 + 8 * 8 * 16 + 4 * 4 * 32)  # of a batch at the bo
 MARGIN = 100 * claims.PAPER['margin']['errors']
 SPEED = 'bench/results/epyc_2026-11-21.md'
 CODECS = ('raw', '8-bit', 'fw4-bw8', 'aqsgd2-bw2')
-BESIDE = 'epyc_2026-11-24_network_'  # rows whose messages travel beside compute
+BESIDE = {  # rows whose messages travel beside compute
+    kind: f'epyc_2026-11-{day}_network_{kind}'
+    for kind, day in (('two', 25), ('two4', 24), ('four', 24), ('100m_zb_h2', 24), ('200m', 24))
+}
 TUNE = 'few_bits_tune'
 TEXT = (
     'none',
@@ -283,7 +286,7 @@ def worse(model, codec):
 
 def overlapped(kind, link, codec):
     """Milliseconds of a step whose messages travel beside compute."""
-    return 1e3 * bench(f'{BESIDE}{kind}', 'step', link=link, codec=codec)[0]['step_s']
+    return 1e3 * bench(BESIDE[kind], 'step', link=link, codec=codec)[0]['step_s']
 
 
 def overlaps(link, kind='two'):
@@ -297,7 +300,7 @@ def four(kind, link):
     steps = []
     for codec in ('raw', 'fw4-bw8', 'aqsgd2-bw2'):
         line = rf'{re.escape(link)} \| {codec} \| (\d+ \| \d+ \| [\d.]+ \| \d+ \| \d+) \|'
-        step, _, times, *_ = map(float, found(f'bench/results/{BESIDE}{kind}.md', line).split('|'))
+        step, _, times, *_ = map(float, found(f'bench/results/{BESIDE[kind]}.md', line).split('|'))
         steps += [step, times]
     return steps
 

@@ -117,7 +117,7 @@ def test_the_loss_of_an_exchange_counts_all_its_steps(bench, tmp_path):
 def test_committed_pages_of_the_benches_are_made_of_their_rows(bench):
     more = [(f'network_{kind}', 23) for kind in ('100m', '100m_eager', '100m_eager4', '200m')]
     kinds = ('100m_zb_h2', 'two', 'two4', 'four', '200m')
-    more += [(f'network_{kind}', 24) for kind in kinds]
+    more += [*((f'network_{kind}', 24) for kind in kinds), ('network_two', 25)]
     for kind, day in (('network', 21), ('network_busy', 21), *more):
         lines = bench('slow_report').markdown(bench('slow_report').Results(rows_of(kind, day)))
         page = (RESULTS / f'epyc_2026-11-{day}_{kind}.md').read_text()
