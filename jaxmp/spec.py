@@ -68,7 +68,7 @@ def read(text: str, names: Mapping[str, Any], finish: Callable[[Any, str], Any])
     if len(text) > LONGEST:
         raise SpecError(f'a channel text has at most {LONGEST} characters, got {len(text)}')
     try:
-        return finish(_build(ast.parse(text.strip(), mode='eval').body, names), text.strip())
+        return finish(_build(_tree(text), names), text.strip())
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise SpecError(
             f'in {text!r}: not an expression of names, numbers and calls such as '
@@ -76,6 +76,14 @@ def read(text: str, names: Mapping[str, Any], finish: Callable[[Any, str], Any])
         ) from None
     except (TypeError, ValueError) as error:
         raise SpecError(f'in {text!r}: {error}') from None
+
+
+def _tree(text: str) -> ast.expr:
+    """The expression of a text."""
+    try:
+        return ast.parse(text.strip(), mode='eval').body
+    except ValueError as error:  # of null bytes, before Python 3.11.4
+        raise SyntaxError(str(error)) from None
 
 
 def canonical(text: str, names: Mapping[str, Any] | None = None) -> str:

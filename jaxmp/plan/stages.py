@@ -77,7 +77,7 @@ def divisors(size: int, near: int) -> list[int]:
     """The numbers that divide ``size``, those of the least ratio to ``near`` first.
 
     >>> divisors(24, 8)
-    [8, 6, 12, 4, 24, 3, 2, 1]
+    [8, 6, 12, 4, 3, 24, 2, 1]
     """
     found = [n for n in range(1, size + 1) if size % n == 0]
     return sorted(found, key=lambda n: abs(math.log(n / near)))
