@@ -71,6 +71,9 @@ KEYS: Mapping[str, Key] = {
         'resnet18', 'network', words=('resnet18', 'lenet', 'gpt2'),
         own='build(config, dataset) -> a sequence of stages, or a jaxmp.Task'),
     'model.width': Key(16, 'channels of the first block; of gpt2 the size of the embedding', 1),
+    'model.norm': Key(
+        'batch', 'what follows each convolution', words=('batch', 'group', 'none'),
+        model='resnet18'),
     'model.stages': Key(4, 'pipeline stages; resnet18 has four, lenet two', 1, model='gpt2'),
     'model.blocks': Key(4, 'transformer blocks', 1, model='gpt2'),
     'model.heads': Key(4, 'attention heads', 1, model='gpt2'),

@@ -43,7 +43,7 @@ def known_model(monkeypatch, name, build):
     """Lets ``config.model.name`` be ``name``; ``build`` is called with classes and width."""
     key = config.KEYS['model.name']
     monkeypatch.setitem(config.KEYS, 'model.name', key._replace(words=(*key.words, name)))
-    monkeypatch.setitem(task.MODELS, name, build)
+    monkeypatch.setitem(task.MODELS, name, lambda classes, model: build(classes, model.width))
 
 
 FLAGS = ' '.join(f'--{k}={v}' for k, v in QUICK.items())  # compiles in less than half the time

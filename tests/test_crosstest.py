@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmp.metrics import METRICS
-from jaxmp.training import crosstest, loop
+from jaxmp.training import crosstest, loop, moments
 from tests.runs import SMALL, config_of
 
 
@@ -27,7 +27,7 @@ def test_the_runs_own_codec_scores_as_on_and_none_as_off(trained):
     folder, summary = trained
     run = crosstest.load(folder)
     for text, mode in (('raw', 'off'), (crosstest.trained_with(run)[0], 'on')):
-        found = crosstest.scorer(run.exp, text)(run.state)
+        found = crosstest.scorer(run.exp, crosstest.same(run.exp, text))(run.state)
         assert found['loss'] == pytest.approx(summary['test'][mode]['last']['loss'], rel=1e-5)
 
 
@@ -44,16 +44,37 @@ def test_statistics_again_depend_on_neither_those_before_nor_the_codec(trained):
     assert all(map(np.array_equal, *map(jax.tree.leaves, (a.params, run.state.model.params))))
 
 
+def test_open_boundaries_with_their_maps_deliver_the_moments_of_compressed_ones(trained):
+    run = crosstest.load(trained[0])
+    exp, state, key = run.exp, run.state.model, run.state.key
+    maps = moments.matched(exp, state, key)
+    assert len(maps) == 2
+    opened = tuple(map(moments.opened_with, maps))
+    raw = crosstest.same(exp, 'raw')  # top_k remembers nothing either
+    for n in (1, 2):
+        wanted = moments.moments(exp, state, key, exp.model.boundaries[:n])
+        mapped = moments.moments(exp, state, key, opened[:n])
+        np.testing.assert_allclose(np.stack(mapped), np.stack(wanted), rtol=1e-3, atol=1e-4)
+        without = moments.moments(exp, state, key, raw[:n])
+        assert not np.allclose(without[1], wanted[1], rtol=0.1)
+
+
+def test_a_channel_that_is_constant_is_only_shifted():
+    affine = moments.affine((np.array([2.0]), np.array([0.5])), (np.array([1.0]), np.zeros(1)))
+    assert (affine.scale.tolist(), affine.shift.tolist()) == ([1.0], [1.0])
+
+
 def test_the_command_prints_and_draws_a_row_per_run(trained, tmp_path, capsys):
     folder, out = str(trained[0]), tmp_path / 'grid.png'
-    crosstest.main([folder, '--codec', 'fp16', '--batchnorm', '--out', str(out)])
+    crosstest.main([folder, '--codec', 'fp16', '--batchnorm', '--moments', '--out', str(out)])
     text = capsys.readouterr().out
-    assert text.count('statistics again') == 1
+    assert text.count('statistics again') == text.count('moments matched') == 1
     assert all(name in text for name in ('raw', 'top_k(0.1)', 'fp16'))
     assert out.stat().st_size > 5000
     assert out.with_suffix('.svg').is_file()
     saved = json.loads(out.with_suffix('.json').read_text())
     assert f'{saved["test"]["run"]["raw"]["accuracy"]:.2%}' in text
+    assert [*saved['test']['run, moments matched']] == ['raw']
     assert saved['runs']['run']['commit'] == trained[1]['commit']
     assert saved['hardware']
     with pytest.raises(SystemExit, match="unknown word 'nothing'"):

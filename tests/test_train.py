@@ -205,6 +205,31 @@ def test_resnet18_is_the_published_network():
         resnet18(width=0)
 
 
+@pytest.mark.parametrize(
+    ('norm', 'collections', 'names'),
+    [
+        ('batch', {'params', 'batch_stats'}, {'kernel', 'bias', 'scale', 'mean', 'var'}),
+        ('group', {'params'}, {'kernel', 'bias', 'scale'}),
+        ('none', {'params'}, {'kernel', 'bias'}),
+    ],
+)
+def test_a_normaliser_of_resnet18_says_what_it_keeps(norm, collections, names):
+    stages, x = resnet18(classes=10, width=6, norm=norm), jnp.zeros((2, 8, 8, 3))
+    for stage in stages:
+        variables = jax.eval_shape(lambda k, x: stage.init(k, x), jax.random.key(0), x)  # noqa: B023
+        x = jax.eval_shape(lambda v, x: stage.apply(v, x), variables, x)  # noqa: B023
+        assert {*variables} == collections
+        paths = jax.tree_util.tree_leaves_with_path(variables)
+        assert {p[-1].key for p, _ in paths} == names
+    with pytest.raises(ValueError, match=r"norm 'layer' is not one of batch, group, none"):
+        resnet18(norm='layer')
+
+
+def test_only_resnet18_reads_a_normaliser():
+    with pytest.raises(ValueError, match=r"model\.norm='group' is read by config\.model\.name"):
+        experiment.experiment_of(config_of(model='lenet', norm='group'))
+
+
 def test_the_step_lowers_for_cuda():
     s = experiment.experiment_of(small(model='resnet18', fwd='ef21(top_k(0.1))', bwd='uniform(4)'))
     state = jax.eval_shape(lambda: one_program.create(s))

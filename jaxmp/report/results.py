@@ -124,10 +124,11 @@ def estimated_again(home: Path) -> dict[str, list[tuple[float, float]]]:
     """What `Study` has as ``again``."""
     found: dict[str, list[tuple[float, float]]] = {}
     for path in sorted((home / 'statistics').glob('*-s*.json')):
-        trained, again = json.loads(path.read_text())['test'].values()
-        *_, on = trained.values()
-        pair = again['raw']['accuracy'], on['accuracy']
-        found.setdefault(path.stem.rpartition('-s')[0], []).append(pair)
+        rows = json.loads(path.read_text())['test']
+        for name in (n for n in rows if f'{n}, statistics again' in rows):
+            *_, on = rows[name].values()
+            pair = rows[f'{name}, statistics again']['raw']['accuracy'], on['accuracy']
+            found.setdefault(path.stem.rpartition('-s')[0], []).append(pair)
     return found
 
 

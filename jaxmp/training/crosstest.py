@@ -2,7 +2,9 @@
 
 The table has each run's test metric with a column per codec, at all boundaries of the test. With
 ``--batchnorm`` a second row has BatchNorm's statistics estimated again, on training batches that
-cross open boundaries; a training with compression leaves those of compressed activations.
+cross open boundaries; a training with compression leaves those of compressed activations. With
+``--moments`` a further row gives open boundaries the mean and deviation per channel that compressed
+ones have; see `jaxmp.training.moments`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxmp import data
-from jaxmp.boundary import boundary
+from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.config import KEYS, complete, flat, nested
 from jaxmp.feedback import direct
@@ -38,6 +40,7 @@ from jaxmp.training.engine import model_of
 from jaxmp.training.evaluate import means, sums, totals
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.files import write_json
+from jaxmp.training.moments import matched, opened_with
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Ctx
@@ -116,15 +119,19 @@ def trained_with(run: Run) -> list[str]:
     return [str(cut.fwd.codec) for cut in run.exp.model.boundaries]
 
 
-def scorer(exp: Experiment, text: str) -> Callable[[TrainState], dict[str, float]]:
-    """The mean scores on the test split with a codec at every boundary, without feedback.
+def same(exp: Experiment, text: str) -> tuple[Boundary, ...]:
+    """Boundaries with one codec, without feedback.
 
     Raises:
       ValueError: if ``text`` is not a channel.
     """
     names = {'examples': len(exp.data.train.y), **own_words(exp.config.codecs)}
     codec = parse(text, names).codec
-    cuts = (boundary(direct(codec), direct(raw)),) * len(exp.model.boundaries)
+    return (boundary(direct(codec), direct(raw)),) * len(exp.model.boundaries)
+
+
+def scorer(exp: Experiment, cuts: tuple[Boundary, ...]) -> Callable[[TrainState], dict[str, float]]:
+    """The mean scores on the test split over boundaries without feedback."""
     local = Local(model_of(exp, cuts), train=False)
     feedback = jax.eval_shape(local.init, jax.random.key(0)).feedback  # holds no array
 
@@ -167,13 +174,26 @@ def normalised_again(run: Run) -> Run:
 Row = tuple[str, list[dict[str, float]]]
 
 
-def rows_of(run: Run, texts: Sequence[str], again: bool) -> Iterator[Row]:
-    """The scores of a run under each codec; with ``again`` also those of `normalised_again`."""
-    scorers = [scorer(run.exp, text) for text in texts]
+def rows_of(run: Run, texts: Sequence[str], again: bool, moments: bool) -> Iterator[Row]:
+    """The scores of a run by codec.
+
+    Args:
+      run: the run.
+      texts: the codecs; `raw` is first.
+      again: whether to score `normalised_again` too.
+      moments: whether to score open boundaries with the maps of `matched` too, which have no codec.
+    """
+    scorers = [scorer(run.exp, same(run.exp, text)) for text in texts]
     yield run.name, [score(run.state) for score in scorers]
     if again:
         state = normalised_again(run).state
         yield f'{run.name}, statistics again', [score(state) for score in scorers]
+    if moments:
+        maps = matched(run.exp, run.state.model, run.state.key)
+        yield (
+            f'{run.name}, moments matched',
+            [scorer(run.exp, tuple(map(opened_with, maps)))(run.state)],
+        )
 
 
 def show(rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
@@ -186,19 +206,21 @@ def show(rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
     for text in texts:
         made.add_column(text, justify='right', overflow='fold')
     for name, scores in rows:
-        made.add_row(name, *map(metric.format, scores))
+        made.add_row(name, *map(metric.format, scores))  # a row may have the first codecs alone
     Console(width=None if sys.stdout.isatty() else 140).print(made)
 
 
 def draw(path: Path, rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
     """The rows as a grid of coloured numbers, the better the darker."""
-    values = np.array([[metric.rank(s) for s in scores] for _, scores in rows])
+    values = np.full((len(rows), len(texts)), np.nan)  # white: not tested
+    for i, (_, scores) in enumerate(rows):
+        values[i, : len(scores)] = [metric.rank(s) for s in scores]
     with style.style():
         figure = style.figure(2.6 + 1.1 * len(texts), 1.8 + 0.4 * len(rows))
         axis = figure.subplots()
         axis.imshow(values, cmap='Blues', aspect='auto')
         axis.grid(visible=False)
-        middle = (values.min() + values.max()) / 2
+        middle = (np.nanmin(values) + np.nanmax(values)) / 2
         for i, (_, scores) in enumerate(rows):
             for j, s in enumerate(scores):
                 color = 'white' if values[i, j] > middle else 'black'
@@ -225,6 +247,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         '--batchnorm', action='store_true', help='also with statistics estimated again'
     )
     parser.add_argument(
+        '--moments', action='store_true', help='also open, with the moments of the compressed'
+    )
+    parser.add_argument(
         '--out', type=picture, help='a picture, as PNG and as SVG, and the scores as JSON'
     )
     args = parser.parse_args(argv)
@@ -233,13 +258,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         own = itertools.chain.from_iterable(map(trained_with, runs))
         texts = list(dict.fromkeys(['raw', *own, *args.codec]))
         metric = same_metric(runs)
-        rows = [row for run in runs for row in rows_of(run, texts, args.batchnorm)]
+        rows = [row for run in runs for row in rows_of(run, texts, args.batchnorm, args.moments)]
     except (OSError, ValueError, WorkdirError) as error:
         sys.exit(f'jaxmp evaluate: {error}')
     show(rows, texts, metric)
     if args.out:
         draw(args.out, rows, texts, metric)
-        scores = {name: dict(zip(texts, found, strict=True)) for name, found in rows}
+        scores = {name: dict(zip(texts, found, strict=False)) for name, found in rows}
         trained = {run.name: run.trained for run in runs}
         write_json(args.out.with_suffix('.json'), provenance() | {'runs': trained, 'test': scores})
         print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))

@@ -98,7 +98,7 @@ def _task(config: Config) -> Task:
         return language(config)
     dataset = dataset_of(config)
     if ':' not in name:
-        return classifier(config, dataset, MODELS[name](dataset.classes, config.model.width))
+        return classifier(config, dataset, MODELS[name](dataset.classes, config.model))
     wanted = KEYS['model.name'].own
     result = called('model.name', name, wanted, config, dataset)
     if isinstance(result, Task):
@@ -285,7 +285,10 @@ def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:
     return {'loss': nll, 'accuracy': jnp.mean(right.astype(jnp.float32), -1)}
 
 
-MODELS = {'resnet18': models.resnet18, 'lenet': models.lenet}  # (classes, width) -> stages
+MODELS: dict[str, Callable[[int, Config], Sequence[Stage]]] = {
+    'resnet18': lambda classes, model: models.resnet18(classes, model.width, model.norm),
+    'lenet': lambda classes, model: models.lenet(classes, model.width),
+}
 
 
 def stage_count(config: Config) -> int:
@@ -294,5 +297,5 @@ def stage_count(config: Config) -> int:
     if name == 'gpt2':
         return config.model.stages
     if name in MODELS:
-        return len(MODELS[name](1, config.model.width))
+        return len(MODELS[name](1, config.model))
     return len(task_of(config).stages)
