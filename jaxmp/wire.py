@@ -165,6 +165,16 @@ def compute_dtype(x: Array | Like) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def widened(tree: Any) -> Any:
+    """``tree`` with each array in float32 or wider, as a sum needs: in 16 bits it stands still.
+
+    >>> half = jnp.ones(2, jnp.bfloat16)
+    >>> [a.dtype.name for a in widened([half, jnp.ones(2)])]
+    ['float32', 'float32']
+    """
+    return jax.tree.map(lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32)), tree)
+
+
 def wide(x: Array) -> Array:
     """``x`` in its `compute_dtype`, so that codes do not depend on a 16-bit range."""
     return x.astype(compute_dtype(x))

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from jaxmp.exchange.averages import mean
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of
+from jaxmp.wire import widened
 from jaxmp.words import check_whole, word
 
 
@@ -59,21 +60,22 @@ def frozen_adam(
         )
 
     def init(grads: Any, n: int) -> State:
-        zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), grads)
+        wide = jax.eval_shape(widened, grads)  # a square leaves the range of float16
+        zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), wide)
         counts = {name: jnp.zeros((), jnp.int32) for name in ('steps', 'seen')}  # of m, of v
-        return {'m': zeros(), 'v': zeros(), **counts, 'held': exchange.init(grads, n)}
+        return {'m': zeros(), 'v': zeros(), **counts, 'held': exchange.init(wide, n)}
 
     def warm(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-        g, _ = mean.reduce(grads, (), key, via)
+        g, _ = mean.reduce(widened(grads), (), key, via)
         v = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state['v'], g)
         counts = {'steps': state['steps'] + 1, 'seen': state['seen'] + 1}
         state = {**state, 'm': _moved(b1, state, g), 'v': v, **counts}
-        return _quotient(state, b1, b2, eps), state
+        return _quotient(state, grads, b1, b2, eps), state
 
     def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
-        m, held = exchange.reduce(_moved(b1, state, grads), state['held'], key, via)
+        m, held = exchange.reduce(_moved(b1, state, widened(grads)), state['held'], key, via)
         state = {**state, 'm': m, 'steps': state['steps'] + 1, 'held': held}
-        return _quotient(state, b1, b2, eps), state
+        return _quotient(state, grads, b1, b2, eps), state
 
     first, last = (Exchange(init, f, momentum=b1) for f in (warm, reduce))
     return last._replace(by_epoch=(first,) * warmup + (last,))
@@ -84,11 +86,11 @@ def _moved(b1: float, state: State, grads: Any) -> Any:
     return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state['m'], grads)
 
 
-def _quotient(state: State, b1: float, b2: float, eps: float) -> Any:
-    """Momentum over the root of the variance, both without their bias."""
+def _quotient(state: State, grads: Any, b1: float, b2: float, eps: float) -> Any:
+    """Momentum over the root of the variance, both without their bias, in the gradients' dtypes."""
 
-    def one(m: Array, v: Array) -> Array:
+    def one(m: Array, v: Array, g: Array) -> Array:
         m, v = m / (1 - b1 ** state['steps']), v / (1 - b2 ** state['seen'])
-        return (m / (jnp.sqrt(v) + eps)).astype(m.dtype)
+        return (m / (jnp.sqrt(v) + eps)).astype(g.dtype)
 
-    return jax.tree.map(one, state['m'], state['v'])
+    return jax.tree.map(one, state['m'], state['v'], grads)

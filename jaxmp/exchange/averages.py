@@ -26,7 +26,7 @@ from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State
 from jaxmp.feedback import Channel, direct, ef
 from jaxmp.feedback.klt import klt
-from jaxmp.wire import Codec, Ctx, Like, Payload
+from jaxmp.wire import Codec, Ctx, Like, Payload, widened
 from jaxmp.words import functions, named, word
 
 UNROLLED = 4  # largest number of replicas whose messages are decoded without a loop
@@ -34,7 +34,7 @@ UNROLLED = 4  # largest number of replicas whose messages are decoded without a 
 
 def _reduce_mean(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
     via.own(grads)
-    return jax.tree.map(lambda a: a / via.size, via.all_reduce(grads)), state
+    return via.mean(grads), state
 
 
 mean = named('mean', Exchange(lambda grads, n: (), _reduce_mean))
@@ -98,11 +98,11 @@ def _mean(
         return total + channel.recv(row[1], rx, like, context(row[0]))[0], None
 
     first = jax.tree.map(lambda a: a[0], arrived)
-    start = jnp.zeros_like(channel.recv(first, rx, like, context(0))[0])
+    start = jnp.zeros_like(widened(channel.recv(first, rx, like, context(0))[0]))
     total, _ = lax.scan(add, start, (jnp.arange(n), arrived), unroll=n <= UNROLLED)
     y = total / n
     if not channel.shared_state:
-        return y, buffer
+        return y.astype(like.dtype), buffer
     y = y + buffer
     return y.astype(like.dtype), y
 
@@ -112,7 +112,8 @@ def all_reduce(channel: Channel | Codec) -> Rule:
     """The mean of compressed gradients by one all-reduce of messages: ``mean C(x_i)``.
 
     All replicas use the same key, so that ``random_k`` keeps the same positions in all of them.
-    Each replica compresses ``x / n``, so that a sum in fp16 cannot overflow.
+    Each replica compresses ``x / n``, so that a sum in fp16 cannot overflow. Gradients of 16 bits
+    are compressed as float32, so that ``raw`` adds them in 32 bits.
 
     Args:
       channel: a codec whose messages can be added (raw, fp16, bf16, random_k), or ef or ef21 of it.
@@ -142,7 +143,20 @@ def all_reduce(channel: Channel | Codec) -> Rule:
         total = words(via.all_reduce(numbers(messages)))
         return jax.tree.map(lambda a: a[None], total)
 
-    return _one_way(channel, move, lambda c, sender: c, lambda n: 1 / n)
+    return _widened(_one_way(channel, move, lambda c, sender: c, lambda n: 1 / n))
+
+
+def _widened(rule: Rule) -> Rule:
+    """``rule`` on arrays in float32 or wider; its results have the dtypes that it was given."""
+
+    def init(xs: list[Any], n: int) -> State:
+        return rule.init(jax.eval_shape(widened, xs), n)
+
+    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+        out, state = rule.reduce(widened(xs), state, key, via)
+        return [y.astype(x.dtype) for y, x in zip(out, xs, strict=True)], state
+
+    return Rule(init, reduce)
 
 
 def _narrow(codec: Codec) -> bool:

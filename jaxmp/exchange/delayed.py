@@ -17,7 +17,7 @@ from jaxmp.exchange.averages import all_gather
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, bucketed, check_rule
 from jaxmp.feedback import ef
-from jaxmp.wire import Codec, Ctx, like
+from jaxmp.wire import Codec, Ctx, like, widened
 from jaxmp.words import check_bools, word
 
 LEAST_SPARSE = 0.25  # fraction sent in epoch 0 of a sparsity warm-up; in epoch t its power t + 1
@@ -59,7 +59,7 @@ def dgc(
     gather = all_gather(codec)
 
     def init(xs: list[Any], n: int) -> State:
-        zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in xs]
+        zeros = [jnp.zeros_like(x) for x in jax.eval_shape(widened, xs)]
         return {'u': zeros, 'v': zeros}
 
     def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
@@ -102,12 +102,13 @@ def momentum(rule: Rule, m: float = 0.9) -> Rule:
         raise ValueError(f'momentum m={m} is not in [0, 1), or its rule has momentum already')
 
     def init(xs: list[Any], n: int) -> State:
-        return rule.init(xs, n), [jnp.zeros(x.shape, x.dtype) for x in xs]
+        return rule.init(xs, n), [jnp.zeros_like(x) for x in jax.eval_shape(widened, xs)]
 
     def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
         held, u = state
         u = [m * a + x for a, x in zip(u, xs, strict=True)]
-        out, held = rule.reduce(u, held, key, via)
+        given = [a.astype(x.dtype) for a, x in zip(u, xs, strict=True)]
+        out, held = rule.reduce(given, held, key, via)
         return out, (held, u)
 
     return Rule(init, reduce, tuple(momentum(r, m) for r in rule.by_epoch), m)
@@ -122,7 +123,7 @@ def _kept(codec: Codec, x: Array) -> Array:
 def _clipped(xs: list[Array], norm: float) -> list[Array]:
     if not norm:
         return xs
-    square = sum((jnp.vdot(x, x) for x in xs), jnp.zeros(()))
+    square = sum((jnp.vdot(x, x) for x in widened(xs)), jnp.zeros(()))
     scale = jnp.minimum(1, norm / (jnp.sqrt(square) + 1e-12))
     return [(x * scale).astype(x.dtype) for x in xs]
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Collectives
+from jaxmp.wire import widened
 from jaxmp.words import Origin, check_whole, known, word
 
 State = Any
@@ -104,7 +105,8 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
 
     def init(grads: Any, n: int) -> State:
         leaves = jax.tree.leaves(grads)
-        heavy = [jnp.zeros(a.shape, a.dtype) for a in leaves if not large(a) and rule.momentum]
+        small = [a for a in leaves if not large(a) and rule.momentum]
+        heavy = [jnp.zeros_like(a) for a in jax.eval_shape(widened, small)]
         return rule.init([a for a in leaves if large(a)], n), heavy
 
     def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
@@ -113,9 +115,10 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
         state, heavy = state
         big, state = rule.reduce([a for a in leaves if large(a)], state, key, via)
         raw = [a for a in leaves if not large(a)]
-        few = [a / via.size for a in via.all_reduce(raw)] if raw else []
+        few = via.mean(widened(raw)) if raw else []
         if rule.momentum:
             few = heavy = [rule.momentum * h + a for h, a in zip(heavy, few, strict=True)]
+        few = [y.astype(a.dtype) for y, a in zip(few, raw, strict=True)]
         rows = iter(big), iter(few)
         return form.unflatten([next(rows[not large(a)]) for a in leaves]), (state, heavy)
 

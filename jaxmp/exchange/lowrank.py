@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Rule, State
+from jaxmp.wire import widened
 from jaxmp.words import check_whole, word
 
 
@@ -70,7 +71,9 @@ def power_sgd(rank: int) -> Rule:
     def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
         n, thin = via.size, [bool(s) for s in state]
         M = [x.reshape(_sides(x)) + s['e'] if s else x for x, s in zip(xs, state, strict=True)]
-        first = [_dot(m, s['Q']) / n if s else m / n for m, s in zip(M, state, strict=True)]
+        first = [
+            _dot(m, s['Q']) / n if s else widened(m) / n for m, s in zip(M, state, strict=True)
+        ]
         P = [_orthogonal(p) if t else p for p, t in zip(via.all_reduce(first), thin, strict=True)]
         second = [_dot(m.T, p) / n for m, p, t in zip(M, P, thin, strict=True) if t]
         rows = iter(via.all_reduce(second) if second else [])

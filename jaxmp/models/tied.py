@@ -99,7 +99,8 @@ class TiedParameter(NamedTuple):
         """
         single = len(self._copies(grads)) == 1
         once = [*grads[:-1], grads[-1] if single else self.without(grads[-1])]
-        return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(once)))
+        wide = lambda g: jnp.asarray(g, jnp.promote_types(g.dtype, jnp.float32))
+        return jnp.sqrt(sum(jnp.sum(jnp.square(wide(g))) for g in jax.tree.leaves(once)))
 
     def _copies(self, trees: Sequence[Any]) -> list[Any]:
         ends = trees[:1] if len(trees) == 1 else (trees[0], trees[-1])

@@ -24,7 +24,7 @@ from jaxmp.distributed.placement import Device
 from jaxmp.runtimes.links import Lane, wait
 from jaxmp.runtimes.schedule import Action, Message, Task, check, messages, size
 from jaxmp.runtimes.stage import StageProgram
-from jaxmp.runtimes.state import MicroBatch, StageState
+from jaxmp.runtimes.state import MicroBatch, StageState, in_dtypes
 from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload, nbytes
 
@@ -117,11 +117,12 @@ class Driver:
         self._run(actions, sent, workers, batch)
         n = np.float32(self.num_microbatches)
         totals = {s: w.stage.mean(w.total, n) for s, w in workers.items()}
+        grads = {s: in_dtypes(t.grads, workers[s].params) for s, t in totals.items()}
         last = totals.get(len(self.devices) - 1)
         return Result(
             last.loss if last else None,
             last.aux if last else None,
-            {s: t.grads for s, t in totals.items()},
+            grads,
             {s: w.state() for s, w in workers.items()},
             self.moved,
         )

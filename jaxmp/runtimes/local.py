@@ -20,8 +20,9 @@ from jaxmp.boundary import FeedbackState, value_and_grad
 from jaxmp.exchange import Collectives
 from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes.microbatch import context, cut, loop
-from jaxmp.runtimes.state import Feedback
+from jaxmp.runtimes.state import Feedback, in_dtypes
 from jaxmp.runtimes.types import Batch, Model, ModelState, StepKeys
+from jaxmp.wire import widened
 
 
 class Local:
@@ -75,11 +76,11 @@ class Local:
         parts = jnp.arange(n), *(cut(a, n) for a in (x, batch['y']))
         first = jax.tree.map(lambda a: a[0], parts)
         shapes = jax.eval_shape(one, state.model_state, state.feedback, *first)[2]
-        wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
-        sums = jax.tree.map(wide, shapes[0]), jax.tree.map(jnp.zeros_like, shapes[1])
+        sums = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, shapes))
         end = loop(add, (state.model_state, state.feedback, sums), parts)
         model_state, feedback, sums = end
         means, grads = jax.tree.map(lambda a: (a / n).astype(a.dtype), sums)
+        grads = in_dtypes(grads, state.params)
         return means, grads, ModelState(state.params, model_state, feedback)
 
     def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:

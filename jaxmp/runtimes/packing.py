@@ -58,20 +58,22 @@ class Packing:
     def _width(self, s: int, dtype: str) -> int:
         return sum(self._size(a) for a in self._leaves[s] if str(a.dtype) == dtype)
 
-    def pack(self, s: int, tree: Any, lead: tuple[int, ...] = ()) -> Vectors:
+    def pack(self, s: int, tree: Any, lead: tuple[int, ...] = (), wide: bool = False) -> Vectors:
         """Stage ``s``'s tree as vectors ``(*lead, width)``.
 
         Args:
           s: the stage.
           tree: of its structure.
           lead: the leading axes.
+          wide: whether the numbers are sums, which stay in float32 or wider.
         """
         vectors: Vectors = {}
         leaves = list(zip(_words(jax.tree.leaves(tree)), self._leaves[s], strict=True))
         for name, width in self.widths.items():
             same_dtype = [(a, like) for a, like in leaves if str(like.dtype) == name]
-            rows = [a.astype(like.dtype).reshape(*lead, -1) for a, like in same_dtype]
-            joined = jnp.concatenate(rows, -1) if rows else jnp.zeros((*lead, 0), name)
+            dtype = jnp.promote_types(name, jnp.float32) if wide else name
+            rows = [a.astype(dtype).reshape(*lead, -1) for a, _ in same_dtype]
+            joined = jnp.concatenate(rows, -1) if rows else jnp.zeros((*lead, 0), dtype)
             short = width - joined.shape[-1]
             vectors[name] = jnp.pad(joined, [(0, 0)] * len(lead) + [(0, short)])
         return vectors

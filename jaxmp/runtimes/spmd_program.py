@@ -26,9 +26,9 @@ from jaxmp.runtimes.microbatch import context, cut
 from jaxmp.runtimes.packing import Packing, Vectors
 from jaxmp.runtimes.plans import in_step
 from jaxmp.runtimes.stage import StageProgram
-from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState
+from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes
 from jaxmp.runtimes.wires import AXIS, Messages, Wires
-from jaxmp.wire import Ctx
+from jaxmp.wire import Ctx, widened
 
 
 class Packed(NamedTuple):
@@ -118,6 +118,7 @@ class SpmdProgram:
         end, _ = lax.scan(device.tick, carry, jnp.asarray(plan))
         mean = lambda a: (a / self.num_microbatches).astype(a.dtype)
         means, grads = jax.tree.map(mean, (end.means, end.grads))
+        grads = in_dtypes(grads, state.params)
         after = Packed(state.params, end.model_state, end.feedback)
         return lax.psum(means, AXIS), grads, after
 
@@ -184,7 +185,7 @@ class _Device:
     def start(self, state: Packed, saved: int) -> _Carry:
         """The carry before the first tick."""
         residuals = {n: jnp.zeros((saved, w), n) for n, w in self.residuals.widths.items()}
-        grads = {n: jnp.zeros(w, n) for n, w in self.spmd.packings[0].widths.items()}
+        grads = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, self.params))
         y, means = self.spmd.stages[-1].y, ()
         outputs = jnp.zeros((0 if self.training else self.spmd.num_microbatches, *y.shape), y.dtype)
         arrived = self.spmd.wires[0].empty(), self.spmd.wires[1].empty()
@@ -273,7 +274,7 @@ class _Device:
                 (self.microbatch(at.microbatch), message),
             )
             rows = memory.write(s, after.feedback, rows)
-            sums = (total.loss, total.aux), params.pack(s, total.grads)
+            sums = (total.loss, total.aux), params.pack(s, total.grads, wide=True)
             return rows, wires.write(s - 1, out) if s else wires.empty(), sums
 
         def idle(rows: Rows, arrived: Messages, saved: Vectors, sums: Any) -> Any:

@@ -29,7 +29,7 @@ from jaxmp.runtimes.state import (
     Residuals,
     StageState,
 )
-from jaxmp.wire import Ctx, Like, Payload, like
+from jaxmp.wire import Ctx, Like, Payload, like, widened
 
 Loss = Callable[[Array, Array], tuple[Array, Any]]
 
@@ -77,11 +77,10 @@ class StageProgram:
         return Feedback(*left, *right)
 
     def init_accumulator(self, params: Any, target: Any) -> Accumulator:
-        """Sums before the first micro-batch."""
-        wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
+        """Sums before the first micro-batch, in float32 or wider."""
         score = self.loss or (lambda y, target: (jnp.zeros(()), None))
-        loss, aux = jax.tree.map(wide, jax.eval_shape(score, self.y, target))
-        return Accumulator(loss, aux, jax.tree.map(jnp.zeros_like, params))
+        added = jax.eval_shape(widened, (*jax.eval_shape(score, self.y, target), params))
+        return Accumulator(*jax.tree.map(jnp.zeros_like, added))
 
     def predict(
         self, state: StageState, batch: MicroBatch, message: Payload

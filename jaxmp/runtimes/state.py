@@ -57,7 +57,10 @@ class MicroBatch(NamedTuple):
 
 
 class Accumulator(NamedTuple):
-    """Sums over micro-batches: loss and what comes with it (in the last stage), gradients."""
+    """Sums over micro-batches: loss and what comes with it (in the last stage), gradients.
+
+    They are in float32 or wider, whatever the parameters are.
+    """
 
     loss: Array
     aux: Any
@@ -70,6 +73,11 @@ class Accumulator(NamedTuple):
         grads, *new = jax.tree.map(plus, before, (grads, *means))
         loss, aux = new or (self.loss, self.aux)
         return Accumulator(loss, aux, grads)
+
+
+def in_dtypes(tree: Any, like: Any) -> Any:
+    """``tree`` in the dtypes of ``like``, which for most models it has."""
+    return jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), tree, like)
 
 
 class Residuals(NamedTuple):

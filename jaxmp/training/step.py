@@ -21,6 +21,7 @@ from jaxtyping import Array
 from jaxmp.exchange import Collectives, Exchange
 from jaxmp.models.tied import TiedParameter, merged
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
+from jaxmp.wire import widened
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -206,7 +207,7 @@ def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
     def run(via: Collectives | None, grads: Any, held: Any, words: Array, stream: Any) -> Any:
         if via:
             grads, held = exchange.reduce(grads, held, _key(words, stream), via)
-        leaves = jax.tree.leaves(grads) if norm else []
+        leaves = jax.tree.leaves(widened(grads)) if norm else []
         return grads, held, sum((jnp.vdot(g, g) for g in leaves), jnp.zeros(()))
 
     return run
