@@ -1,6 +1,7 @@
 """The codecs and rules of the package as laws over a table SPECS x INPUTS; see `jaxmp.testing`."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -210,6 +211,35 @@ FLOAT32_SPECS: dict[str, Law] = {
     'same_support(values=fp16)': Law(None, sent, True),
     'ef21(top_k(0.1, values=fp16, indices=bitmap))': Law(None, element),
 }
+
+# Every rule of `jaxmp.spec.RULES`, for tensors (4, 8, 6) of words 0 .. 6 and examples 0 .. 8.
+CHANNELS = (
+    *('top_k(0.1)', 'ef(uniform(4))', 'ef(random_k(0.3), decay=0.9)', 'ef(top_k(0.2, bf16))'),
+    *('direct(bf16)', 'ef21(top_k(0.3))', 'ef21(log_scale(3))', 'ef21(random_k(0.5))'),
+    *('ef_mixed(top_k(0.2))', 'ef_mixed(top_k(0.4, values=uniform(4)), accumulate=True)'),
+    *('aqsgd(raw, 9)', 'aqsgd(block(3, 32), 9, table=4)', 'aqsgd(log_scale(4), 9, table=2)'),
+    *('anchored(fp16, 7)', 'anchored(block(3, 32), 7, window=4, pairs=14, triples=9)'),
+    *('anchored(raw, 7, target=True)', 'klt(2, refresh=2)', 'klt(2, refresh=1, by_sample=True)'),
+    *('klt(2, refresh=2, entropy=True, patch=2)', 'klt(2, refresh=2, by_gradient=0.3)'),
+)
+# Every word of `jaxmp.exchange.RULES`.
+EXCHANGES = (
+    *('mean', 'all_reduce(fp16)', 'all_reduce(ef(random_k(0.5)))', 'all_gather(qsgd(4))'),
+    *('all_gather(ef(one_bit))', 'all_gather(ef(random_k(0.2)))', 'all_gather(ef21(top_k(0.1)))'),
+    *('scatter_gather(ef(one_bit), ef21(uniform(4)))', 'double_squeeze(one_bit)', 'power_sgd(2)'),
+    *('dgc(0.01)', 'momentum(all_gather(ef21(top_k(0.1))), 0.5)', 'demo(0.1, 0.9)'),
+    *('per_layer(power_sgd(1), 0)', 'bucketed(all_gather(ef(top_k(0.1))), 100)'),
+    *('by_size(mean, all_gather(ef(one_bit)), 100)', "by_name('w', power_sgd(1), mean)"),
+    *('frozen_adam(double_squeeze(one_bit))', 'local_sgd(2)'),
+    *('diloco(2, all_gather(ef(one_bit)))', 'diloco(1, mean, outer=sgd(0.5))'),
+    'diloco(2, power_sgd(1), outer=nesterov(0.5, 0.9), fragments=2, delay=1, mix=0.5)',
+)
+
+
+def donate(state: Any) -> None:
+    """Gives all arrays to a step that overwrites them; raises if two of them are one."""
+    step = jax.jit(partial(jax.tree.map, lambda a: a + 1), donate_argnums=0, compiler_options=QUICK)
+    jax.block_until_ready(step(state))
 
 
 def check_together(laws: Mapping[str, Law], inputs: Mapping[str, np.ndarray]) -> None:

@@ -19,6 +19,7 @@ from jaxmp.distributed.placement import device_mesh
 from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.collectives import sent
 from jaxmp.hlo import operands
+from tests import laws
 from tests.laws import QUICK
 
 STEPS = 3
@@ -399,6 +400,23 @@ def test_demo_shares_the_signs_of_the_largest_cosines_of_the_momentum():
         clear = np.abs(want) > 1e-4
         assert clear.mean() > 0.9
         np.testing.assert_array_equal(y['w'][clear], np.sign(want)[clear])
+
+
+# Every exchange.
+
+
+def test_the_laws_are_of_every_exchange():
+    said = ' '.join(laws.EXCHANGES)
+    assert all(f'{word}(' in said for word in exchange.RULES if word != 'mean')
+
+
+@pytest.mark.parametrize('text', laws.EXCHANGES)
+def test_a_first_state_can_be_donated(text):
+    """With the parameters, of which it may be a copy."""
+    params = {'b': jnp.ones(7), 'w': jnp.ones((20, 15))}
+    e = exchange.parse(text).phase(0)
+    states = e.init(params, 2), exchange.transform(e, optax.adam(0.1), replicas=2).init(params)
+    laws.donate((params, states))
 
 
 # In a loop of one's own.

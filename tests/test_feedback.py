@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp import Ctx, Like
+from jaxmp import Ctx, Like, spec
 from jaxmp.feedback.anchored import hashed
 from jaxmp.feedback.components import ERRORS
 from jaxmp.feedback.positions import joined, positions
+from jaxmp.feedback.slots import per_microbatch
 from tests import laws
 
 CODECS = ('log_scale(3)', 'block(2, size=32, rounding=stochastic)')  # top_k: test_golden.py
@@ -268,6 +269,20 @@ def test_states_have_the_batch_shape_or_one_slot_an_example():
 def test_a_rule_takes_a_codec(rule, wrong):
     with pytest.raises(TypeError, match=f'{rule.__name__} takes a codec'):
         rule(wrong)
+
+
+# Every rule.
+
+
+def test_the_laws_are_of_every_rule():
+    said = ' '.join(laws.CHANNELS)
+    assert all(f'{rule}(' in said for rule in spec.RULES)
+
+
+@pytest.mark.parametrize('text', laws.CHANNELS)
+def test_a_first_state_can_be_donated(text):
+    channel, x = jaxmp.parse(text), Like((4, 8, 6), 'float32')
+    laws.donate([c.init(x) for c in (channel, per_microbatch(channel, 1), jaxmp.warm(channel))])
 
 
 # Tables in few bits.

@@ -59,8 +59,8 @@ def dgc(
     gather = all_gather(codec)
 
     def init(xs: list[Any], n: int) -> State:
-        zeros = [jnp.zeros_like(x) for x in jax.eval_shape(widened, xs)]
-        return {'u': zeros, 'v': zeros}
+        wide = jax.eval_shape(widened, xs)
+        return {name: [jnp.zeros_like(x) for x in wide] for name in 'uv'}
 
     def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
         xs = _clipped(xs, clip / via.size**0.5)

@@ -136,10 +136,9 @@ def klt(
         return _estimated(tx, positions(normed(x)[0] if by_sample else x, patch), refresh)
 
     def init(like: Like) -> tuple[Tx, Rx]:
-        known = first(like)
-        unit = known.book[1:]
+        known, unit = first(like), first(like).book[1:]
         sender = Sender(known, unit[0, 0] * 0, unit * 0, unit if by_gradient else ())
-        return sender, known
+        return sender, first(like)  # arrays of its own, so that a step can donate the state
 
     def encode(x: Array, widths: Array, matrix: Array) -> dict[str, Array]:
         x, norm = normed(x) if by_sample else (x, {})
