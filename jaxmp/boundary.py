@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.feedback import Channel
+from jaxmp.feedback.gradient import by_value_and_grad
 from jaxmp.transport import Transport, local
 from jaxmp.wire import Ctx, Like, Payload, like, nbytes
 
@@ -66,9 +67,9 @@ class Boundary:
     ) -> tuple[Array, FeedbackState]:
         """Sends ``x`` to the next stage; its gradient returns through the backward channel.
 
-        A backward channel with state needs `value_and_grad`. With `jax.grad` its state is zero at
-        each step. Backward states must be floating-point arrays. Second derivatives differentiate
-        through the codec without a warning; forward-mode differentiation raises.
+        A backward channel with state needs `value_and_grad`. Backward states must be floating-point
+        arrays. Second derivatives differentiate through the codec without a warning; forward-mode
+        differentiation raises.
 
         Args:
           x: the activation; axis 0 is the sample.
@@ -79,10 +80,13 @@ class Boundary:
           The tensor that the next stage receives, and the states, with the forward ones updated.
 
         Raises:
+          TypeError: if the backward channel has a state, and another function than `value_and_grad`
+            differentiates, such as `jax.grad`.
           ValueError: if the states were made for another shape.
         """
         ctx = Ctx() if ctx is None else ctx
         self._check(x, feedback)
+        x = by_value_and_grad(x, feedback.bwd)
 
         @jax.custom_vjp
         def cross(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:

@@ -12,6 +12,7 @@ from jaxmp import Codec, Ctx, parse
 from jaxmp.feedback import direct
 from jaxmp.testing import *  # noqa: F403
 from jaxmp.testing import (
+    QUICK,
     Law,
     _check_alone,
     _check_values,
@@ -238,8 +239,8 @@ EXCHANGES = (
 
 def donate(state: Any) -> None:
     """Gives all arrays to a step that overwrites them; raises if two of them are one."""
-    step = jax.jit(partial(jax.tree.map, lambda a: a + 1), donate_argnums=0, compiler_options=QUICK)
-    jax.block_until_ready(step(state))
+    step = partial(jax.tree.map, lambda a: a + 1)
+    jax.block_until_ready(jax.jit(step, donate_argnums=0, compiler_options=QUICK)(state))
 
 
 def check_together(laws: Mapping[str, Law], inputs: Mapping[str, np.ndarray]) -> None:

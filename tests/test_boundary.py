@@ -200,19 +200,65 @@ def linear(b, w, feedback, x, g, ctx=None):
     return jnp.sum(products), (feedback, y)
 
 
-def test_a_bare_grad_forgets_the_backward_state():
-    b = jaxmp.boundary(parse('raw'), parse('ef(uniform(2))'))
-    _, x, g, _ = network()
-    w = jnp.ones(D)
-    feedback = b.init(x[0])
-    step = jit(jaxmp.value_and_grad(partial(linear, b)))
-    bare = jit(jax.grad(lambda *a: linear(b, *a)[0]))
-    _, first, feedback = step(w, feedback, x[0], g[0])
-    _, second, _ = step(w, feedback, x[1], g[1])
-    _, forgetful, _ = step(w, b.init(x[0]), x[1], g[1])
-    np.testing.assert_array_equal(bare(w, b.init(x[0]), x[0], g[0]), first)
-    np.testing.assert_array_equal(bare(w, feedback, x[1], g[1]), forgetful)
-    assert not np.array_equal(second, forgetful)
+REMEMBERS = 'ef(uniform(2))', 'ef21(uniform(2))', 'aqsgd(raw, 9)', 'klt(3)'
+BARE = {  # functions of a loss (w, x) -> scalar that are not value_and_grad
+    'grad': jax.grad,
+    'value_and_grad': jax.value_and_grad,
+    'jit': lambda f: jax.jit(jax.grad(jax.jit(f))),
+    'vjp': lambda f: lambda w, x: jax.vjp(f, w, x)[1](1.0),
+    'checkpoint': lambda f: jax.grad(jax.checkpoint(f)),
+    'vmap': lambda f: jax.vmap(jax.grad(f), (None, 0)),
+    'of vmap': lambda f: jax.grad(lambda w, x: jax.vmap(f, (None, 0))(w, x).sum()),
+    'cond': lambda f: jax.grad(lambda w, x: jax.lax.cond(x[0, 0, 0] > 0, f, f, w, x[0])),
+    'second': lambda f: jax.grad(jax.grad(f)),
+}
+
+
+@pytest.mark.parametrize(
+    ('way', 'bwd'), [*((w, REMEMBERS[0]) for w in BARE), *(('grad', bwd) for bwd in REMEMBERS[1:])]
+)
+def test_a_bare_grad_over_a_backward_state_is_refused(way, bwd):
+    """One crossing, or micro-batches in a scan; not a forward alone, nor without state."""
+
+    def losses(bwd):
+        b = jaxmp.boundary(parse('ef(bf16)'), parse(bwd))
+        feedback, ctx = b.init(jnp.ones((B, D))), Ctx(ids=jnp.arange(B))
+        cross = lambda w, x, feedback: b.cross(w * x, feedback, ctx)
+
+        def scanned(w, x):
+            tick = lambda feedback, x: cross(w, x, feedback)[::-1]
+            return jnp.sum(jax.lax.scan(tick, feedback, jnp.stack([x, x]))[1] ** 2)
+
+        return lambda w, x: jnp.sum(cross(w, x, feedback)[0] ** 2), scanned
+
+    w, x = jnp.ones(()), jnp.ones((2, B, D))
+    x = x if way in ('vmap', 'of vmap', 'cond') else x[0]
+    for loss in losses(bwd):
+        with pytest.raises(TypeError, match=r'another function than jaxmp.value_and_grad .* use'):
+            jax.eval_shape(BARE[way](loss), w, x)
+        jax.eval_shape(loss, w, jnp.ones((B, D)))
+    for loss in losses('bf16'):
+        jax.eval_shape(BARE[way](loss), w, x)
+
+
+def test_value_and_grad_finds_the_state_wherever_it_goes():
+    """Through micro-batches that are recomputed, examples apart, and a branch."""
+    b = jaxmp.boundary(parse('ef(bf16)'), parse('ef21(bf16)'))
+
+    def loss(w, feedback, x):
+        cross = jax.checkpoint(jax.jit(lambda feedback, x: b.cross(w * x, feedback)[::-1]))
+        skip = lambda feedback, x: (feedback, x)
+        tick = lambda feedback, x: jax.lax.cond(x[0, 0] > 2, skip, cross, feedback, x)
+        feedback, y = jax.lax.scan(jax.vmap(tick), feedback, x)
+        return jnp.sum(y**2), (feedback, None)
+
+    x = jnp.arange(3 * 5 * B * D, dtype='f4').reshape(3, 5, B, D) / 700
+    feedback = jax.tree.map(lambda a: jnp.stack([a] * 5), b.init(x[0, 0]))
+    _, grads, feedback = jit(jaxmp.value_and_grad(loss))(jnp.ones(()), feedback, x)
+    assert grads != 0
+    assert np.abs(feedback.bwd[0]).max() > 0
+    frozen = lambda w: jnp.sum(w * b.cross(x[0, 0], b.init(x[0, 0]))[0])
+    assert jax.grad(frozen)(1.0) != 0, 'of what comes after the boundary alone'
 
 
 def test_an_unused_boundary_keeps_its_state():
@@ -272,7 +318,11 @@ def cross(fwd, bwd, shape=(B, D), made_for=(B, D), ctx=None):
     feedback = jax.eval_shape(lambda: b.init(jax.ShapeDtypeStruct(made_for, 'float32')))
 
     def grad(feedback, x):
-        return jax.grad(lambda x: jnp.sum(b.cross(x, feedback, ctx)[0]))(x)
+        def loss(x, feedback):
+            y, feedback = b.cross(x, feedback, ctx)
+            return jnp.sum(y), (feedback, None)
+
+        return jaxmp.value_and_grad(loss)(x, feedback)[1]
 
     return jax.eval_shape(grad, feedback, jax.ShapeDtypeStruct(shape, 'float32'))
 

@@ -217,7 +217,7 @@ def test_a_backward_state_is_never_lost_silently():
     _, model = linear()
     before = model.cut.bwd.get_value()
     for transform in (nnx.grad, nnx.value_and_grad, lambda f: nnx.jit(nnx.grad(nnx.remat(f)))):
-        with pytest.raises(TypeError, match='use that one in place of'):
+        with pytest.raises(TypeError, match='use that one in place of '):
             transform(crossed_twice)(model, X)
     assert jnp.isfinite(crossed_twice(model, X))  # a forward needs no gradient
     jax.tree.map(close, model.cut.bwd.get_value(), before)

@@ -152,7 +152,7 @@ def klt(
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
 
     def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
-        tx = estimated(x, tx._replace(known=_begun(tx.known, first(x))))
+        tx = estimated(x, tx)
         spread = _fit(ctx.spread, tx.known.book) if by_gradient else None
         new = lambda: _parts(_components(tx, bits, spread, by_gradient), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
@@ -163,7 +163,6 @@ def klt(
         return message, _inverted(tx) if by_gradient else tx
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
-        rx = _begun(rx, first(like))
         return decode(m, rx.book, like), _advanced(rx, m['part'])
 
     warm_start = lambda x, state, ctx: estimated(x, state) if isinstance(state, Sender) else state
@@ -194,11 +193,6 @@ def _first(like: Array | Like, bits: float, refresh: int, patch: int) -> Receive
     count = jax.eval_shape(lambda x: (samples(x), positions(x, patch)), like)[1].shape[-1]
     book = _book(jnp.eye(count, dtype=compute_dtype(like)), jnp.ones(count), bits)
     return Receiver(book, _parts(book, refresh), jnp.zeros((), book.dtype))
-
-
-def _begun(known: Receiver, first: Receiver) -> Receiver:
-    """A state that may be zero, as a backward one is without `value_and_grad`, with a book."""
-    return known._replace(book=jnp.where(jnp.any(known.book), known.book, first.book))
 
 
 def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:

@@ -2,8 +2,7 @@
 
 The forward state changes in the forward pass, as BatchNorm's statistics do. The backward state is
 made in the backward pass; `jaxmp.boundary` says why it needs a `value_and_grad` that knows of it,
-and this module's does the same for the variables of a module. Under another gradient a backward
-state would be forgotten at every step, so that a crossing that has one refuses it.
+and this module's does the same for the variables of a module.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array
 
@@ -49,7 +47,7 @@ class Crossing(nnx.Module):
                 f'Crossing takes a boundary, got an object of type {type(boundary).__name__}; '
                 'write jaxmp.boundary(fwd, bwd)'
             )
-        self.boundary, self.compress, self._seeded = boundary, True, False
+        self.boundary, self.compress = boundary, True
         state = boundary.init(x)
         self.fwd, self.bwd = ForwardFeedback(state.fwd), BackwardFeedback(state.bwd)
 
@@ -70,24 +68,7 @@ class Crossing(nnx.Module):
         y, state = self.boundary.cross(x, state, ctx)
         self.fwd.set_value(state.fwd)
         self.bwd.set_value(state.bwd)
-        return y if self._seeded or not jax.tree.leaves(state.bwd) else _refuse_gradient(y)
-
-
-@jax.custom_vjp
-def _refuse_gradient(y: Array) -> Array:
-    """The identity, which cannot be differentiated."""
-    return y
-
-
-def _refused(y: Array) -> Any:
-    raise TypeError(
-        'a Crossing whose backward channel has a state was differentiated by another function '
-        'than jaxmp.nnx.value_and_grad, under which the state would be lost; use that one in '
-        'place of nnx.grad, nnx.value_and_grad or jax.grad'
-    )
-
-
-_refuse_gradient.defvjp(_refused, lambda _, g: (g,))
+        return y
 
 
 def value_and_grad(f: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
@@ -121,9 +102,6 @@ def value_and_grad(f: Callable[..., Any], *, has_aux: bool = False) -> Callable[
 
         def loss(params: Any, feedback: FeedbackState) -> tuple[Array, tuple[FeedbackState, Any]]:
             inner = nnx.merge(graph, params, feedback.bwd, rest, copy=True)
-            for _, node in nnx.iter_graph(inner[0]):
-                if isinstance(node, Crossing):
-                    node._seeded = True
             out = f(inner[0], *inner[1], **inner[2])
             value, aux = out if has_aux else (out, None)
             bwd, changed = nnx.state(inner, _own(BackwardFeedback), _changed)
