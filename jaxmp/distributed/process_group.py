@@ -1,9 +1,9 @@
 """`ProcessGroup`: the processes of a run, which start, decide and end together.
 
-`jax.distributed` moves what collectives move (gloo on CPU, NCCL on GPU) and detects the processes
-under Slurm, Open MPI and Kubernetes; elsewhere the user gives coordinator, number of processes and
-process. It does not report which process did not connect, or failed, and why; the modules
-`rendezvous` and `monitor` do, on the port after the coordinator's.
+`jax.distributed` moves what collectives move (gloo on CPU, NCCL on GPU). Coordinator, number of
+processes and process are the launcher's (`launchers`) or the user's. Which process did not connect,
+or failed, and why, is said by the modules `rendezvous` and `monitor`, on the port after the
+coordinator's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxmp.distributed.address import host_and_port, listen, own_address, token_of
+from jaxmp.distributed.launchers import check_alone, place_of
 from jaxmp.distributed.monitor import Monitor
 from jaxmp.distributed.placement import owners
 from jaxmp.distributed.rendezvous import Meeting, join_rendezvous, names_of, serve_rendezvous
@@ -145,17 +146,6 @@ def _agree(
     return values, bool(total[0, 0]), int(total[0, 1])
 
 
-def found() -> tuple[str, int, int] | None:
-    """Coordinator, count and number of this process in a cluster that JAX detects, or None."""
-    from jax._src.clusters import ClusterEnv  # the detection of jax.distributed; not public
-
-    detect = ClusterEnv.auto_detect_unset_distributed_params
-    coordinator, processes, process, _ = detect(None, None, None, None, None, 60)
-    if coordinator is None or processes is None or process is None:
-        return None
-    return coordinator, processes, process
-
-
 def connect(
     address: Address,
     parts: Sequence[int],
@@ -165,8 +155,8 @@ def connect(
     """Connects to the other processes; call it before any other use of JAX.
 
     Args:
-      address: address of this process. Without coordinator, count and number they are detected
-        from the cluster; outside a cluster the run is a single process.
+      address: address of this process. Without coordinator, count and number those of the
+        launcher's variables are taken; without them the run is a single process.
       parts: the place of each stage or replica; the places are divided among the processes.
       about: settings that must be the same in all processes.
       what: kind of the parts, ``'stage'`` or ``'replica'``.
@@ -174,10 +164,13 @@ def connect(
     Raises:
       ProcessGroupError: if a process does not connect or has other settings, the port is in use,
         or processes on several hosts have no secret.
-      ValueError: if there are more processes than parts, or the address is invalid.
+      ValueError: if there are more processes than parts, the address is invalid, or a launcher
+        says that there are several processes and not where.
     """
     if all(a is None for a in address[:3]):
-        address = Address(*(found() or (None, 1, None)), *address[3:])
+        if (place := place_of()) is None:
+            check_alone('no variable says where process 0 is: start it by srun or jaxmp launch')
+        address = Address(*(place or (None, 1, None)), *address[3:])
     if address.processes == 1:
         return ProcessGroup()
     host, port = endpoint(address)

@@ -1,22 +1,50 @@
-"""Checks, before a run starts, that all its processes have the same data and workdir."""
+"""Checks, before a run starts, that its processes compute alike and share data and workdir."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxmp import config as schema
+from jaxmp import version
+from jaxmp.config import Config
 from jaxmp.data import Dataset
 from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.training.experiment import Experiment
+from jaxmp.training.fingerprint import fingerprint
 
 PATIENCE = 10.0  # seconds in which a network file system must show a new file
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Versions and keys that must be the same in all processes, as JSON has them."""
+    keys = schema.flat(config.to_dict())
+    own = {k: v for k, v in keys.items() if k not in ('data.dir', 'data.download')}
+    versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
+    return json.loads(json.dumps({**versions, **own}))
+
+
+def check_alike(group: ProcessGroup, exp: Experiment) -> None:
+    """Compares what computes the numbers of all processes, and their data; all must call it.
+
+    Raises:
+      ProcessGroupError: if they differ; the message names the process, what differs, and the cure.
+    """
+    if not group.monitor:
+        return
+    compare(group, fingerprint(exp), 'computes other numbers than', cure_of)
+    check_data(group, exp.data)
 
 
 def check_data(group: ProcessGroup, dataset: Dataset) -> None:
@@ -25,17 +53,43 @@ def check_data(group: ProcessGroup, dataset: Dataset) -> None:
     Raises:
       ProcessGroupError: if the data differ; the message names the processes and the arrays.
     """
+    cure = 'give all processes the same files, by config.data.dir'
+    compare(group, digests(dataset), 'has other data than', lambda _: cure)
+
+
+def compare(
+    group: ProcessGroup, texts: dict[str, str], wrong: str, cure: Callable[[str], str]
+) -> None:
+    """Compares texts by name over all processes; all must call it.
+
+    Args:
+      group: the processes.
+      texts: of this process.
+      wrong: what is said of a process with other texts than process 0.
+      cure: what to do, by the name of the first text that differs.
+
+    Raises:
+      ProcessGroupError: if a process has other texts than process 0.
+    """
     if not group.monitor:
         return
-    rows, names = group.share(digests(dataset)), group.monitor.names
+    rows, names = group.share(texts), group.monitor.names
     for i, row in enumerate(rows):
-        if differ := [k for k in row if row[k] != rows[0].get(k)]:
+        if differ := [k for k in {**rows[0], **row} if row.get(k) != rows[0].get(k)]:
             first = differ[0]
             raise ProcessGroupError(
-                f'{names[i]} has other data than {names[0]}, in {", ".join(differ)} ({first}: '
-                f'{row[first]}, process 0: {rows[0].get(first)}); give all processes the same '
-                'files, by config.data.dir'
+                f'{names[i]} {wrong} {names[0]}, in {", ".join(differ)} ({first}: '
+                f'{row.get(first)}, process 0: {rows[0].get(first)}); {cure(first)}'
             )
+
+
+def cure_of(name: str) -> str:
+    """What to do where a text of `fingerprint` differs."""
+    if name.startswith('JAX_'):
+        return f'set the environment variable {name} alike for all processes, or nowhere'
+    if name.startswith('config.'):
+        return f'give all processes the same file for {name}'
+    return 'give all processes the same packages, XLA_FLAGS and kind of device'
 
 
 def digests(dataset: Dataset) -> dict[str, str]:

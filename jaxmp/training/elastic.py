@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from jaxmp import config as schema
-from jaxmp import data, version
+from jaxmp import data
 from jaxmp.boundary import Boundary
 from jaxmp.config import Config
 from jaxmp.distributed.address import token_of
@@ -28,9 +28,10 @@ from jaxmp.distributed.member import BehindError, Member
 from jaxmp.distributed.process_group import Address, ProcessGroup, endpoint
 from jaxmp.exchange import Collectives, Exchange, bytes_of
 from jaxmp.training import one_program, replicas
-from jaxmp.training.agreement import digests
+from jaxmp.training.agreement import digests, settings_of
 from jaxmp.training.engine import Engine, Epoch, Stopped, rules_of
 from jaxmp.training.experiment import Experiment, experiment_of
+from jaxmp.training.fingerprint import fingerprint
 from jaxmp.training.loop import Prepared, train_and_evaluate
 from jaxmp.training.meetings import Meetings
 from jaxmp.training.one_program import never, step_of
@@ -210,8 +211,5 @@ def moved(opt_state: Any, number: int) -> Any:
 
 
 def about(exp: Experiment) -> dict[str, Any]:
-    """What must be the same at all replicas: versions, settings and data."""
-    values = schema.flat(exp.config.to_dict())
-    own = {k: v for k, v in values.items() if k not in ('data.dir', 'data.download')}
-    versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
-    return json.loads(json.dumps({**versions, **own, **digests(exp.data)}))
+    """What must be the same at all replicas: versions, settings, what computes, and data."""
+    return {**settings_of(exp.config), **fingerprint(exp), **digests(exp.data)}

@@ -9,18 +9,18 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import ml_collections
 import numpy as np
 
 from jaxmp import config as schema
-from jaxmp import data, version
+from jaxmp import data
 from jaxmp.config import Config
+from jaxmp.distributed.launchers import check_alone
 from jaxmp.distributed.process_group import Address, ProcessGroup, connect
 from jaxmp.report import curves, style
 from jaxmp.runtimes.schedule import place
 from jaxmp.training import profile
-from jaxmp.training.agreement import check_data, check_workdir
+from jaxmp.training.agreement import check_alike, check_workdir, settings_of
 from jaxmp.training.by_stage import by_stage
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.engine import Engine, Values
@@ -55,26 +55,26 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
     """The processes of a run of ``config``, which share its stages or its replicas.
 
     Raises:
-      ValueError: if an address is given to a run of one process; or as `connect`.
+      ValueError: if there are several processes for a run of one; or as `connect`.
       ProcessGroupError: as `connect`.
     """
     schema.check(config)
     runtime, replicas = config.parallel.runtime, config.parallel.replicas
     if runtime == 'spmd' or (runtime == 'local' and replicas == 1):
-        if any(a is not None for a in address[:3]):
+        if all(a is None for a in address[:3]):
+            check_alone(f'config.parallel.runtime={runtime!r} without replicas is one')
+        elif address.processes != 1:
             raise ValueError(
                 f'config.parallel.runtime={runtime!r} is one process, got {address}; processes '
                 'need --config.parallel.runtime=mpmd or --config.parallel.replicas=N'
             )
         return ProcessGroup()
-    values = schema.flat(config.to_dict())
-    own = {k: v for k, v in values.items() if k not in ('data.dir', 'data.download')}
-    versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
+    about = settings_of(config)
     if runtime == 'mpmd':
         homes = place(actions_of(config, stage_count(config)))
         parts = [r * (1 + max(homes)) + d for r in range(replicas) for d in homes]
-        return connect(address, parts, {**versions, **own})
-    return connect(address, range(replicas), {**versions, **own}, what='replica')
+        return connect(address, parts, about)
+    return connect(address, range(replicas), about, what='replica')
 
 
 def devices(config: Config, processes: int) -> int:
@@ -99,7 +99,7 @@ def prepare(config: Config, group: ProcessGroup, task: Task | None = None) -> Pr
     exp = experiment_of(config, task)
     if group.count == 1:
         check_memory(exp)
-    check_data(group, exp.data)
+    check_alike(group, exp)
     group.share(None)  # all are here: links open now, before compiling parts them
     return Prepared(exp, engine_of(exp, group))
 

@@ -1,0 +1,197 @@
+"""`fingerprint`: what computes the numbers of a run, as short texts that its processes compare.
+
+Equal configurations do not make equal numbers: another random generator puts `random_k` at other
+positions, and another file behind an import path is another codec. The receiver of a message would
+decode noise, and nobody would see it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmp.config import KEYS, flat
+from jaxmp.exchange import Exchange
+from jaxmp.exchange.collectives import metered
+from jaxmp.plugins import module_of
+from jaxmp.testing import QUICK
+from jaxmp.training.experiment import Experiment, tied_exchange
+from jaxmp.wire import Codec, Ctx, like
+
+SWITCHES = (  # of JAX: they decide random bits, dtypes, or how products are formed
+    'jax_default_prng_impl', 'jax_threefry_partitionable', 'jax_random_seed_offset',
+    'jax_high_dynamic_range_gumbel', 'jax_enable_x64', 'jax_explicit_x64_dtypes',
+    'jax_default_matmul_precision',
+)  # fmt: skip
+SHAPE = 2, 4, 4, 2  # of the tensor that the probe sends: it compiles in a fraction of a second
+GRID = 8.37  # levels below the largest value; odd, so that no codec's values lie between two
+
+
+def fingerprint(exp: Experiment) -> dict[str, str]:
+    """What computes the numbers of ``exp`` in this process, as texts by name.
+
+    The switches of JAX by their environment variables, own files by the keys that name them, random
+    bits of a fixed key, and a `digest` of a decoded message of each channel and exchange.
+    """
+    return {
+        **{name.upper(): str(getattr(jax.config, name, None)) for name in SWITCHES},
+        **own_files(flat(exp.config.to_dict())),
+        'default float': jnp.result_type(float).name,
+        'random bits': random_bits(),
+        **crossed(exp),
+        **{f'exchange={e}': exchanged(e) for e in exchanges(exp)},
+    }
+
+
+def own_files(config: dict[str, Any]) -> dict[str, str]:
+    """A digest of the files that the values of ``config`` name by an import path, by key."""
+    paths = {k: [v.rpartition(':')[0]] for k, v in config.items() if _is_own(k, v)}
+    paths['codecs'] = [where.strip() for where in config['codecs'].split(',') if where.strip()]
+    digests = {}
+    for key, places in paths.items():
+        files = sorted({f for where in places for f in sources(module_of(where, '', ''))})
+        if files:
+            hashed = hashlib.blake2b(digest_size=8)
+            for file in files:
+                hashed.update(file.name.encode() + b'\0' + file.read_bytes() + b'\0')
+            names = ', '.join(file.name for file in files)
+            digests[f'config.{key}'] = f'{names} {hashed.hexdigest()}'
+    return digests
+
+
+def _is_own(key: str, value: Any) -> bool:
+    return key in KEYS and bool(KEYS[key].own) and ':' in str(value)
+
+
+def sources(module: ModuleType) -> set[Path]:
+    """The file of a module, and of the modules in its folder that it imports, and so on."""
+    files, waiting = set(), [module]
+    while waiting:
+        module = waiting.pop()
+        file = Path(getattr(module, '__file__', None) or '')
+        if file.suffix != '.py' or file in files:
+            continue
+        files.add(file)
+        waiting += [m for m in _imports(module) if _folder(m) == file.parent]
+    return files
+
+
+def _imports(module: ModuleType) -> Iterator[ModuleType]:
+    for value in list(vars(module).values()):
+        name = str(getattr(value, '__module__', ''))
+        if inspect.ismodule(value) or name in sys.modules:
+            yield value if inspect.ismodule(value) else sys.modules[name]
+
+
+def _folder(module: ModuleType) -> Path | None:
+    file = getattr(module, '__file__', None)
+    return Path(file).parent if file else None
+
+
+def random_bits() -> str:
+    """Bits of a fixed key, as `jax.random` makes them in this process.
+
+    >>> with jax.threefry_partitionable(False):
+    ...     other = random_bits()
+    >>> random_bits() == other
+    False
+    """
+    key = jax.random.fold_in(jax.random.key(0), 1)
+    return ' '.join(f'{word:08x}' for word in np.asarray(jax.random.bits(key, (3,))))
+
+
+def numbers() -> np.ndarray:
+    """The tensor that the probe sends: distinct, none near zero, equal bits on every machine."""
+    n = np.arange(1, 1 + np.prod(SHAPE), dtype=np.uint64)
+    spread = n * 2654435761 % 2**32 / 2**31 - 1  # Knuth's multiplicative hash; exact
+    return (np.sign(spread) * (0.25 + 0.75 * abs(spread))).reshape(SHAPE).astype(np.float32)
+
+
+def digest(values: Any) -> str:
+    """A text that is equal for equal numbers, and for numbers that differ by rounding alone.
+
+    Machines may differ in the last bit of a sum. That must not refuse a run, so values count in
+    ``GRID`` levels of the largest one. A sparse codec at another position, a code of another
+    meaning, or another scale of some elements changes levels. Random rounding within a level does
+    not, and there `random_bits` differ.
+
+    >>> x = numbers()
+    >>> digest(x) == digest(x * np.float32(1 + 1e-6)), digest(x) == digest(x[::-1])
+    (True, False)
+    """
+    hashed = hashlib.blake2b(digest_size=8)
+    for leaf in jax.tree.leaves(values):
+        a = np.asarray(leaf, np.float64)
+        scale = np.max(np.abs(a), initial=1e-30)
+        with np.errstate(all='ignore'):  # a codec that gives infinity does so everywhere
+            levels = np.rint(np.nan_to_num(a / scale * GRID, nan=100.0, posinf=101, neginf=-101))
+        hashed.update(f'{leaf.dtype}{list(a.shape)}'.encode() + levels.astype(np.int8).tobytes())
+    return hashed.hexdigest()
+
+
+def crossed(exp: Experiment) -> dict[str, str]:
+    """Digests of the first message of each channel, in all epochs, by the channel's text."""
+    cuts = [*exp.model.boundaries, *(cut for phase in exp.phases for cut in phase.boundaries)]
+    pairs = {(cut.fwd.codec, cut.bwd.codec): cut for cut in cuts}
+    texts = {}
+    for (fwd, bwd), cut in pairs.items():
+        there, back = computed(functools.partial(_crossing, fwd, bwd), numbers())
+        texts |= {f'fwd={cut.fwd}': there, f'bwd={cut.bwd}': back}
+    return texts
+
+
+def _crossing(fwd: Codec, bwd: Codec, x: Array) -> tuple[Array, Array]:
+    """What the two ends of a boundary decode where ``x`` crosses it and comes back."""
+    ctx = Ctx.example(x)
+    there, back = ctx.fold(0), ctx.fold(1)
+    message = fwd.encode(x, there)
+    back = back._replace(indices=fwd.indices(message, like(x), there))
+    arrived = bwd.decode(bwd.encode(x, back), like(x), back)
+    return fwd.decode(message, like(x), there), arrived
+
+
+def exchanges(exp: Experiment) -> list[Exchange]:
+    """The exchanges of a run between replicas, and between copies of a token table."""
+    shared = list(exp.exchange.by_epoch) or [exp.exchange]
+    tied = exp.task.tied and exp.config.parallel.runtime != 'local'
+    return shared * (exp.replicas > 1) + ([tied_exchange(exp.config, True)] if tied else [])
+
+
+def exchanged(exchange: Exchange) -> str:
+    """A digest of the parameters that equal gradients of two replicas give after a period."""
+
+    def run(params: Any) -> tuple[Any]:
+        via, key, state = metered(2, {}), jax.random.key(0), exchange.init(params, 2)
+
+        def step(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
+            grads, state = exchange.reduce(params, now[1], key, via)
+            after = jax.tree.map(lambda p, g: p - 0.1 * g, now[0], grads)
+            return exchange.after_update(after, state, key, via)
+
+        return (jax.lax.fori_loop(0, exchange.period, step, (params, state))[0],)
+
+    x = np.tile(numbers().reshape(-1), 4)
+    return computed(run, {'kernel': x.reshape(16, 16), 'bias': x[:16]})[0]
+
+
+def computed(function: Callable[[Any], tuple[Any, ...]], x: Any) -> list[str]:
+    """Digests of what ``function`` returns, by a program that is compiled in a hurry.
+
+    An own codec may take no tensor such as ``x``. The run's own tensors may fit, so that is no
+    error here; its file is compared by `own_files`.
+    """
+    try:
+        return [digest(y) for y in jax.jit(function, compiler_options=QUICK)(x)]
+    except Exception as error:
+        return [type(error).__name__] * 2
