@@ -4,8 +4,10 @@
 
 The command of each process is extended by ``--coordinator``, ``--processes`` and ``--process``. All
 processes get the same random secret in the environment, by which they authenticate each other.
-Process 0 has the terminal. After Ctrl-C or SIGTERM all processes save their state and stop; a
-second Ctrl-C ends them at once.
+Process 0 has the terminal. After Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 all processes save their state
+and stop; a second Ctrl-C ends them at once. If one fails, the others are ended within 10 seconds.
+Each process has a group of its own with all that it starts, such as the program behind a shell; no
+group outlives the launcher.
 
 With ``--elastic`` the processes are the replicas of an elastic run. The launcher is their hub, and
 starts a process again that was killed; the others go on meanwhile.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import math
 import os
 import secrets
 import signal
@@ -26,13 +28,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxmp.distributed.address import TOKEN, listen
+from jaxmp.distributed import guard
+from jaxmp.distributed.address import TOKEN, listen, secret
 from jaxmp.distributed.hub import Hub
 from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.distributed.signals import leave_closed_terminal, stopping
 
-PATIENCE = 60.0  # seconds in which the others must end after the first has failed
+PATIENCE = 60.0  # seconds in which all processes must save and end after a signal
+NOTICE = 2.0  # seconds after a failure in which the others say why they end, before SIGTERM
 
 
 def free_port() -> int:
@@ -45,11 +50,6 @@ def free_port() -> int:
                 b.bind(('127.0.0.1', port + 1))
                 return port
     raise OSError('no two free ports in a row on this machine')
-
-
-def _die_with_parent() -> None:
-    if sys.platform == 'linux':
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def gpus() -> list[str]:
@@ -90,7 +90,7 @@ class Group(NamedTuple):
 
 def group_of(command: Sequence[str], processes: int, port: int) -> Group:
     """A group with the secret in the environment, or else a new one."""
-    return Group(command, processes, port, os.environ.get(TOKEN) or secrets.token_hex(16))
+    return Group(command, processes, port, secret(None) or secrets.token_hex(16))
 
 
 def start(group: Group, i: int) -> subprocess.Popen:
@@ -100,7 +100,6 @@ def start(group: Group, i: int) -> subprocess.Popen:
         [*group.command, *flags, f'--process={i}'],
         env={**os.environ, TOKEN: group.token, **own_gpus(gpus(), group.processes, i)},
         start_new_session=True,
-        preexec_fn=_die_with_parent,
         stdin=None if i == 0 else subprocess.DEVNULL,
         stdout=None if i == 0 else subprocess.DEVNULL,
     )
@@ -125,10 +124,11 @@ def watch(
     again: Callable[[int], subprocess.Popen] | None = None,
     restarts: int = 0,
 ) -> int:
-    """Waits for all processes to end; after a failure or a signal the others have one minute.
+    """Waits for all processes to end, and for what they have started.
 
-    A second Ctrl-C ends them at once. In an elastic run the others go on after a failure, and
-    processes that were killed are started again.
+    After a signal they have one minute to save; a second Ctrl-C ends them at once. After a failure
+    the others get SIGTERM, and are killed if that does not end them. In an elastic run the others
+    go on, and processes that were killed are started again.
 
     Args:
       running: the processes.
@@ -140,13 +140,13 @@ def watch(
       The exit status: 0, that of the first process that failed and was not started again, or 128 +
       its signal.
     """
-    left, failed, first, deadline, stopping = [restarts] * len(running), set(), 0, None, False
+    left, failed, first, stop = [restarts] * len(running), set(), 0, False
+    term = kill = math.inf  # when all get SIGTERM, and SIGKILL
     while True:
         # Before the failures are read, so that one that comes meanwhile is read in the next round.
-        alive = any(p.poll() is None for p in running)
-        if asked and not stopping:
-            stopping, deadline = True, time.monotonic() + PATIENCE
-            _signal(running, signal.SIGTERM)
+        alive, now = any(p.poll() is None for p in running), time.monotonic()
+        if asked and not stop:
+            stop, term, kill = True, now, now + PATIENCE
         # A killed process (negative status) comes first: it is a cause, not an effect.
         for code, i in sorted((p.returncode, i) for i, p in enumerate(running) if p.poll()):
             if i in failed or (failed and not again):
@@ -155,22 +155,41 @@ def watch(
             then = f'; started again, {left[i] - 1} times more at most' if restart else '; left out'
             if not asked:
                 _say(f'process {i} {ending(code)}{then if again else ""}')
+            if again and not asked:
+                _signal([running[i]], signal.SIGKILL)  # what it has started
             if restart:
                 left[i] -= 1
                 running[i], alive = restart(i), True
                 continue
             failed.add(i)
             first = first or code
-            deadline = deadline if again else time.monotonic() + PATIENCE
+            if not (again or stop):
+                term, kill = now + NOTICE, now + guard.GRACE
         if not alive:
-            return 128 - first if first < 0 else first
-        if deadline and (time.monotonic() > deadline or impatient(asked)):
-            late = [i for i, p in enumerate(running) if p.poll() is None]
-            after = 'the second Ctrl-C' if impatient(asked) else f'{PATIENCE:g} s'
+            if kill == -math.inf or not any(map(has_members, running)):
+                return 128 - first if first < 0 else first
+            if kill == math.inf:  # the command has ended, and not what it has started
+                term, kill = now, now + guard.GRACE
+        if now >= term:
+            _signal(running, signal.SIGTERM)
+            term = math.inf
+        if kill > -math.inf and (now >= kill or impatient(asked)):
+            late = [i for i, p in enumerate(running) if has_members(p)]
+            after = 'the second Ctrl-C' if impatient(asked) else 'the time to save and end'
             _say(f'killed processes {late}, which were still running after {after}')
             _signal(running, signal.SIGKILL)
-            deadline = None
+            kill = -math.inf
         time.sleep(0.1)
+
+
+def has_members(process: subprocess.Popen) -> bool:
+    """Whether a process runs, or something that it has started."""
+    if process.poll() is None:
+        return True
+    with contextlib.suppress(ChildProcessError):  # as process 1 of a container, it has orphans
+        while os.waitpid(-process.pid, os.WNOHANG)[0]:
+            pass
+    return guard.sent(process.pid, 0)
 
 
 def ending(code: int) -> str:
@@ -186,8 +205,32 @@ def ending(code: int) -> str:
 
 def _signal(running: Sequence[subprocess.Popen], number: int) -> None:
     for p in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(p.pid, number)
+        guard.sent(p.pid, number)
+
+
+def _guard() -> subprocess.Popen:
+    """Starts `jaxmp.distributed.guard`, without the modules of this package, which take seconds."""
+    return subprocess.Popen(
+        [sys.executable, '-IS', guard.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+        bufsize=1,
+    )
+
+
+def _signals() -> list[int]:
+    """A list to which signals that end the run are appended."""
+    asked: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        leave_closed_terminal()
+        asked.append(number)
+
+    for number in stopping():
+        signal.signal(number, note)
+    return asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,12 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f'--processes {args.processes}: give 1 or more')
     if args.port is not None and not 0 < args.port < 65535:
         parser.error(f'--port {args.port}: give a port from 1 to 65534')
-    asked: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: asked.append(n))
-    group = group_of(args.command, args.processes, args.port or free_port())
-    again = lambda i: start(group, i)
-    hub = None
+    asked = _signals()
+    group, hub = group_of(args.command, args.processes, args.port or free_port()), None
     if args.elastic:
         try:
             server = listen('127.0.0.1', group.port)
@@ -218,9 +257,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         hub = Hub(server, group.processes, group.token, say=_say)
         threading.Thread(target=hub.serve, daemon=True).start()
+    watcher, running = _guard(), []
+
+    def again(i: int) -> subprocess.Popen:
+        process = start(group, i)
+        with contextlib.suppress(OSError):  # somebody has killed it
+            print(process.pid, file=watcher.stdin)
+        return process
+
     try:
-        running = [again(i) for i in range(args.processes)]
+        for i in range(args.processes):
+            running.append(again(i))
     except OSError as error:
+        watcher.kill()
         print(
             f'jaxmp launch: cannot start {args.command[0]}: {error.strerror or error}; give a '
             'program after --, such as: -- python train.py --config.parallel.runtime=mpmd',
@@ -230,7 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return watch(running, asked, again if hub else None, args.restarts)
     finally:
-        _signal([p for p in running if p.poll() is None], signal.SIGKILL)
+        _signal([p for p in running if has_members(p)], signal.SIGKILL)
+        watcher.kill()
+        watcher.wait()
 
 
 if __name__ == '__main__':

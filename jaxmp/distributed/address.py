@@ -36,18 +36,24 @@ def host_and_port(text: str) -> tuple[str, int]:
 def secret(file: str | None) -> str:
     """The secret of the run: the text of ``file``, else of the environment variable, else empty.
 
+    Blanks, line ends and a byte order mark around it, which editors and shells add, do not count.
+
     Raises:
       ProcessGroupError: if the file cannot be read or is empty.
     """
     if file is None:
-        return os.environ.get(TOKEN, '')
+        return _bare(os.environ.get(TOKEN, ''))
     try:
-        text = Path(file).read_text().strip()
+        text = _bare(Path(file).read_text(encoding='utf-8'))
     except (OSError, ValueError) as error:
         raise ProcessGroupError(f'cannot read the token file: {error}; give a text file') from error
     if not text:
         raise ProcessGroupError(f'the token file {file} is empty; write a random text to it')
     return text
+
+
+def _bare(text: str) -> str:
+    return text.strip().strip('\ufeff').strip()
 
 
 def token_of(file: str | None, host: str) -> str:

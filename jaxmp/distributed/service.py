@@ -33,6 +33,7 @@ def start_jax(
     bound = own_address(host) if place[2] == 0 else ''
     _use_gloo(own)
     listen_at(own)
+    _go_without_proxy(host)
     jax.distributed.initialize(
         *place,
         initialization_timeout=round(seconds[0]),
@@ -40,6 +41,17 @@ def start_jax(
         coordinator_bind_address=_join(bound, port) if bound else None,
     )
     _outlast(port, seconds[1])
+
+
+def _go_without_proxy(host: str) -> None:
+    """Makes gRPC reach ``host`` without the proxy that ``http_proxy`` names.
+
+    A proxy is for the web. gRPC would send it even what goes to loopback, and JAX then aborts.
+    """
+    names = 'no_grpc_proxy', 'no_proxy'  # gRPC reads the second where there is no first
+    others = next((os.environ[name] for name in names if os.environ.get(name)), '')
+    os.environ[names[0]] = ','.join(filter(None, (others, host)))
+    jax.config.update('jax_check_proxy_envs', False)  # it warns of what is mended here
 
 
 def _outlast(port: int, seconds: float) -> None:

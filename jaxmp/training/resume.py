@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxmp.distributed.signals import leave_closed_terminal, stopping
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.engine import Engine
 from jaxmp.training.experiment import Experiment
@@ -21,19 +22,20 @@ Place = dict[str, Any]  # of the current epoch: its steps, those that this proce
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """A list to which SIGTERM and SIGINT are appended, so that the loop can save before it ends.
+    """A list to which signals that end the run are appended, so that the loop can save before.
 
     The second Ctrl-C has its usual effect.
     """
     seen: list[int] = []
 
     def note(number: int, _: Any) -> None:
+        leave_closed_terminal()
         if number == signal.SIGINT and number in seen:
             signal.signal(signal.SIGINT, old[signal.SIGINT])
             signal.raise_signal(signal.SIGINT)
         seen.append(number)
 
-    old = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+    old = {n: signal.signal(n, note) for n in stopping()}
     try:
         yield seen
     finally:
