@@ -60,6 +60,8 @@ ARGUMENTS = {  # what stands for a parameter in an example
     'codec': 'top_k(0.1)',
     'count': '8',
     'double_squeeze.codec': 'one_bit',
+    'per_sample.codec': 'uniform(8)',
+    'per_token.codec': 'uniform(8)',
     'rotate.codec': 'polar(0.5)',
     'k_means.bits': '2',
     'size': '4096',

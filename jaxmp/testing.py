@@ -198,6 +198,8 @@ def check(
         checked if 'normal' is among them.
       names: your own codecs, as in `jaxmp.parse`.
 
+    A codec whose field ``samples`` is ``'alone'`` is checked for `Law.alone`, too.
+
     Raises:
       AssertionError: naming the law and the input.
     """
@@ -223,7 +225,8 @@ def check(
             again = pair.cross(y, tx, rx, ctx)[1]
             assert (again == y).all(), f'{where}: idempotent'
 
-    if law.alone:
+    promised = channel.codec.samples == 'alone' and channel == direct(channel.codec)
+    if law.alone or promised:
         _check_alone(text, results)
 
 

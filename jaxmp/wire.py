@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxtyping import Array, Int, UInt8
 from jaxmp.words import Origin, known
 
 Payload = Any
+Samples = Literal['alone', 'compared', 'joined']
 Like = jax.ShapeDtypeStruct
 
 FLOATS = ('float16', 'bfloat16', 'float32', 'float64')  # dtypes that codecs take
@@ -91,6 +92,9 @@ class Codec(NamedTuple):
       halves: if a message has a fixed number of elements, a function that keeps the elements of
         ``x`` that half a message would send and sets the others to zero, and a codec that sends
         the sum of two such tensors; else None.
+      samples: what the message of a sample, axis 0 of the tensor, depends on: ``'joined'`` (the
+        default), perhaps on all samples, as one range does; ``'alone'``, on that sample only;
+        ``'compared'``, on how it compares with the others, which is what the codec is for.
       origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
@@ -99,7 +103,14 @@ class Codec(NamedTuple):
     indices: Callable[[Payload, Like, Ctx], Array | None] = lambda payload, like, ctx: None
     additive: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
     halves: tuple[Callable[[Array], Array], Codec] | None = None
+    samples: Samples = 'joined'
     origin: Origin | None = None
+
+
+def samples_of(*codecs: Codec) -> Samples:
+    """`Codec.samples` of a codec made of ``codecs`` that get its samples as theirs."""
+    order: tuple[Samples, ...] = 'alone', 'compared', 'joined'
+    return max((codec.samples for codec in codecs), key=lambda said: order.index(said))
 
 
 def like(x: Array | Like) -> Like:

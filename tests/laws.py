@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxmp
 from jaxmp import Codec, Ctx, parse
 from jaxmp.feedback import direct
 from jaxmp.testing import *  # noqa: F403
@@ -46,6 +47,16 @@ def half_ulp(bits: int, least: float, largest: float) -> Callable[[np.ndarray], 
 def steps(bits: int, of_a_step: float = 0.5) -> Callable[[np.ndarray], Any]:
     def bound(x: np.ndarray) -> np.ndarray:
         return of_a_step * (x.max() - x.min()) / (2**bits - 1) + 4 * EPS * np.abs(x).max()
+
+    return bound
+
+
+def row_steps(bits: int, size: int) -> Callable[[np.ndarray], Any]:
+    """`steps` of each run of ``size`` elements."""
+
+    def bound(x: np.ndarray) -> np.ndarray:
+        runs = np.split(x.reshape(-1), range(size, x.size, size))
+        return np.concatenate([np.full(r.size, steps(bits)(r)) for r in runs]).reshape(x.shape)
 
     return bound
 
@@ -198,7 +209,10 @@ FLOAT32_SPECS: dict[str, Law] = {
     'ef(polar(0.25, 32))': Law(None, blocks(32)),
     'random_k(0.3)': Law(itself, sent, True, alone=True),
     'per_token(top_k(0.1))': Law(itself, element, True),
+    'per_token(uniform(4))': Law(None, blocks(43), True),
+    'per_sample(uniform(4))': Law(None, sample, True),
     'per_chunk(top_k(0.1), 128)': Law(itself, element, True),
+    'per_chunk(uniform(4), 50)': Law(row_steps(4, 50), blocks(50), True),
     'per_chunk(top_k(0.25, values=k_means(2), indices=elias_fano), 64)': Law(None, None),
     'per_chunk(max_scaled(4), 5000)': Law(None, element),
     'adaptive(lloyd(2), lloyd(4))': Law(None, sample, kept=0.0),
@@ -241,6 +255,76 @@ def donate(state: Any) -> None:
     """Gives all arrays to a step that overwrites them; raises if two of them are one."""
     step = partial(jax.tree.map, lambda a: a + 1)
     jax.block_until_ready(jax.jit(step, donate_argnums=0, compiler_options=QUICK)(state))
+
+
+WRAPPERS: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
+    'per_token': lambda x: list(x.reshape(-1, 1, x.shape[-1])),
+    'per_sample': lambda x: list(x[:, None]),
+    'per_chunk': lambda x: [r[None] for r in np.split(x.reshape(-1), range(64, x.size, 64))],
+}
+
+
+def one_of_each_word() -> dict[str, Codec]:
+    """The first codec of the tables that each word makes."""
+    words = {text.partition('(')[0]: text for text in reversed((SPECS | FLOAT32_SPECS).keys())}
+    joined = 'top_k(0.3, values=uniform(4), indices=block_local)', 'spikes(uniform(4), 2)'
+    channels = {text: parse(text) for text in (*words.values(), *joined)}
+    return {t: c.codec for t, c in channels.items() if c == direct(c.codec)}
+
+
+def all_together(codecs: Mapping[str, Codec]) -> Callable[[Any, Ctx], dict[str, Any]]:
+    """What each codec decodes of its message, in one program."""
+
+    def cross(x: Any, ctx: Ctx) -> dict[str, Any]:
+        return {t: c.decode(c.encode(x, ctx), jaxmp.like(x), ctx) for t, c in codecs.items()}
+
+    return jax.jit(cross, compiler_options=QUICK)
+
+
+def check_rows(wrapper: str, codecs: Mapping[str, Codec]) -> None:
+    """Checks that a word which makes rows codes each row by itself, as ``codec`` alone does.
+
+    Args:
+      wrapper: a key of `WRAPPERS`.
+      codecs: texts and codecs that do not compare samples; those that need a context are checked
+        to leave a row as it is when others change.
+
+    Raises:
+      AssertionError: naming the wrapper and the codec.
+    """
+    x = np.random.default_rng(4).standard_normal((3, 2, 70)).astype(np.float32)
+    cut, make = WRAPPERS[wrapper], getattr(jaxmp, wrapper)
+    size = (64,) if wrapper == 'per_chunk' else ()
+    other = x.copy()
+    for row in cut(other)[1::2]:  # views of it
+        row *= 9
+        row += 5
+    wrapped = all_together({t: make(c, *size) for t, c in codecs.items()})
+    results = [wrapped(a, Ctx(jax.random.key(3))) for a in (x, other)]
+    for text in codecs:
+        rows, changed = (cut(np.asarray(r[text])) for r in results)
+        for a, b in zip(rows[::2], changed[::2], strict=True):
+            assert (a == b).all(), f'{wrapper} of {text}: a row depends on the others'
+    keyless = {t: c for t, c in codecs.items() if not needs_key(c)}
+    for joined in True, False:
+        some = {t: c for t, c in keyless.items() if (c.samples == 'joined') == joined}
+        alone = all_together(some)
+        for i, row in enumerate(cut(x)):
+            short = 0 if joined or wrapper != 'per_chunk' else 64 - row.size
+            want = alone(np.pad(row, ((0, 0),) * (row.ndim - 1) + ((0, short),)), Ctx())
+            for text, y in want.items():
+                made = cut(np.asarray(results[0][text]))[i]
+                same = made == np.asarray(y)[..., : row.shape[-1]]
+                assert same.all(), f'{wrapper} of {text}: row {i} is not that of the codec alone'
+
+
+def needs_key(codec: Codec) -> bool:
+    """Whether it draws from the key of the crossing."""
+    try:
+        jax.eval_shape(lambda x: codec.encode(x, Ctx()), jax.ShapeDtypeStruct((2, 70), 'float32'))
+    except ValueError as error:
+        return 'needs ctx.key' in str(error)
+    return False
 
 
 def check_together(laws: Mapping[str, Law], inputs: Mapping[str, np.ndarray]) -> None:

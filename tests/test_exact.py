@@ -23,7 +23,7 @@ CODECS = (
     *('log_scale(2)', 'log_scale(4)', 'log_scale(8)', 'polar(0.5, 32)', 'rotate(uniform(4), 32)'),
     *('lloyd(3)', 'lloyd(2, signed=False, unbiased=True)', 'trellis(2, 4, unbiased=True)'),
     *('mx(8)', 'mx(6)', 'mx(4)', 'nvfp4', 'spikes(block(2), 5)'),
-    'per_chunk(adaptive(lloyd(2), mx(4)), 50)',
+    *('per_chunk(adaptive(lloyd(2), mx(4)), 50)', 'per_token(uniform(4))'),
 )
 FULL = {**laws.QUICK, 'xla_backend_optimization_level': 3}
 FULL |= dict.fromkeys(FULL.keys() & {'xla_cpu_use_fusion_emitters'}, True)

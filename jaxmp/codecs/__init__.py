@@ -20,7 +20,7 @@ from jaxmp.codecs.sparse import random_k, same_support, top_k, unbiased_random_k
 from jaxmp.codecs.spikes import spikes
 from jaxmp.codecs.trellis import trellis
 from jaxmp.codecs.uniform import block, max_scaled, nearest, stochastic, uniform
-from jaxmp.codecs.view import per_chunk, per_token
+from jaxmp.codecs.view import per_chunk, per_sample, per_token
 
 __all__ = [
     'IndexCoding',
@@ -46,6 +46,7 @@ __all__ = [
     'one_bit',
     'packed',
     'per_chunk',
+    'per_sample',
     'per_token',
     'polar',
     'polar_sign',

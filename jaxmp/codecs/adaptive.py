@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from jaxmp.codecs import select
 from jaxmp.codecs.extremes import span
+from jaxmp.codecs.view import each
 from jaxmp.wire import Codec, Ctx, Like, samples, wide
 from jaxmp.words import word
 
@@ -27,8 +28,8 @@ def adaptive(low: Codec, high: Codec, fraction: float = 0.5) -> Codec:
     the choice and the scale. A sample that holds NaN or an infinity has the widest range.
 
     Args:
-      low: codec of the ``(B - K, ...)`` samples of narrow range.
-      high: codec of the ``(K, ...)`` others; both get no ids.
+      low: codec of each of the B - K samples of narrow range.
+      high: codec of each of the K others; both get no ids.
       fraction: K / B in (0, 1), rounded such that K is at least 1.
 
     Raises:
@@ -53,6 +54,7 @@ def adaptive(low: Codec, high: Codec, fraction: float = 0.5) -> Codec:
         raise TypeError(f'adaptive fraction must be a number in (0, 1), got {fraction!r}')
     if not 0 < fraction < 1:
         raise ValueError(f'adaptive fraction {fraction} is not in (0, 1); for half write 0.5')
+    low, high = each(low), each(high)
 
     def parts(words: Array, rows: int, ctx: Ctx) -> list[tuple[str, Codec, Array, Ctx]]:
         """The parts that have samples: the name of each, its codec, their numbers, its context."""
@@ -75,4 +77,4 @@ def adaptive(low: Codec, high: Codec, fraction: float = 0.5) -> Codec:
             y = y.at[at].set(codec.decode(m[name], some, c), unique_indices=True)
         return y
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, samples='compared')

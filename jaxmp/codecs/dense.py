@@ -38,10 +38,11 @@ def _sixteen(dtype: DTypeLike) -> Codec:
     def view(dtype: Any) -> Any:
         return lambda m: jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, dtype), m)
 
-    return Codec(encode, decode, additive=(view(dtype), view(jnp.uint16)))
+    return Codec(encode, decode, additive=(view(dtype), view(jnp.uint16)), samples='alone')
 
 
-raw = named('raw', Codec(_encode_raw, _decode_raw, additive=(lambda m: m, lambda m: m)))
+_same = lambda m: m
+raw = named('raw', Codec(_encode_raw, _decode_raw, additive=(_same, _same), samples='alone'))
 """The tensor itself, in its own dtype: ``C(x) = x``."""
 
 fp16 = named('fp16', _sixteen(jnp.float16))

@@ -96,4 +96,4 @@ def k_means(bits: int) -> Codec:
             y = jnp.where(q & (half - 1) >= i, levels[:, i : i + 1], y)
         return saturated(jnp.where(q >= half, -y, y).reshape(like.shape), like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, samples='alone')

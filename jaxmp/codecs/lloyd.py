@@ -236,4 +236,4 @@ def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
         y = jnp.where(q >= half, -y, y) if signed else y
         return saturated(y.reshape(like.shape), like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, samples='alone')

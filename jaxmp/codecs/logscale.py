@@ -76,4 +76,4 @@ def log_scale(bits: int) -> Codec:
         a = jnp.where(q == 0, 0, a)
         return jnp.where(codes >= sign_bit, -a, a).reshape(like.shape).astype(like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, samples='alone')

@@ -44,7 +44,8 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
     .. math:: C(x) = D H\, C'(H D x)
 
     H is the Hadamard rotation of each run of ``block`` elements, D a diagonal matrix of random
-    signs. The codec gets the blocks as samples of ``block`` elements; it gets no ids.
+    signs. The codec gets the blocks as samples of ``block`` elements; it gets no ids. A range per
+    block is ``rotate(per_sample(uniform(4)))``.
 
     Args:
       codec: codec of the rotated tensor.

@@ -40,7 +40,7 @@ def _decode_one_bit(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
     return _into(jnp.where(negative, -m['scale'], m['scale']), like)
 
 
-one_bit = named('one_bit', Codec(_encode_one_bit, _decode_one_bit))
+one_bit = named('one_bit', Codec(_encode_one_bit, _decode_one_bit, samples='alone'))
 """The sign of each element times the mean magnitude: ``C(x) = mean |x| sign(x)``, sign(0) = +1.
 
 It takes D / 8 + 4 bytes per sample. ``|x - C(x)|^2 = (1 - |x|_1^2 / (D |x|_2^2)) |x|^2``: this is a
@@ -61,7 +61,7 @@ def _decode_bool(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
     return _into(jnp.where(unpack(m['bits'], 1, elements(like)) > 0, m['scale'], 0), like)
 
 
-as_bool = named('as_bool', Codec(_encode_bool, _decode_bool))
+as_bool = named('as_bool', Codec(_encode_bool, _decode_bool, samples='alone'))
 """The mean magnitude where an element is not zero, else 0: the '1-bit' code of a thesis.
 
 It is here to show why it fails: a cast to a truth value loses the sign, so that no decoded gradient
@@ -96,7 +96,7 @@ def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
     return y.reshape(like.shape) if like.dtype == jnp.float32 else _into(y, like)
 
 
-natural = named('natural', Codec(_encode_natural, _decode_natural))
+natural = named('natural', Codec(_encode_natural, _decode_natural, samples='alone'))
 """Natural compression: the magnitude is rounded at random to one of the two nearest powers of two.
 
 ``C(x) = sign(x) 2^floor(log2 |x|)``, doubled with probability ``|x| / 2^floor(log2 |x|) - 1``. It
@@ -153,4 +153,4 @@ def qsgd(levels: int) -> Codec:
         top = float(jnp.finfo(y.dtype).max) * SMALL
         return _into(jnp.where(jnp.isfinite(y), jnp.clip(y, -top, top), y) / SMALL, like)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, samples='alone')

@@ -119,7 +119,7 @@ def _top(count: Callable[[int], int], values: Codec, indices: IndexCoding) -> Co
     def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
         return _scatter(*read(m, like, ctx), like)
 
-    return Codec(encode, decode, support)
+    return Codec(encode, decode, support, samples=values.samples)
 
 
 @word
@@ -160,7 +160,7 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
         at = support(m, like, ctx)
         return _scatter(values.decode(m, _inner(like, at.shape[1]), part(ctx)), at, like)
 
-    return Codec(encode, decode, support, values.additive)
+    return Codec(encode, decode, support, values.additive, samples=values.samples)
 
 
 @word
@@ -228,4 +228,4 @@ def same_support(values: Codec = raw) -> Codec:
         kept = values.decode(m, _inner(like, s.shape[1]), ctx._replace(indices=None))
         return _scatter(kept, jnp.maximum(s, ~s), like)
 
-    return Codec(encode, decode, lambda m, like, ctx: known(ctx))
+    return Codec(encode, decode, lambda m, like, ctx: known(ctx), samples=values.samples)

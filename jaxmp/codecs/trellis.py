@@ -145,4 +145,4 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         y = jnp.where(number >= top, y, -y)
         return saturated(y.reshape(like.shape), like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, samples='alone')

@@ -98,7 +98,8 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
     """k-bit min-max quantiser over the whole tensor.
 
     ``q = round((x - lo) / (hi - lo) * L)``, ``C(x) = lo + q / L * (hi - lo)``, ``L = 2**bits - 1``,
-    ``lo, hi = min x, max x``. A constant tensor and the two ends of the range are exact.
+    ``lo, hi = min x, max x``. A constant tensor and the two ends of the range are exact. A sample's
+    message thus depends on the others; `per_sample` and `per_token` make ranges of their own.
 
     Args:
       bits: 1 to 8.
@@ -175,7 +176,7 @@ def max_scaled(bits: int) -> Codec:
         q = unpack(m['codes'], bits, elements(like)).astype(dtype) - top
         return (q / top * s).reshape(like.shape).astype(like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, samples='compared')
 
 
 @word
