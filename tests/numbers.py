@@ -10,12 +10,13 @@ from scipy import stats
 
 from jaxmp.config import settings
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
-from jaxmp.report import claims, results
+from jaxmp.report import claims, residuals, results
+from jaxmp.report.paper import PAPER, paper_row
 from tests.runs import ROOT
 
 IMAGES, TEST = 50_000, 10_000  # of CIFAR-10
 ELEMENTS = 100 * (16 * 16 * 8 + 8 * 8 * 16 + 4 * 4 * 32)  # of a batch at the boundaries, width 8
-MARGIN = 100 * claims.PAPER['margin']['errors']
+MARGIN = 100 * PAPER['margin']['errors']
 SPEED = 'bench/results/epyc_2026-11-21.md'
 CODECS = ('raw', '8-bit', 'fw4-bw8', 'aqsgd2-bw2')
 BESIDE = {  # rows whose messages travel beside compute
@@ -88,6 +89,28 @@ def interval_of(row, study):
     found = lost_by_seed(row, study)
     half = stats.sem(found) * stats.t.ppf(0.975, len(found) - 1)
     return half - mean(found), half + mean(found)
+
+
+def paired(study, row, to, mode='on'):
+    """The estimate of a row's scores less those of another, seed by seed; ``training``: losses."""
+    own, other = (claims.scores_of(studies()[study].rows[r], mode) for r in (row, to))
+    return residuals.estimate([own[s] - other[s] for s in own.keys() & other.keys()])
+
+
+def trained(study, row, score='loss'):
+    """The mean of a row's training losses, or accuracies, in the last epoch."""
+    return mean(r['history']['train'][score][-1] for r in runs(study, row))
+
+
+def ratio(study, row, to, mode='on'):
+    """The estimate of the percent that a row's losses lie above another's, seed by seed."""
+    own, other = (claims.scores_of(studies()[study].rows[r], mode) for r in (row, to))
+    return residuals.estimate([100 * (own[s] / other[s] - 1) for s in own.keys() & other.keys()])
+
+
+def between_bits(study, least, most):
+    """How many rows of a study have as many bits per element."""
+    return sum(least <= round(bits_of(study, r), 1) <= most for r in studies()[study].rows)
 
 
 def longer_by_seed(row, mode='on', study='few_bits_text', to='none'):
@@ -219,7 +242,7 @@ def apart():
 
 
 def paper(row, mode='on'):
-    return claims.paper_row(row)[mode]
+    return paper_row(row)[mode]
 
 
 def recipe(key):
@@ -229,13 +252,13 @@ def recipe(key):
 
 def claimed(claim):
     """The number in the words of a claim."""
-    [said] = [c['claim'] for c in claims.PAPER['claims'] if c['id'] == claim]
+    [said] = [c['claim'] for c in PAPER['claims'] if c['id'] == claim]
     return [int(n) for n in re.findall(r'\d+', said)]
 
 
 def verdict(claim):
     """On the study of the paper's tables at the small scale."""
-    found = zip(claims.PAPER['claims'], verdicts('cpu'), strict=True)
+    found = zip(PAPER['claims'], verdicts('cpu'), strict=True)
     return next(v for c, v in found if c['id'] == claim)
 
 

@@ -1,4 +1,7 @@
-"""`draw`: predicted time over a link against bits per element, with the published records."""
+"""`draw`: predicted time over a link against bits per element, with the published records.
+
+An entry that never reaches the loss has no time, so its mark stands above the axis of times.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +16,48 @@ from jaxmp.report import labels, style
 from jaxmp.report.style import FAMILIES
 
 BITS = 0.25, 0.5, 1, 2, 4, 8, 16
+ABOVE = 1.7  # times the longest time: where entries stand that never reach the loss
 TICKS = tuple(n * 10**k for k in range(2, 8) for n in (1, 2, 5))
 
 
 def paint(figure: Any, rows: Sequence[Row], link: str) -> None:
-    """Points of the entries; open ones never reach the loss and stand at the dense steps."""
+    """Points of the entries, in a strip above the axis for those that never reach the loss."""
     axes, key = figure.subplots(1, 2, width_ratios=(2, 1))
     line = [(b, DENSE.steps * step_of(link, b)) for b in BITS]
     axes.plot(*zip(*line, strict=True), color='gray', lw=1, zorder=1)
-    names, colours = {}, {}
-    for row in rows:
+    places, colours = {}, {}
+    times = [t for row in rows if (t := row.seconds(link)) is not None]
+    top = ABOVE * max([*times, *(y for _, y in line)])
+    said = [style.human(row.entry.fwd, row.entry.bwd) for row in rows]
+    texts = ['; '.join(row.entry[:2]) for row in rows]
+    for name, row in zip(style.apart(said, texts), rows, strict=True):
         seconds = row.seconds(link)
-        colour = FAMILIES[style.family(row.entry.fwd)]
-        at = row.bits, seconds or DENSE.steps * row.steps[link][0]
-        face = 'white' if seconds is None else colour
-        axes.plot(*at, 'o', mec=colour, mfc=face, ms=6, zorder=3)
-        name = style.human(row.entry.fwd, row.entry.bwd)
-        names[name], colours[name] = at, colour
+        colours[name] = colour = FAMILIES[style.family(row.entry.fwd)]
+        places[name] = row.bits, top if seconds is None else seconds
+        mark = {'marker': 'x'} if seconds is None else {'marker': 'o'}
+        axes.plot(*places[name], **mark, color=colour, ms=6, zorder=3)
     for r in RECORDS if link == LINK else ():
-        at = 8 * r.nbytes / WIDTH, r.steps * r.seconds
-        axes.plot(*at, '*', color='black', ms=10, zorder=3)
-        names[f'record: {r.name}'], colours[f'record: {r.name}'] = at, 'black'
+        name = f'record: {r.name}'
+        places[name], colours[name] = (8 * r.nbytes / WIDTH, r.steps * r.seconds), 'black'
+        axes.plot(*places[name], '*', color='black', ms=10, zorder=3)
+    axes.axhline(top / ABOVE**0.5, color='gray', lw=0.8, ls=':')
     axes.set_xscale('log')
     axes.set_yscale('log')
     low, high = axes.get_ylim()
     axes.set_xticks(BITS, [f'{b:g}' for b in BITS])
-    axes.set_yticks(TICKS, [f'{t:,}' for t in TICKS])
+    shown = [t for t in TICKS if t < top / ABOVE]
+    axes.set_yticks([*shown, top], [*(f'{t:,}' for t in shown), 'never'])
     axes.minorticks_off()
-    axes.set_ylim(low, high)
+    axes.set_ylim(low, ABOVE**0.5 * high)
     axes.set(xlabel='bits per element, mean of both directions', ylabel='seconds until the loss')
     figure.suptitle(f'Predicted time to the loss of ProtocolNanoGPT over {link}')
     style.caption(
-        figure, 'line: the steps of the dense record; open: never reaches the loss; star: published'
+        figure,
+        'line: the steps of the dense record; star: published; a time is a step of the event model '
+        'times the ratio of steps of\na small twin at one loss, which no published run '
+        'confirms; never: an entry whose twin does not reach that loss',
     )
-    labels.numbered(figure, axes, key, names, colours, [line])
+    labels.numbered(figure, axes, key, places, colours, [line])
 
 
 def step_of(link: str, bits: float) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxmp.report import page, polar
 from jaxmp.report.claims import judge
 from jaxmp.report.results import Study, last, load
-from jaxmp.report.tables import HEADS, cells, markdown, write_csv
+from jaxmp.report.tables import HEADS, cells, markdown, marked, notes, write_csv
 
 MARKS = re.compile(
     r'(<!-- (?P<what>results|verdicts) (?P<study>\S+) -->\n).*?(<!-- /(?P=what) -->)', re.DOTALL
@@ -27,20 +27,18 @@ def overview(study: Study) -> str:
     """A table of all rows of a study, and the settings of their runs."""
     rows = sorted(study.rows.values(), key=lambda r: -last(r, r.judged).mean)
     own = [r for r in rows if r.measure == rows[0].measure]
-    table = [cells(r.name, {}, r, study.rows.get('none')) for r in own]
+    table = [cells(marked(r), {}, r, study.rows.get('none')) for r in own]
     keep = [i for i, h in enumerate(HEADS[own[0].measure]) if not h.startswith('paper')]
     picked = [[line[i] for i in keep] for line in (list(HEADS[own[0].measure]), *table)]
     sent = [['forward', 'backward'], *([f'`{r.runs[0][k]}`' for k in ('fwd', 'bwd')] for r in own)]
     whole = [[line[0], *s, *line[1:]] for line, s in zip(picked, sent, strict=True)]
-    return markdown(whole[0], whole[1:], words=3) + f'\n\n{page.setting(study)}\n'
+    return markdown(whole[0], whole[1:], words=3) + f'{notes(own)}\n\n{page.setting(study)}\n'
 
 
 def findings(*studies: Study) -> str:
-    """A table of the paper's claims with a verdict on each, in each study."""
+    """A table of the paper's claims with a verdict on each, and what it rests on, in each study."""
     judged = [judge(study) for study in studies]
-    rows = [
-        [f'{v[0].claim} ({v[0].where})', *(e.verdict for e in v)] for v in zip(*judged, strict=True)
-    ]
+    rows = [[f'{v[0].claim} ({v[0].where})', *map(page.said, v)] for v in zip(*judged, strict=True)]
     heads = [s.name for s in studies] if len(studies) > 1 else ['verdict']
     return markdown(['claim', *heads], rows, words=1 + len(heads)) + '\n'
 

@@ -8,6 +8,7 @@ from jaxmp.report import style
 from jaxmp.report.residuals import CONFIDENCE
 from jaxmp.report.results import Row, difference
 
+MARK = '\N{DAGGER}'  # of a row whose codec was mended after its runs
 INTERVALS = (
     f'{100 * CONFIDENCE:g} % intervals of the mean over seeds (Student; rows that agree share a '
     'deviation), cut at the axes'
@@ -23,7 +24,7 @@ def text_of(row: Row) -> str:
 
 
 def names(rows: Sequence[Row]) -> list[str]:
-    """Rows in words; rows that have the same words also have their names."""
+    """Rows in words; rows that have the same words also have their names, mended ones a mark."""
     said = []
     for row in rows:
         run = row.runs[0]
@@ -31,7 +32,14 @@ def names(rows: Sequence[Row]) -> list[str]:
         name = style.exchange(text_of(row)) if 'exchange' in run else style.human(*pair)
         before = [p['codec'] for p in run['phases']] if run['config']['phases'] else []
         said.append(', then '.join([*(style.human(*sides(text)) for text in before), name]))
-    return [f'{s} ({r.name})' if said.count(s) > 1 else s for s, r in zip(said, rows, strict=True)]
+    apart = [f' ({r.name})' * (said.count(s) > 1) for s, r in zip(said, rows, strict=True)]
+    marks = [f' {MARK}' * bool(r.mended) for r in rows]
+    return [''.join(parts) for parts in zip(said, apart, marks, strict=True)]
+
+
+def note(rows: Sequence[Row]) -> str:
+    """What the mark of a row means, after a semicolon; empty if no row has it."""
+    return f'; {MARK} its codec was mended after these runs' * any(r.mended for r in rows)
 
 
 def sides(phase: str) -> tuple[str, str]:

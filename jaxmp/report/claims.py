@@ -1,42 +1,48 @@
 """Claims, each as quantities that are tested on the results.
 
 A quantity is a difference between two rows in the logarithm of the error, which is one minus the
-accuracy, or in the loss in nats if the measure is the perplexity, or in points of accuracy. It is
-computed seed by seed from the last epoch; paper.json lists the rows and the claimed sides of the
-paper's claims, registered.json those of the experiment at equal bytes. A quantity supports a claim
-if its mean is significantly on the claimed side of the bound, contradicts it if it is significantly
-on the other side, and is otherwise undecided. The test is Student's t with the residual that rows
-share, with Holm's correction over all quantities of the study. A claim is supported if all its
-quantities support it, and contradicted if one quantity contradicts it.
+accuracy, or in the loss in nats if the measure is the perplexity, or in the training loss in nats,
+or in points of accuracy. It is computed seed by seed from the last epoch; paper.json lists the rows
+and the claimed sides of the paper's claims, registered.json those of the experiment at equal bytes.
+A quantity supports a claim if its mean is significantly on the claimed side of the bound,
+contradicts it if it is significantly on the other side, and is otherwise undecided. The test is
+Student's t with the residual that rows share, with Holm's correction over all quantities of the
+study. A claim is supported if all its quantities support it, and contradicted if one quantity
+contradicts it.
+
+A margin is a choice, so all quantities are judged at many margins, and each says at which of them
+it would be judged otherwise. One that is supported and contradicted within the margins that the
+paper's text allows has a number and no verdict.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmp.report import residuals
+from jaxmp.report.paper import PAPER, TRAINING, measure_of, paper_score
 from jaxmp.report.residuals import Column, Estimate, Residual
 from jaxmp.report.results import Row, Study, by_seed
 
 Claim = dict[str, Any]
 Test = dict[str, Any]
 
-PAPER, REGISTERED = (
-    json.loads((Path(__file__).parent / f'{name}.json').read_text())
-    for name in ('paper', 'registered')
-)
 LEAST = 0.005  # error in percent that an accuracy of 100 % counts as
 QUANTITIES = {  # modes compared: that of the first row and of the second (or of the first again)
     'errors': ('judged', 'judged'),
+    'errors on': ('on', 'on'),
     'errors off': ('off', 'off'),
+    'training loss': (TRAINING, TRAINING),
     'switched off': ('off', 'on'),
     'points': ('judged', 'judged'),
     'points off': ('off', 'off'),
 }
 RATIO, NATS, POINTS = 'ratio', 'nats', 'points'  # units
+OTHER_MARGINS = tuple(n / 200 for n in range(1, 101))  # in errors, by half a percent to 50 %
+OTHER_POINTS = tuple(n / 10 for n in range(1, 51))  # in points of accuracy
+OPEN = 'depends on the margin'
 
 
 class Evidence(NamedTuple):
@@ -50,7 +56,8 @@ class Evidence(NamedTuple):
       ours: the quantity over our seeds; None if a row was not run.
       points: the difference in percentage points of accuracy, or in nats.
       p: two-sided p-value of the distance from the bound, with Holm's correction over all tests.
-      verdict: supported, contradicted or undecided; or what is missing.
+      verdict: supported, contradicted or undecided, or `OPEN`; or what is missing.
+      margins: the verdicts at other margins; empty if the bound is none.
       detectable: the true value that this test alone would detect with a power of 80 %.
       enough: the seeds with which it would detect our value with that power; 0 if not known.
     """
@@ -63,6 +70,7 @@ class Evidence(NamedTuple):
     points: float = math.nan
     p: float = math.nan
     verdict: str = 'undecided'
+    margins: str = ''
     detectable: float = math.nan
     enough: int = 0
 
@@ -79,7 +87,7 @@ class Verdict(NamedTuple):
 def judge(study: Study, claims: list[Claim] = PAPER['claims']) -> list[Verdict]:
     """The verdicts on the paper's claims, or on others, from the results of ``study``."""
     tests = [(claim, test) for claim in claims for test in claim['tests']]
-    evidence = decided([weigh(test, study) for _, test in tests], [t['side'] for _, t in tests])
+    evidence = at_all_margins([weigh(test, study) for _, test in tests], [t for _, t in tests])
     verdicts = []
     for claim in claims:
         own = tuple(e for e, (c, _) in zip(evidence, tests, strict=True) if c is claim)
@@ -90,9 +98,64 @@ def judge(study: Study, claims: list[Claim] = PAPER['claims']) -> list[Verdict]:
 def whole(evidence: tuple[Evidence, ...]) -> str:
     """The verdict on a claim, given those of its tests."""
     kinds = {e.verdict for e in evidence}
-    if 'contradicted' in kinds:
-        return 'contradicted'
+    if first := [k for k in ('contradicted', OPEN) if k in kinds]:
+        return first[0]
     return 'supported' if kinds == {'supported'} else 'undecided'
+
+
+def telling(verdict: Verdict) -> Evidence:
+    """The quantity on which a verdict rests: the first that decides it, or the least certain."""
+    if verdict.verdict == 'supported':
+        return max(verdict.evidence, key=lambda e: e.p)
+    own = [e for e in verdict.evidence if e.verdict == verdict.verdict]
+    rest = [e for e in verdict.evidence if e.verdict != 'supported']
+    return (own or rest)[0]
+
+
+def at_all_margins(evidence: list[Evidence], tests: list[Test]) -> list[Evidence]:
+    """``evidence`` with verdicts at the margin, and what they are at others."""
+    sides, judged = [t['side'] for t in tests], []
+    margins = OTHER_POINTS if any(is_points(t) for t in tests) else OTHER_MARGINS
+    others = [
+        decided([at(m, *pair) for pair in zip(evidence, tests, strict=True)], sides)
+        for m in margins
+    ]
+    low, high = PAPER['margin']['allowed']
+    for i, (e, test) in enumerate(zip(decided(evidence, sides), tests, strict=True)):
+        if test['of'] != 'zero' and e.ours and not math.isnan(e.p):
+            found = [(m, other[i].verdict) for m, other in zip(margins, others, strict=True)]
+            e = e._replace(margins=said(found, e.unit))
+            allowed = {v for m, v in found if low <= m <= high and e.unit == RATIO}
+            if {'supported', 'contradicted'} <= allowed:
+                e = e._replace(verdict=OPEN)
+        judged.append(e)
+    return judged
+
+
+def at(margin: float, e: Evidence, test: Test) -> Evidence:
+    """A quantity with its p-value at another margin."""
+    if not e.ours or math.isnan(e.p):
+        return e
+    bound = bound_of(test, margin)
+    return e._replace(bound=bound, p=residuals.p_value(e.ours, bound))
+
+
+def said(verdicts: list[tuple[float, str]], unit: str) -> str:
+    """Verdicts by margin, in ascending order, as a text.
+
+    >>> said([(0.2, 'contradicted'), (0.205, 'undecided'), (0.21, 'supported')], RATIO)
+    'contradicted to 20 %, undecided from 20.5 %, supported from 21 %'
+    >>> said([(1, 'supported'), (2, 'supported')], POINTS)
+    'supported from 1 to 2 points'
+    """
+    shown = lambda m: f'{100 * m:g} %' if unit == RATIO else f'{m:g} points'
+    groups = [(v, [m for m, _ in own]) for v, own in itertools.groupby(verdicts, lambda p: p[1])]
+    (first, margins), *rest = groups
+    if not rest:
+        return f'{first} from {shown(margins[0]).partition(" ")[0]} to {shown(margins[-1])}'
+    return ', '.join(
+        [f'{first} to {shown(margins[-1])}', *(f'{v} from {shown(own[0])}' for v, own in rest)]
+    )
 
 
 def decided(evidence: list[Evidence], sides: list[str]) -> list[Evidence]:
@@ -113,15 +176,15 @@ def decided(evidence: list[Evidence], sides: list[str]) -> list[Evidence]:
 def weigh(test: Test, study: Study) -> Evidence:
     """The quantity of a test in the paper and in our results, with its p-value."""
     names = [*test['rows'], test['rows'][0]][:2]
-    modes, unit = modes_of(test, names, study), unit_of(test, names)
+    modes, unit = modes_of(test, names, study), unit_in(test['quantity'], measure_of(names[0]))
     scores = [paper_score(*pair) for pair in zip(names, modes, strict=True)]
     first, second = (size(v, unit) for v in scores)
     bound = bound_of(test)
     e = Evidence(described(test, names, modes, unit), unit, bound, first - second)
-    text = {n: r.measure == 'perplexity' for n, r in study.rows.items()}
-    if missing := [n for n in dict.fromkeys(names) if text.get(n) != (unit == NATS)]:
+    measure = {n: r.measure for n, r in study.rows.items()}
+    if missing := [n for n in dict.fromkeys(names) if measure.get(n) != measure_of(names[0])]:
         return e._replace(verdict=f'not run: {", ".join(missing)}')
-    a, b = (by_seed(study.rows[n], m) for n, m in zip(names, modes, strict=True))
+    a, b = (scores_of(study.rows[n], m) for n, m in zip(names, modes, strict=True))
     if not (seeds := sorted(a.keys() & b.keys())):
         return e._replace(verdict='no common seed')
     apart = [size(a[s], unit) - size(b[s], unit) for s in seeds]
@@ -150,7 +213,7 @@ def spread(study: Study, quantity: str, measure: str) -> Residual | None:
     rows = [r for r in study.rows.values() if r.measure == measure and 'exchange' not in r.runs[0]]
     column: Column = {}
     for row in rows:
-        unit = POINTS if quantity.startswith(POINTS) else unit_by_measure(row.measure)
+        unit = unit_in(quantity, row.measure)
         values = sizes(row, row.judged if first == 'judged' else first, unit)
         if first != second:
             other = sizes(row, second, unit)
@@ -161,8 +224,15 @@ def spread(study: Study, quantity: str, measure: str) -> Residual | None:
 
 def sizes(row: Row, mode: str, unit: str = '') -> dict[int, float]:
     """The compared number (`size`) of each seed."""
-    unit = unit or unit_by_measure(row.measure)
-    return {s: size(v, unit) for s, v in by_seed(row, mode).items()}
+    unit = unit or unit_in('', row.measure)
+    return {s: size(v, unit) for s, v in scores_of(row, mode).items()}
+
+
+def scores_of(row: Row, mode: str) -> dict[int, float]:
+    """The score of each seed in the last epoch, or its training loss where it is known."""
+    if mode != TRAINING:
+        return by_seed(row, mode)
+    return {r['seed']: r['history']['train']['loss'][-1] for r in row.runs if 'history' in r}
 
 
 def size(score: float, unit: str) -> float:
@@ -175,22 +245,25 @@ def size(score: float, unit: str) -> float:
     return 100 - score if unit == POINTS else math.log(max(100 - score, LEAST))
 
 
-def unit_by_measure(measure: str) -> str:
-    """The unit in which two scores are compared if a test names none."""
-    return NATS if measure == 'perplexity' else RATIO
-
-
-def unit_of(test: Test, names: list[str]) -> str:
-    """The unit of a test's numbers."""
-    if test['quantity'].startswith(POINTS):
+def unit_in(quantity: str, measure: str) -> str:
+    """The unit of a quantity over rows of a measure."""
+    if quantity.startswith(POINTS):
         return POINTS
-    return NATS if 'loss' in (paper_row(names[0]) or {}) else RATIO
+    return NATS if measure == 'perplexity' or quantity == 'training loss' else RATIO
 
 
-def bound_of(test: Test) -> float:
-    """The end of a test's claimed side: zero, the margin, or a number of points."""
-    named = {'zero': 0.0, 'margin': math.log1p(PAPER['margin']['errors'])}
-    return named[test['of']] if test['of'] in named else float(test['of'])
+def is_points(test: Test) -> bool:
+    """Whether the bound of a test is a number of points."""
+    return test['of'] not in ('zero', 'margin')
+
+
+def bound_of(test: Test, margin: float | None = None) -> float:
+    """The end of a test's claimed side: zero, or the margin, its own or another one."""
+    if test['of'] == 'zero':
+        return 0.0
+    if is_points(test):
+        return float(test['of'] if margin is None else margin)
+    return math.log1p(PAPER['margin']['errors'] if margin is None else margin)
 
 
 def modes_of(test: Test, names: list[str], study: Study) -> list[str]:
@@ -210,24 +283,9 @@ def judged_by_name(name: str) -> str:
 
 def described(test: Test, names: list[str], modes: list[str], unit: str) -> str:
     """A test as a line of text."""
-    a, b = (f'{n} ({m})' for n, m in zip(names, modes, strict=True))
+    shown = lambda n, m: n if m == TRAINING else f'{n} ({m})'
+    a, b = (shown(n, m) for n, m in zip(names, modes, strict=True))
     margin = f'{100 * PAPER["margin"]["errors"]:+g} %'
     bound = {'zero': '0', 'margin': margin}.get(test['of']) or f'{test["of"]:+g} points'
-    return f'{"loss" if unit == NATS else "errors"} of {a} against {b}: {test["side"]} {bound}'
-
-
-def table_rows(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of one of the paper's tables by name."""
-    return {r['row']: r for r in table['rows']}
-
-
-def paper_row(name: str) -> dict[str, Any] | None:
-    """A row of the paper's tables."""
-    found = (r for t in PAPER['tables'] for n, r in table_rows(t).items() if n == name)
-    return next(found, None)
-
-
-def paper_score(name: str, mode: str) -> float:
-    """The paper's score of a row, for Table 5 its loss, which is with compression on; or NaN."""
-    row = paper_row(name) or {}
-    return row.get('loss', row.get(mode, math.nan))
+    score = 'errors' if unit != NATS else 'training loss' if modes[0] == TRAINING else 'loss'
+    return f'{score} of {a} against {b}: {test["side"]} {bound}'

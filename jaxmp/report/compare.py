@@ -10,17 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.config import flat, settings
+from jaxmp.config import KEYS, flat, settings
 from jaxmp.metrics import ACCURACY, METRICS, Metric, of_summary
 from jaxmp.report import style
 from jaxmp.report.curves import sent, value
 
 Columns = dict[str, dict[str, list[float]]]  # by part (train, off, on) and score, a value per epoch
 UNSAID = ('name', 'epochs')  # settings that labels leave out
+LINE, SHORT = (
+    165,
+    75,
+)  # letters: of a label's line in the picture, and of one that leaves room for two
 
 
 class Shown(NamedTuple):
@@ -94,10 +100,16 @@ def shown(runs: Sequence[dict[str, Any]]) -> list[Shown]:
     for run, own in zip(runs, values, strict=True):
         alike = [v for v in values if v['name'] == own['name']]
         differ = [k for k in own if len({str(v.get(k)) for v in alike}) > 1 and k not in UNSAID]
-        label = ', '.join([str(own['name']), *(f'{k.rpartition(".")[2]} {own[k]}' for k in differ)])
+        label = ', '.join(
+            [
+                str(own['name']),
+                *(f'{short(k)} {own[k] if own[k] != "" else "none"}' for k in differ),
+            ]
+        )
+        before = sum(r.label.partition(' #')[0] == label for r in rows)
         rows.append(
             Shown(
-                label,
+                f'{label} #{before + 1}' if before else label,
                 of_summary(run),
                 run['history'],
                 sent(run) if 'bytes' in run else None,
@@ -105,6 +117,17 @@ def shown(runs: Sequence[dict[str, Any]]) -> list[Shown]:
             )
         )
     return rows
+
+
+def short(key: str) -> str:
+    """The last word of a key, or all of a key whose last word other keys have too.
+
+    >>> short('optimizer.lr'), short('model.name')
+    ('lr', 'model.name')
+    """
+    word = key.rpartition('.')[2]
+    count = Counter(k.rpartition('.')[2] for k in KEYS)
+    return word if count[word] == 1 else key
 
 
 def last(run: Shown, part: str) -> dict[str, float]:
@@ -135,13 +158,16 @@ def draw(path: Path, runs: Sequence[Shown]) -> None:
     """Draws the runs that have the same metric as the first one."""
     metric = runs[0].metric
     own = [r for r in runs if r.metric.name == metric.name]
+    columns = 2 if all(len(r.label) <= SHORT for r in own) else 1
+    labels = {r.label: textwrap.fill(r.label, LINE // columns) for r in own}
+    height = sum(label.count('\n') + 1 for label in labels.values()) / columns
     with style.style():
-        figure = style.figure(12, 3.6 + 0.16 * len(own))
+        figure = style.figure(12, 4 + 0.16 * height)
         loss, test, cost = figure.subplots(1, 3)
         for i, r in enumerate(own):
             kind = {'color': style.PALETTE[i % 8], 'ls': ('-', '-.', ':')[i // 8 % 3]}
             train = r.curves['train'].get('loss', [])
-            loss.plot(range(1, len(train) + 1), train, label=r.label, **kind)
+            loss.plot(range(1, len(train) + 1), train, label=labels[r.label], **kind)
             for mode, dashes in (('on', {}), ('off', {'ls': (0, (3, 2)), 'alpha': 0.5})):
                 rows = [
                     value(metric, {metric.score: v}) for v in r.curves[mode].get(metric.score, [])
@@ -155,13 +181,15 @@ def draw(path: Path, runs: Sequence[Shown]) -> None:
         test.set(title='test: on (line), off (dashes)', xlabel='epoch', ylabel=name)
         cost.set(ylabel=name, title='test, on, last epoch')
         cost.set(xlabel='bytes per step, logarithmic', xscale='log')
-        figure.legend(loc='outside lower left', ncols=2, fontsize=8)
+        said = 'n = 1 run per line, so no intervals'  # a caption would lie over the legend
+        key = figure.legend(loc='outside lower left', ncols=columns, fontsize=8, title=said)
+        key.get_title().set(fontsize=8, color='dimgray')
         ended = [r for r in own if r.curves['on'].get(metric.score)]
         if ended:
             best = max(ended, key=lambda r: metric.rank(last(r, 'on')))
             score = metric.format(last(best, 'on'))
-            figure.suptitle(f'Best test {metric.name} in the last epoch: {score}, {best.label}')
-        style.caption(figure, 'n = 1 run per line, so no intervals')
+            title = f'Best test {metric.name} in the last epoch: {score}, {best.label}'
+            figure.suptitle(textwrap.fill(title, 100, max_lines=2, placeholder=' ...'))
         style.save(figure, path)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp.report import labels, style
-from jaxmp.report.captions import apart, names, reference, seeds, trained
+from jaxmp.report.captions import apart, names, note, reference, seeds, trained
 from jaxmp.report.residuals import intervals
 from jaxmp.report.results import Row, difference
 
@@ -61,7 +61,7 @@ def curves(rows: Sequence[Row]) -> Curves:
         which = '; the nearest and the farthest' if len(told) > 1 else ''
         title += f', compared with no compression{which}:\n{NEXT.join(told)}'
     warmup = {n: r.runs[0]['config']['warmup_epochs'] for n, r in zip(said, rows, strict=True)}
-    caption = seeds(rows)
+    caption = seeds(rows) + note(rows)
     if any(warmup.values()):
         caption += '; dotted, to a circle: warm-up, not compressed'
     losses = [c for parts in data.values() for p, c in parts.items() if text or p == 'train']

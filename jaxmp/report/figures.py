@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmp.report import captions, epochs, gap, points, style
-from jaxmp.report.claims import PAPER
+from jaxmp.report.paper import PAPER
 from jaxmp.report.results import Row, Study
 from jaxmp.report.tables import shown
 
@@ -74,7 +74,9 @@ def scores(rows: list[Row], title: str, file: str, size: tuple[float, float]) ->
 def pictures(study: Study) -> Iterator[Picture]:
     """All pictures for which a study has data."""
     for table in PAPER['tables']:
-        rows = [row for _, _, row in shown(table, study) if row and epochs.number(row) > 1]
+        own = [row for _, _, row in shown(table, study) if row]
+        beside = [study.rows[n] for n in table.get('beside', ()) if own and n in study.rows]
+        rows = [row for row in (*own[:1], *beside, *own[1:]) if epochs.number(row) > 1]
         if len(rows) > 1:  # besides the row without compression
             data = epochs.curves(rows)
             file = f'{study.name}_figure{table["table"] + 1}.png'

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxmp.config import settings
 from jaxmp.report import labels, style
-from jaxmp.report.claims import LEAST, PAPER, paper_score
+from jaxmp.report.claims import LEAST
+from jaxmp.report.paper import PAPER, paper_score
 from jaxmp.report.results import Study
 
 ROW = 'top10'
@@ -29,7 +30,9 @@ class Gap(NamedTuple):
     steps: dict[str, list[float]]
     ratios: dict[str, list[list[float]]]
     paper: tuple[float, float]
-    again: dict[str, float]  # at the end, with BatchNorm's statistics estimated again
+    again: dict[
+        str, list[float]
+    ]  # at the end, by seed, with BatchNorm's statistics estimated again
 
 
 def gap(studies: Sequence[Study]) -> Gap | None:
@@ -50,7 +53,7 @@ def gap(studies: Sequence[Study]) -> Gap | None:
         steps[name] = [runs[0]['steps'] * (e + 1) / epochs for e in range(epochs)]
         ratios[name] = shares
         if pairs := study.again.get(ROW):
-            again[name] = float(np.exp(np.mean([np.log(ratio(*pair)) for pair in pairs])))
+            again[name] = [ratio(*pair) for pair in pairs]
     off, on = (paper_score(ROW, mode) / 100 for mode in ('off', 'on'))
     paper = PAPER['steps'], ratio(off, on)
     return Gap(steps, ratios, paper, again) if steps else None
@@ -72,7 +75,7 @@ def described(config: dict[str, Any]) -> str:
 def paint(figure: Any, data: Gap) -> None:
     """Draws a thick line per study, its geometric mean over seeds, and thin lines of the seeds."""
     axes = figure.subplots()
-    ends, paths = {'the paper': data.paper}, []
+    ends, paths, last = {'the paper': data.paper}, [], []
     colours = {'the paper': 'black'}
     for colour, (name, rows) in zip(style.PALETTE[1:] * 2, data.ratios.items(), strict=False):
         x, mean = data.steps[name], np.exp(np.mean(np.log(rows), 0))
@@ -80,24 +83,24 @@ def paint(figure: Any, data: Gap) -> None:
             axes.plot(x, row, color=colour, lw=0.5, alpha=0.6)
         axes.plot(x, mean, color=colour, lw=2, marker='.' if len(x) < 5 else '')
         paths.append(list(zip(x, mean, strict=True)))
-        ends[name], colours[name] = (x[-1], float(mean[-1])), colour
-        if name in data.again:
-            below = f'BatchNorm estimated again: {data.again[name]:.2f}'
-            axes.plot(x[-1], data.again[name], 'o', color=colour, mfc='white')
-            ends[below], colours[below] = (x[-1], data.again[name]), colour
+        beside = f'{name}, n = {len(rows)}'
+        ends[beside], colours[beside] = (x[-1], float(mean[-1])), colour
+        last.append(float(mean[-1]))
+        if again := data.again.get(name):
+            y = float(np.exp(np.mean(np.log(again))))
+            below = f'BatchNorm estimated again: {y:.2f}, n = {len(again)}'
+            axes.plot(x[-1], y, 'o', color=colour, mfc='white')
+            ends[below], colours[below] = (x[-1], y), colour
     axes.plot(*data.paper, 'o', color='black')
     axes.axhline(1, color='gray', lw=0.8)
     axes.set_xscale('log')
     style.logarithmic(axes)
     axes.set(xlabel='steps', ylabel='errors off over errors on')
-    last = {n: e[1] for n, e in ends.items() if n in data.ratios}
-    least, most = (f(last.values()) for f in (min, max))
-    told = f'from {least:.2f} to {most:.2f} times the errors in these studies'
+    told = f'from {min(last):.2f} to {max(last):.2f} times the errors in these studies'
     figure.suptitle(f'Switching Top10 % off at the test: {told},\n{data.paper[1]:.2f} in the paper')
-    counts = sorted({len(rows) for rows in data.ratios.values()})
     style.caption(
         figure,
-        f'n = {" or ".join(map(str, counts))} seeds: thick, their geometric mean; thin, each seed; '
+        'n: seeds; thick, their geometric mean; thin, each seed; '
         'the same codec forward and backward; names beside the last evaluation',
     )
     paths.append([(x, 1) for x in axes.get_xlim()])

@@ -22,6 +22,7 @@ def label(
     size: float = 8,
     colours: Mapping[str, str] | None = None,
     lines: Sequence[Sequence[tuple[float, float]]] = (),
+    leads: bool | None = None,
 ) -> None:
     """Writes names beside points, each moved up or down until it overlaps no name and no point.
 
@@ -34,9 +35,11 @@ def label(
       right: the limit of the text in points; default the right end of the axes. A name that would
         pass it, or would have to move far, is written to the left of its point.
       size: size of the font in points.
-      colours: colour of each name, darkened; default black, and a line to a point that is apart.
+      colours: colour of each name, darkened; default black.
       lines: what a name must not cover either, each as the corners of a line in units of the data.
+      leads: whether a line leads to a point that is apart; default where names are black.
     """
+    leads = not colours if leads is None else leads
     figure.draw_without_rendering()
     at = {n: axes.transData.transform(p) * 72 / figure.dpi for n, p in points.items()}
     limit = axes.bbox.x1 * 72 / figure.dpi if right is None else right
@@ -56,12 +59,12 @@ def label(
                 tried.append((abs(move) - 2 * size * side, side, low, high, move))
         _, side, low, high, move = min(tried)
         taken.append((low, high, y + move))
-        leads = abs(move) > size / 2 and not colours
         line = {'arrowstyle': '-', 'color': 'gray', 'lw': 0.5, 'shrinkA': 0}
         axes.annotate(
             name, points[name], xytext=(9 * side, move), textcoords='offset points', va='center',
             ha='left' if side > 0 else 'right', fontsize=size, annotation_clip=False,
-            color=dark((colours or {}).get(name, 'black')), arrowprops=line if leads else None,
+            color=dark((colours or {}).get(name, 'black')),
+            arrowprops=line if leads and abs(move) > size / 2 else None,
             bbox={'fc': 'white', 'ec': 'none', 'alpha': 0.7, 'pad': 0.2}, zorder=4,
         ).set_in_layout(False)  # fmt: skip
 
@@ -95,7 +98,7 @@ def numbered(
             at -= height
     by_number = {order[n]: p for n, p in points.items()}
     shades = {order[n]: c for n, c in colours.items()}
-    label(figure, axes, by_number, None, 8, shades, lines)
+    label(figure, axes, by_number, None, 8, shades, lines, leads=True)
 
 
 def free(

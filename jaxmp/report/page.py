@@ -11,10 +11,11 @@ from typing import Any
 
 from jaxmp.config import KEYS, settings
 from jaxmp.report import figures
-from jaxmp.report.claims import PAPER, RATIO, REGISTERED, Evidence, Verdict, judge
-from jaxmp.report.residuals import CONFIDENCE, MOST, POWER
+from jaxmp.report.claims import OPEN, RATIO, Evidence, Verdict, judge, telling
+from jaxmp.report.paper import PAPER, REGISTERED
+from jaxmp.report.residuals import CONFIDENCE, MOST, POWER, Estimate
 from jaxmp.report.results import Study
-from jaxmp.report.tables import HEADS, NONE, filled, lines, markdown, others, plain
+from jaxmp.report.tables import HEADS, NONE, filled, lines, markdown, notes, others, plain
 
 HERE = Path(__file__).parent
 TITLE = "The paper's tables and figures, run again"
@@ -64,7 +65,7 @@ UNSAID = ('name', 'fwd', 'bwd', 'seed', 'warmup_epochs', 'parallel.runtime')
 
 def verdicts(judged: list[Verdict]) -> str:
     """The claims as a table with one line per quantity."""
-    heads = ['claim', 'verdict', 'quantity and claimed side', 'is', 'paper', 'ours']
+    heads = ['claim', 'verdict', 'quantity and claimed side', 'is', 'by margin', 'paper', 'ours']
     heads += [
         'in points',
         'p (Holm)',
@@ -78,23 +79,42 @@ def verdicts(judged: list[Verdict]) -> str:
         for i, e in enumerate(v.evidence):
             first = [f'{v.claim} ({v.where})', f'**{v.verdict}**'] if i == 0 else ['', '']
             rows.append([*first, *weighed(e)])
-    return markdown(*filled(heads, rows), words=4)
+    return markdown(
+        *filled(heads, rows), words=4 + any(e.margins for v in judged for e in v.evidence)
+    )
+
+
+def said(verdict: Verdict) -> str:
+    """A verdict with the quantity on which it rests, its claimed side, and our value."""
+    e = telling(verdict)
+    found = f'is {with_unit(e, e.ours)}' if e.ours else e.verdict
+    return f'**{verdict.verdict}**<br>{e.text}; {found}'
+
+
+def number(e: Evidence, value: float) -> str:
+    """A value of a quantity: a ratio in percent, others as they are."""
+    if math.isnan(value):
+        return NONE
+    return f'{100 * math.expm1(value):+,.1f} %' if e.unit == RATIO else f'{value:+.2f}'
+
+
+def with_unit(e: Evidence, ours: Estimate) -> str:
+    """Our value of a quantity with its interval and its unit."""
+    known = not math.isnan(ours.error)
+    between = f' [{number(e, ours.low)}, {number(e, ours.high)}]' * known
+    return f'{number(e, ours.mean)}{between}' + f' {e.unit}' * (e.unit != RATIO)
 
 
 def weighed(e: Evidence) -> list[str]:
     """The cells of a quantity."""
-    ratio = lambda x: f'{100 * math.expm1(x):+,.1f} %' if e.unit == RATIO else f'{x:+.2f}'
-    more = lambda x: NONE if math.isnan(x) else ratio(x)
-    cells = [e.text, e.verdict, more(e.paper)]
+    cells = [e.text, e.verdict, e.margins or NONE, number(e, e.paper)]
     if e.ours is None:
         return [*cells, *[NONE] * 7]
     ours, known = e.ours, not math.isnan(e.ours.error)
-    between = f' [{more(ours.low)}, {more(ours.high)}]' * known
     points = f'{e.points:+.2f}' if e.unit == RATIO else NONE
     p = NONE if not known else f'{e.p:.3f}' if e.p >= TINY else f'< {TINY}'
     freedom = str(ours.freedom) if known else NONE
-    unit = '' if e.unit == RATIO else f' {e.unit}'
-    cells += [more(ours.mean) + between + unit, points, p, more(e.detectable)]
+    cells += [with_unit(e, ours), points, p, number(e, e.detectable)]
     take = f'{MOST} or more' if e.enough == MOST else str(e.enough or NONE)
     return [*cells, str(ours.seeds), take if e.verdict == 'undecided' else NONE, freedom]
 
@@ -114,7 +134,8 @@ def section(study: Study, out: Path) -> str:
     for measure, heads in HEADS.items():
         if rest := others(study, measure):
             title = f'### Rows that are not in the paper: {measure}\n'
-            parts += [title, markdown(*filled(heads, rest)), '']
+            own = (r for r in study.rows.values() if r.measure == measure)
+            parts += [title, markdown(*filled(heads, rest)) + notes(own), '']
     for title in pictures:
         if 'against' in title:
             parts += [f'### {title}\n', show(title)]
@@ -154,6 +175,7 @@ def write(studies: list[Study], folder: str, out: Path) -> None:
         'template.md', title=TITLE, source=PAPER['source'], folder=folder,
         confidence=f'{100 * CONFIDENCE:g}', power=f'{100 * POWER:g}', why=margin['why'],
         margin=f'{100 * margin["errors"]:g}',
+        allowed=' to '.join(f'{100 * m:g} %' for m in margin['allowed']),
         studies='\n'.join([*parts, *(section(s, out) for s in studies)]),
     )  # fmt: skip
     (out / 'report.md').write_text(text)
@@ -165,8 +187,9 @@ def html(text: str, folder: Path) -> str:
     from markdown_it import MarkdownIt
 
     body = MarkdownIt().enable('table').render(text)
-    for word in ('supported', 'contradicted', 'undecided'):
-        body = body.replace(f'<strong>{word}</strong>', f'<strong class="{word}">{word}</strong>')
+    for word in ('supported', 'contradicted', 'undecided', OPEN):
+        kind = word.partition(' ')[0]
+        body = body.replace(f'<strong>{word}</strong>', f'<strong class="{kind}">{word}</strong>')
     body = body.replace('<table>', '<div class="wide"><table>')
     body = body.replace('</table>', '</table></div>')
     body = re.sub(r'<a href="[^"]+\.svg">(.*?)</a>', r'\1', body)

@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.report import labels, style
-from jaxmp.report.captions import names, reference, seeds, task, text_of, trained
+from jaxmp.report.captions import names, note, reference, seeds, task, text_of, trained
+from jaxmp.report.paper import PAPER
 from jaxmp.report.residuals import intervals
 from jaxmp.report.results import Row, by_seed, difference, last, wire
 
 HIGH = 95  # accuracy of the best row, in percent, from which errors are shown instead
 CROWD = 12  # rows, above which points have numbers and the names stand beside the axes
 WIDE = 1.5  # times the least score, from which the axis is logarithmic
-NEAR = 0.05  # a title names the fewest bits with at most so many more errors, or perplexity
+NEAR = {  # a title names the fewest bits with at most so many more of them
+    'errors': PAPER['margin']['errors'],
+    'perplexity': 0.05,
+}
 
 
 def front(points: Sequence[tuple[float, float]], low_is_good: bool) -> list[tuple[float, float]]:
@@ -64,7 +68,7 @@ def points(rows: Sequence[Row]) -> Points:
         data[name] = point | {'family': style.family(text_of(row))}
     title = finding(data, said, none, text, errors) if none else f'{word}, {len(rows)} rows'
     counted = 'what a replica sends' if 'exchange' in rows[0].runs[0] else 'mean of both directions'
-    caption = f'{task(rows)}; {seeds(rows)}; bits: {counted} and of all steps, equal ones apart'
+    caption = f'{task(rows)}; {seeds(rows)}; bits: {counted} and of all steps{note(rows)}'
     title = f'{title}, after {trained(rows)}'
     y = [r['y'] for r in data.values()]
     log = (text or errors) and max(y) > WIDE * min(y)
@@ -77,12 +81,12 @@ def finding(
     """The row with the fewest bits among those near no compression, and its distance to it."""
     worse = lambda y: math.exp(y) if text else y if errors else 100 - y
     plain = next(n for n, row in said.items() if row is none)
-    limit = (1 + NEAR) * worse(data[plain]['y'])
+    kind = 'perplexity' if text else 'errors'
+    limit = (1 + NEAR[kind]) * worse(data[plain]['y'])
     near = [n for n, p in data.items() if n != plain and worse(p['y']) <= limit]
+    near = [n for n in near if len(said[n].runs) > 1] or near  # a seed by itself is no news
     if not near:
-        return (
-            f'No row is within {100 * NEAR:g} % of the {"perplexity" if text else "errors"} of none'
-        )
+        return f'No row is within {100 * NEAR[kind]:g} % of the {kind} of none'
     name = min(near, key=lambda n: (round(data[n]['bits'], 2), worse(data[n]['y'])))
     few = data[name]['bits']
     few = f'{few:.2g}' if few < 0.1 else f'{few:.1f}'
@@ -92,7 +96,10 @@ def finding(
         return f'{name}: {bits}'
     digits = 1 if not (text or errors) else 2
     known = f' [{e.low:+.{digits}f}, {e.high:+.{digits}f}]' if e.seeds > 1 else ''
-    return f'{name}: {bits},\n{e.mean:+.{digits}f}{known} {unit} compared with no compression'
+    alone = ' (one seed)' if e.seeds == 1 else ''
+    return (
+        f'{name}: {bits},\n{e.mean:+.{digits}f}{known} {unit} compared with no compression{alone}'
+    )
 
 
 def paint(figure: Any, data: Points) -> None:
@@ -103,12 +110,11 @@ def paint(figure: Any, data: Points) -> None:
     axes = panels[0]
     best = front([(r['bits'], r['y']) for r in rows.values()], data.low_is_good)
     axes.step(*zip(*best, strict=True), where='post', color='silver', lw=1.2, zorder=1)
-    at = side_by_side({n: r['bits'] for n, r in rows.items()})
-    for name, r in rows.items():
+    for r in rows.values():
         colour = style.FAMILIES[r['family']]
-        axes.plot([at[name]] * 2, r['ends'], color=colour, lw=1.2, alpha=0.6, zorder=2)
+        axes.plot([r['bits']] * 2, r['ends'], color=colour, lw=1.2, alpha=0.6, zorder=2)
         fill = {'mfc': 'white'} if r['judged'] == 'off' else {}
-        axes.plot(at[name], r['y'], 'o', color=colour, ms=5, zorder=5, **fill)
+        axes.plot(r['bits'], r['y'], 'o', color=colour, ms=5, zorder=5, **fill)
     for name in (f for f in style.FAMILIES if any(r['family'] == f for r in rows.values())):
         axes.plot([], [], 'o', color=style.FAMILIES[name], label=name)
     if any(r['judged'] == 'off' for r in rows.values()):
@@ -127,26 +133,14 @@ def paint(figure: Any, data: Points) -> None:
     figure.suptitle('\n'.join(lines))
     style.caption(figure, textwrap.fill(data.caption, int(15 * figure.get_figwidth())))
     axes.legend(loc='best', fontsize=8)
-    places = {n: (at[n], r['y']) for n, r in rows.items()}
-    bars = [[(at[n], y) for y in r['ends']] for n, r in rows.items()]
+    places = {n: (r['bits'], r['y']) for n, r in rows.items()}
+    bars = [[(r['bits'], y) for y in r['ends']] for r in rows.values()]
     steps = [(c, a[1]) for a, b in itertools.pairwise(best) for c in (a[0], b[0])] + best[-1:]
     if crowded:
         colours = {n: style.FAMILIES[r['family']] for n, r in rows.items()}
         labels.numbered(figure, axes, panels[1], places, colours, bars)
     else:
         labels.label(figure, axes, places, size=8, lines=[*bars, steps])
-
-
-def side_by_side(bits: dict[str, float], step: float = 1.016) -> dict[str, float]:
-    """Positions of points on the axis of bits: points of equal bits are moved apart.
-
-    >>> side_by_side({'a': 10.0, 'b': 20.0, 'c': 10.0}, step=1.1)
-    {'a': 10.0, 'c': 11.0, 'b': 20.0}
-    """
-    at, last = {}, 0.0
-    for name in sorted(bits, key=lambda n: bits[n]):
-        at[name] = last = max(bits[name], round(step * last, 6))
-    return at
 
 
 def spread(axes: Any) -> None:

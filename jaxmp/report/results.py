@@ -44,10 +44,17 @@ REMEMBERS = re.compile(r'(ef\w*|aqsgd)\(')
 
 
 class Row(NamedTuple):
-    """The runs of one row, one per seed, in ascending order."""
+    """The runs of one row, one per seed, in ascending order.
+
+    Attributes:
+      name: of the row.
+      runs: their results.
+      mended: what was mended in the code of its codec after its runs; empty if nothing was.
+    """
 
     name: str
     runs: tuple[Summary, ...]
+    mended: str = ''
 
     @property
     def measure(self) -> str:
@@ -113,11 +120,22 @@ def study(home: Path, name: str, runs: list[Summary]) -> Study:
             raise ValueError(
                 f'{home} has two results of {run["name"]} with seed {run["seed"]}; move one away'
             )
-        rows[row.name] = row._replace(runs=(*row.runs, run))
+        rows[row.name] = row._replace(runs=(*row.runs, run), mended=row.mended or mended(home, run))
     known = [(r, settings(r['config'])) for row in rows.values() for r in row.runs]
     for row in rows.values():
         check_same(home, known, row)
     return Study(name, rows, estimated_again(home))
+
+
+def mended(home: Path, run: Summary) -> str:
+    """What was mended in the codec of a run since, from the file ``mended.json`` of its study."""
+    path = home / 'mended.json'
+    if not path.is_file():
+        return ''
+    known = json.loads(path.read_text())
+    sent = [run['fwd'], run['bwd'], *(p['codec'] for p in run.get('phases') or ())]
+    older = run['commit'] in known['commits'] and any(known['codec'] in text for text in sent)
+    return f'sent by `{known["codec"]}`, {known["what"]}' if older else ''
 
 
 def estimated_again(home: Path) -> dict[str, list[tuple[float, float]]]:

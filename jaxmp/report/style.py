@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,15 @@ def human(fwd: str, bwd: str, warmup: int = 0) -> str:
     else:
         name = f'{there} activations, {back} gradients'
     return f'{name}, warm-up {warmup}' if warmup else name
+
+
+def apart(names: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Names in words; those that several have are followed by their texts.
+
+    >>> apart(['4-bit', '4-bit', '8-bit'], ['block(4)', 'block(4, size=32)', 'block(8)'])
+    ['4-bit: block(4)', '4-bit: block(4, size=32)', '8-bit']
+    """
+    return [f'{n}: {t}' if names.count(n) > 1 else n for n, t in zip(names, texts, strict=True)]
 
 
 def exchange(text: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jaxmp.config import settings
-from jaxmp.report.captions import reference
-from jaxmp.report.claims import PAPER, table_rows
+from jaxmp.report.captions import MARK, reference
+from jaxmp.report.paper import PAPER, table_rows
 from jaxmp.report.residuals import Estimate
 from jaxmp.report.results import TUNED, Row, Study, best, best_epoch, difference, last, wire
 
@@ -158,10 +159,21 @@ def filled(heads: Cells | tuple[str, ...], rows: list[Cells]) -> tuple[Cells, li
     return [heads[i] for i in keep], [[line[i] for i in keep] for line in rows]
 
 
+def marked(row: Row) -> str:
+    """The name of a row, with a mark if its codec was mended after its runs."""
+    return f'{row.name} {MARK}' if row.mended else row.name
+
+
+def notes(rows: Iterable[Row]) -> str:
+    """The lines below a table that say what the mark of a row means."""
+    said = dict.fromkeys(row.mended for row in rows if row.mended)
+    return ''.join(f'\n\n{MARK} {text}.' for text in said)
+
+
 def label(row: Row, study: Study) -> str:
     """The name of a row; for a row with an exchange, the exchange and the settings tuned for it."""
     if 'exchange' not in row.runs[0]:
-        return row.name
+        return marked(row)
     config = settings(row.runs[0]['config'])
     differs = [
         k for k in TUNED if len({settings(r.runs[0]['config'])[k] for r in study.rows.values()}) > 1

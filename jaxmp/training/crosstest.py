@@ -225,7 +225,7 @@ def draw(path: Path, rows: Sequence[Row], texts: Sequence[str], metric: Metric) 
             for j, s in enumerate(scores):
                 color = 'white' if values[i, j] > middle else 'black'
                 axis.text(j, i, metric.format(s), ha='center', va='center', color=color)
-        names = [style.exchange(t) for t in texts]
+        names = style.apart([style.exchange(t) for t in texts], texts)
         axis.set_xticks(range(len(texts)), names, rotation=30, ha='right')
         axis.set_yticks(range(len(rows)), [name for name, _ in rows])
         axis.set(xlabel='codec in the test', ylabel='run', title=f'test {metric.name}')

@@ -70,7 +70,15 @@ def stages(exp: Experiment) -> Table:
 def boundaries(exp: Experiment) -> Table:
     """Bytes per step at each boundary, and the memory of its feedback states."""
     table = Table(title=f'boundaries, bytes per step: fwd {exp.config.fwd}, bwd {exp.config.bwd}')
-    for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio ', 'feedback'):
+    for head in (
+        'boundary',
+        'uncompressed',
+        'forward',
+        'forward ratio',
+        'backward',
+        'backward ratio',
+        'feedback',
+    ):
         table.add_column(head, justify='right')
     for row, memory in zip(message_bytes(exp), feedback_rows(exp), strict=True):
         full, f, b = row['uncompressed'], row['forward'], row['backward']

@@ -153,7 +153,14 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         row = metric.format(best), str(best['epoch']), metric.format(last)
         scores.add_row(said or 'none', *row, f'{last["loss"]:.4f}')
     size = Table(title='bytes per step')
-    for head in ('boundary', 'uncompressed', 'forward', 'ratio', 'backward', 'ratio '):
+    for head in (
+        'boundary',
+        'uncompressed',
+        'forward',
+        'forward ratio',
+        'backward',
+        'backward ratio',
+    ):
         size.add_column(head, justify='right')
     tied = [{'boundary': 'token table', **summary['tied']}] if 'tied' in summary else []
     for row in (*summary['bytes'], *tied):
@@ -202,7 +209,10 @@ def _moved(summary: dict[str, Any]) -> Table:
         title=f'bytes per step over {summary["processes"]} processes',
         caption=f'sent on the network interfaces of process 0: {sent}',
     )
-    for head in ('link', 'payload forward', 'backward', 'collectives forward', 'backward '):
+    heads = [
+        f'{what} {way}' for what in ('payload', 'collectives') for way in ('forward', 'backward')
+    ]
+    for head in ('link', *heads):
         table.add_column(head, justify='right')
     for row in summary['moved']:
         cells = [*row['payload'], *row['collectives']]
