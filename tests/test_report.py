@@ -657,6 +657,17 @@ def test_a_title_says_what_the_data_say(studies):
     assert several.caption.startswith('resnet18 on cifar10; n = 3 seeds; bars: 95 % i')
 
 
+def test_a_title_compares_a_network_with_itself(studies):
+    """One with embeddings at every stage is better without compression too."""
+    rows = studies['few_bits_text'].rows
+    data = points.points([rows[n] for n in ('none', 'embedded', 'embedded32-triples3')])
+    e = results.difference(rows['embedded32-triples3'], rows['embedded'])
+    assert f'\n{e.mean:+.2f} [{e.low:+.2f}, {e.high:+.2f}] nats' in data.title
+    assert e.mean > 5 * results.difference(rows['embedded32-triples3'], rows['none']).mean
+    assert data.title.partition(':')[0].endswith('32 learned channels, tokens at every stage')
+    assert captions.reference([*rows.values()]) is rows['none']
+
+
 def test_the_picture_of_the_readme_has_rows_of_two_studies(studies):
     """All rows that it names were run, of the paper's channels and of others, in one setting."""
     picture, *_ = figures.across(list(studies.values()))

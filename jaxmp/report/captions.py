@@ -31,10 +31,21 @@ def names(rows: Sequence[Row]) -> list[str]:
         pair = run['fwd'], run['bwd'], run['config']['warmup_epochs']
         name = style.exchange(text_of(row)) if 'exchange' in run else style.human(*pair)
         before = [p['codec'] for p in run['phases']] if run['config']['phases'] else []
-        said.append(', then '.join([*(style.human(*sides(text)) for text in before), name]))
+        name = ', then '.join([*(style.human(*sides(text)) for text in before), name])
+        said.append(''.join([name, *helped(row)]))
     apart = [f' ({r.name})' * (said.count(s) > 1) for s, r in zip(said, rows, strict=True)]
     marks = [f' {MARK}' * bool(r.mended) for r in rows]
     return [''.join(parts) for parts in zip(said, apart, marks, strict=True)]
+
+
+def helped(row: Row) -> list[str]:
+    """What the model of a row has that serves compression, in words."""
+    model, found = row.runs[0]['config']['model'], []
+    if count := model.get('bottleneck'):
+        found.append(f', {count} learned channels')
+    if model.get('embed_every_stage'):
+        found.append(', tokens at every stage')
+    return found
 
 
 def note(rows: Sequence[Row]) -> str:
@@ -76,12 +87,18 @@ def seeds(rows: Sequence[Row]) -> str:
     return f'n = {" or ".join(map(str, counts))} seeds; bars: {INTERVALS}'
 
 
-def reference(rows: Sequence[Row]) -> Row | None:
-    """The row without compression, whose model has nothing that serves compression either."""
+def reference(rows: Sequence[Row], of: Row | None = None) -> Row | None:
+    """The row without compression, whose model has nothing that serves compression either.
+
+    Args:
+      rows: of a study.
+      of: a row; then the one whose model has the same embeddings, if there is one.
+    """
     model = lambda r: r.runs[0]['config']['model']
-    helped = lambda r: any(model(r).get(k) for k in ('embed_every_stage', 'bottleneck'))
+    embeds = lambda r: bool(model(r).get('embed_every_stage'))
     plain = [r for r in rows if style.family(text_of(r)) == 'no compression']
-    return min(plain, key=helped, default=None)
+    alike = [r for r in plain if of is not None and embeds(r) == embeds(of)]
+    return min(alike or plain, key=lambda r: len(helped(r)), default=None)
 
 
 def apart(row: Row, none: Row, name: str) -> str:

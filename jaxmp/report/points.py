@@ -68,7 +68,7 @@ def points(rows: Sequence[Row]) -> Points:
         data[name] = point | {'family': style.family(text_of(row))}
     title = finding(data, said, none, text, errors) if none else f'{word}, {len(rows)} rows'
     counted = 'what a replica sends' if 'exchange' in rows[0].runs[0] else 'mean of both directions'
-    caption = f'{task(rows)}; {seeds(rows)}; bits: {counted} and of all steps{note(rows)}'
+    caption = f'{task(rows)}; {seeds(rows)}; bits: {counted}, over all steps{note(rows)}'
     title = f'{title}, after {trained(rows)}'
     y = [r['y'] for r in data.values()]
     log = (text or errors) and max(y) > WIDE * min(y)
@@ -78,20 +78,27 @@ def points(rows: Sequence[Row]) -> Points:
 def finding(
     data: dict[str, dict[str, Any]], said: dict[str, Row], none: Row, text: bool, errors: bool
 ) -> str:
-    """The row with the fewest bits among those near no compression, and its distance to it."""
+    """The row with the fewest bits among those near no compression, and its distance to it.
+
+    A row is compared with no compression of the same network: one with embeddings of the tokens at
+    every stage is better without compression too.
+    """
     worse = lambda y: math.exp(y) if text else y if errors else 100 - y
-    plain = next(n for n, row in said.items() if row is none)
+    by_row = {id(row): n for n, row in said.items()}
+    rows = [*said.values()]
+    own = {n: reference(rows, row) or none for n, row in said.items()}
+    plain = {n: by_row[id(row)] for n, row in own.items()}
     kind = 'perplexity' if text else 'errors'
-    limit = (1 + NEAR[kind]) * worse(data[plain]['y'])
-    near = [n for n, p in data.items() if n != plain and worse(p['y']) <= limit]
+    limit = {n: (1 + NEAR[kind]) * worse(data[p]['y']) for n, p in plain.items()}
+    near = [n for n, p in data.items() if n != plain[n] and worse(p['y']) <= limit[n]]
     near = [n for n in near if len(said[n].runs) > 1] or near  # a seed by itself is no news
     if not near:
         return f'No row is within {100 * NEAR[kind]:g} % of the {kind} of none'
     name = min(near, key=lambda n: (round(data[n]['bits'], 2), worse(data[n]['y'])))
     few = data[name]['bits']
     few = f'{few:.2g}' if few < 0.1 else f'{few:.1f}'
-    bits = f'{few} bits per element instead of {data[plain]["bits"]:.0f}'
-    unit, e = 'nats' if text else 'points of accuracy', difference(said[name], none)
+    bits = f'{few} bits per element instead of {data[plain[name]]["bits"]:.0f}'
+    unit, e = 'nats' if text else 'points of accuracy', difference(said[name], own[name])
     if e is None:
         return f'{name}: {bits}'
     digits = 1 if not (text or errors) else 2
