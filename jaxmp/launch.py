@@ -146,7 +146,7 @@ def watch(
         # Before the failures are read, so that one that comes meanwhile is read in the next round.
         alive, now = any(p.poll() is None for p in running), time.monotonic()
         if asked and not stop:
-            stop, term, kill = True, now, now + PATIENCE
+            stop, term, kill = True, now, min(kill, now + PATIENCE)
         # A killed process (negative status) comes first: it is a cause, not an effect.
         for code, i in sorted((p.returncode, i) for i, p in enumerate(running) if p.poll()):
             if i in failed or (failed and not again):
@@ -174,10 +174,7 @@ def watch(
             _signal(running, signal.SIGTERM)
             term = math.inf
         if kill > -math.inf and (now >= kill or impatient(asked)):
-            late = [i for i, p in enumerate(running) if has_members(p)]
-            after = 'the second Ctrl-C' if impatient(asked) else 'the time to save and end'
-            _say(f'killed processes {late}, which were still running after {after}')
-            _signal(running, signal.SIGKILL)
+            _kill(running, 'the second Ctrl-C' if impatient(asked) else 'the time to save and end')
             kill = -math.inf
         time.sleep(0.1)
 
@@ -206,6 +203,12 @@ def ending(code: int) -> str:
 def _signal(running: Sequence[subprocess.Popen], number: int) -> None:
     for p in running:
         guard.sent(p.pid, number)
+
+
+def _kill(running: Sequence[subprocess.Popen], after: str) -> None:
+    late = [i for i, p in enumerate(running) if has_members(p)]
+    _say(f'killed processes {late}, which were still running after {after}')
+    _signal(running, signal.SIGKILL)
 
 
 def _guard() -> subprocess.Popen:

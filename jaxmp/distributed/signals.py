@@ -14,7 +14,7 @@ STOP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 def stopping() -> list[signal.Signals]:
     """Those of `STOP` that this process listens to: `nohup` makes it ignore SIGHUP, which stays."""
-    return [n for n in STOP if signal.getsignal(n) is not signal.SIG_IGN or n == signal.SIGINT]
+    return [n for n in STOP if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def leave_closed_terminal(outputs: Sequence[int] = (1, 2)) -> None:
