@@ -223,10 +223,6 @@ def more_errors_than_none(row):
     return 100 * (exp(mean(ours[s] - none[s] for s in ours)) - 1)
 
 
-def wire(row):
-    return results.wire(studies()['cifar10_small'].rows[row])['bits']
-
-
 def nats(row, mode='on'):
     return last('cpu', f'gpt2-{row}', mode)
 
@@ -254,12 +250,6 @@ def claimed(claim):
     """The number in the words of a claim."""
     [said] = [c['claim'] for c in PAPER['claims'] if c['id'] == claim]
     return [int(n) for n in re.findall(r'\d+', said)]
-
-
-def verdict(claim):
-    """On the study of the paper's tables at the small scale."""
-    found = zip(PAPER['claims'], verdicts('cpu'), strict=True)
-    return next(v for c, v in found if c['id'] == claim)
 
 
 def bits(row):
