@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jaxtyping import Array
 
 from jaxmp.feedback import Channel
 from jaxmp.feedback.gradient import by_value_and_grad
-from jaxmp.transport import Transport, local
+from jaxmp.transport import Transport, laid_out, local
 from jaxmp.wire import Ctx, Like, Payload, like, nbytes
 
 
@@ -94,7 +95,7 @@ class Boundary:
 
         def forward(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
             informed = self.informed(ctx, bwd[1])
-            y, state, indices = self._move('fwd', x, fwd, (informed, ctx))
+            y, state, indices = laid_out(partial(self._move, 'fwd'), x, fwd, (informed, ctx))
             return (y, state, bwd), (ctx, indices)
 
         def backward(res: Any, cotangents: Any) -> Any:
@@ -102,7 +103,7 @@ class Boundary:
             g, _, bwd = cotangents
             # The sender of the gradient is the receiver of the activation, so it has its indices.
             at = tuple(ctx._replace(indices=s) for s in (received, sent))
-            gx, state, _ = self._move('bwd', g, bwd, at)
+            gx, state, _ = laid_out(partial(self._move, 'bwd'), g, bwd, at)
             return gx, None, state, None
 
         cross.defvjp(forward, backward)

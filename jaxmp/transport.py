@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxmp.wire import Like, Payload
+from jaxmp.wire import Like, Payload, explicit_mesh
 
 
 class Transport(NamedTuple):
@@ -25,6 +26,27 @@ class Transport(NamedTuple):
     forward: Callable[[Payload], Payload]
     backward: Callable[[Payload], Payload]
     colocated: bool = False
+
+
+def laid_out(move: Callable[..., Any], x: Array, state: Any, rest: Any) -> Any:
+    """``move(x, state, rest)`` where the compiler decides how arrays lie on the devices of a mesh.
+
+    Codecs reshape, which a mesh of Explicit axes, the default of `jax.make_mesh`, refuses.
+
+    Args:
+      move: ``-> (y, state, positions)``; y and the state lie as ``x`` and ``state`` do.
+      x: a tensor.
+      state: arrays.
+      rest: what else ``move`` needs.
+    """
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return move(x, state, rest)
+    lies = lambda a: NamedSharding(mesh, jax.typeof(a).sharding.spec)
+    out = lies(x), jax.tree.map(lies, state), NamedSharding(mesh, PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh):
+        automatic: Any = jax.sharding.auto_axes(move, out_sharding=out)
+        return automatic(x, state, rest)
 
 
 def local() -> Transport:

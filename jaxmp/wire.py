@@ -19,12 +19,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Int, UInt8
 
 from jaxmp.words import Origin, known
 
 Payload = Any
-Samples = Literal['alone', 'compared', 'joined']
+Samples = Literal['alone', 'compared', 'joined']  # in this order on more and more samples
 Like = jax.ShapeDtypeStruct
 
 FLOATS = ('float16', 'bfloat16', 'float32', 'float64')  # dtypes that codecs take
@@ -92,9 +93,9 @@ class Codec(NamedTuple):
       halves: if a message has a fixed number of elements, a function that keeps the elements of
         ``x`` that half a message would send and sets the others to zero, and a codec that sends
         the sum of two such tensors; else None.
-      samples: what the message of a sample, axis 0 of the tensor, depends on: ``'joined'`` (the
-        default), perhaps on all samples, as one range does; ``'alone'``, on that sample only;
-        ``'compared'``, on how it compares with the others, which is what the codec is for.
+      samples: what the message of a sample (axis 0) depends on: ``'joined'``, perhaps on all
+        samples, as one range does; ``'alone'``, on that sample only; ``'compared'``, on how it
+        compares with the others, which is what the codec is for.
       origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
@@ -105,12 +106,6 @@ class Codec(NamedTuple):
     halves: tuple[Callable[[Array], Array], Codec] | None = None
     samples: Samples = 'joined'
     origin: Origin | None = None
-
-
-def samples_of(*codecs: Codec) -> Samples:
-    """`Codec.samples` of a codec made of ``codecs`` that get its samples as theirs."""
-    order: tuple[Samples, ...] = 'alone', 'compared', 'joined'
-    return max((codec.samples for codec in codecs), key=lambda said: order.index(said))
 
 
 def like(x: Array | Like) -> Like:
@@ -156,17 +151,28 @@ def bits(channel: Any, x: Array | Like, ctx: Ctx | None = None) -> int:
     return 8 * nbytes(payload)
 
 
+def explicit_mesh(x: Any) -> Any:
+    """The mesh of ``x`` if it has axes of the type Explicit, else None."""
+    mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
+    return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
+
+
 def compute_dtype(x: Array | Like) -> jnp.dtype:
     """The dtype in which a codec computes on ``x``: that of ``x``, but at least float32.
 
     Raises:
       TypeError: if ``x`` is not one array of real floats of 16 to 64 bits.
-      ValueError: if it has no axis or no element.
+      ValueError: if it has no axis or no element, or lies on a mesh of Explicit axes.
     """
+    if (mesh := explicit_mesh(x)) is not None:
+        raise ValueError(
+            f'a codec by itself takes no array on Explicit axes {mesh.axis_names} of a mesh; send '
+            'it through Boundary.cross, or give the mesh axis_types=(jax.sharding.AxisType.Auto,)'
+        )
     shape, dtype = like(x).shape, x.dtype
     if dtype.name not in FLOATS:
-        halves = jnp.issubdtype(dtype, jnp.complexfloating)
-        cure = 'jnp.stack([x.real, x.imag], 1)' if halves else 'x.astype(jnp.float32)'
+        real = not jnp.issubdtype(dtype, jnp.complexfloating)
+        cure = 'x.astype(jnp.float32)' if real else 'jnp.stack([x.real, x.imag], 1)'
         raise TypeError(f'a codec takes {", ".join(FLOATS)}, got {dtype.name}; send {cure}')
     if not shape or 0 in shape:
         raise ValueError(

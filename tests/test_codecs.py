@@ -1,5 +1,6 @@
 """Laws of the codecs over the tables of tests/laws.py, and what single codecs promise besides."""
 
+import contextlib
 import zlib
 from functools import partial
 
@@ -437,6 +438,59 @@ def test_a_sample_with_no_other_number_than_a_bad_one(bad):
     np.testing.assert_array_equal(np.isnan(y[0]), [True, True, False, False])
     np.testing.assert_array_equal(y[1], 0)
     assert np.isfinite(y[2]).all()
+
+
+# A mesh of Explicit axes, which `jax.make_mesh` makes by default.
+
+
+def put(mesh, tree, spec):
+    return jax.device_put(tree, jax.sharding.NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize('states', ['batch', 'everywhere'])
+@pytest.mark.parametrize(
+    'pair', [('block(4)', 'ef(uniform(6))'), ('ef21(top_k(0.1))', 'same_support()')]
+)
+def test_a_boundary_crosses_explicit_axes_with_the_numbers_of_one_device(pair, states):
+    cut = jaxmp.boundary(*map(jaxmp.parse, pair))
+    x = jnp.asarray(laws.INPUTS['normal'].reshape(4, -1))
+    w, like = jnp.full(x.shape[1], 0.5), jaxmp.like(x)
+
+    def loss(w, feedback, x, key):
+        h, feedback = cut.cross(x * w, feedback, Ctx(key))
+        return jnp.mean(h**2), (feedback, None)
+
+    step = jax.jit(jaxmp.value_and_grad(loss))
+
+    def two_steps(w, feedback, x):
+        for seed in range(2):
+            _, grads, feedback = step(w, feedback, x, jax.random.key(seed))
+        return grads, feedback
+
+    want = two_steps(w, cut.init(like), x)
+    mesh, over = jax.make_mesh((4,), ('data',)), jax.sharding.PartitionSpec('data')
+    feedback = put(mesh, cut.init(like), over) if states == 'batch' else cut.init(like)
+    for context in jax.set_mesh(mesh), contextlib.nullcontext():
+        with context:
+            got = two_steps(
+                put(mesh, w, jax.sharding.PartitionSpec()), feedback, put(mesh, x, over)
+            )
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize('text', laws.one_of_each_word())
+def test_a_codec_by_itself_names_the_cure_for_explicit_axes(text):
+    if text == 'raw':  # it computes nothing
+        return
+    x = put(
+        jax.make_mesh((4,), ('data',)), laws.INPUTS['normal'], jax.sharding.PartitionSpec('data')
+    )
+    with pytest.raises(
+        ValueError, match=r"Explicit axes \('data',\) of a mesh; send it through Bound"
+    ):
+        jaxmp.parse(text).codec.encode(x, laws.context(jaxmp.like(x)))
 
 
 # Bad input.

@@ -10,7 +10,7 @@ from jaxtyping import Array
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import packed
-from jaxmp.wire import Codec, Ctx, Like, elements, samples, samples_of
+from jaxmp.wire import Codec, Ctx, Like, Samples, elements, samples
 from jaxmp.words import check_whole, word
 
 
@@ -75,4 +75,7 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
         set_ = lambda row, s, v: row.at[s].set(v, unique_indices=True)
         return jax.vmap(set_)(rest, at, kept).reshape(like.shape)
 
-    return Codec(encode, decode, samples=samples_of(codec, values))
+    joined: Samples = max(
+        codec.samples, values.samples
+    )  # the order of letters is that of `Samples`
+    return Codec(encode, decode, samples=joined)
