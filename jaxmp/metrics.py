@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 Scores = Mapping[str, Any]  # means over a split, by name; 'loss' in nats among them
 
 
+SHOWN = '{:.4g}'  # a mean as a text, where a metric does not say how
+
+
 class Metric(NamedTuple):
     """What a table says first of a run.
 
@@ -23,7 +26,7 @@ class Metric(NamedTuple):
     name: str
     score: str
     higher_is_better: bool = True
-    show: Callable[[float], str] = '{:.4g}'.format
+    show: Callable[[float], str] = SHOWN.format
     of: Callable[[Any, Any], Any] | None = None
 
     def format(self, scores: Scores) -> str:
@@ -46,13 +49,40 @@ METRICS = {m.name: m for m in (ACCURACY, PERPLEXITY, LOSS)}
 
 
 def of_summary(summary: Mapping[str, Any]) -> Metric:
-    """The metric of a finished run; an own one is known by its name and direction.
+    """The metric of a finished run, as `to_summary` has described it.
 
-    >>> of_summary({'measure': 'top5'}).score, of_summary({}).name
+    >>> error = Metric('error', 'loss', False, '{:.1%}'.format)
+    >>> of_summary(to_summary(error)) == error
+    True
+    >>> of_summary({'measure': 'top5'}).score, of_summary({}).name  # of an older version
     ('top5', 'accuracy')
     """
     name = summary.get('measure', 'accuracy')
-    return METRICS.get(name) or Metric(name, name, summary.get('higher_is_better', True))
+    own = 'higher_is_better' in summary
+    if not own and name in METRICS:
+        return METRICS[name]
+    show = summary.get('show', SHOWN).format
+    return Metric(name, summary.get('score', name), summary.get('higher_is_better', True), show)
+
+
+def to_summary(metric: Metric) -> dict[str, Any]:
+    """The entries of a summary from which `of_summary` makes the metric again.
+
+    Its numbers are then shown as by ``metric.show`` if that is the ``format`` of a text, and
+    otherwise with four digits.
+
+    >>> to_summary(ACCURACY), to_summary(Metric('top5', 'top5'))['score']
+    ({'measure': 'accuracy'}, 'top5')
+    """
+    if METRICS.get(metric.name) == metric:
+        return {'measure': metric.name}
+    text = getattr(metric.show, '__self__', None)
+    return {
+        'measure': metric.name,
+        'score': metric.score,
+        'higher_is_better': metric.higher_is_better,
+        'show': text if isinstance(text, str) else SHOWN,
+    }
 
 
 def by_phases(summary: Mapping[str, Any], epoch: float) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxmp import Ctx, boundary, data, models, spec
+from jaxmp import config as schema
 from jaxmp.data import Dataset, Split, text
 from jaxmp.models import weights
 from jaxmp.runtimes import stage
@@ -78,6 +79,64 @@ def test_a_setting_that_makes_no_sense(case):
 def test_a_setting_of_text_that_makes_no_sense(change, message):
     with pytest.raises(ValueError, match=message):
         experiment.experiment_of(small('text_gpt2', **change))
+
+
+def numbers(y, x=None, classes=4):
+    """A task whose labels are ``y``; with ``x``, tokens."""
+    x = np.zeros((len(y), 2), np.float32) if x is None else np.array(x)
+    good = Split(x[:1], np.zeros(1, np.int32))
+    dataset = Dataset('own', Split(x, np.array(y)), good, classes, mean=(), std=())
+    prepare = lambda x, key: jnp.asarray(x)
+    return task.Task(dataset, (nn.Dense(4),) * 2, prepare, task.score_classes, task.ACCURACY)
+
+
+@pytest.mark.parametrize(
+    ('labels', 'tokens', 'message'),
+    [
+        ([0, -1, 3], None, 'y of the train split has -1 to 3, and classes=4 allows 0 to 3; number'),
+        ([1, 2, 4], None, 'y of the train split has 1 to 4, and'),
+        ([0, 3, 1], [[0, 1], [4, 0], [0, 0]], 'x of the train split has 0 to 4, and'),
+        ([0, 3, 1], [[0, 1], [3, 0], [0, -1]], 'x of the train split has -1 to 3, and'),
+    ],
+)
+def test_labels_and_tokens_that_are_no_class(labels, tokens, message):
+    """JAX reads -1 as the last class, and NaN beyond it."""
+    config = schema.complete({'batch_size': 2})
+    with pytest.raises(ValueError, match=f'^own: {message}') as caught:
+        experiment.experiment_of(config, numbers(labels, tokens))
+    assert '\n' not in str(caught.value)
+    split = Split(np.array([[9]] * 3), np.array([-100, 0, 1]))
+    data.check(Dataset('regression', split, split, classes=0, mean=(), std=()), tokens=True)
+    experiment.experiment_of(config, numbers([0, 3, 1], [[0, 1], [3, 0], [0, 3]]))
+
+
+def own_rate(config, steps_per_epoch):
+    return lambda step: 0.1 if step < config.epochs else 0.01
+
+
+@pytest.mark.parametrize(
+    ('changes', 'key'),
+    [
+        ({'optimizer.schedule': 'linear'}, 'optimizer.schedule'),
+        ({'optimizer.schedule': f'{__name__}:own_rate'}, 'optimizer.schedule'),
+        ({'phases': 'raw@-1:'}, 'phases'),
+        ({'phases': 'raw@1:'}, ''),
+        ({'cosine_epochs': 4}, ''),
+    ],
+)
+def test_more_epochs_than_the_steps_so_far_were_made_for(tmp_path, changes, key):
+    """A schedule to zero after 2 epochs would jump to two thirds of its rate with 6."""
+    before = small(epochs=2, **changes)
+    exp = experiment.experiment_of(small(epochs=6, **changes))
+    (tmp_path / 'config.json').write_text(json.dumps(before.to_dict()))
+    done = 2 * exp.epoch_steps
+    resume.check_length(experiment.experiment_of(before), tmp_path, done)
+    resume.check_length(exp, tmp_path, 0)
+    if not key:
+        return resume.check_length(exp, tmp_path, done)
+    with pytest.raises(WorkdirError, match=f'with 6 config.{key}=.*give config.epochs=2') as caught:
+        resume.check_length(exp, tmp_path, done)
+    assert '\n' not in str(caught.value)
 
 
 def test_a_rounding_is_not_called_while_it_is_parsed():

@@ -50,7 +50,7 @@ class Ones(nn.Module):
 def momenta(dtype, runtime, replicas, clip_norm):
     """What the optimizer's momentum is after one step, by stage and replica."""
     count = replicas * MICROBATCHES
-    x = np.repeat(np.float32([[8192 + 64 * i] for i in range(count)]), 2, 1)
+    x = np.repeat(8192 + 64 * np.arange(count, dtype=np.float32)[:, None], 2, 1)
     split = Split(x, np.zeros((count, 1), np.float32))
     task = jaxmp.Task(
         data=Dataset('ramp', split, split, classes=0, mean=(), std=()),

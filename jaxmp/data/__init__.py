@@ -83,6 +83,38 @@ def load(name: str, data_dir: str | None = None, download: bool = False) -> Data
         return loaders[name](data_dir, download)
 
 
+def check(dataset: Dataset, tokens: bool) -> None:
+    """Raises ValueError if a label, or a token of the input, is not one of the classes.
+
+    JAX would read a negative number from the end of the classes, and one beyond them as NaN.
+
+    Args:
+      dataset: of ``classes`` classes; with 0, as for a regression, nothing is checked.
+      tokens: whether ``x`` has tokens.
+
+    >>> two = Split(np.zeros((2, 1), np.float32), np.array([1, 2]))
+    >>> check(Dataset('two', two, two, classes=2, mean=(), std=()), tokens=False)
+    Traceback (most recent call last):
+      ...
+    ValueError: two: y of the train split has 1 to 2, and classes=2 allows 0 to 1; number them \
+from 0, or give the Dataset as many classes (0 if y is read by a score of your own)
+    """
+    if not dataset.classes:
+        return
+    for part in ('train', 'test'):
+        for name, a in getattr(dataset, part)._asdict().items():
+            a, read = np.asarray(a), tokens if name == 'x' else True
+            if not (read and a.size and np.issubdtype(a.dtype, np.integer)):
+                continue
+            if a.min() < 0 or a.max() >= dataset.classes:
+                raise ValueError(
+                    f'{dataset.name}: {name} of the {part} split has {a.min()} to {a.max()}, and '
+                    f'classes={dataset.classes} allows 0 to {dataset.classes - 1}; number them '
+                    'from 0, or give the Dataset as many classes (0 if y is read by a score of '
+                    'your own)'
+                )
+
+
 @contextmanager
 def readable(name: str, data_dir: str | None) -> Iterator[None]:
     """A context that adds the data set and its folder to errors of the operating system.

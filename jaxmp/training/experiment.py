@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmp import config as schema
 from jaxmp import data, exchange
@@ -26,7 +25,7 @@ from jaxmp.runtimes import schedule
 from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.schedule import Action
 from jaxmp.spec import SpecError, parse
-from jaxmp.training.optimizer import optimizer_of
+from jaxmp.training.optimizer import Optimizer, optimizer_of
 from jaxmp.training.phases import Phase, phases_of
 from jaxmp.training.task import Task, task_of
 from jaxmp.wire import Like
@@ -52,7 +51,7 @@ class Experiment(NamedTuple):
     data: data.Dataset
     model: Pipeline
     phases: tuple[Phase, ...]
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     epoch_steps: int
     exchange: Exchange
     replicas: int
@@ -78,6 +77,7 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     tied_exchange(config, bool(task.tied))
     actions_of(config, len(task.stages))
     examples = sized(task.data, config)
+    data.check(examples, bool(vocabulary(task)))
     count = len(examples.train.y)
     shared = replication(config)
     if config.batch_size > count:

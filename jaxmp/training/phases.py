@@ -55,7 +55,7 @@ def phases_of(
             f'config.warmup_epochs={config.warmup_epochs} is not between 0 and epochs='
             f'{config.epochs}; the warm-up counts inside the total'
         )
-    texts = [t.strip() for t in config.phases.split(';') if t.strip()]
+    texts = _texts(config)
     texts = [f'raw@:{config.warmup_epochs}'] * bool(config.warmup_epochs) + texts
     phases = sorted(
         (_phase(t, config, boundaries, names) for t in texts), key=lambda p: p.epochs.start
@@ -70,12 +70,33 @@ def phases_of(
     return tuple(phases)
 
 
+def spans(config: Config) -> list[range]:
+    """The epochs of each text of ``config.phases``, in their order.
+
+    >>> import jaxmp.config
+    >>> c = jaxmp.config.complete({'phases': 'raw@:1; raw@-2:', 'epochs': 5})
+    >>> spans(c)
+    [range(0, 1), range(3, 5)]
+    """
+    return [_epochs(FORM.fullmatch(t), config.epochs) for t in _texts(config)]
+
+
+def _texts(config: Config) -> list[str]:
+    return [t.strip() for t in config.phases.split(';') if t.strip()]
+
+
+def _epochs(found: re.Match[str] | None, epochs: int) -> range:
+    """The epochs that a text of `FORM` names, none if it is not of that form."""
+    if not found:
+        return range(0)
+    return range(epochs)[slice(*(int(b) if b else None for b in found.group('start', 'stop')))]
+
+
 def _phase(
     text: str, config: Config, boundaries: Sequence[Boundary], names: Mapping[str, Any]
 ) -> Phase:
     found = FORM.fullmatch(text)
-    bounds = [int(b) if b else None for b in found.group('start', 'stop')] if found else []
-    epochs = range(config.epochs)[slice(*bounds)] if found else range(0)
+    epochs = _epochs(found, config.epochs)
     if not found or not epochs:
         raise ValueError(
             f'config.phases={config.phases!r}: {text!r} is not a codec and some of '

@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxmp.config import complete, flat
 from jaxmp.distributed.signals import leave_closed_terminal, stopping
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.engine import Engine
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError
+from jaxmp.training.optimizer import rate_of
+from jaxmp.training.phases import spans
 from jaxmp.training.progress import Display
 
 Place = dict[str, Any]  # of the current epoch: its steps, those that this process missed, sums over
@@ -49,8 +52,8 @@ def begin(
     """The state and place from which the run starts or resumes.
 
     Raises:
-      WorkdirError: if the run has more epochs than ``config.epochs``, or as described in
-        `Checkpoints.restore`.
+      WorkdirError: if the run has more epochs than ``config.epochs``, as `check_length`, or as
+        described in `Checkpoints.restore`.
     """
     state = engine.create(exp)
     place = {**dict.fromkeys(exp.task.scores, 0.0), 'steps': 0, 'missed': 0, 'seconds': 0.0}
@@ -66,7 +69,39 @@ def begin(
             f'{workdir} has {done / exp.epoch_steps:.4g} epochs, more than config.epochs='
             f'{exp.config.epochs}; give at least as many to resume it, or a new --workdir'
         )
+    check_length(exp, workdir, done)
     return state, place
+
+
+def check_length(exp: Experiment, workdir: Path, done: int) -> None:
+    """Checks that the steps before ``done`` would be the same with the ``config.epochs`` of now.
+
+    A linear schedule of the rate, or phases counted from the end, depend on it.
+
+    Raises:
+      WorkdirError: if a rate or a phase of these steps would be another.
+    """
+    path = workdir / 'config.json'
+    if not done or not path.is_file():
+        return
+    epochs, now = json.loads(path.read_text()).get('epochs'), exp.config
+    if not isinstance(epochs, int) or epochs == now.epochs:
+        return
+    before = complete({**now.to_dict(), 'epochs': epochs})
+    steps = sorted({i * (done - 1) // 31 for i in range(32)})
+    passed = range(-(-done // exp.epoch_steps))
+    kinds = {
+        'optimizer.schedule': lambda c: [float(rate_of(c, exp.epoch_steps)(s)) for s in steps],
+        'phases': lambda c: [[e in p for p in spans(c)] for e in passed],
+    }
+    for key, of in kinds.items():
+        if of(before) != of(now):
+            raise WorkdirError(
+                f'{workdir} was begun with config.epochs={epochs}, and with {now.epochs} config.'
+                f'{key}={flat(now.to_dict())[key]!r} would have made its first {done} steps '
+                f'otherwise; give config.epochs={epochs} to resume it, or a new --workdir to train '
+                f'{now.epochs} epochs'
+            )
 
 
 def tell_resumption(display: Display, checkpoints: Checkpoints, workdir: Path, done: int) -> None:

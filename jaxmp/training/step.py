@@ -21,6 +21,7 @@ from jaxtyping import Array
 from jaxmp.exchange import Collectives, Exchange
 from jaxmp.models.tied import TiedParameter, merged
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
+from jaxmp.training.optimizer import Optimizer, WholeNorm
 from jaxmp.wire import widened
 
 
@@ -48,13 +49,13 @@ class Rules(NamedTuple):
     """What a step does with the gradients.
 
     Attributes:
-      optimizer: of a stage's parameters; elementwise, or it sees the stage alone.
+      optimizer: of a stage's parameters; it sees the stage alone, or is a `WholeNorm`.
       exchange: how replicas share a stage's gradients.
       clip_norm: largest global norm over all stages; 0 does not clip.
       tied: the parameter that the first and the last of several stages share, or None.
     """
 
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     exchange: Exchange
     clip_norm: float = 0.0
     tied: TiedParameter | None = None
@@ -144,6 +145,7 @@ def train_step(
         grads, tied = across.tie(grads, tied, jax.random.fold_in(key, 3))
     words = jax.random.key_data(jax.random.fold_in(key, 2))
     shared, held, squares = {}, {}, {}
+    normed = bool(rules.clip_norm) or isinstance(rules.optimizer, WholeNorm)
     both = jnp.uint32(runtime.last + 1)  # one stream for both tables
     streams = lambda halves, s: [*[both] * (halves - 1), jnp.uint32(s)]
     once = lambda halves, s, stream: across.once and bool(s) and halves > 1 and stream is both
@@ -153,14 +155,14 @@ def train_step(
             if once(len(own), s, stream):
                 rows.append((shared[0][0], (), ()))
                 continue
-            share = _exchanged(rules.exchange, bool(rules.clip_norm))
+            share = _exchanged(rules.exchange, normed)
             rows.append(parts(runtime.at(s, share, half, kept, words, stream)))
         shared[s], held[s] = [r[0] for r in rows], [r[1] for r in rows]
         counted = rows[1:] if len(rows) > 1 and s == runtime.last else rows
         squares[s] = [r[2] for r in counted]
-    scale = np.float32(1)
+    scale, square = np.float32(1), across.total(squares) if normed else np.float32(0)
     if rules.clip_norm:
-        scale = clip_scale(rules.clip_norm, across.total(squares))
+        scale = clip_scale(rules.clip_norm, square)
     params, opt_state = {}, {}
     for s in runtime.stages:
         own, rows = halves(rules, runtime, s, state.model.params[s]), []
@@ -168,7 +170,7 @@ def train_step(
         for row, stream in zip(given, streams(len(own), s), strict=True):
             exchange = None if once(len(own), s, stream) else rules.exchange
             update = _updated(rules.optimizer, exchange)
-            rows.append(parts(runtime.at(s, update, *row, scale, words, stream)))
+            rows.append(parts(runtime.at(s, update, *row, (scale, square), words, stream)))
         params[s] = whole([r[0] for r in rows])
         opt_state[s], held[s] = [r[1] for r in rows], [r[2] for r in rows]
     model = model._replace(params=across.share(params) if rules.tied else params)
@@ -191,7 +193,7 @@ def parts(found: Any) -> tuple[Any, Any, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _initialize(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+def _initialize(optimizer: Optimizer) -> Callable[..., Any]:
     return lambda via, params: optimizer.init(params)
 
 
@@ -207,23 +209,29 @@ def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
     def run(via: Collectives | None, grads: Any, held: Any, words: Array, stream: Any) -> Any:
         if via:
             grads, held = exchange.reduce(grads, held, _key(words, stream), via)
-        leaves = jax.tree.leaves(widened(grads)) if norm else []
-        return grads, held, sum((jnp.vdot(g, g) for g in leaves), jnp.zeros(()))
+        return grads, held, squared_norm(grads if norm else ())
 
     return run
 
 
+def squared_norm(tree: Any) -> Array:
+    """The sum of all squares, in float32 or wider."""
+    return sum((jnp.vdot(g, g) for g in jax.tree.leaves(widened(tree))), jnp.zeros(()))
+
+
 @functools.lru_cache(maxsize=16)
-def _updated(
-    optimizer: optax.GradientTransformation, exchange: Exchange | None
-) -> Callable[..., Any]:
+def _updated(optimizer: Optimizer, exchange: Exchange | None) -> Callable[..., Any]:
     """The next parameters, optimizer state and exchange state; None leaves the exchange out."""
 
     def run(via: Collectives | None, *given: Any) -> Any:
-        params, opt_state, grads, held, scale, words, stream = given
-        own = scale[via.index] if via and scale.ndim else scale
-        grads = jax.tree.map(lambda g: (g * own).astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params, opt_state, grads, held, norm, words, stream = given
+        scale, square = (a[via.index] if via and a.ndim else a for a in norm)
+        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        if isinstance(optimizer, WholeNorm):
+            others = jnp.sqrt(jnp.maximum(0, square * scale**2 - squared_norm(grads)))
+            updates, opt_state = optimizer.update(grads, others, opt_state, params)
+        else:
+            updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         if via and exchange:
             params, held = exchange.after_update(params, held, _key(words, stream), via)

@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxmp.metrics import METRICS, Metric, by_phases, of_summary
+from jaxmp.metrics import Metric, by_phases, of_summary, to_summary
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError, write_json
 from jaxmp.training.resume import Place
@@ -43,8 +43,7 @@ def finish(
             )
     summary = {
         **{k: exp.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
-        'measure': metric.name,
-        **({} if metric.name in METRICS else {'higher_is_better': metric.higher_is_better}),
+        **to_summary(metric),
         'test': best_and_last(records, metric, exp.config.warmup_epochs),
         'history': history(records, exp.task.scores),
         'bytes': message_bytes(exp),
@@ -68,7 +67,8 @@ def best_and_last(records: list[dict[str, Any]], metric: Metric, warmup: int) ->
     >>> rows = [{'kind': 'test', 'compression': 'on', 'epoch': e, 'loss': l, 'accuracy': a}
     ...         for e, l, a in ((1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6))]
     >>> off = [{**r, 'compression': 'off'} for r in rows]
-    >>> best_and_last(rows + off, METRICS['accuracy'], warmup=1)['on']['best']
+    >>> from jaxmp.metrics import ACCURACY
+    >>> best_and_last(rows + off, ACCURACY, warmup=1)['on']['best']
     {'epoch': 2, 'loss': 0.3, 'accuracy': 0.7}
     """
     found = {}

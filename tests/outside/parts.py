@@ -1,6 +1,7 @@
 """Parts of an experiment that the package does not know: imported by the names in own.py alone."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -104,6 +105,20 @@ of_nothing = jaxmp.Metric('F1', 'f1')
 
 def lion(config, rate):
     return optax.lion(rate, weight_decay=config.optimizer.weight_decay)
+
+
+def clipped(config, rate):
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(rate, 0.9))
+
+
+def levelled(config, rate):
+    """Divides by the mean magnitude of all gradients, which no norm tells."""
+
+    def update(grads, state, params=None):
+        sizes = [jnp.abs(g).mean() for g in jax.tree.leaves(grads)]
+        return jax.tree.map(lambda g: -config.optimizer.lr * g / sum(sizes), grads), state
+
+    return optax.GradientTransformation(lambda params: (), update)
 
 
 def warmup(config, steps_per_epoch):

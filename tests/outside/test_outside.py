@@ -15,6 +15,7 @@ import pytest
 
 import jaxmp
 from jaxmp import config as schema
+from jaxmp.report import compare
 from tests.outside import own, parts
 from tests.runs import ENV, ROOT
 
@@ -34,7 +35,7 @@ def test_train_py_trains_parts_that_the_package_does_not_know(tmp_path):
     assert all((tmp_path / f'curves.{end}').stat().st_size for end in ('png', 'svg'))
 
 
-def test_a_task_of_ones_own_in_a_program_per_stage(tmp_path):
+def test_a_task_of_ones_own_in_a_program_per_stage(tmp_path, capsys):
     """A regression: `Task` says what is minimized and what is reported, and no schedule matters."""
     dataset = parts.moons(schema.default())
     dataset = dataset._replace(
@@ -50,11 +51,31 @@ def test_a_task_of_ones_own_in_a_program_per_stage(tmp_path):
     losses = []
     for runtime, schedule in (('local', '1f1b'), ('mpmd', 'tests.outside.parts:all_forward_first')):
         config['parallel'] = {'runtime': runtime, 'num_microbatches': 2, 'schedule': schedule}
-        summary = jaxmp.train_and_evaluate(config, tmp_path / runtime, task=task, quiet=True)
+        summary = jaxmp.train_and_evaluate(config, tmp_path / runtime, task=task, draw=False)
         assert summary['measure'] == 'rmse'
+        assert 'rmse best' in capsys.readouterr().out
         losses.append(summary['history']['on']['loss'])
     assert losses[0][-1] < losses[0][0]
     np.testing.assert_allclose(*losses, rtol=1e-4)
+    runs = [str(tmp_path / r) for r in ('local', 'mpmd')]
+    compare.main([*runs, '--out', str(tmp_path / 'both.png')])
+    assert capsys.readouterr().out.count('rmse') == 2
+
+
+@pytest.mark.parametrize(('runtime', 'replicas'), [('local', 1), ('mpmd', 1), ('local', 2)])
+def test_an_optimizer_that_clips_knows_the_norm_of_all_stages(tmp_path, runtime, replicas):
+    losses = []
+    ours = {'name': 'sgd', 'momentum': 0.9, 'clip_norm': 0.5}
+    for k, optimizer in enumerate((ours, {'name': 'tests.outside.parts:clipped'})):
+        config = {
+            'epochs': 1, 'batch_size': 32, 'data': {'name': 'tests.outside.parts:moons'},
+            'model': {'name': 'tests.outside.parts:network', 'width': 4},
+            'optimizer': {'lr': 0.5, **optimizer},
+            'parallel': {'runtime': runtime, 'replicas': replicas},
+        }  # fmt: skip
+        summary = jaxmp.train_and_evaluate(config, tmp_path / str(k), quiet=True)
+        losses.append(summary['test']['on']['last']['loss'])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 WRONG = {
@@ -66,6 +87,8 @@ WRONG = {
     'no stages': ({'model.name': 'tests.outside.parts:lion'}, 'must be build.*Flax module'),
     'no data set': ({'data.name': 'builtins:len'}, 'must be load'),
     'no optimizer': ({'optimizer.name': 'tests.outside.parts:margin'}, 'line .*must be make'),
+    'all gradients': ({'optimizer.name': 'tests.outside.parts:levelled'},
+                      'levelled. moves .* of other stages.*take config.optimizer.clip_norm to'),
     'no word': ({'codecs': 'json.decoder', 'fwd': 'raw', 'exchange': 'mean'}, 'has no words; a w'),
     'an unknown word': ({'fwd': 'sings'}, r'unknown word .sings. \(did you mean signs'),
     'no schedule': ({'parallel.schedule': 'gpipe'}, "read by config.parallel.runtime='mpmd'"),
