@@ -2,7 +2,7 @@
 
 jaxmp sweep configs/moments.py --scale=group --out=results/moments --keep --set data.dir=DIR
 jaxmp evaluate runs/sweep/group/top10-s0 --moments --batchnorm \
-    --out=results/moments/group/statistics/top10-s0.json
+    --out=results/moments/group/statistics/top10-s0.png
 The scale is the normaliser of a ResNet-18, `model.norm`: group, batch or none. A run takes 10 to 20
 minutes of one core.
 """
