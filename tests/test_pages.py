@@ -3,8 +3,10 @@
 import ast
 import doctest
 import itertools
+import json
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -15,7 +17,7 @@ from jaxmp.sweep.study import put, study_of
 from jaxmp.training.command import described
 from jaxmp.training.experiment import experiment_of
 from tests import numbers
-from tests.runs import ROOT
+from tests.runs import ENV, ROOT
 
 NUMBER = r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+'
 UNREAD = (  # the report's tables, which test_report.py makes again; comments; blocks; addresses
@@ -104,6 +106,16 @@ def test_every_row_of_a_table_stands_in_one():
             assert re.match(r'\|.*\n\|[-:|]+\|\n\|', block), f'{path.name}: {block[:80]}'
 
 
+@pytest.mark.parametrize('name', ['digits_resnet', 'digits_resnet_nvfp4'])
+def test_the_first_run_shows_what_its_commands_ended_in(name):
+    summary = json.loads((ROOT / f'bench/results/commands/{name}.json').read_text())
+    scores = [f'{summary["test"][way]["last"]["accuracy"]:.2%}' for way in ('off', 'on')]
+    loss = f'{summary["history"]["train"]["loss"][-1]:.4f}'
+    row = [f'fwd {summary["fwd"]}, bwd {summary["bwd"]}', '15', 'accuracy', *scores, loss]
+    pattern = r' +'.join(map(re.escape, row))
+    assert re.search(pattern, (ROOT / 'docs' / 'first_run.md').read_text())
+
+
 def test_what_is_built_is_no_part_of_the_repository():
     ignored = {*(ROOT / '.gitignore').read_text().split()}
     assert {'site/', 'build/', '/runs/'} <= ignored
@@ -189,6 +201,36 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
             assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
         elif kind == 'sh':
             check_commands(code, capsys)
+
+
+# Trainings as short as in .ci/commands, and of a network that compiles in half the time.
+FEW = ('--config.epochs=1', '--config.data.train_examples=128', '--config.data.test_examples=128')
+OWN = [  # commands that use the files of their page
+    (page, line)
+    for page in CODED
+    for kind, _, code in BLOCK.findall(page.read_text())
+    if kind == 'sh'
+    for line in code.replace('\\\n', ' ').splitlines()
+    if re.match(r'jaxmp (train|codecs) ', line)
+    and any(title and title in line for _, title, _ in BLOCK.findall(page.read_text()))
+]
+
+
+@pytest.mark.parametrize(('page', 'line'), OWN, ids=lambda of: getattr(of, 'stem', None))
+def test_a_command_of_a_page_runs_with_the_files_of_the_page(page, line, tmp_path):
+    """As a user would: printed to the end, and ended with 0."""
+    for _, title, code in BLOCK.findall(page.read_text()):
+        if title:
+            (tmp_path / title).write_text(code)
+    words = shlex.split(line)[1:]
+    if words[0] == 'train':
+        words += FEW if 'model.name' in line else [*FEW, '--config.model.name=lenet']
+    done = subprocess.run(
+        [sys.executable, '-m', 'jaxmp', *words],
+        cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert words[0] == 'codecs' or 'bytes per step' in done.stdout + done.stderr
 
 
 def test_formulas_and_doctests_of_docstrings_become_those_of_a_page():
