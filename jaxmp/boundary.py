@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from jaxmp.feedback import Channel
 from jaxmp.feedback.gradient import by_value_and_grad
+from jaxmp.feedback.settled import settled
 from jaxmp.transport import Transport, laid_out, local
 from jaxmp.wire import Ctx, Like, Payload, like, nbytes
 
@@ -135,8 +136,8 @@ class Boundary:
           The message, the next state, and the positions that were sent (None if there are none).
         """
         channel, at = self._half(way, ctx)
-        message, tx = channel.send(x, tx, at)
-        return message, tx, channel.codec.indices(message, like(x), at)
+        message, after = channel.send(x, tx, at)
+        return message, settled(channel, after, tx), channel.codec.indices(message, like(x), at)
 
     def recv(
         self, way: str, message: Payload, rx: Any, at: tuple[Like, Ctx]
@@ -156,8 +157,8 @@ class Boundary:
         """
         x, ctx = at
         channel, ctx = self._half(way, ctx)
-        y, rx = channel.recv(message, rx, x, ctx)
-        return y, rx, channel.codec.indices(message, x, ctx)
+        y, after = channel.recv(message, rx, x, ctx)
+        return y, settled(channel, after, rx), channel.codec.indices(message, x, ctx)
 
     def _half(self, way: str, ctx: Ctx) -> tuple[Channel, Ctx]:
         if way == 'fwd':

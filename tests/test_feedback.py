@@ -10,6 +10,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Ctx, Like, spec
+from jaxmp.feedback import settled
 from jaxmp.feedback.anchored import hashed
 from jaxmp.feedback.components import ERRORS
 from jaxmp.feedback.positions import joined, positions
@@ -283,6 +284,98 @@ def test_the_laws_are_of_every_rule():
 def test_a_first_state_can_be_donated(text):
     channel, x = jaxmp.parse(text), Like((4, 8, 6), 'float32')
     laws.donate([c.init(x) for c in (channel, per_microbatch(channel, 1), jaxmp.warm(channel))])
+
+
+FINITE, BAD = (2, 4, 8, 6), (np.nan, np.inf, -np.inf)
+
+
+def over(cut, step=0):
+    """Messages over a boundary whose ends are apart: ``(x, states, number) -> (y, states)``."""
+
+    def cross(x, states, number):
+        tokens = number + jnp.arange(32).reshape(4, 8)
+        ctx = Ctx(jax.random.key(number), jnp.array([3, 0, 8, 5]), tokens=tokens % 7)
+        m, tx, _ = cut.send('fwd', x, states[0], ctx._replace(microbatch=step))
+        y, rx, _ = cut.recv('fwd', m, states[1], (jaxmp.like(x), ctx._replace(microbatch=step)))
+        return y, (tx, rx)
+
+    return jax.jit(cross, compiler_options=laws.QUICK)
+
+
+def crossing(text, step=0, slots=0):
+    channel = jaxmp.parse(text)
+    channel = per_microbatch(channel, slots) if slots else channel
+    back = 'klt(2, refresh=2)' if 'by_gradient' in text else 'raw'
+    return channel, over(jaxmp.boundary(channel, jaxmp.parse(back)), step)
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize('text', laws.CHANNELS)
+def test_a_message_that_is_not_finite_leaves_both_ends_as_they_were(text):
+    """And what comes after it arrives as if it had never been sent."""
+    channel, cross = crossing(text)
+    first, later = np.random.default_rng(0).standard_normal(FINITE).astype('f4')
+    _, before = cross(first, channel.init(jaxmp.like(first)), 0)
+    want = cross(later, before, 2)
+    for bad in BAD:
+        one = first.copy()
+        one[:, 3, 2] = bad
+        for x in (one, np.full_like(first, bad)):
+            y, after = cross(x, before, 1)
+            assert all(np.isfinite(a).all() for a in jax.tree.leaves(after))
+            if np.isfinite(y).all():  # the element that was not has not been sent
+                assert x is one
+                assert 'random_k' in text
+                continue
+            same(after, before)
+            same(cross(later, after, 2), want)
+
+
+@pytest.mark.parametrize('text', laws.CHANNELS)
+def test_a_warm_up_leaves_the_ends_as_they_were_too(text):
+    channel, cold = crossing(text)
+    hot = over(jaxmp.boundary(jaxmp.warm(channel, jaxmp.bf16), jaxmp.parse('klt(2, refresh=2)')))
+    x = np.random.default_rng(0).standard_normal(FINITE[1:]).astype('f4')
+    _, before = cold(x, channel.init(jaxmp.like(x)), 0)
+    x[:, 3, 2] = np.nan
+    y, after = hot(x, before, 1)
+    assert np.isnan(y[:, 3, 2]).all()
+    same(after, before)
+
+
+def test_an_example_and_a_micro_batch_have_a_message_of_their_own():
+    """What is not finite in one is nothing to the others."""
+    x = np.random.default_rng(0).standard_normal(FINITE[1:]).astype('f4')
+    for text in ('aqsgd(raw, 9)', 'aqsgd(raw, 9, table=4)'):
+        channel, cross = crossing(text)
+        _, before = cross(x, channel.init(jaxmp.like(x)), 0)
+        bad = 2 * x
+        bad[1, 3, 2] = np.inf  # of example 0
+        _, after = cross(bad, before, 1)
+        _, all_ = cross(2 * x, before, 1)
+        for i, want in ((0, before), (3, all_), (8, all_), (5, all_)):
+            jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b[i]), after, want)
+    channel, cross = crossing('ef(top_k(0.1))', step=1, slots=3)
+    _, ((e, _)) = cross(x, channel.init(jaxmp.like(x)), 0)
+    assert [bool(a.any()) for a in e] == [False, True, False]
+    _, (after, _) = cross(bad, (e, ()), 1)
+    same(after, e)
+
+
+def test_the_largest_numbers_are_finite():
+    """What is kept is not decided by a sum that is beyond the largest float."""
+    x = np.full((4, 3000), np.finfo('f4').max)
+    for finite in (settled.finite, jax.jit(settled.finite, static_argnames='rows')):
+        assert finite({'a': x, 'b': np.zeros(3, 'i4'), 'c': -x})
+        assert finite(())
+        for bad in BAD:
+            y = x.copy()
+            y[2, -1] = bad
+            assert not finite([x, y])
+            assert finite([x, y], rows=True).tolist() == [True, True, False, True]
 
 
 # Tables in few bits.

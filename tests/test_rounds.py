@@ -179,3 +179,39 @@ REFUSED = {
 def test_refused(text):
     with pytest.raises(exchange.text.spec.SpecError, match=REFUSED[text]):
         exchange.parse(text)
+
+
+@pytest.mark.parametrize('words', ['', ', fragments=2, delay=1, mix=0.5'])
+def test_a_round_that_is_not_finite_is_no_round(words):
+    """One replica's parameters are lost: it takes the shared ones, and all else goes on."""
+    e = exchange.parse(f'diloco(2, all_gather(ef(one_bit)), outer=nesterov(0.5, 0.9){words})')
+
+    def device(both, key):
+        params, held = jax.tree.map(lambda a: a[0], both)
+        return jax.tree.map(lambda a: a[None], e.after_update(params, held, key, over()))
+
+    specs = {'in_specs': (P(AXIS), P()), 'out_specs': P(AXIS)}
+    run = jit(jax.shard_map(device, mesh=device_mesh(replica=2), **specs))
+    rows = lambda tree: jax.tree.map(lambda a: np.stack([a, a]).astype(np.asarray(a).dtype), tree)
+    own, r = jax.tree.map(np.float32, start()), np.random.default_rng(1)
+    moved = lambda params: {
+        k: a + r.standard_normal(a.shape).astype('f4') for k, a in params.items()
+    }
+    params, state = rows(own), rows(e.init(own, 2))
+    for t in range(4):
+        params, state = jax.device_get(run((moved(params), state), jax.random.key(t)))
+    bad = moved(params)
+    bad['a'][1, 3, 3] = np.nan
+    after, now = bad, state
+    for t in range(4, 6 + 2 * bool(words)):  # until what was sent has come
+        after, now = jax.device_get(run((after, now), jax.random.key(t)))
+    for part, before in zip(now['parts'], state['parts'], strict=True):
+        for name in ('start', 'memory', 'held'):
+            assert all(np.isfinite(a).all() for a in jax.tree.leaves((after, part[name])))
+            if not words:
+                jax.tree.map(np.testing.assert_array_equal, part[name], before[name])
+    if not words:
+        for k, a in after.items():
+            np.testing.assert_array_equal(a[0], bad[k][0])  # its steps go into the next round
+        own = jax.tree.leaves({k: a[1] for k, a in after.items()})
+        jax.tree.map(np.testing.assert_array_equal, own, [a[1] for a in now['parts'][0]['start']])

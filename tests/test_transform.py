@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp import exchange
 from jaxmp.distributed.placement import device_mesh
 from jaxmp.exchange import AXIS, over, transform
+from tests import laws
 from tests.laws import QUICK
 
 SEED = 7
@@ -204,3 +205,53 @@ def test_the_states_of_all_phases_are_alike():
     first, last = (jax.eval_shape(transform(e.phase(t), replicas=2).init, KERNEL) for t in (0, 2))
     assert first == last
     assert e.phase(0) != e.phase(2)
+
+
+# Gradients that are not finite.
+
+PHASES = [(t, p) for t in laws.EXCHANGES for p in range(1 + ('frozen_adam' in t))]
+
+
+@pytest.mark.parametrize(('text', 'phase'), PHASES)
+def test_a_step_that_one_replica_cannot_take_is_taken_by_none(text, phase):
+    """Nor remembered: the next is as if it had never been. One element of one replica is bad."""
+    r, params = np.random.default_rng(0), {'b': np.zeros(7, 'f4'), 'w': np.zeros((20, 15), 'f4')}
+    gradients = lambda: {
+        k: r.standard_normal((2, *a.shape)).astype('f4') for k, a in params.items()
+    }
+
+    def stepping(e):
+        optimizer = transform(e, optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 5), replicas=2)
+
+        def device(grads, state, params):
+            updates, state = optimizer.update(one(grads), state, one(params))
+            return rows(optax.apply_updates(one(params), updates), 1), state
+
+        words = {'mesh': device_mesh(replica=2), 'in_specs': EACH, 'out_specs': EACH}
+        return optimizer, jit(jax.shard_map(device, **words, check_vma=False))
+
+    (optimizer, warm), e = (
+        stepping(exchange.parse(text).phase(0)),
+        exchange.parse(text).phase(phase),
+    )
+    run, before, state = stepping(e)[1] if phase else warm, rows(params, 2), optimizer.init(params)
+    for _ in range(2):
+        before, state = warm(gradients(), state, before)
+    later = gradients()
+    want, wanted = run(later, state._replace(step=state.step + 1), before)
+    for bad, name in ((np.nan, 'w'), (np.inf, 'b'), (-np.inf, 'w')):
+        grads = gradients()
+        grads[name].reshape(2, -1)[1, 5] = bad
+        now, after = run(grads, state, before)
+        assert all(np.isfinite(a).all() for a in jax.tree.leaves((now, after)))
+        if e.shares_params:  # each takes its own step, or not
+            continue
+        equal((now, after.held), (before, state.held))
+        assert after.inner.notfinite_count.tolist() == [1, 1]
+        now, after = run(later, after, now)
+        equal((now, after.held), (want, wanted.held))
+        equal(after.inner.inner_state, wanted.inner.inner_state)
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -9,6 +9,7 @@ from jaxmp.exchange.lowrank import power_sgd
 from jaxmp.exchange.outer import Outer, nesterov, sgd
 from jaxmp.exchange.parts import by_name, by_size
 from jaxmp.exchange.rounds import diloco, local_sgd
+from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.text import RULES, parse
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.exchange.transformation import ExchangeState, transform
@@ -43,6 +44,7 @@ __all__ = [
     'parse',
     'per_layer',
     'power_sgd',
+    'reduced',
     'scatter_gather',
     'sent',
     'sgd',

@@ -29,6 +29,7 @@ from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Collectives, over, part, sent, whole
 from jaxmp.exchange.layout import Exchange, State
+from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.hlo import operands
 from jaxmp.wire import Like
@@ -95,7 +96,7 @@ class Copies:
     def _share(self, own: tuple[Array, State], words: Any, via: Collectives) -> tuple[Array, State]:
         grad, state = own
         key = jax.random.wrap_key_data(words)
-        [total], state = self.exchange.reduce([2 * grad], state, key, via)
+        [total], state = reduced(self.exchange, [2 * grad], state, key, via)
         return total, state
 
     @functools.cached_property

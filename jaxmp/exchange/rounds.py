@@ -24,6 +24,8 @@ from jaxtyping import Array
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
 from jaxmp.exchange.outer import Outer, nesterov
+from jaxmp.exchange.settled import reduced
+from jaxmp.feedback.settled import finite, kept_if
 from jaxmp.words import check_whole, word
 
 PUBLISHED = nesterov(0.7, 0.9)
@@ -187,7 +189,7 @@ def _turn(plan: Plan, params: Any, state: State, key: Any, via: Collectives) -> 
 def _send(plan: Plan, key: Any, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:
     """The state with the shared pseudo-gradient on its way."""
     own, state = at
-    shared, held = plan.exchange.reduce(change(own, state), state['held'], key, via)
+    shared, held = reduced(plan.exchange, change(own, state), state['held'], key, via)
     return own, {**state, 'held': held, 'flying': jax.tree.leaves(shared)}
 
 
@@ -198,15 +200,22 @@ def change(own: Any, state: State) -> Any:
 
 
 def applied(plan: Plan, at: tuple[Any, State]) -> tuple[Any, State]:
-    """Parameters and state after the outer step with what was sent."""
+    """Parameters and state after the outer step with what was sent.
+
+    If that is not finite, there is no step: the shared parameters and the outer optimizer stay as
+    they were, and only a replica whose own parameters are not finite takes the shared ones.
+    """
     own, state = at
-    updates, memory = plan.outer.update(state['flying'], state['memory'], state['start'])
-    start: Any = optax.apply_updates(state['start'], updates)
+    flying, shared = state['flying'], (state['start'], state['memory'])
+    updates, memory = plan.outer.update(flying, state['memory'], state['start'])
+    sound = finite(flying)
+    start, memory = kept_if(sound, (optax.apply_updates(state['start'], updates), memory), shared)
     blend = lambda a, b: plan.mix * a + (1 - plan.mix) * b if plan.mix else b
-    after = [blend(a, b) for a, b in zip(jax.tree.leaves(own), start, strict=True)]
-    after = jax.tree.unflatten(jax.tree.structure(own), after)
-    flying = state['flying'] if plan.delay else []
-    return after, {**state, 'start': start, 'memory': memory, 'flying': flying}
+    leaves, form = jax.tree.flatten(own)
+    after = [blend(a, b) for a, b in zip(leaves, start, strict=True)]
+    after = kept_if(sound, after, kept_if(finite(own), leaves, start))
+    flying = kept_if(sound, flying, jax.tree.map(jnp.zeros_like, flying)) if plan.delay else []
+    return form.unflatten(after), {**state, 'start': start, 'memory': memory, 'flying': flying}
 
 
 def _if(now: Array, f: Callable[[Any], Any], at: tuple[Any, State]) -> tuple[Any, State]:

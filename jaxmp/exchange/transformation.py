@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, UInt32
 
 from jaxmp.exchange.collectives import AXIS, Collectives, over, varies
 from jaxmp.exchange.layout import Exchange, State
+from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.text import parse
 
 
@@ -91,7 +92,7 @@ def transform(
         via, before = over(axis), jax.tree.map(lambda a: a[0], state)
         run = jax.random.wrap_key_data(before.key, impl=jax.random.key_impl(root()))
         own = jax.random.fold_in(run, before.step)
-        updates, held = e.reduce(updates, before.held, own, via)
+        updates, held = reduced(e, updates, before.held, own, via)
         updates, after = inner.update(updates, before.inner, params, **extra)
         if e.shares_params:
             updates, held = _to_shared(e, (params, updates), held, (own, via))

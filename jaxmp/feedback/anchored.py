@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxmp.codecs.exact import product, short
 from jaxmp.feedback.channel import Channel, check_codec
 from jaxmp.feedback.rules import read
+from jaxmp.feedback.settled import finite, kept_if
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like
 from jaxmp.words import check_bools, check_whole, word
 
@@ -190,11 +191,12 @@ def _moved(
 
     Changes are rounded to multiples of a power of two so small that their sums fit in 31 bits. The
     sums of a token stand at one of its positions, not in a table, and all of its positions write
-    the same row.
+    the same row. If a change is not finite, no anchor moves; a token out of range has none.
     """
     vocabulary, channels = a.mean.shape
     at, change = at.reshape(-1), change.reshape(-1, channels).astype(a.mean.dtype)
-    change = jnp.where(jnp.isfinite(change), change, 0)
+    change = jnp.where((at < vocabulary)[:, None], change, 0)
+    sound = finite(change)
     count = len(at)
     spare = 29 - (count - 1).bit_length()
     most = jnp.clip(jnp.max(jnp.abs(change)), 2.0**-60, 2.0**60)
@@ -208,4 +210,5 @@ def _moved(
     # XLA makes a quotient by a column a product with its reciprocal, which rounds otherwise.
     share = short(1 / (weight + rest), 11)[:, None]
     mean = a.mean[at] + product(share, total[place].astype(change.dtype) * unit)
+    mean, weight = kept_if(sound, (mean, weight), (a.mean[at], a.weight[at]))
     return Anchors(a.mean.at[at].set(mean, mode='drop'), a.weight.at[at].set(weight, mode='drop'))

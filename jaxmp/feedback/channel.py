@@ -27,6 +27,8 @@ class Channel(NamedTuple):
       shared_state: whether the two ends always hold equal states.
       per_token: 'input' or 'target', the tokens of ``ctx.tokens`` or those that follow, whose table
         the state is; all micro-batches share it. Empty: it is none.
+      by_row: whether row i of a state says what was sent of example i alone, so that a message that
+        is not finite leaves only its own row as it was (`jaxmp.feedback.settled`).
       slots: where a crossing's state lies in the memory of a channel that keeps many, or None.
       values: ``(state, like) -> arrays``, what a state of an end says about tensors.
       by_gradient: whether the sender of an activation reads ``ctx.spread``.
@@ -44,6 +46,7 @@ class Channel(NamedTuple):
     warm_start: Callable[[Array, Any, Ctx], Any] = lambda x, state, ctx: state
     shared_state: bool = False
     per_token: str = ''
+    by_row: bool = False
     slots: Slots | None = None
     values: Callable[[Any, Like], Any] = lambda state, like: state
     by_gradient: bool = False

@@ -22,6 +22,7 @@ from jaxmp.feedback import entropy as by_entropy
 from jaxmp.feedback.channel import Channel, Rx, Tx
 from jaxmp.feedback.components import WIDEST, best_widths
 from jaxmp.feedback.positions import joined, normed, positions
+from jaxmp.feedback.settled import finite, kept_if
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, samples
 from jaxmp.words import check_bools, check_whole, word
 
@@ -151,19 +152,21 @@ def klt(
             y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
 
-    def send(x: Array, tx: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
-        tx = estimated(x, tx)
+    def send(x: Array, before: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
+        tx = estimated(x, before)
         spread = _fit(ctx.spread, tx.known.book) if by_gradient else None
         new = lambda: _parts(_components(tx, bits, spread, by_gradient), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
         part = half_bytes(coming[tx.known.step.astype(int)].astype(jnp.bfloat16))
         widths, matrix = tx.known.book[0], tx.inverse if by_gradient else tx.known.book[1:]
         message = {**encode(x, widths, matrix), 'part': part}
-        tx = tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
-        return message, _inverted(tx) if by_gradient else tx
+        after = tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
+        after = _inverted(after) if by_gradient else after
+        return message, kept_if(_sound(message), after, before)
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
-        return decode(m, rx.book, like), _advanced(rx, m['part'])
+        after = kept_if(_sound(m), _advanced(rx, m['part']), rx)
+        return decode(m, rx.book, like), after
 
     warm_start = lambda x, state, ctx: estimated(x, state) if isinstance(state, Sender) else state
     codec = Codec(
@@ -242,6 +245,12 @@ def _book(basis: Array, variances: Array, bits: float) -> Array:
 def _parts(book: Array, refresh: int) -> Array:
     short = -book.size % refresh
     return jnp.pad(book.reshape(-1), (0, short)).reshape(refresh, -1)
+
+
+def _sound(m: Payload) -> Array:
+    """Whether a message is finite, which both ends see by the scales of its components."""
+    words = [m[name] for name in ('scale', 'step') if name in m]
+    return finite([jax.lax.bitcast_convert_type(w, jnp.bfloat16) for w in words])
 
 
 def _advanced(known: Receiver, part: Array) -> Receiver:

@@ -19,7 +19,7 @@ class Stored(NamedTuple):
 
     Attributes:
       codes: of each row, packed.
-      ends: the lowest level and the step of each block of a row.
+      ends: the lowest level and the step of each block of a row; NaN of one that is not finite.
     """
 
     codes: UInt8[Array, 'B bytes']
@@ -74,12 +74,15 @@ def _stored(a: Array, bits: int) -> Stored:
     rows = jnp.pad(a.reshape(len(a), n), ((0, 0), (0, count * size - n)), mode='edge')
     rows = rows.reshape(len(a), count, size)
     half = lambda x: jnp.clip(x, -65504, 65504).astype(jnp.float16)
-    low = half(rows.min(-1, keepdims=True))
+    least, most = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
+    low = half(least)
     base = low.astype(a.dtype)
-    step = half((rows.max(-1, keepdims=True) - base) * (1 / (2**bits - 1)))
+    step = half((most - base) * (1 / (2**bits - 1)))
     steps = (rows - base) * (1 / jnp.maximum(step.astype(a.dtype), 2.0**-24))
     codes = jnp.clip(jnp.round(steps), 0, 2**bits - 1).astype(jnp.uint8)
-    return Stored(pack(codes.reshape(len(a), -1), bits), jnp.concatenate([low, step], -1))
+    ends = jnp.concatenate([low, step], -1)
+    ends = jnp.where(jnp.isfinite(least) & jnp.isfinite(most), ends, jnp.nan)
+    return Stored(pack(codes.reshape(len(a), -1), bits), ends)
 
 
 def _loaded(stored: Stored, x: Like, bits: int) -> Array:

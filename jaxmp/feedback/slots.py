@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.feedback.channel import Channel, Rx, Slots, Tx
+from jaxmp.feedback.settled import settled
 from jaxmp.wire import Ctx, Like, Payload
 
 
@@ -64,15 +65,18 @@ def slotted(slots: Slots, init: Callable[[Like], tuple[Tx, Rx]]) -> Channel:
     one = slots.channel
 
     def send(x: Array, memory: Tx, ctx: Ctx) -> tuple[Payload, Tx]:
-        m, state = one.send(x, take(channel, memory, ctx), ctx)
-        return m, put(channel, memory, ctx, state)
+        before = take(channel, memory, ctx)
+        m, state = one.send(x, before, ctx)
+        return m, put(channel, memory, ctx, settled(one, state, before))
 
     def recv(m: Payload, memory: Rx, like: Like, ctx: Ctx) -> tuple[Array, Rx]:
-        y, state = one.recv(m, take(channel, memory, ctx), like, ctx)
-        return y, put(channel, memory, ctx, state)
+        before = take(channel, memory, ctx)
+        y, state = one.recv(m, before, like, ctx)
+        return y, put(channel, memory, ctx, settled(one, state, before))
 
     def warm_start(x: Array, memory: Any, ctx: Ctx) -> Any:
-        return put(channel, memory, ctx, one.warm_start(x, take(channel, memory, ctx), ctx))
+        before = take(channel, memory, ctx)
+        return put(channel, memory, ctx, settled(one, one.warm_start(x, before, ctx), before))
 
     def spread(memory: Rx, ctx: Ctx) -> Array:
         assert one.spread

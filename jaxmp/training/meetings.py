@@ -20,6 +20,7 @@ import numpy as np
 from jaxmp.distributed.member import Member, View
 from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.rounds import Plan, applied, change
+from jaxmp.exchange.settled import reduced
 from jaxmp.training import one_program, step
 from jaxmp.training.engine import rules_of
 from jaxmp.training.experiment import Experiment
@@ -266,7 +267,8 @@ class Meetings:
             for (s, h), own, state in zip(units, changes, memory, strict=True):
                 key = jax.random.fold_in(jax.random.fold_in(run, stream(s, h)), p)
                 some = jax.tree.leaves(own)
-                out.append(plan.exchange.reduce(own, state, key, via) if some else (own, state))
+                done = reduced(plan.exchange, own, state, key, via) if some else (own, state)
+                out.append(done)
             return out
 
         if (plan, p, n) not in self._pieces:

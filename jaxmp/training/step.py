@@ -19,6 +19,7 @@ import optax
 from jaxtyping import Array
 
 from jaxmp.exchange import Collectives, Exchange
+from jaxmp.exchange.settled import reduced
 from jaxmp.models.tied import TiedParameter, merged
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
 from jaxmp.training.optimizer import Optimizer, WholeNorm
@@ -208,7 +209,7 @@ def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
 
     def run(via: Collectives | None, grads: Any, held: Any, words: Array, stream: Any) -> Any:
         if via:
-            grads, held = exchange.reduce(grads, held, _key(words, stream), via)
+            grads, held = reduced(exchange, grads, held, _key(words, stream), via)
         return grads, held, squared_norm(grads if norm else ())
 
     return run
