@@ -60,7 +60,7 @@ def put(picture: Picture, out: Path) -> str:
 def across(studies: list[Study]) -> Iterator[Picture]:
     """The pictures of several studies together for which they have the data."""
     if rows := [s.rows[n] for s in studies for n in HEADLINE.get(s.name, ()) if n in s.rows]:
-        yield scores(rows, 'The channels of the paper and others', 'headline.png', (11, 5.4))
+        yield scores(rows, 'Some channels of the paper and others', 'headline.png', (11, 5.4))
     if data := gap.gap(studies):
         yield Picture(gap.TITLE, 'gap.png', data, lambda figure: gap.paint(figure, data), (11, 5.4))
 

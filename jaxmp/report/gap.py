@@ -96,12 +96,12 @@ def paint(figure: Any, data: Gap) -> None:
     axes.set_xscale('log')
     style.logarithmic(axes)
     axes.set(xlabel='steps', ylabel='errors off over errors on')
-    told = f'from {min(last):.2f} to {max(last):.2f} times the errors in these studies'
+    told = f'from {min(last):.2f} to {max(last):.2f} times the errors in these trainings'
     figure.suptitle(f'Switching Top10 % off at the test: {told},\n{data.paper[1]:.2f} in the paper')
     style.caption(
         figure,
         'n: seeds; thick, their geometric mean; thin, each seed; '
-        'the same codec forward and backward; names beside the last evaluation',
+        'the same codec forward and backward; a name has the colour of its line',
     )
     paths.append([(x, 1) for x in axes.get_xlim()])
     labels.label(figure, axes, ends, size=8, colours=colours, lines=paths)
