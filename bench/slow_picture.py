@@ -53,7 +53,8 @@ def headline(shown: Sequence[Point]) -> str:
     best = max((p for p in shown if p.loss <= 100 * LOSS), key=lambda p: p.gain)
     return (
         f'Over {LINK_NAME} a training step is {best.gain:.1f} times faster, at a loss '
-        f'{best.loss:.1f} % higher (one seed);\na network that computes longer and sends half gains less'
+        f'{best.loss:.1f} % higher (one seed);\n'
+        'a network that computes longer and sends half gains less'
     )
 
 

@@ -2,8 +2,8 @@
 
 python -m jaxmp.sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data.dir=DIR
 smoke: embedded data, CI. cpu: real CIFAR-10, 600 steps, one to three minutes of one core a run.
-mnist: Tables 1-4 by a LeNet in two stages, 6,000 steps until nothing more is learned, two minutes.
-converged: real CIFAR-10, 15,000 steps until nothing more is learned, about 20 minutes of one core.
+mnist: Tables 1-4 by a LeNet in two stages, 6,000 steps until little more is learned, two minutes.
+converged: real CIFAR-10, 15,000 steps until little more is learned, about 20 minutes of one core.
 Table 5 with a pretrained checkpoint per seed, each `wikitext_gpt2_small:pretrain` of this seed:
   --tables=5 --set data.dir=TEXT --set model.init_from=BASE-{seed}/model \
   --set data.tokenizer=BASE-0/model
