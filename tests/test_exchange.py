@@ -419,6 +419,60 @@ def test_a_first_state_can_be_donated(text):
     laws.donate((params, states))
 
 
+NO_GRADIENT = np.zeros((24, 20), bool)
+NO_GRADIENT[4:8], NO_GRADIENT[:, 15:17], NO_GRADIENT[::3, ::4] = True, True, True
+NOISY = ('all_gather(one_bit)', 'all_gather(trellis(2))', 'all_gather(ef21(rotate(lloyd(2), 64)))')
+
+
+def travelled(exchanges, optimizer):
+    """How far each element has gone after 12 steps of rate 1, in a kernel that is compressed."""
+    r, steps = np.random.default_rng(0), 12
+    size = np.exp(r.standard_normal(NO_GRADIENT.shape))
+    params = {'w': np.zeros(NO_GRADIENT.shape, 'f4')}
+    via, state = exchange.metered(1, {}), exchanges[0].init(params, 1)
+
+    def step(e, g, held, memory, params, key):
+        y, held = exchange.reduced(e, g, held, key, via)
+        updates, memory = optimizer.update(y, memory, params)
+        return held, memory, optax.apply_updates(params, updates)
+
+    run, memory = jit(step, static_argnums=0), optimizer.init(params)
+    for t in range(steps):
+        g = np.where(NO_GRADIENT, 0, (r.standard_normal((2, *size.shape)).sum(0)) * size)
+        e = exchanges[min(3 * t // steps, len(exchanges) - 1)]
+        g = {'w': g.astype('f4')}
+        state, memory, params = run(e, g, state, memory, params, jax.random.key(t))
+    return np.abs(params['w'])
+
+
+ADAPTIVE = {
+    'frozen_adam': optax.sgd(1.0),
+    'adamw': optax.adamw(1.0, weight_decay=0.0),
+    'muon': optax.contrib.muon(1.0),
+}
+
+
+def adapts(text, name):
+    """An exchange of gradients; `frozen_adam` takes those without a momentum of their own."""
+    e = exchange.parse(text)
+    return not (e.shares_params or e.by_epoch or (name == 'frozen_adam' and e.momentum))
+
+
+PAIRS = [(t, n) for t in (*laws.EXCHANGES, *NOISY) for n in ADAPTIVE if adapts(t, n)]
+
+
+@pytest.mark.parametrize(('text', 'name'), PAIRS)
+def test_an_element_without_a_gradient_goes_no_further_than_others(text, name):
+    """What compression makes of its zeros is noise, which no variance of zero may divide."""
+    e = exchange.parse(text)
+    phases = exchange.frozen_adam(e).by_epoch if name == 'frozen_adam' else (e,)
+    moved = travelled(phases, ADAPTIVE[name])
+    assert moved[NO_GRADIENT].max() <= 1.5 * moved[~NO_GRADIENT].max()
+    assert (moved[~NO_GRADIENT] > 0).mean() > 0.1
+    if name == 'frozen_adam':
+        assert not moved[NO_GRADIENT].any()
+
+
 # In a loop of one's own.
 
 

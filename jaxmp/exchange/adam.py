@@ -31,10 +31,15 @@ def frozen_adam(
     .. math:: \text{then: } m \leftarrow \mathrm{rule}(b_1 m + (1 - b_1) g_1, \dots,
               b_1 m + (1 - b_1) g_n)
 
-    The optimizer gets :math:`\hat m / (\sqrt{\hat v} + \epsilon)`, with Adam's corrections of the
-    bias, so it is plain SGD: ``config.optimizer.name='sgd'`` with momentum 0. Weight decay there
-    is AdamW's. Clipping would clip the quotient: ``config.optimizer.clip_norm=0``. Adam after a
-    compressed gradient squares the compression's error in v; here v never sees it.
+    The optimizer gets, with Adam's corrections of the bias,
+
+    .. math:: y = \hat m / (\sqrt{\hat v} + \epsilon) \text{ where } v > 0, \text{ else } 0
+
+    so it is plain SGD: ``config.optimizer.name='sgd'`` with momentum 0. An element whose gradient
+    was always zero has v = 0: its momentum is the compression's error alone, in no known unit, and
+    it does not move. Weight decay there is AdamW's. Clipping would clip the quotient:
+    ``config.optimizer.clip_norm=0``. Adam after a compressed gradient squares the compression's
+    error in v; here v never sees it.
 
     Args:
       rule: rule, or exchange of gradients, of the momentum: ``double_squeeze(one_bit)``.
@@ -91,6 +96,7 @@ def _quotient(state: State, grads: Any, b1: float, b2: float, eps: float) -> Any
 
     def one(m: Array, v: Array, g: Array) -> Array:
         m, v = m / (1 - b1 ** state['steps']), v / (1 - b2 ** state['seen'])
-        return (m / (jnp.sqrt(v) + eps)).astype(g.dtype)
+        # 0 m, so that a momentum that is not finite is seen
+        return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0 * m).astype(g.dtype)
 
     return jax.tree.map(one, state['m'], state['v'], grads)
