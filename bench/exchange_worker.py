@@ -72,7 +72,7 @@ class Worker:
         def device(state: Any, x: Any, y: Any, key: Any) -> Any:
             params, memory, held = jax.tree.map(lambda a: a[0], state)
             value, grads = jax.value_and_grad(loss)(params, x[0], y[0])
-            grads, held = e.reduce(grads, held, key, over())
+            grads, held = exchange.reduced(e, grads, held, key, over())
             updates, memory = optimizer.update(grads, memory, params)
             params, held = e.after_update(optax.apply_updates(params, updates), held, key, over())
             return jax.tree.map(lambda a: a[None], ((params, memory, held), value))
