@@ -102,6 +102,29 @@ def test_a_run_goes_on_under_another_runtime(saved, of, to):
     np.testing.assert_allclose(losses, there[2:], rtol=rtol)
 
 
+@pytest.mark.parametrize('replicas', [1, 2])
+def test_a_finished_run_given_again(tmp_path, monkeypatch, capsys, replicas):
+    """Under another runtime, without its summary, and with more epochs: its table, each time."""
+    known_model(monkeypatch, 'flat', made)
+
+    def given(runtime, epochs):
+        config = small(runtime, replicas, BUFFERS)
+        config.epochs = epochs
+        summary = loop.train_and_evaluate(config, tmp_path, draw=False)
+        assert 'bytes per step' in capsys.readouterr().out
+        return summary
+
+    first = given('local', 1)
+    for runtime in RUNTIMES[1:]:
+        assert given(runtime, 1) == first
+    for runtime in RUNTIMES[1:]:  # killed after the last checkpoint
+        (tmp_path / 'summary.json').unlink()
+        (row,), (sent,) = (given(runtime, 1)[k] for k in ('moved', 'bytes'))
+        assert row['payload'] == [sent['forward'], sent['backward']]
+    for epochs, runtime in enumerate(RUNTIMES, 2):
+        assert given(runtime, epochs)['steps'] == epochs * first['steps']
+
+
 def test_a_state_without_a_row_per_sample_is_not_for_spmd(monkeypatch):
     known_model(monkeypatch, 'flat', made)
     exp = experiment.experiment_of(small('spmd', 1, BASES))

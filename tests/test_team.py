@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxmp import launch
 from jaxmp.data import Dataset, Split
@@ -745,6 +746,12 @@ def test_tied_tables_in_three_processes_are_one_parameter(tmp_path):
     assert len(links) == 2
     assert table == {'boundary': 'token table', 'payload': whole, 'collectives': whole}
     assert summary['tied']['forward'] == summary['tied']['uncompressed'] == whole[0]
+    alone, spread = (
+        load_file(tmp_path / name / 'model' / 'model.safetensors') for name in ('one', 'three')
+    )
+    assert alone.keys() == spread.keys()
+    for name, a in alone.items():  # of all stages, wherever they were
+        np.testing.assert_allclose(spread[name], a, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def test_a_loss_that_is_not_finite_ends_all(tmp_path):

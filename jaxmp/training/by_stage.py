@@ -146,10 +146,8 @@ class ByStage:
 
     def share(self, values: list[Any] | None) -> dict[str, float] | None:
         """This process's part of the means over the replicas."""
-        if values is None:
-            return None
-        names, n = self.exp.task.scores, self.exp.replicas
-        return {k: sum(float(aux[k]) for _, aux in values) / n for k in names}
+        means = lambda k: sum(float(aux[k]) for _, aux in values or ()) / self.exp.replicas
+        return None if values is None else {k: means(k) for k in self.exp.task.scores}
 
     def profile(self, folder: Path) -> None:
         """See `Engine`; each call profiles one more run."""
@@ -271,29 +269,35 @@ class ByStage:
 
     # Bytes.
 
+    def step_apart(self) -> None:
+        """Makes a step with the configured boundaries and forgets it, where the run made none."""
+        count = self.exp.config.batch_size
+        batch = next(data.batches(self.exp.data.train, count, np.arange(count)))
+        at, rules = (self.create(self.exp), batch), rules_of(self.exp, self.exp.config.epochs)
+        train_step(rules, self.training, self.across, at)
+        self.steps = 1
+
     def bytes(self) -> dict[str, Any]:
         """Bytes per step of replica 0's links: payload, compiled collectives, network interface."""
-        num_microbatches, training = self.exp.config.parallel.num_microbatches, self.training
-        compiled = np.zeros((self.last, 2))
-        for link, sizes in training.collectives().items():
-            compiled[link] = sizes if 0 in self.columns.here.get(link, ()) else 0
-        payload = training.payload() / max(self.steps, 1)
-        share = 1 if self.exp.config.parallel.runtime == 'spmd' else self.group.count > 1
-        payload, compiled = self.group.total(payload), self.group.total(compiled * bool(share))
-        rows = [
-            {
-                'boundary': i,
-                'payload': [int(n) for n in a],
-                'collectives': [int(num_microbatches * n) for n in b],
-            }
-            for i, (a, b) in enumerate(zip(payload, compiled, strict=True), 1)
-        ]
+        if not self.steps:
+            self.step_apart()
+        c, training, compiled = self.exp.config.parallel, self.training, np.zeros((self.last, 2))
+        if c.runtime == 'spmd' or self.group.count > 1:
+            for link, sizes in training.collectives().items():
+                if 0 in self.columns.here.get(link, ()):
+                    compiled[link] = np.multiply(c.num_microbatches, sizes)
+        both = self.group.total(np.stack([training.payload() / self.steps, compiled]))
+        sizes = enumerate(zip(*both.astype(int).tolist(), strict=True), 1)
+        rows = [{'boundary': i, 'payload': a, 'collectives': b} for i, (a, b) in sizes]
         if self.tables:
             table = next(iter(self.tables.values())).traffic()
             ways = {'payload': [table['handed']] * 2, 'collectives': [table['compiled']] * 2}
             rows.append({'boundary': 'token table', **ways})
-        interface = self.sent // max(self.steps, 1)
-        report = {'processes': self.group.count, 'moved': rows, 'interface': interface}
+        report = {
+            'processes': self.group.count,
+            'moved': rows,
+            'interface': self.sent // self.steps,
+        }
         if self.exp.replicas > 1:
             shapes = [st.params for st in training.shapes()]
             report['exchange'] = replicas.traffic(self.exp, shapes, bytes_of)

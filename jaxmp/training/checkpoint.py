@@ -154,6 +154,21 @@ class Checkpoints:
             )
         return None
 
+    def newest(self, like: Portable) -> Portable:
+        """What all processes have saved last, read by this one alone.
+
+        Args:
+          like: a state of this process with the same structure.
+
+        Raises:
+          WorkdirError: if it cannot be read.
+        """
+        folder = Path(self._manager.directory, str(self._manager.latest_step()))
+        content, problem = self._read(folder, like)
+        if problem:
+            raise WorkdirError(f'cannot read {folder} again ({problem}); give the command again')
+        return content['state']
+
     def _steps(self) -> list[int]:
         """The steps of the checkpoints that all processes see, newest first."""
         seen = self._team.share(sorted(self._manager.all_steps()))

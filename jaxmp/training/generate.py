@@ -43,7 +43,7 @@ def load(workdir: str | Path) -> tuple[Experiment, Any]:
     if not (folder / 'model').is_dir() or not (folder / 'config.json').is_file():
         raise FileNotFoundError(
             f'{folder} has no model of a finished run; give the --workdir of a run of a language '
-            'model that ended in one process, without config.model.bottleneck and '
+            'model that ended, without config.model.bottleneck and '
             'config.model.embed_every_stage, which the layout of the folder has no place for'
         )
     try:

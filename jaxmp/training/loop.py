@@ -17,24 +17,23 @@ from jaxmp import data
 from jaxmp.config import Config
 from jaxmp.distributed.launchers import check_alone
 from jaxmp.distributed.process_group import Address, ProcessGroup, connect
-from jaxmp.report import curves, style
 from jaxmp.runtimes.schedule import place
-from jaxmp.training import profile
 from jaxmp.training.agreement import check_alike, check_workdir, settings_of
 from jaxmp.training.by_stage import by_stage
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.engine import Engine, Values
 from jaxmp.training.experiment import Experiment, actions_of, experiment_of
-from jaxmp.training.files import claim, owned, whole
+from jaxmp.training.files import claim, owned
 from jaxmp.training.one_program import one_program
+from jaxmp.training.portable import variables_of
 from jaxmp.training.probe import prober
 from jaxmp.training.progress import Display, duration
 from jaxmp.training.records import Records
 from jaxmp.training.replicated import replicated
 from jaxmp.training.resume import Place, begin, finished, stop_signals, tell_resumption
-from jaxmp.training.sizes import check_memory
+from jaxmp.training.sizes import check_memory, shapes
 from jaxmp.training.step import TrainState
-from jaxmp.training.summary import finish, modes, show
+from jaxmp.training.summary import conclude, finish, modes
 from jaxmp.training.task import Task, stage_count
 from jaxmp.training.trackers import Callback
 
@@ -170,31 +169,15 @@ def train_and_evaluate(
             if lead and not quiet:
                 print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
             return None
-        moved, weights = engine.moved(), engine.weights(state)
-        return conclude(r, place, moved, weights, quiet, draw) if lead else {}
-
-
-def conclude(
-    r: Run, place: Place, moved: dict[str, Any], weights: Any, quiet: bool, draw: bool
-) -> dict[str, Any]:
-    """Leaves summary, model and curves; a run that had ended before keeps its summary."""
-    exp, steps = r.exp, r.exp.config.epochs * r.exp.epoch_steps
-    summary = finished(r.workdir, steps) if r.start == steps else None
-    summary = summary or finish(exp, steps, place, r.records.records, moved, r.workdir)
-    if exp.task.export and weights is not None:
-        with whole(r.workdir / 'model') as folder:
-            exp.task.export(str(folder), weights)
-    if not quiet:
-        show(summary)
-        if exp.config.parallel.profile:
-            profile.show(r.workdir)
-        if draw:
-            figure = curves.draw(r.records.records, summary)
-            for end in ('png', 'svg'):
-                with whole(r.workdir / f'curves.{end}') as part:
-                    style.write(figure, part, end)
-        print(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
-    return summary
+        ended = group.share(finished(workdir, total) if lead and done == total else None)[0]
+        moved, weights = ended or engine.moved(), engine.weights(state)
+        if not lead:
+            return {}
+        if exp.task.export and weights is None:  # stages of other processes are in the checkpoint
+            weights = variables_of(checkpoints.newest(engine.export(state)), shapes(exp)[0])
+        summary = ended or finish(exp, total, place, records.records, moved, workdir)
+        conclude(r, summary, weights, quiet, draw)
+        return summary
 
 
 def engine_of(exp: Experiment, group: ProcessGroup) -> Engine:

@@ -99,6 +99,18 @@ def load(cuts: Sequence[Boundary], rows: Mapping[int, Any], saved: Portable) -> 
     }
 
 
+def variables_of(saved: Portable, like: Sequence[Any]) -> tuple[Any, ...]:
+    """The variables of all stages of replica 0.
+
+    Args:
+      saved: as read, of all stages.
+      like: their shapes, by stage.
+    """
+    parts = [saved.parts[name(s, 0)] for s in range(len(like))]
+    rows = [{'params': p['params'], **p['model_state']} for p in parts]
+    return tuple(map(flax.serialization.from_state_dict, like, rows))
+
+
 def key_of(saved: Portable) -> Array:
     """The run's key."""
     return jax.random.wrap_key_data(jnp.asarray(saved.key))

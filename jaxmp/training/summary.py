@@ -8,17 +8,22 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
 from rich.table import Table
 
 from jaxmp.metrics import Metric, by_phases, of_summary, to_summary
+from jaxmp.report import curves, style
+from jaxmp.training import profile
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.files import WorkdirError, write_json
+from jaxmp.training.files import WorkdirError, whole, write_json
 from jaxmp.training.resume import Place
 from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
+
+if TYPE_CHECKING:
+    from jaxmp.training.loop import Run
 
 
 def finish(
@@ -59,6 +64,32 @@ def finish(
     }
     write_json(workdir / 'summary.json', summary)
     return summary
+
+
+def conclude(r: Run, summary: dict[str, Any], weights: Any, quiet: bool, draw: bool) -> None:
+    """Leaves the model and the curves of a run beside its summary, and shows its tables.
+
+    Args:
+      r: the run.
+      summary: of the run.
+      weights: variables of all stages.
+      quiet: show and draw nothing.
+      draw: whether the curves are drawn.
+    """
+    if r.exp.task.export:
+        with whole(r.workdir / 'model') as folder:
+            r.exp.task.export(str(folder), weights)
+    if quiet:
+        return
+    show(summary)
+    if r.exp.config.parallel.profile:
+        profile.show(r.workdir)
+    if draw:
+        figure = curves.draw(r.records.records, summary)
+        for end in ('png', 'svg'):
+            with whole(r.workdir / f'curves.{end}') as part:
+                style.write(figure, part, end)
+    print(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
 
 
 def best_and_last(records: list[dict[str, Any]], metric: Metric, warmup: int) -> dict[str, Any]:
