@@ -18,6 +18,7 @@ import ml_collections
 
 Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
 Summary = dict[str, Any]  # of a finished run, as summary.json holds it
+ALIKE = 0.7  # least likeness of a misspelt key to the one that is meant, as difflib counts it
 LARGEST = {'seed': 2**32 - 1}  # of a key; JAX keeps 32 bits of a seed
 
 
@@ -259,14 +260,30 @@ def _problem(name: str, key: Key, value: Any) -> str:
 def nearest(name: str, config: Mapping[str, Any]) -> str:
     """The key of ``config`` that a misspelt ``name`` may mean; empty if none is near.
 
-    >>> nearest('model.widht', {'model': {'width': 8}}), nearest('width', {'model': {'width': 8}})
-    ('model.width', 'model.width')
+    A key whose last part is right, in whatever group, is nearer than one of the same group. What a
+    key means stands for it, as do the first of its words, and a group for the name in it.
+
+    >>> keys = default().to_dict()
+    >>> [nearest(name, keys) for name in ('model.widht', 'data.batch_size', 'learning_rate')]
+    ['model.width', 'batch_size', 'optimizer.lr']
+    >>> nearest('model.colour', keys)
+    ''
     """
     names = list(flat(config))
-    ends = {n.rpartition('.')[2]: n for n in names}
-    near = difflib.get_close_matches(name, names, n=1)
-    ending = difflib.get_close_matches(name.rpartition('.')[2], list(ends), n=1)
-    return near[0] if near else ends[ending[0]] if ending else ''
+    last, end = name.rpartition('.')[2], lambda n: n.rpartition('.')[2]
+    groups = {n.removesuffix('.name'): n for n in names if n.endswith('.name')}
+    if name in groups:
+        return groups[name]
+    ends = list(dict.fromkeys(map(end, names)))
+    meant = [n for n in names if n in KEYS and KEYS[n].line == last.replace('_', ' ')]
+    if meant and last not in ends:
+        return meant[0]
+    near = [last] if last in ends else difflib.get_close_matches(last, ends, 1, ALIKE)
+    near = near or [e for e in ends if e.partition('_')[0] == last]
+    alike = [n for n in names if end(n) in near] if len(near) == 1 else []
+    alike = alike or [groups[g] for g in difflib.get_close_matches(name, groups, 1, ALIKE)]
+    likeness = lambda n: difflib.SequenceMatcher(None, name, n).ratio()
+    return max(alike, key=likeness, default='')
 
 
 def listing(config: Mapping[str, Any]) -> str:

@@ -132,12 +132,15 @@ def load(name: str) -> Any:
 
 
 def module(file: str) -> Any:
-    """A Python file, executed; `pickle` and `dataclasses` find it by its path.
+    """A Python file, executed; it can import its neighbours, now and later.
+
+    `pickle` and `dataclasses` find it by its path.
 
     Raises:
       ValueError: if there is no such file, or its name is not one of Python's.
     """
     name = str(Path(file).resolve())
+    see_beside(name)
     spec = importlib.util.spec_from_file_location(name, name)
     if spec is None or spec.loader is None or not Path(name).is_file():
         raise ValueError('there is no such Python file')
@@ -148,6 +151,12 @@ def module(file: str) -> Any:
         del sys.modules[name]
         raise
     return made
+
+
+def see_beside(file: str) -> None:
+    """Lets all modules import the neighbours of ``file``, after whatever else has their name."""
+    if (folder := str(Path(file).resolve().parent)) not in sys.path:
+        sys.path.append(folder)
 
 
 def first_line(path: Path) -> str:

@@ -139,6 +139,24 @@ def test_more_epochs_than_the_steps_so_far_were_made_for(tmp_path, changes, key)
     assert '\n' not in str(caught.value)
 
 
+TYPOS = {
+    'lr': 'optimizer.lr', 'model.lr': 'optimizer.lr', 'optimiser.lr': 'optimizer.lr',
+    'learning_rate': 'optimizer.lr', 'optimizer.learning_rate': 'optimizer.lr',
+    'batchsize': 'batch_size', 'batch': 'batch_size', 'optimizer.batch_size': 'batch_size',
+    'optimizer.epochs': 'epochs', 'epoch': 'epochs', 'model.seed': 'seed',
+    'model.widht': 'model.width', 'data.nme': 'data.name', 'modle.name': 'model.name',
+    'parallel.microbatches': 'parallel.num_microbatches', 'replica': 'parallel.replicas',
+    'runtime': 'parallel.runtime', 'clip': 'optimizer.clip_norm', 'warmup': 'warmup_epochs',
+    'model': 'model.name', 'optimiser': 'optimizer.name', 'dataset': 'data.name',
+    'foo': '', 'model.layers': '', 'model.colour': '', 'parallel.link': '', 'rate': '', 'bits': '',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('typo', TYPOS)
+def test_the_key_that_is_meant(typo):
+    assert schema.nearest(typo, schema.default().to_dict()) == TYPOS[typo]
+
+
 def test_a_rounding_is_not_called_while_it_is_parsed():
     assert spec.parse('uniform(4, rounding=stochastic)')
     with pytest.raises(spec.SpecError, match='nearest takes no arguments; write nearest'):

@@ -271,8 +271,7 @@ class ByStage:
 
     def step_apart(self) -> None:
         """Makes a step with the configured boundaries and forgets it, where the run made none."""
-        count = self.exp.config.batch_size
-        batch = next(data.batches(self.exp.data.train, count, np.arange(count)))
+        batch = next(data.batches(self.exp.data.train, self.exp.config.batch_size))
         at, rules = (self.create(self.exp), batch), rules_of(self.exp, self.exp.config.epochs)
         train_step(rules, self.training, self.across, at)
         self.steps = 1
@@ -293,11 +292,8 @@ class ByStage:
             table = next(iter(self.tables.values())).traffic()
             ways = {'payload': [table['handed']] * 2, 'collectives': [table['compiled']] * 2}
             rows.append({'boundary': 'token table', **ways})
-        report = {
-            'processes': self.group.count,
-            'moved': rows,
-            'interface': self.sent // self.steps,
-        }
+        interface = self.sent // self.steps
+        report = {'processes': self.group.count, 'moved': rows, 'interface': interface}
         if self.exp.replicas > 1:
             shapes = [st.params for st in training.shapes()]
             report['exchange'] = replicas.traffic(self.exp, shapes, bytes_of)

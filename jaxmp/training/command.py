@@ -22,12 +22,16 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from jaxmp.config import KINDS, complete, flat, listing, nearest
-from jaxmp.plugins import files, find, first_line, load
+from jaxmp.plugins import files, find, first_line, load, see_beside
 
 DEFAULT = 'digits_resnet'
+PLAIN = 'common'  # for an own model or data set: all defaults, nothing of the digits
 LONGEST = 150  # characters of the channels in a folder's name
 CONFIG = config_flags.DEFINE_config_file(
-    'config', None, f'the configuration to train; default {DEFAULT}', lock_config=True
+    'config',
+    None,
+    f'the configuration to train; default {DEFAULT}, of an own model {PLAIN}',
+    lock_config=True,
 )
 WORKDIR = flags.DEFINE_string('workdir', None, 'folder of the run; default runs/NAME-FWD-BWD')
 TENSORBOARD = flags.DEFINE_bool('tensorboard', False, 'also write TensorBoard event files')
@@ -51,7 +55,9 @@ PROCESS = flags.DEFINE_integer('process', None, 'number of this process, from 0'
 
 def parse(argv: list[str]) -> list[str]:
     """The rest of ``argv`` after its flags are parsed; an invalid flag exits with one line."""
-    name, argv = DEFAULT, ['--dry_run' if a == '--dry-run' else a for a in argv]
+    argv = ['--dry_run' if a == '--dry-run' else a for a in argv]
+    own = any(re.match(r'--?config\.(model|data)\.name=.*:', a) for a in argv)
+    name = PLAIN if own else DEFAULT
     for i, text in enumerate(argv):
         if found := re.fullmatch('--?config(?:=(.*))?', text):
             name = found[1] if found[1] is not None else ''.join(argv[i + 1 : i + 2])
@@ -59,6 +65,7 @@ def parse(argv: list[str]) -> list[str]:
             break
     else:
         argv.insert(1, f'--config={find(name)}')
+    see_beside(find(name).partition(':')[0])
     if {'--help', '-h'} & {*argv}:
         sys.stdout.write(described(name))
         sys.exit(0)

@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxmp.config import Config, flat
 from jaxmp.metrics import Metric, by_phases, of_summary, to_summary
 from jaxmp.report import curves, style
 from jaxmp.training import profile
@@ -64,6 +65,20 @@ def finish(
     }
     write_json(workdir / 'summary.json', summary)
     return summary
+
+
+def settings_of(config: Config) -> str:
+    """A line with how a model of one's own is trained, whose settings no file of ours has chosen.
+
+    >>> from jaxmp.config import default
+    >>> settings_of(default())
+    'trains with fwd=raw bwd=raw epochs=15 batch_size=64 optimizer.name=sgd optimizer.lr=0.02 \
+optimizer.schedule=constant optimizer.momentum=0.0'
+    """
+    values = flat(config.to_dict())
+    parts = ['name', 'lr', 'schedule', *(['momentum'] if config.optimizer.name == 'sgd' else [])]
+    keys = ['fwd', 'bwd', 'epochs', 'batch_size', *(f'optimizer.{part}' for part in parts)]
+    return 'trains with ' + ' '.join(f'{k}={values[k]}' for k in keys)
 
 
 def conclude(r: Run, summary: dict[str, Any], weights: Any, quiet: bool, draw: bool) -> None:

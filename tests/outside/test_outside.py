@@ -78,6 +78,44 @@ def test_an_optimizer_that_clips_knows_the_norm_of_all_stages(tmp_path, runtime,
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+NEIGHBOUR = """
+def classes():
+    from other import CLASSES
+    return CLASSES
+"""
+MINE = """
+import flax.linen as nn
+from neighbour_of_mine import classes
+class Flat(nn.Module):
+    features: int
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(self.features)(x.reshape(len(x), -1))
+def network(config, dataset):
+    return Flat(4), Flat(classes())
+"""
+
+
+def test_a_model_of_ones_own_has_plain_defaults_and_neighbours(tmp_path):
+    """The same as in `train_and_evaluate`, and nothing of the digits; said at the start."""
+    (tmp_path / 'mine.py').write_text(MINE)
+    (tmp_path / 'neighbour_of_mine.py').write_text(NEIGHBOUR)
+    (tmp_path / 'other.py').write_text('CLASSES = 10')
+    short = {'epochs': 1, 'data.train_examples': 64, 'data.test_examples': 16}
+    name = str(tmp_path / 'mine.py:network')
+    config = {**short, 'model.name': name}
+    flags = [f'--workdir={tmp_path / "command"}', '--nocurves']
+    flags += [f'--config.{k}={v}' for k, v in config.items()]
+    command = [sys.executable, 'train.py', *flags]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    said = 'trains with fwd=raw bwd=raw epochs=1 batch_size=64 optimizer.name=sgd optimizer.lr=0.02'
+    assert f'{said} optimizer.schedule=constant optimizer.momentum=0.0' in done.stderr
+    jaxmp.train_and_evaluate(schema.nested(config), tmp_path / 'call', quiet=True)
+    configs = [json.loads((tmp_path / d / 'config.json').read_text()) for d in ('command', 'call')]
+    assert configs[0] == configs[1]
+
+
 WRONG = {
     'no module': ({'model.name': 'nowhere:build'}, "cannot import 'nowhere' .*it must name build"),
     'no file': ({'data.name': 'nowhere.py:load'}, 'no such Python file.*must name load'),
