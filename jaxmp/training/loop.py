@@ -33,7 +33,7 @@ from jaxmp.training.replicated import replicated
 from jaxmp.training.resume import Place, begin, finished, stop_signals, tell_resumption
 from jaxmp.training.sizes import check_memory, shapes
 from jaxmp.training.step import TrainState
-from jaxmp.training.summary import conclude, finish, modes, settings_of
+from jaxmp.training.summary import conclude, finish, modes, recipe
 from jaxmp.training.task import Task, stage_count
 from jaxmp.training.trackers import Callback
 
@@ -160,7 +160,7 @@ def train_and_evaluate(
         display = Display(exp.task.metric, total, done, resolved.batch_size, quiet or not lead)
         with closing(display), stop_signals() as seen:
             if task is not None or ':' in resolved.model.name + resolved.data.name:
-                display.say(settings_of(resolved))
+                display.say(recipe(resolved))
             tell_resumption(display, checkpoints, workdir, done)
             if resolved.parallel.profile:
                 engine.profile(workdir)

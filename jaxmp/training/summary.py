@@ -67,11 +67,11 @@ def finish(
     return summary
 
 
-def settings_of(config: Config) -> str:
+def recipe(config: Config) -> str:
     """A line with how a model of one's own is trained, whose settings no file of ours has chosen.
 
     >>> from jaxmp.config import default
-    >>> settings_of(default())
+    >>> recipe(default())
     'trains with fwd=raw bwd=raw epochs=15 batch_size=64 optimizer.name=sgd optimizer.lr=0.02 \
 optimizer.schedule=constant optimizer.momentum=0.0'
     """
