@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxmp.config import KEYS, settings
 from jaxmp.report import figures
-from jaxmp.report.claims import OPEN, RATIO, Evidence, Verdict, judge, telling
+from jaxmp.report.claims import OPEN, OTHER_MARGINS, RATIO, Evidence, Verdict, judge, telling
 from jaxmp.report.paper import PAPER, REGISTERED
 from jaxmp.report.residuals import CONFIDENCE, MOST, POWER, Estimate
 from jaxmp.report.results import Study
@@ -176,6 +176,7 @@ def write(studies: list[Study], folder: str, out: Path) -> None:
         confidence=f'{100 * CONFIDENCE:g}', power=f'{100 * POWER:g}', why=margin['why'],
         margin=f'{100 * margin["errors"]:g}',
         allowed=' to '.join(f'{100 * m:g} %' for m in margin['allowed']),
+        others=f'{100 * OTHER_MARGINS[0]:g} to {100 * OTHER_MARGINS[-1]:g} %',
         studies='\n'.join([*parts, *(section(s, out) for s in studies)]),
     )  # fmt: skip
     (out / 'report.md').write_text(text)
