@@ -118,7 +118,7 @@ class Boundary:
           ctx: context of the crossing.
           rx: the state of the same stage as the receiver of gradients.
         """
-        if not (self.fwd.by_gradient and self.bwd.spread):
+        if 'spread' not in self.fwd.needs or self.bwd.spread is None:
             return ctx
         return ctx._replace(spread=self.bwd.spread(rx, ctx))
 
@@ -235,7 +235,7 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
                 f'boundary {name} must be a channel, got {channel!r}; write direct(codec) or '
                 "parse('...')"
             )
-    if bwd.by_gradient or (fwd.by_gradient and bwd.spread is None):
+    if 'spread' in bwd.needs or ('spread' in fwd.needs and bwd.spread is None):
         raise ValueError(
             f'boundary fwd {fwd}, bwd {bwd}: by_gradient is for an activation whose gradient '
             'returns through klt; write fwd klt(2, by_gradient=0.3), bwd klt(2)'

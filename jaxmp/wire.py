@@ -26,6 +26,8 @@ from jaxmp.words import Origin, known
 
 Payload = Any
 Samples = Literal['alone', 'compared', 'joined']  # in this order on more and more samples
+Need = Literal['key', 'ids', 'indices', 'tokens', 'spread']  # fields of `Ctx`
+KEY: frozenset[Need] = frozenset({'key'})  # what a codec needs that draws random numbers
 Like = jax.ShapeDtypeStruct
 
 FLOATS = ('float16', 'bfloat16', 'float32', 'float64')  # dtypes that codecs take
@@ -96,6 +98,7 @@ class Codec(NamedTuple):
       samples: what the message of a sample (axis 0) depends on: ``'joined'``, perhaps on all
         samples, as one range does; ``'alone'``, on that sample only; ``'compared'``, on how it
         compares with the others, which is what the codec is for.
+      needs: the fields of the context that it reads, those of its inner codecs included.
       origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
@@ -105,6 +108,7 @@ class Codec(NamedTuple):
     additive: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
     halves: tuple[Callable[[Array], Array], Codec] | None = None
     samples: Samples = 'joined'
+    needs: frozenset[Need] = frozenset()
     origin: Origin | None = None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -83,15 +83,6 @@ def named(text: str, thing: T, call: tuple | None = None) -> T:
     any_: Any = thing
     old, fields = _origin(thing), tuple(any_)[:-1]
     return any_._replace(origin=Origin(text, old.call if old else call or fields, fields))
-
-
-def functions(thing: Any) -> Iterator[Callable]:
-    """The functions whose calls built ``thing`` and its parts."""
-    for part in _identity(thing):
-        if inspect.isfunction(part):
-            yield part
-        elif 'origin' in getattr(part, '_fields', ()):
-            yield from functions(part)
 
 
 def text(thing: Any) -> str:

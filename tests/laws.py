@@ -1,15 +1,15 @@
 """The codecs and rules of the package as laws over a table SPECS x INPUTS; see `jaxmp.testing`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp import Codec, Ctx, parse
+from jaxmp import Channel, Codec, Ctx, Like, parse
 from jaxmp.feedback import direct
 from jaxmp.testing import *  # noqa: F403
 from jaxmp.testing import (
@@ -29,6 +29,7 @@ from jaxmp.testing import (
     sent_of_tensor,
     tensor,
 )
+from jaxmp.wire import Need
 
 EPS = 2.0**-23
 # Error bounds. Each adds the rounding of its own float32 arithmetic.
@@ -257,6 +258,18 @@ def donate(state: Any) -> None:
     jax.block_until_ready(jax.jit(step, donate_argnums=0, compiler_options=QUICK)(state))
 
 
+# Words over a codec that draws random numbers.
+DRAWING = tuple(
+    form.format('uniform(4, rounding=stochastic)')
+    for form in (
+        *('top_k(0.3, values={})', 'random_k(0.3, values={})', 'unbiased_random_k(0.3, values={})'),
+        *('per_sample({})', 'per_token({})', 'per_chunk({}, 10)', 'dct({}, 8)', 'spikes({}, 2)'),
+        *('spikes(raw, 2, values={})', 'adaptive(raw, {})', 'adaptive({}, raw)', 'rotate({}, 8)'),
+        *('same_support(values={})', 'ef_mixed(top_k(0.2, values={}))', 'aqsgd({}, 9, table=4)'),
+    )
+)
+
+
 WRAPPERS: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
     'per_token': lambda x: list(x.reshape(-1, 1, x.shape[-1])),
     'per_sample': lambda x: list(x[:, None]),
@@ -305,7 +318,7 @@ def check_rows(wrapper: str, codecs: Mapping[str, Codec]) -> None:
         rows, changed = (cut(np.asarray(r[text])) for r in results)
         for a, b in zip(rows[::2], changed[::2], strict=True):
             assert (a == b).all(), f'{wrapper} of {text}: a row depends on the others'
-    keyless = {t: c for t, c in codecs.items() if not needs_key(c)}
+    keyless = {t: c for t, c in codecs.items() if 'key' not in c.needs}
     for joined in True, False:
         some = {t: c for t, c in keyless.items() if (c.samples == 'joined') == joined}
         alone = all_together(some)
@@ -318,13 +331,52 @@ def check_rows(wrapper: str, codecs: Mapping[str, Codec]) -> None:
                 assert same.all(), f'{wrapper} of {text}: row {i} is not that of the codec alone'
 
 
-def needs_key(codec: Codec) -> bool:
-    """Whether it draws from the key of the crossing."""
-    try:
-        jax.eval_shape(lambda x: codec.encode(x, Ctx()), jax.ShapeDtypeStruct((2, 70), 'float32'))
-    except ValueError as error:
-        return 'needs ctx.key' in str(error)
-    return False
+def check_needs(channels: Mapping[str, Channel], like: Like, full: Ctx) -> None:
+    """Checks that ``needs`` is what a crossing reads of its context, and ``state_of`` is true.
+
+    Without what it does not need a crossing has the same bits; without a need it is refused, or
+    `klt` sends another book. A channel belongs to nothing if and only if it has no state.
+
+    Args:
+      channels: by text.
+      like: of the tensor, with a float32.
+      full: a context with all fields.
+
+    Raises:
+      AssertionError: naming the channel.
+    """
+    x = jax.random.normal(jax.random.key(1), like.shape)
+
+    def cross(channel: Channel, ctx: Ctx) -> Any:
+        tx, rx = channel.init(like)
+        message, tx = channel.send(x, tx, ctx)
+        return tx, channel.recv(message, rx, like, ctx)
+
+    def without(ctx: Ctx, fields: Iterable[str]) -> Ctx:
+        return ctx._replace(**dict.fromkeys(fields))
+
+    def crossed(less: bool, fields: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+        """The crossings in one program, with less of the context or all of it."""
+        run = lambda ctx: {
+            t: cross(channels[t], without(ctx, f) if less else ctx) for t, f in fields.items()
+        }
+        return jax.jit(run, compiler_options=QUICK)(full)
+
+    needs = frozenset(get_args(Need))
+    spared = {t: needs - c.needs for t, c in channels.items()}
+    want, got = crossed(False, spared), crossed(True, spared)
+    for text, channel in channels.items():
+        same = jax.tree.map(np.array_equal, want[text], got[text])
+        assert all(jax.tree.leaves(same)), f'{text} reads more than {sorted(channel.needs)}'
+        state = bool(jax.tree.leaves(jax.eval_shape(channel.init, like)))
+        assert state == bool(channel.state_of), f'{text} has a state of {channel.state_of!r}'
+        for need in channel.needs:
+            try:
+                less = crossed(True, {text: [need]})[text]
+            except ValueError:
+                continue
+            same = jax.tree.map(np.array_equal, want[text], less)
+            assert not all(jax.tree.leaves(same)), f'{text} does not need {need}'
 
 
 def check_together(laws: Mapping[str, Law], inputs: Mapping[str, np.ndarray]) -> None:

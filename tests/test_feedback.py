@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ import jaxmp
 from jaxmp import Ctx, Like, spec
 from jaxmp.feedback import settled
 from jaxmp.feedback.anchored import hashed
+from jaxmp.feedback.channel import StateOf
 from jaxmp.feedback.components import ERRORS
 from jaxmp.feedback.positions import joined, positions
 from jaxmp.feedback.slots import per_microbatch
+from jaxmp.wire import Need
 from tests import laws
 
 CODECS = ('log_scale(3)', 'block(2, size=32, rounding=stochastic)')  # top_k: test_golden.py
@@ -262,7 +265,7 @@ def test_states_have_the_batch_shape_or_one_slot_an_example():
         ]
         both = {'direct': 0, 'ef': 1, 'ef21': 2, 'ef_mixed': 1, 'aqsgd': 2}[rule]
         assert shapes == [(7, 40) if rule == 'aqsgd' else SHAPE] * both
-        assert jaxmp.parse(form.format('raw')).per_example == (rule == 'aqsgd')
+        assert (jaxmp.parse(form.format('raw')).state_of == 'example') == (rule == 'aqsgd')
 
 
 @pytest.mark.parametrize('rule', [jaxmp.direct, jaxmp.ef, jaxmp.ef21, jaxmp.ef_mixed])
@@ -284,6 +287,20 @@ def test_the_laws_are_of_every_rule():
 def test_a_first_state_can_be_donated(text):
     channel, x = jaxmp.parse(text), Like((4, 8, 6), 'float32')
     laws.donate([c.init(x) for c in (channel, per_microbatch(channel, 1), jaxmp.warm(channel))])
+
+
+def test_a_channel_says_what_it_needs_and_what_its_state_belongs_to():
+    """By a word alone, over a codec that draws, and in a phase."""
+    words = [f'direct({t})' for t in laws.one_of_each_word()]
+    channels = {t: jaxmp.parse(t) for t in (*laws.CHANNELS, *laws.DRAWING, *words)}
+    warm = {f'warm({t})': jaxmp.warm(channels[t]) for t in laws.CHANNELS}
+    indices = jnp.tile(jnp.array([3, ~7, 11, 40]), (4, 1))
+    book = jnp.concatenate([jnp.arange(6.0)[None], jnp.eye(6)[::-1]])
+    tokens = jnp.arange(32).reshape(4, 8) % 7
+    ctx = Ctx(jax.random.key(2), jnp.array([3, 0, 8, 5]), indices, tokens=tokens, spread=book)
+    laws.check_needs(channels | warm, Like((4, 8, 6), 'float32'), ctx)
+    assert {c.state_of for c in channels.values()} == {*get_args(StateOf)}
+    assert {need for c in channels.values() for need in c.needs} == {*get_args(Need)}
 
 
 FINITE, BAD = (2, 4, 8, 6), (np.nan, np.inf, -np.inf)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmp
 from jaxmp import data
 from jaxmp.config import KEYS
 from jaxmp.distributed import process_group
@@ -379,6 +380,14 @@ def test_anchors_are_for_tokens_and_not_for_one_program_over_a_mesh():
     exp = experiment.experiment_of(config_of('text_gpt2', **TEXT, **spmd))
     with pytest.raises(ValueError, match=r'a table per token, and runtime spmd .*; use mpmd'):
         loop.engine_of(exp, process_group.ProcessGroup()).create(exp)
+
+
+def test_a_rule_of_ones_own_that_reads_tokens_is_for_tokens():
+    """It need not have a table of them."""
+    channel = jaxmp.ef21(jaxmp.raw)._replace(reads=frozenset({'tokens'}))
+    experiment.check_tokens(channel, 'bwd', 'mine', 256)
+    with pytest.raises(ValueError, match=r"config.bwd='mine' reads tokens, and the input .* no to"):
+        experiment.check_tokens(channel, 'bwd', 'mine', 0)
 
 
 def test_a_diverging_run_stops_and_keeps_its_checkpoint(tmp_path):

@@ -77,4 +77,4 @@ def adaptive(low: Codec, high: Codec, fraction: float = 0.5) -> Codec:
             y = y.at[at].set(codec.decode(m[name], some, c), unique_indices=True)
         return y
 
-    return Codec(encode, decode, samples='compared')
+    return Codec(encode, decode, samples='compared', needs=low.needs | high.needs)

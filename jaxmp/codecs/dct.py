@@ -132,4 +132,4 @@ def dct(codec: Codec, size: int = 64) -> Codec:
         y = of_cosines(codec.decode(m, rows, part(ctx)))
         return saturated(y.reshape(-1)[: like.size].reshape(like.shape), like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, needs=codec.needs)

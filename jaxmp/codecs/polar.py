@@ -26,7 +26,7 @@ from jaxmp.codecs import polarcode
 from jaxmp.codecs.dense import bf16, saturated
 from jaxmp.codecs.polarcode import Code, check_size
 from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
-from jaxmp.wire import Codec, Ctx, Like, compute_dtype, pack, unpack, wide
+from jaxmp.wire import KEY, Codec, Ctx, Like, compute_dtype, pack, unpack, wide
 from jaxmp.words import Origin, check_whole, known, named, word
 
 WORD, NOISE = 0, 1  # sub-streams of the crossing's key
@@ -164,7 +164,7 @@ def _codec(code_of: Callable[[], Code], ratios: Callable[[Array], Array], search
         x = jnp.where((bits > 0) ^ flip, -c, c).T.reshape(-1)
         return saturated(x[: like.size].reshape(like.shape), like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, needs=KEY)
 
 
 def _blocks(x: Array, n: int) -> tuple[Float[Array, 'n blocks'], Float[Array, ' blocks']]:

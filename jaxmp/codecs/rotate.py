@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.wire import Codec, Ctx, Like, compute_dtype, wide
+from jaxmp.wire import KEY, Codec, Ctx, Like, compute_dtype, wide
 from jaxmp.words import word
 
 BLOCKS = [2**n for n in range(1, 21)]
@@ -87,4 +87,4 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
         x = hadamard(codec.decode(m, rows, part(ctx))) * signs(rows.shape[0], ctx).astype(dtype)
         return saturated(x.reshape(-1)[: like.size].reshape(like.shape), like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, needs=codec.needs | KEY)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
+from jaxmp.wire import KEY, Codec, Ctx, Like, elements, pack, samples, unpack, wide
 from jaxmp.words import check_whole, named, word
 
 EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
@@ -96,7 +96,7 @@ def _decode_natural(m: Array, like: Like, ctx: Ctx) -> Array:
     return y.reshape(like.shape) if like.dtype == jnp.float32 else _into(y, like)
 
 
-natural = named('natural', Codec(_encode_natural, _decode_natural, samples='alone'))
+natural = named('natural', Codec(_encode_natural, _decode_natural, samples='alone', needs=KEY))
 """Natural compression: the magnitude is rounded at random to one of the two nearest powers of two.
 
 ``C(x) = sign(x) 2^floor(log2 |x|)``, doubled with probability ``|x| / 2^floor(log2 |x|) - 1``. It
@@ -153,4 +153,4 @@ def qsgd(levels: int) -> Codec:
         top = float(jnp.finfo(y.dtype).max) * SMALL
         return _into(jnp.where(jnp.isfinite(y), jnp.clip(y, -top, top), y) / SMALL, like)
 
-    return Codec(encode, decode, samples='alone')
+    return Codec(encode, decode, samples='alone', needs=KEY)

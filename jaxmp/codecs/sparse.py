@@ -16,7 +16,7 @@ from jaxtyping import Array
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import IndexCoding, bitmap
-from jaxmp.wire import Codec, Ctx, Like, elements, samples, wide
+from jaxmp.wire import KEY, Codec, Ctx, Like, Need, elements, samples, wide
 from jaxmp.words import word
 
 
@@ -119,7 +119,7 @@ def _top(count: Callable[[int], int], values: Codec, indices: IndexCoding) -> Co
     def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
         return _scatter(*read(m, like, ctx), like)
 
-    return Codec(encode, decode, support, samples=values.samples)
+    return Codec(encode, decode, support, samples=values.samples, needs=values.needs)
 
 
 @word
@@ -160,7 +160,8 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
         at = support(m, like, ctx)
         return _scatter(values.decode(m, _inner(like, at.shape[1]), part(ctx)), at, like)
 
-    return Codec(encode, decode, support, values.additive, samples=values.samples)
+    needs = values.needs | KEY
+    return Codec(encode, decode, support, values.additive, samples=values.samples, needs=needs)
 
 
 @word
@@ -228,4 +229,7 @@ def same_support(values: Codec = raw) -> Codec:
         kept = values.decode(m, _inner(like, s.shape[1]), ctx._replace(indices=None))
         return _scatter(kept, jnp.maximum(s, ~s), like)
 
-    return Codec(encode, decode, lambda m, like, ctx: known(ctx), samples=values.samples)
+    support = lambda m, like, ctx: known(ctx)
+    positions: frozenset[Need] = frozenset({'indices'})
+    needs = values.needs | positions
+    return Codec(encode, decode, support, samples=values.samples, needs=needs)

@@ -78,4 +78,4 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
     joined: Samples = max(
         codec.samples, values.samples
     )  # the order of letters is that of `Samples`
-    return Codec(encode, decode, samples=joined)
+    return Codec(encode, decode, samples=joined, needs=codec.needs | values.needs)

@@ -17,7 +17,19 @@ from jaxtyping import Array, UInt8
 
 from jaxmp.codecs.exact import product, quotient
 from jaxmp.codecs.extremes import largest, span
-from jaxmp.wire import Codec, Ctx, Like, compute_dtype, elements, half_bytes, pack, unpack, wide
+from jaxmp.wire import (
+    KEY,
+    Codec,
+    Ctx,
+    Like,
+    Need,
+    compute_dtype,
+    elements,
+    half_bytes,
+    pack,
+    unpack,
+    wide,
+)
 from jaxmp.words import check_whole, word
 
 Rounding = Callable[[Array, int, Ctx], Array]
@@ -53,6 +65,10 @@ def check_rounding(name: str, rounding: object) -> None:
     """Raises TypeError unless ``rounding`` is a rounding function."""
     if rounding not in (nearest, stochastic):
         raise TypeError(f'{name} rounding must be nearest or stochastic, got {_name(rounding)}')
+
+
+def _needs(rounding: Rounding) -> frozenset[Need]:
+    return KEY if rounding is stochastic else frozenset()
 
 
 def _to_unit(x: Array, lo: Array, hi: Array) -> Array:
@@ -136,7 +152,7 @@ def uniform(bits: int, rounding: Rounding = nearest) -> Codec:
         y = _level(q, levels, lo, hi, *_steps(lo, hi, levels))
         return y.reshape(like.shape).astype(like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, needs=_needs(rounding))
 
 
 @word
@@ -226,4 +242,4 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         x = _level(q, levels, *ends[:, :, None])
         return x.reshape(-1)[: like.size].reshape(like.shape).astype(like.dtype)
 
-    return Codec(encode, decode)
+    return Codec(encode, decode, needs=_needs(rounding))

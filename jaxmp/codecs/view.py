@@ -50,7 +50,7 @@ def each(codec: Codec) -> Codec:
     if codec.halves is not None:
         half, whole = codec.halves
         halves = jax.vmap(lambda row: half(row[None])[0]), each(whole)
-    return Codec(encode, decode, support, halves=halves, samples='alone')
+    return Codec(encode, decode, support, halves=halves, samples='alone', needs=codec.needs)
 
 
 def _in_rows(codec: Codec, length: Callable[[Array | Like], int]) -> Codec:
@@ -97,7 +97,7 @@ def _in_rows(codec: Codec, length: Callable[[Array | Like], int]) -> Codec:
     if codec.halves is not None and row.halves is not None:
         half, whole = row.halves[0], codec.halves[1]
         halves = lambda x: joined([half(a) for a in cut(x)], x), _in_rows(whole, length)
-    return Codec(encode, decode, support, halves=halves)
+    return Codec(encode, decode, support, halves=halves, needs=codec.needs)
 
 
 def _check(name: str, codec: object, example: str) -> None:

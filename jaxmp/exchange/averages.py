@@ -21,13 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxmp.codecs.sparse import same_support
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Exchange, Rule, State
 from jaxmp.feedback import Channel, direct, ef
-from jaxmp.feedback.klt import klt
 from jaxmp.wire import Codec, Ctx, Like, Payload, widened
-from jaxmp.words import functions, named, word
+from jaxmp.words import named, word
 
 UNROLLED = 4  # largest number of replicas whose messages are decoded without a loop
 
@@ -46,16 +44,16 @@ def channel_of(name: str, thing: Channel | Codec) -> Channel:
     channel = direct(thing) if isinstance(thing, Codec) else thing
     if not isinstance(channel, Channel):
         raise TypeError(f'{name} takes a codec or a feedback rule such as ef(one_bit), got {thing}')
-    if channel.per_example:
+    if 'ids' in channel.needs:
         raise ValueError(f'{name}: aqsgd stores activations per example; use ef or ef21')
-    if channel.per_token:
+    if 'tokens' in channel.needs:
         raise ValueError(f'{name}: anchored stores activations per token; use ef or ef21')
-    if same_support in functions(channel):
+    if 'indices' in channel.needs:
         raise ValueError(
             f'{name}: same_support reuses the positions of an activation, and a gradient between '
             'replicas has none; use top_k or random_k'
         )
-    if klt in functions(channel):
+    if channel.state_of == 'channel':
         raise ValueError(
             f'{name}: klt keeps the square of a row, and a gradient between replicas is one row of '
             'all its elements; use power_sgd for matrices, or ef'

@@ -131,7 +131,8 @@ def anchored(
     init = lambda like: (_zeros(sizes, like), _zeros(sizes, like))
     return Channel(
         codec, init, send, recv, warm_start, shared_state=True,
-        per_token='target' if target else 'input', values=lambda a, like: a.mean,
+        state_of='target' if target else 'token', reads=frozenset({'tokens'}),
+        values=lambda a, like: a.mean,
     )  # fmt: skip
 
 

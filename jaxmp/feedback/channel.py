@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxtyping import Array
 
-from jaxmp.wire import Codec, Ctx, Like, Payload
+from jaxmp.wire import Codec, Ctx, Like, Need, Payload
 from jaxmp.words import Origin, known
 
 Tx = Any
 Rx = Any
+StateOf = Literal['', 'position', 'example', 'token', 'target', 'channel']
+BY_TOKEN = 'token', 'target'  # states that are a table, which `send` and `recv` read themselves
 
 
 @known
@@ -25,13 +27,14 @@ class Channel(NamedTuple):
       recv: ``(payload, rx, like, ctx) -> (y, rx)``.
       warm_start: ``(x, state, ctx) -> state``, that of either end after `warm` sent ``x``.
       shared_state: whether the two ends always hold equal states.
-      per_token: 'input' or 'target', the tokens of ``ctx.tokens`` or those that follow, whose table
-        the state is; all micro-batches share it. Empty: it is none.
-      by_row: whether row i of a state says what was sent of example i alone, so that a message that
-        is not finite leaves only its own row as it was (`jaxmp.feedback.settled`).
+      state_of: what a row of a state belongs to: a ``'position'`` of the batch, an ``'example'`` of
+        the training set, a ``'token'`` of ``ctx.tokens`` or the one that follows it, its
+        ``'target'``, or a ``'channel'`` of the tensor; empty if there is no state. A run is scored
+        without compression where a test has no such rows: a rule that says nothing is taken to
+        remember positions.
+      reads: the fields of the context that the rule itself reads; `needs` has the codec's too.
       slots: where a crossing's state lies in the memory of a channel that keeps many, or None.
       values: ``(state, like) -> arrays``, what a state of an end says about tensors.
-      by_gradient: whether the sender of an activation reads ``ctx.spread``.
       spread: ``(rx, ctx) -> book``, what the receiver of a gradient knows of its components, as
         `jaxmp.klt` has them; None if it knows nothing.
       form: if not None, what the shapes of the states depend on besides the tensor: one of two
@@ -45,19 +48,23 @@ class Channel(NamedTuple):
     recv: Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]
     warm_start: Callable[[Array, Any, Ctx], Any] = lambda x, state, ctx: state
     shared_state: bool = False
-    per_token: str = ''
-    by_row: bool = False
+    state_of: StateOf = 'position'
+    reads: frozenset[Need] = frozenset()
     slots: Slots | None = None
     values: Callable[[Any, Like], Any] = lambda state, like: state
-    by_gradient: bool = False
     spread: Callable[[Any, Ctx], Array] | None = None
     form: Hashable = None
     origin: Origin | None = None
 
     @property
-    def per_example(self) -> bool:
-        """Whether the state is indexed by ``ctx.ids`` (unseen examples have none)."""
-        return self.slots is not None and self.slots.per_example
+    def needs(self) -> frozenset[Need]:
+        """The fields of the context that a crossing reads, by the rule or by its codec."""
+        return self.reads | self.codec.needs
+
+    @property
+    def is_table(self) -> bool:
+        """Whether a state is a table of all examples or tokens, which all micro-batches share."""
+        return self.state_of in ('example', *BY_TOKEN)
 
 
 class Slots(NamedTuple):
@@ -66,12 +73,10 @@ class Slots(NamedTuple):
     Attributes:
       channel: the channel that acts on one state.
       at: where in the memory's first axis the state of a crossing is.
-      per_example: whether that depends on ``ctx.ids``.
     """
 
     channel: Channel
     at: Callable[[Ctx], Any]
-    per_example: bool
 
 
 def check_codec(rule: str, codec: object) -> None:

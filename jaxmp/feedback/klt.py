@@ -174,9 +174,10 @@ def klt(
         lambda m, like, ctx: decode(m, first(like).book, like),
     )
     return Channel(
-        codec, init, send, recv, warm_start, values=lambda state, like: (),
-        form=('klt', refresh, patch, by_sample, by_gradient > 0), by_gradient=by_gradient > 0,
-        spread=lambda rx, ctx: rx.book,
+        codec, init, send, recv, warm_start, state_of='channel',
+        reads=frozenset({'spread'}) if by_gradient else frozenset(),
+        values=lambda state, like: (), spread=lambda rx, ctx: rx.book,
+        form=('klt', refresh, patch, by_sample, by_gradient > 0),
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def direct(codec: Codec) -> Channel:
     """
     check_codec('direct', codec)
     send = lambda x, tx, ctx: (codec.encode(x, ctx), tx)
-    return Channel(codec, lambda like: ((), ()), send, _decoded(codec))
+    return Channel(codec, lambda like: ((), ()), send, _decoded(codec), state_of='')
 
 
 @word
@@ -219,13 +219,13 @@ def aqsgd(codec: Codec, examples: int, table: int = 32) -> Channel:
         return jnp.where((ctx.ids >= 0) & (ctx.ids < examples), ctx.ids, examples)
 
     rule = ef21(codec) if table == 32 else lean(ef21(codec), table)
-    rule = rule._replace(by_row=True)
+    rule = rule._replace(state_of='example', reads=frozenset({'ids'}))
 
     def init(like: Like) -> tuple[Tx, Rx]:
         compute_dtype(like)  # raises for what no codec takes
         return rule.init(jax.ShapeDtypeStruct((examples, *like.shape[1:]), like.dtype))
 
-    return slotted(Slots(rule, ids, per_example=True), init)
+    return slotted(Slots(rule, ids), init)
 
 
 @word
@@ -255,4 +255,5 @@ def warm(channel: Channel, codec: Codec = raw) -> Channel:
         y = read(codec, m, like, ctx)
         return y, channel.warm_start(y, rx, ctx)
 
-    return channel._replace(codec=codec, send=send, recv=recv)
+    reads = channel.reads - {'spread'}  # with which klt makes a message, and not its state
+    return channel._replace(codec=codec, send=send, recv=recv, reads=reads)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxmp.feedback.channel import Channel
+from jaxmp.feedback.channel import BY_TOKEN, Channel
 
 
 def settled(channel: Channel, after: Any, before: Any) -> Any:
@@ -23,7 +23,7 @@ def settled(channel: Channel, after: Any, before: Any) -> Any:
     .. math:: s \leftarrow s' \text{ if } s' \text{ is finite, else } s
 
     Both ends of a channel with a shared state decide alike, since they have the same ``s'``. If the
-    channel is one by row, each example decides for itself. A channel with slots or with a table of
+    state is of examples, each of them decides for itself. A channel with slots or with a table of
     tokens has settled what it stored, and its memory is not read here.
 
     Args:
@@ -37,9 +37,9 @@ def settled(channel: Channel, after: Any, before: Any) -> Any:
     >>> after.tolist(), settled(rule, after, e).tolist()
     ([[nan, 5.0]], [[1.0, 2.0]])
     """
-    if channel.slots or channel.per_token:
+    if channel.slots or channel.state_of in BY_TOKEN:
         return after
-    return kept_if(finite(after, rows=channel.by_row), after, before)
+    return kept_if(finite(after, rows=channel.state_of == 'example'), after, before)
 
 
 def finite(tree: Any, rows: bool = False) -> Bool[Array, '...']:

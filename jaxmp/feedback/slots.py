@@ -30,13 +30,13 @@ def per_microbatch(channel: Channel, n: int) -> Channel:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f'{n!r} is not a number of micro-batches; give 1 or more')
-    if channel.slots or channel.per_token:
+    if channel.slots or channel.is_table:
         return channel
 
     def init(like: Like) -> tuple[Tx, Rx]:
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), channel.init(like))
 
-    return slotted(Slots(channel, lambda ctx: ctx.microbatch, per_example=False), init)
+    return slotted(Slots(channel, lambda ctx: ctx.microbatch), init)
 
 
 def take(channel: Channel, memory: Any, ctx: Ctx) -> Any:

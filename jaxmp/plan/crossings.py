@@ -66,12 +66,12 @@ def candidates(texts: Iterable[str], names: Mapping[str, Any], like: Like) -> di
     found = {}
     for text in texts:
         channel = spec.parse(text, names)
-        if channel.per_example or channel.per_token:
+        if channel.is_table:
             raise ValueError(
                 f'--codecs: {text} keeps a state per example, which a probe cannot fill; give '
                 'codecs, or rules of feedback such as ef21'
             )
-        if channel.by_gradient:
+        if 'spread' in channel.needs:
             raise ValueError(
                 f'--codecs: {text} is for activations whose gradient returns through klt, and a '
                 'plan has each crossing by itself; give it without by_gradient'

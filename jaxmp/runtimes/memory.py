@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.runtimes.packing import Packing, Vectors
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import Feedback
@@ -53,7 +54,7 @@ class FeedbackMemory:
         """
         cuts = [[c for b in (p.left, p.right) for c in ((b.fwd, b.bwd) if b else (b, b))]
                 for p in programs]  # fmt: skip
-        for c in (c for row in cuts for c in row if c is not None and c.per_token):
+        for c in (c for row in cuts for c in row if c is not None and c.state_of in BY_TOKEN):
             raise ValueError(
                 f'{c} keeps a table per token, and runtime spmd moves a row per sample; use mpmd '
                 'or local'
@@ -67,7 +68,9 @@ class FeedbackMemory:
             end: [self._count(s, end) for s in range(len(programs))] for end in Feedback._fields
         }
         self._most = {end: max(rows) for end, rows in self._rows.items()}
-        kinds = np.array([[c is not None and c.per_example for c in row] for row in cuts]).T
+        kinds = np.array(
+            [[c is not None and c.state_of == 'example' for c in row] for row in cuts]
+        ).T
         self._per_example = dict(zip(Feedback._fields, kinds, strict=True))
 
     def _count(self, s: int, end: str) -> int:

@@ -25,7 +25,7 @@ STREAM = 2**32 - 1  # of a run's key; 0 is the initial parameters', a step has i
 
 def forgets(exp: Experiment, cut: Boundary) -> bool:
     """Whether the test crosses ``cut`` without feedback, as plain ``C(x)``."""
-    return cut.fwd.per_example or exp.config.eval_feedback == 'direct'
+    return cut.fwd.state_of == 'example' or exp.config.eval_feedback == 'direct'
 
 
 def cuts_to_score(exp: Experiment, compressed: bool) -> tuple[Boundary, ...]:

@@ -18,6 +18,7 @@ from jaxmp.boundary import Boundary
 from jaxmp.config import KEYS, Config
 from jaxmp.exchange import Exchange
 from jaxmp.feedback import Channel
+from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.plugins import called
@@ -119,19 +120,19 @@ def pipeline_of(config: Config, task: Task, names: dict[str, Any]) -> Pipeline:
     """
     n = len(task.stages) - 1
     fwd, bwd = (channels_of(config, way, names, n) for way in ('fwd', 'bwd'))
-    if any(c.per_example for c in fwd) and config.parallel.replicas > 1:
+    if any(c.state_of == 'example' for c in fwd) and config.parallel.replicas > 1:
         raise ValueError(
             f'config.fwd={config.fwd!r} has a state per example, and of several replicas another '
             'meets an example in every epoch; take ef21, or config.parallel.replicas=1'
         )
-    if any(c.per_example for c in bwd):
+    if any(c.state_of == 'example' for c in bwd):
         raise ValueError(f'config.bwd={config.bwd!r}: aqsgd is for activations; use ef or ef21')
     for channel in fwd:
-        if channel.per_example:
+        if channel.state_of == 'example':
             check_ids(channel, config.fwd, names['examples'])
     for way, channels in (('fwd', fwd), ('bwd', bwd)):
         for channel in channels:
-            if channel.per_token:
+            if 'tokens' in channel.needs:
                 check_tokens(channel, way, config[way], vocabulary(task))
     return pipeline(task.stages, fwd, bwd)
 
@@ -257,8 +258,7 @@ def actions_of(config: Config, stages: int) -> tuple[Action, ...]:
 
 def check_ids(fwd: Channel, text: str, examples: int) -> None:
     """Raises ValueError if the table of ``fwd`` has fewer rows than there are examples."""
-    tx, _ = jax.eval_shape(lambda: fwd.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
-    if (rows := len(jax.tree.leaves(tx)[0])) < examples:
+    if (rows := rows_of(fwd)) < examples:
         raise ValueError(
             f'config.fwd={text!r} has buffers for {rows} examples and the training set has '
             f'{examples}; write examples=examples'
@@ -266,29 +266,35 @@ def check_ids(fwd: Channel, text: str, examples: int) -> None:
 
 
 def check_tokens(channel: Channel, way: str, text: str, vocabulary: int) -> None:
-    """Raises ValueError unless a channel with anchors fits its direction and the data's tokens."""
+    """Raises ValueError unless a channel that needs tokens fits its direction and the data's."""
     said = f'config.{way}={text!r}'
-    if way == 'fwd' and channel.per_token == 'target':
+    if way == 'fwd' and channel.state_of == 'target':
         raise ValueError(
             f'{said}: an anchor of the target would tell the answer to the stages that are to '
             'predict it; target=True is for gradients, config.bwd'
         )
-    if way == 'bwd' and channel.per_token == 'input':
+    if way == 'bwd' and channel.state_of == 'token':
         raise ValueError(
             f'{said}: anchored is for activations; a gradient follows the next token, so write '
             'anchored(..., target=True), or take ef or ef21'
         )
     if not vocabulary:
+        reads = 'keeps an anchor per token' if channel.state_of in BY_TOKEN else 'reads tokens'
         raise ValueError(
-            f'{said} keeps an anchor per token, and the input of this model has no tokens but '
+            f'{said} {reads}, and the input of this model has no tokens but '
             f'numbers; take {"aqsgd, which keeps examples, or " * (way == "fwd")}ef21'
         )
-    tx, _ = jax.eval_shape(lambda: channel.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
-    if len(tx.mean) < vocabulary:
+    if channel.state_of in BY_TOKEN and (rows := rows_of(channel)) < vocabulary:
         raise ValueError(
-            f'{said} has anchors for {len(tx.mean)} tokens and the data has {vocabulary}; write '
+            f'{said} has anchors for {rows} tokens and the data has {vocabulary}; write '
             'vocabulary=vocabulary'
         )
+
+
+def rows_of(channel: Channel) -> int:
+    """The rows of a channel's table of examples or tokens."""
+    tx, _ = jax.eval_shape(lambda: channel.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
+    return len(jax.tree.leaves(tx)[0])
 
 
 def microbatch_like(exp: Experiment) -> Like:

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from jaxmp import data
 from jaxmp.boundary import Boundary, FeedbackState
-from jaxmp.feedback import Channel
+from jaxmp.feedback.channel import BY_TOKEN, Channel
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import Batch, ModelState
@@ -131,7 +131,10 @@ def keeping(channel: Channel) -> Channel:
         return y, Kept(state, y)
 
     spread = one.spread and (lambda rx, ctx: one.spread(rx.state, ctx))  # pyright: ignore
-    return one._replace(init=init, send=send, recv=recv, shared_state=False, spread=spread)
+    return one._replace(
+        init=init, send=send, recv=recv, shared_state=False, spread=spread,
+        state_of=one.state_of or 'position',
+    )  # fmt: skip
 
 
 def ends(cuts: Sequence[Boundary], stages: Sequence[Feedback]) -> tuple[list[Ends], list[Ends]]:
@@ -148,7 +151,8 @@ def slots(cuts: Sequence[Boundary], both: Sequence[list[Ends]], ids: np.ndarray)
     """The states with which micro-batch 0, the examples ``ids``, crosses."""
 
     def one(channel: Channel, pair: Ends) -> Ends:
-        own = lambda a: a if channel.per_token else a[ids if channel.per_example else 0]
+        by_token, by_example = channel.state_of in BY_TOKEN, channel.state_of == 'example'
+        own = lambda a: a if by_token else a[ids if by_example else 0]
         tx, rx = jax.tree.map(own, pair)
         return tx, tx if channel.shared_state else rx
 

@@ -72,7 +72,7 @@ def feedback_ends(exp: Experiment) -> list[tuple[int, ...]]:
     for i, cut in enumerate(exp.model.boundaries):
         row: list[int] = []
         for channel, (tx, rx) in ((cut.fwd, states.fwd[i]), (cut.bwd, states.bwd[i])):
-            slots = 1 if channel.per_example or channel.per_token else count
+            slots = 1 if channel.is_table else count
             copy = tx if channel.shared_state and apart else rx
             row += [slots * nbytes(tx), slots * nbytes(copy)]
         rows.append(tuple(row))
