@@ -43,7 +43,7 @@ BELOW = {
     'launch': 'distributed',
     'models': '',
     'data': '',
-    'report': 'config exchange metrics',
+    'report': 'config exchange metrics spec',
 }
 ABOVE = {  # may import everything below
     '__main__',

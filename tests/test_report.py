@@ -30,7 +30,9 @@ from jaxmp.report import (
 )
 from jaxmp.report.paper import PAPER, REGISTERED, paper_row
 from jaxmp.sweep import runner
-from tests.runs import ROOT
+from jaxmp.training.experiment import experiment_of
+from jaxmp.training.summary import finish
+from tests.runs import ROOT, config_of
 
 PAGES = ('README.md', 'docs/findings.md')
 
@@ -151,12 +153,41 @@ def test_ef_with_a_warmup_of_a_fifth_sends_ten_bits(studies):
         ('top_k(0.1)', 'on'),
         ('raw', 'on'),
         ('ef21(top_k(0.1))', 'off'),
-        ('ef_mixed(top_k(0.05), of=error)', 'off'),
+        (' ef21(top_k(0.1))', 'off'),
+        ('raw; ef21(top_k(0.1))', 'off'),
+        ('ef_mixed(top_k(0.05), accumulate=True)', 'off'),
         ('aqsgd(top_k(0.3), examples=examples)', 'off'),
+        ('klt(2)', 'on'),
+        ('anchored(uniform(2), vocabulary)', 'on'),
+        ('raw; anchored(uniform(2), 16); aqsgd(raw, 9)', 'off'),
+        ('efficient(2)', 'on'),  # a word of one's own
     ],
 )
-def test_what_remembers_is_judged_off(fwd, judged):
+def test_what_remembers_positions_or_examples_is_judged_off(fwd, judged):
+    """Of a result that does not say what its channels remember: what a test does not have."""
     assert results.Row('', (summary(fwd=fwd),)).judged == judged
+
+
+@pytest.mark.parametrize(
+    ('state_of', 'judged'),
+    [([], 'on'), (['', 'token', 'channel'], 'on'), (['', 'position'], 'off'), (['example'], 'off')],
+)
+def test_a_row_is_judged_by_what_its_summary_says(state_of, judged):
+    """Whatever its text is, such as a word of one's own."""
+    for fwd in 'ef(raw)', 'mine(raw)':
+        assert results.Row('', (summary(fwd=fwd, state_of=state_of),)).judged == judged
+
+
+def test_a_run_says_what_each_of_its_boundaries_remembers(tmp_path):
+    setting = config_of('text_gpt2', fwd='raw; anchored(raw, vocabulary); ef21(uniform(4))')
+    exp = experiment_of(setting)
+    scores = {'epoch': 1, **dict.fromkeys(exp.task.scores, 1.0)}
+    records = [{'kind': 'test', 'compression': mode, **scores} for mode in ('off', 'on')]
+    (workdir := tmp_path / 'run').mkdir()
+    finish(exp, 1, {'seconds': 1.0}, [{'kind': 'train', **scores}, *records], {}, workdir)
+    [row] = results.load(tmp_path)[0].rows.values()
+    assert row.runs[0]['state_of'] == ['', 'token', 'position']
+    assert row.judged == 'off'
 
 
 def test_the_readings_of_a_row_stand_beside_each_other(studies):

@@ -22,7 +22,7 @@ import math
 from typing import Any, NamedTuple
 
 from jaxmp.report import residuals
-from jaxmp.report.paper import PAPER, TRAINING, measure_of, paper_score
+from jaxmp.report.paper import PAPER, TRAINING, measure_of, paper_judged, paper_score
 from jaxmp.report.residuals import Column, Estimate, Residual
 from jaxmp.report.results import Row, Study, by_seed
 
@@ -271,14 +271,9 @@ def modes_of(test: Test, names: list[str], study: Study) -> list[str]:
     modes = QUANTITIES[test['quantity']]
     rows = [study.rows.get(n) for n in names]
     return [
-        (r.judged if r else judged_by_name(n)) if m == 'judged' else m
+        (r.judged if r else paper_judged(n)) if m == 'judged' else m
         for n, r, m in zip(names, rows, modes, strict=True)
     ]
-
-
-def judged_by_name(name: str) -> str:
-    """The mode of a row that was not run; the names of the paper's rows begin with their rule."""
-    return 'off' if name.startswith(('ef', 'aqsgd')) else 'on'
 
 
 def described(test: Test, names: list[str], modes: list[str], unit: str) -> str:

@@ -30,6 +30,12 @@ def paper_row(name: str) -> dict[str, Any] | None:
     return next(found, None)
 
 
+def paper_judged(name: str) -> str:
+    """The mode in which the paper judges one of its rows; that of any other is ``'on'``."""
+    tables = (t for t in PAPER['tables'] if name in table_rows(t))
+    return next(tables, {}).get('judged', 'on')
+
+
 def paper_score(name: str, mode: str) -> float:
     """The paper's score of a row, for Table 5 its loss, which is with compression on; or NaN."""
     row = paper_row(name) or {}

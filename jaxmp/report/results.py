@@ -4,15 +4,16 @@ This module computes all numbers of a report: scores off and on by the paper's p
 after the warm-up, best seed) and by an unbiased one (last epoch, mean and standard error over
 seeds), differences seed by seed, bits per element.
 
-A row whose forward channel has a feedback state is judged by its score with compression off. With
-compression on, the states would belong to other images than those of the test, and AQ-SGD has no
-states for test images.
+A row is judged by its score with compression off if at any of its boundaries the forward channel
+remembers positions of a batch or examples (`jaxmp.feedback.Channel.state_of`). With compression on,
+these states would belong to other images than those of the test, or there would be none for them. A
+basis of the channels and the means of tokens are as true of a test, so they are judged on.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from jaxmp.config import Summary, settings
 from jaxmp.metrics import by_phases, of_summary
 from jaxmp.report.residuals import Estimate, estimate
+from jaxmp.spec import SpecError, parse
 
 # What may vary between rows.
 VARIES = (
@@ -40,7 +42,7 @@ TUNED = (
     'optimizer.momentum',
     'optimizer.clip_norm',
 )  # may also vary between rows with exchanges, some of which have their own momentum
-REMEMBERS = re.compile(r'(ef\w*|aqsgd)\(')
+NOT_OF_A_TEST = {'position', 'example'}  # what states belong to that a test does not have
 
 
 class Row(NamedTuple):
@@ -63,8 +65,8 @@ class Row(NamedTuple):
 
     @property
     def judged(self) -> str:
-        """``'off'`` if the forward channel has a feedback state, else ``'on'``."""
-        return 'off' if REMEMBERS.match(self.runs[0]['fwd']) else 'on'
+        """``'off'`` if a forward channel remembers what a test does not have, else ``'on'``."""
+        return 'off' if NOT_OF_A_TEST & {*states_of(self.runs[0])} else 'on'
 
 
 class Study(NamedTuple):
@@ -125,6 +127,22 @@ def study(home: Path, name: str, runs: list[Summary]) -> Study:
     for row in rows.values():
         check_same(home, known, row)
     return Study(name, rows, estimated_again(home))
+
+
+def states_of(run: Summary) -> Sequence[str]:
+    """What the states of the forward channels belong to, by boundary; of old results, by text."""
+    if 'state_of' in run:
+        return run['state_of']
+    return [_state_of(text) for text in run['fwd'].split(';')]
+
+
+@functools.cache
+def _state_of(text: str) -> str:
+    """What the state of a channel belongs to; of one that the package does not know, nothing."""
+    try:
+        return parse(text, {'examples': 1, 'vocabulary': 1}).state_of
+    except SpecError:
+        return ''
 
 
 def mended(home: Path, run: Summary) -> str:

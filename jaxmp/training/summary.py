@@ -53,6 +53,7 @@ def finish(
         'test': best_and_last(records, metric, exp.config.warmup_epochs),
         'history': history(records, exp.task.scores),
         'bytes': message_bytes(exp),
+        'state_of': [b.fwd.state_of for b in exp.model.boundaries],
         'phases': phase_bytes(exp),
         **table_bytes(exp),
         **moved,
