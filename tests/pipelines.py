@@ -33,6 +33,7 @@ from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.schedule import place as devices_of
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model
+from jaxmp.training.groups import rest
 from jaxmp.training.step import Across, Rules, create, train_step
 from tests.runs import QUICK
 
@@ -114,7 +115,8 @@ def rules(case, replicas):
     """One object each, of which runs of the same network share the compiled updates."""
     text = 'all_gather(ef(top_k(0.3)))' if replicas > 1 else 'mean'
     text = ROUNDS if case == 'rounds' else text
-    return Rules(optax.sgd(0.1, 0.9), exchange.parse(text), clip_norm=1.0)
+    stages = len(STAGES if replicas == 1 else SHORT)
+    return Rules(rest(stages, optax.sgd(0.1, 0.9), exchange.parse(text)), clip_norm=1.0)
 
 
 def batches(n, replicas):

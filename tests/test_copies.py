@@ -112,7 +112,7 @@ def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch)
     scored = crosstest.load(tmp_path)  # in one program, where nothing is exchanged
     np.testing.assert_array_equal(scored.state.model.params[0]['wte'], tables(cut)[0])
     *_, (cut, _, _) = made.epoch(0)(cut, order[16:], lambda: False)
-    assert np.any(jax.tree.leaves(cut.tied)[0])
+    assert np.any(jax.tree.leaves(cut.copies)[0])
     unkeyed = (state.replace(key=jax.random.key_data(state.key)) for state in (cut, whole))
     jax.tree.map(np.testing.assert_array_equal, *unkeyed)
 

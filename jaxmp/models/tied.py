@@ -49,9 +49,9 @@ class TiedParameter(NamedTuple):
         """The tree of the first or the last stage with ``value`` in place of the parameter."""
         return unflatten_dict({**_flat(tree), self.path: value})
 
-    def alone(self, tree: Any) -> Any:
-        """A tree of the parameter only, under its path."""
-        return unflatten_dict({self.path: self.get(tree)})
+    def selects(self, path: tuple[str, ...]) -> bool:
+        """Whether the path is that of the parameter."""
+        return path == self.path
 
     def without(self, tree: Any) -> Any:
         """The tree without the parameter."""
@@ -119,15 +119,6 @@ class TiedParameter(NamedTuple):
 
 
 WTE = TiedParameter(('wte',))  # GPT-2's token table
-
-
-def merged(alone: Any, rest: Any) -> Any:
-    """The tree of which `TiedParameter.alone` and `TiedParameter.without` are the two parts.
-
-    >>> merged({'a': {'x': 1}}, {'a': {'y': 2}, 'b': 3})
-    {'a': {'y': 2, 'x': 1}, 'b': 3}
-    """
-    return unflatten_dict({**_flat(rest), **_flat(alone)})
 
 
 def table(first: nn.Module, key: Array) -> Float[Array, 'V C']:

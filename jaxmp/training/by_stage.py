@@ -32,7 +32,8 @@ from jaxmp.runtimes.types import ByReplica, ModelState, by_replica, of_replica
 from jaxmp.training import portable, profile, replicas
 from jaxmp.training.engine import Engine, Epoch, Stopped, model_of, rules_of
 from jaxmp.training.evaluate import cuts_to_score, feedback_to_score, means, sums, totals
-from jaxmp.training.experiment import Experiment, actions_of, tied_exchange
+from jaxmp.training.experiment import Experiment, actions_of
+from jaxmp.training.groups import copied, exchanged, joined, split
 from jaxmp.training.portable import Portable
 from jaxmp.training.step import Across, TrainState, create, train_step
 
@@ -79,7 +80,7 @@ class ByStage:
         self.run_step: profile.Run = profile.plainly
         _ = self.training, self.tables  # opens every link; see `prepare` in jaxmp.training.loop
         self.columns.open()
-        self.across = Across(self.total, self.tie, init=self.init_tied)
+        self.across = Across(self.total, self.tie, init=self.init_copies)
 
     # Runtimes.
 
@@ -97,6 +98,10 @@ class ByStage:
     def training(self) -> Any:
         """Boundaries as configured."""
         return self.during(self.exp.model.boundaries)
+
+    def shapes(self) -> dict[int, Any]:
+        """Those of the parameters of all stages."""
+        return {s: stage.params for s, stage in enumerate(self.training.shapes())}
 
     @functools.cache  # noqa: B019
     def during(self, cuts: tuple[Boundary, ...]) -> Any:
@@ -166,20 +171,20 @@ class ByStage:
     @functools.cached_property
     def tables(self) -> dict[int, Copies]:
         """The copies of the token table in the first and in the last stage, by replica."""
-        if not (tied := self.exp.task.tied):
+        if not (group := copied(self.exp.groups)):
             return {}
-        table = tied.get(self.training.shapes()[0].params)
-        ends = lambda r: (self.columns.devices[r, 0], self.columns.devices[r, self.last])
-        rows = {r for s in (0, self.last) for r in self.columns.here.get(s, ())}
-        shared = tied_exchange(self.exp.config, True)
-        tables = {r: Copies(shared, table, ends(r)) for r in sorted(rows)}
+        assert group.between
+        [table] = jax.tree.leaves(split(self.exp.groups, self.shapes())[group.homes[0], group])
+        ends = lambda r: tuple(self.columns.devices[r, s] for s in group.homes)
+        rows = {r for s in group.homes for r in self.columns.here.get(s, ())}
+        tables = {r: Copies(group.between, table, ends(r)) for r in sorted(rows)}
         for copies in tables.values():
             if len(copies.here) == 1:
                 open_links(copies.mesh)
         return tables
 
-    def init_tied(self) -> Any:
-        """The state of the exchange of the tied table's gradients, by stage."""
+    def init_copies(self) -> Any:
+        """The state of the exchange between the two copies of the table, by stage."""
         states = {r: copies.init() for r, copies in self.tables.items()}
         return self._by_end(states) if jax.tree.leaves(states) else ()
 
@@ -189,16 +194,19 @@ class ByStage:
 
     def tie(self, grads: dict[int, Any], before: Any, key: Array) -> tuple[dict[int, Any], Any]:
         """Gradients with the sum of both tables' in both end stages; the exchange's next state."""
-        summed, after, tied = dict(grads), {}, self.exp.task.tied
-        assert tied is not None
+        after, group = {}, copied(self.exp.groups)
+        assert group
+        tables = {s: p for (s, g), p in split(self.exp.groups, grads).items() if g == group}
         for r, copies in self.tables.items():
             ends = {e: s for e, s in self.ends.items() if e in copies.here}
-            parts = {e: tied.get(grads[s][r]) for e, s in ends.items()}
+            parts = {e: jax.tree.leaves(tables[s][r])[0] for e, s in ends.items()}
             states = {e: before[s][r] for e, s in ends.items()} if before else ()
             totals, after[r] = copies.add(parts, states, key)
             for e, total in totals.items():
-                s = ends[e]
-                summed[s] = ByReplica({**summed[s], r: tied.put(summed[s][r], total)})
+                table = tables[ends[e]]
+                new = jax.tree.unflatten(jax.tree.structure(table[r]), [total])
+                tables[ends[e]] = ByReplica({**table, r: new})
+        summed = joined(grads, {(s, group): table for s, table in tables.items()})
         return summed, self._by_end(after) if before else ()
 
     # Scoring.
@@ -253,12 +261,12 @@ class ByStage:
     def export(self, state: TrainState) -> Portable:
         """See `Engine`."""
         stages = portable.stages_of(state, self.training.unpack(state.model.feedback))
-        return portable.export(self.exp.model.boundaries, self.rows_of(stages), state)
+        return portable.export(self.exp, self.rows_of(stages), state)
 
     def load(self, state: TrainState, saved: Portable) -> TrainState:
         """See `Engine`."""
         like = portable.stages_of(state, self.training.unpack(state.model.feedback))
-        rows = portable.load(self.exp.model.boundaries, self.rows_of(like), saved)
+        rows = portable.load(self.exp, self.rows_of(like), saved)
         put = lambda s, r: jax.device_put(rows[r][s], self.columns.devices[r, s])
         stages = {
             s: by_replica(like[s], {r: put(s, r) for r in here})
@@ -295,6 +303,6 @@ class ByStage:
         interface = self.sent // self.steps
         report = {'processes': self.group.count, 'moved': rows, 'interface': interface}
         if self.exp.replicas > 1:
-            shapes = [st.params for st in training.shapes()]
-            report['exchange'] = replicas.traffic(self.exp, shapes, bytes_of)
+            trees = exchanged(self.exp.groups, self.shapes(), together=False)
+            report['exchange'] = replicas.traffic(self.exp, trees, bytes_of)
         return report

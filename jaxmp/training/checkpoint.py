@@ -249,12 +249,12 @@ def _silent() -> Iterator[None]:
 def _check_layout(where: Path, written: dict[str, Any], own: dict[str, Any]) -> None:
     """Raises WorkdirError unless a checkpoint has this process's parts with the same layout.
 
-    States of a tied parameter's exchange are left where there is none, as in one program.
+    States of the sums of copies are left where there are none, as in one program.
     """
     for part, leaves in own.items():
-        saved, tied = written.get(part, {}), "['tied']"
-        if not any(path.startswith(tied) for path in leaves):
-            saved = {path: leaf for path, leaf in saved.items() if not path.startswith(tied)}
+        saved, copies = written.get(part, {}), f"['{portable.COPIES}']"
+        if not any(path.startswith(copies) for path in leaves):
+            saved = {path: leaf for path, leaf in saved.items() if not path.startswith(copies)}
         if saved != leaves:
             path, _ = sorted({*saved.items()} ^ {*leaves.items()})[0]
             raise WorkdirError(

@@ -121,7 +121,8 @@ def elastic(exp: Experiment, meetings: Meetings, k: int, workdir: Path) -> Engin
 
     @functools.cache
     def compiled(cuts: tuple[Boundary, ...]) -> Callable[..., Any]:
-        rules = rules_of(exp, 0)._replace(exchange=ALONE)
+        alone = tuple(g._replace(exchange=ALONE) for g in exp.groups)
+        rules = rules_of(exp, 0)._replace(groups=alone)
         return jax.jit(functools.partial(step_of(exp, cuts, rules), via), donate_argnums=0)
 
     steps = lambda n: compiled(exp.boundaries(n))

@@ -71,6 +71,5 @@ def model_of(exp: Experiment, cuts: tuple[Boundary, ...]) -> Model:
 
 def rules_of(exp: Experiment, epoch: int) -> Rules:
     """What a step of an epoch does with the gradients."""
-    return Rules(
-        exp.optimizer, exp.exchange.phase(epoch), exp.config.optimizer.clip_norm, exp.task.tied
-    )
+    groups = tuple(g._replace(exchange=g.exchange.phase(epoch)) for g in exp.groups)
+    return Rules(groups, exp.config.optimizer.clip_norm)

@@ -26,6 +26,7 @@ from jaxmp.runtimes import schedule
 from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.schedule import Action
 from jaxmp.spec import SpecError, parse
+from jaxmp.training.groups import Group, Groups, rest
 from jaxmp.training.optimizer import Optimizer, optimizer_of
 from jaxmp.training.phases import Phase, phases_of
 from jaxmp.training.task import Task, task_of
@@ -41,7 +42,7 @@ class Experiment(NamedTuple):
       data: what is trained on and tested, perhaps fewer examples than the task has.
       model: stages and boundaries, as ``config.fwd`` and ``config.bwd`` say.
       phases: epochs with other boundaries.
-      optimizer: of one stage's parameters.
+      groups: the parameters that are trained, and how each group is exchanged and updated.
       epoch_steps: steps per epoch.
       exchange: between replicas.
       replicas: their number.
@@ -52,7 +53,7 @@ class Experiment(NamedTuple):
     data: data.Dataset
     model: Pipeline
     phases: tuple[Phase, ...]
-    optimizer: Optimizer
+    groups: Groups
     epoch_steps: int
     exchange: Exchange
     replicas: int
@@ -75,7 +76,7 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     """
     schema.check(config)
     task = task_of(config) if task is None else task
-    tied_exchange(config, bool(task.tied))
+    between = tied_exchange(config, bool(task.copied))
     actions_of(config, len(task.stages))
     examples = sized(task.data, config)
     data.check(examples, bool(vocabulary(task)))
@@ -87,10 +88,28 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     model = pipeline_of(config, task, names)
     phases = phases_of(config, model.boundaries, names)
     epoch_steps = count // config.batch_size
+    groups = groups_of(task, optimizer_of(config, epoch_steps), shared, between)
     return Experiment(
-        config, task, examples, model, phases, optimizer_of(config, epoch_steps), epoch_steps,
-        shared, config.parallel.replicas,
+        config, task, examples, model, phases, groups, epoch_steps, shared,
+        config.parallel.replicas,
     )  # fmt: skip
+
+
+def groups_of(task: Task, optimizer: Optimizer, shared: Exchange, between: Exchange) -> Groups:
+    """The groups of a task: a tied table, if it is trained, and the rest of each stage.
+
+    Args:
+      task: says what is tied, and what is trained.
+      optimizer: of each group.
+      shared: how replicas exchange.
+      between: how the two stages of a tied table exchange.
+    """
+    n, tied = len(task.stages), task.copied
+    groups = rest(n, optimizer, shared, task.trained)
+    if tied:
+        table = Group((0, n - 1), tied.selects, n, optimizer, shared, between)
+        groups = (table, *groups)
+    return groups
 
 
 def sized(dataset: data.Dataset, config: Config) -> data.Dataset:

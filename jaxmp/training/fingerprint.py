@@ -26,7 +26,7 @@ from jaxmp.exchange import Exchange
 from jaxmp.exchange.collectives import metered
 from jaxmp.plugins import module_of
 from jaxmp.testing import QUICK
-from jaxmp.training.experiment import Experiment, tied_exchange
+from jaxmp.training.experiment import Experiment
 from jaxmp.wire import Codec, Ctx, like
 
 SWITCHES = (  # of JAX: they decide random bits, dtypes, or how products are formed
@@ -164,8 +164,9 @@ def _crossing(fwd: Codec, bwd: Codec, x: Array) -> tuple[Array, Array]:
 def exchanges(exp: Experiment) -> list[Exchange]:
     """The exchanges of a run between replicas, and between copies of a token table."""
     shared = list(exp.exchange.by_epoch) or [exp.exchange]
-    tied = exp.task.tied and exp.config.parallel.runtime != 'local'
-    return shared * (exp.replicas > 1) + ([tied_exchange(exp.config, True)] if tied else [])
+    apart = exp.config.parallel.runtime != 'local'
+    between = [g.between for g in exp.groups if g.between and apart]
+    return shared * (exp.replicas > 1) + between
 
 
 def exchanged(exchange: Exchange) -> str:

@@ -21,9 +21,9 @@ from jaxmp.distributed.member import Member, View
 from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.rounds import Plan, applied, change
 from jaxmp.exchange.settled import reduced
-from jaxmp.training import one_program, step
-from jaxmp.training.engine import rules_of
+from jaxmp.training import one_program
 from jaxmp.training.experiment import Experiment
+from jaxmp.training.groups import Home, by_home, equal, homes, is_first, joined, split
 from jaxmp.training.replicas import checksums
 from jaxmp.training.step import TrainState
 
@@ -31,7 +31,7 @@ SHARED = ('start', 'memory', 'flying')  # of a fragment's state, what is the sam
 
 
 class Meetings:
-    """The states of `diloco` of one replica, by stage and half (`jaxmp.training.step.halves`).
+    """The states of `diloco` of one replica, by stage and group (`jaxmp.training.groups`).
 
     Attributes:
       member: the connection to the hub.
@@ -44,7 +44,7 @@ class Meetings:
         Args:
           exp: the experiment, whose exchange is in rounds.
         """
-        self.exp, self.rules, self.local = exp, rules_of(exp, 0), one_program.local_of(exp)
+        self.exp, self.groups = exp, exp.groups
         self.member: Member
         self.held: dict[int, list[Any]] = {}
         self._thread = ThreadPoolExecutor(1, 'rounds')
@@ -76,10 +76,8 @@ class Meetings:
             whole = lambda a, x: jax.tree.unflatten(jax.tree.structure(a), x['start'])
             return plan.join([whole(*part) for part in parts], own)
 
-        units = [self.held[s][h] for s, h in self._units()]
-        return self._put(
-            params, [one(*pair) for pair in zip(self._own(params), units, strict=True)]
-        )
+        pairs = zip(self._own(params), self._states(), strict=True)
+        return self._put(params, [one(*pair) for pair in pairs])
 
     def digest(self) -> int:
         """A number that is equal where the shared states are."""
@@ -104,10 +102,9 @@ class Meetings:
             jnp.asarray(np.frombuffer(content[i:j], a.dtype).reshape(a.shape))
             for a, i, j in zip(leaves, sizes, sizes[1:], strict=False)
         )
-        first = one_program.create(self.exp, self.exp.replicas).exchange
-        for s, h in self._units():
-            parts = zip(self.held[s][h]['parts'], first[s][h]['parts'], strict=True)
-            for part, new in parts:
+        first = self._states(one_program.create(self.exp, self.exp.replicas).exchange)
+        for state, anew in zip(self._states(), first, strict=True):
+            for part, new in zip(state['parts'], anew['parts'], strict=True):
                 own = {name: part[name] for name in SHARED}
                 form = jax.tree.structure(own)
                 part.update(form.unflatten([next(rows) for _ in range(form.num_leaves)]))
@@ -196,34 +193,33 @@ class Meetings:
     def _plan(self, epoch: int) -> Plan:
         return self.exp.exchange.phase(epoch).rounds
 
-    def _units(self) -> list[tuple[int, int]]:
-        """Stage and half of each state; a tied parameter has one."""
-        return [(s, h) for s, xs in self.held.items() for h, x in enumerate(xs) if x]
+    def _homes(self) -> list[Home]:
+        """The groups that are exchanged, each in its first home."""
+        return [home for home in homes(self.groups, self.held) if is_first(home)]
+
+    def _states(self, exchange: dict[int, list[Any]] | None = None) -> list[Any]:
+        """The state of each of these groups, of a train state's or those that are held."""
+        states = by_home(self.groups, self.held if exchange is None else exchange)
+        return [states[home] for home in self._homes()]
 
     def _parts(self, p: int) -> list[dict[str, Any]]:
         """The states of fragment p."""
-        return [self.held[s][h]['parts'][p] for s, h in self._units()]
+        return [state['parts'][p] for state in self._states()]
 
     def _leaves(self) -> list[Any]:
         """The shared states as arrays."""
-        rows = [part for s, h in self._units() for part in self.held[s][h]['parts']]
+        rows = [part for state in self._states() for part in state['parts']]
         return jax.tree.leaves([{name: part[name] for name in SHARED} for part in rows])
-
-    def _halves(self, params: dict[int, Any]) -> dict[int, list[Any]]:
-        return {s: step.halves(self.rules, self.local, s, tree) for s, tree in params.items()}
 
     def _own(self, params: dict[int, Any]) -> list[Any]:
         """The parameters of each state."""
-        halves = self._halves(params)
-        return [halves[s][h] for s, h in self._units()]
+        parts = split(self.groups, params)
+        return [parts[home] for home in self._homes()]
 
     def _put(self, params: dict[int, Any], own: list[Any]) -> dict[int, Any]:
-        """Inverse of `_own`."""
-        halves, tied = self._halves(params), self.exp.task.tied
-        for (s, h), tree in zip(self._units(), own, strict=True):
-            halves[s][h] = tree
-        params = {s: step.whole(parts) for s, parts in halves.items()}
-        return one_program.across(tied).share(params) if tied else params
+        """Inverse of `_own`; further copies of a group are those of its first home."""
+        parts = dict(zip(self._homes(), own, strict=True))
+        return equal(self.groups, joined(params, parts))
 
     def _programs(self, plan: Plan, p: int) -> tuple[Callable, Callable]:
         """The compiled beginning and end of a round of fragment p."""
@@ -259,13 +255,12 @@ class Meetings:
 
     def _reduce(self, plan: Plan, p: int, n: int, args: tuple) -> Pieces:
         """The exchange of the pseudo-gradients of fragment p between n members."""
-        units, both = self._units(), self.local.last + 1
-        stream = lambda s, h: s if h == len(self.held[s]) - 1 else both  # as in `train_step`
+        streams = [group.stream for _, group in self._homes()]  # as in `train_step`
 
         def reduce(via: Any, words: Any, changes: list[Any], memory: list[Any]) -> list[Any]:
             out, run = [], jax.random.wrap_key_data(words)
-            for (s, h), own, state in zip(units, changes, memory, strict=True):
-                key = jax.random.fold_in(jax.random.fold_in(run, stream(s, h)), p)
+            for stream, own, state in zip(streams, changes, memory, strict=True):
+                key = jax.random.fold_in(jax.random.fold_in(run, stream), p)
                 some = jax.tree.leaves(own)
                 done = reduced(plan.exchange, own, state, key, via) if some else (own, state)
                 out.append(done)

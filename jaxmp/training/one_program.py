@@ -20,13 +20,13 @@ from jaxtyping import Array
 from jaxmp import data
 from jaxmp.boundary import Boundary
 from jaxmp.exchange import Collectives
-from jaxmp.models.tied import TiedParameter
 from jaxmp.runtimes.local import Local, join
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training import portable, step
 from jaxmp.training.engine import Engine, Epoch, Stopped, Values, model_of, rules_of
 from jaxmp.training.evaluate import cuts_to_score, feedback_to_score, means, sums, totals
 from jaxmp.training.experiment import Experiment
+from jaxmp.training.groups import Groups, equal, summed
 from jaxmp.training.portable import Portable
 from jaxmp.training.step import Across, Rules, TrainState, train_step
 
@@ -59,21 +59,16 @@ def local_of(exp: Experiment) -> Local:
     return Local(model_of(exp, exp.model.boundaries))
 
 
-def across(tied: TiedParameter | None) -> Across:
+def across(groups: Groups) -> Across:
     """The operations over all stages, which are in one program."""
-
-    def both(grads: dict[int, Any], state: Any, key: Array) -> tuple[dict[int, Any], Any]:
-        assert tied is not None
-        return dict(enumerate(tied.add(list(grads.values())))), state
 
     def total(squares: dict[int, list[Any]]) -> Array:
         return sum((x for row in squares.values() for x in row), jnp.zeros(()))
 
-    def share(params: dict[int, Any]) -> dict[int, Any]:
-        assert tied is not None
-        return dict(enumerate(tied.share(list(params.values()))))
+    def tie(gradients: dict[int, Any], state: Any, key: Array) -> tuple[dict[int, Any], Any]:
+        return summed(groups, gradients), state
 
-    return Across(total, both, share, once=True)
+    return Across(total, tie, functools.partial(equal, groups), together=True)
 
 
 def create(exp: Experiment, n: int = 1) -> TrainState:
@@ -81,7 +76,7 @@ def create(exp: Experiment, n: int = 1) -> TrainState:
     via = Collectives(n, 0, *(lambda tree: tree,) * 3) if n > 1 else None
     start = lambda s, p, key: exp.task.start(s, {'params': p}, key)['params']
     runtime, key = _Placed(local_of(exp), via), jax.random.key(exp.config.seed)
-    return step.create(rules_of(exp, 0), runtime, across(exp.task.tied), key, start)
+    return step.create(rules_of(exp, 0), runtime, across(exp.groups), key, start)
 
 
 class _Placed(Local):
@@ -101,7 +96,7 @@ def step_of(
 ) -> Callable[..., tuple[TrainState, Values]]:
     """The step of a replica: ``(collectives or None, state, batch) -> (state, scores)``."""
     model = model_of(exp, cuts)
-    over_stages = across(exp.task.tied)
+    over_stages = across(rules.groups)
 
     def step(via: Collectives | None, state: TrainState, batch: dict[str, Array]) -> Any:
         state, (_, values) = train_step(rules, Local(model, via=via), over_stages, (state, batch))
@@ -184,12 +179,12 @@ def epoch_form() -> Callable[[Experiment, Step], Epoch]:
 
 def export(exp: Experiment, state: TrainState, replica: int = 0) -> Portable:
     """See `Engine`."""
-    return portable.export(exp.model.boundaries, {replica: stages_of(exp, state)}, state)
+    return portable.export(exp, {replica: stages_of(exp, state)}, state)
 
 
 def load(exp: Experiment, state: TrainState, saved: Portable, replica: int = 0) -> TrainState:
     """See `Engine`."""
-    rows = portable.load(exp.model.boundaries, {replica: stages_of(exp, state)}, saved)
+    rows = portable.load(exp, {replica: stages_of(exp, state)}, saved)
     return jax.tree.map(jnp.asarray, state_of(exp, rows[replica], saved))
 
 

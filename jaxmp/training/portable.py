@@ -1,8 +1,8 @@
 """`Portable`: a train state by stage and replica, the same under every runtime.
 
-A feedback state that both ends share is saved once, at its sender, and so is the state of the
-exchange of a tied table. What one process saved of its stages, any process can take up: under
-another runtime, or with other stages.
+A feedback state that both ends share is saved once, at its sender. Of a group of which two stages
+have a copy, the state of the exchange between replicas is saved once, at the first. What one
+process saved of its stages, any process can take up: under another runtime, or with other stages.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.boundary import Boundary
 from jaxmp.runtimes.types import ModelState
+from jaxmp.training.experiment import Experiment
+from jaxmp.training.groups import groups_at, homes, is_first
 from jaxmp.training.step import TrainState
+
+COPIES = 'tied'  # the name in checkpoints of the states of sums of copies
 
 
 class Portable(NamedTuple):
@@ -28,7 +31,7 @@ class Portable(NamedTuple):
       step: steps done.
       key: words of the run's key.
       parts: by ``'stage.replica'``, of this process or of all: parameters, statistics, states of
-        optimizer, exchange, feedback and tied parameter, as numpy arrays.
+        optimizer, exchange, feedback and sums of copies, as numpy arrays.
     """
 
     step: Any
@@ -60,7 +63,7 @@ def stages_of(state: TrainState, feedback: Mapping[int, Any]) -> dict[int, dict[
             'opt_state': state.opt_state[s],
             'exchange': state.exchange[s],
             'feedback': feedback[s],
-            'tied': state.tied[s] if state.tied and s in state.tied else (),
+            COPIES: state.copies.get(s, ()) if state.copies else (),
         }
         for s in model.params
     }
@@ -72,29 +75,29 @@ def state_of(
     """The state whose `stages_of` are ``stages``; ``pack`` is that of the runtime's feedback."""
     by = lambda name: {s: tree[name] for s, tree in stages.items()}
     model = ModelState(by('params'), by('model_state'), pack(by('feedback')))
-    tied = {s: tree for s, tree in by('tied').items() if jax.tree.leaves(tree)}
-    return TrainState(step, model, by('opt_state'), by('exchange'), key, tied or ())
+    copies = {s: tree for s, tree in by(COPIES).items() if jax.tree.leaves(tree)}
+    return TrainState(step, model, by('opt_state'), by('exchange'), key, copies or ())
 
 
-def export(cuts: Sequence[Boundary], rows: Mapping[int, Any], state: TrainState) -> Portable:
+def export(exp: Experiment, rows: Mapping[int, Any], state: TrainState) -> Portable:
     """The parts of this process.
 
     Args:
-      cuts: all boundaries.
+      exp: the experiment.
       rows: `stages_of` of each replica here.
       state: with step and key.
     """
     parts = {
-        name(s, r): part(s, tree, cuts) for r, stages in rows.items() for s, tree in stages.items()
+        name(s, r): part(s, tree, exp) for r, stages in rows.items() for s, tree in stages.items()
     }
     words = jax.random.key_data(state.key).addressable_data(0)
     return Portable(np.asarray(state.step), np.asarray(words), parts)
 
 
-def load(cuts: Sequence[Boundary], rows: Mapping[int, Any], saved: Portable) -> dict[int, Any]:
+def load(exp: Experiment, rows: Mapping[int, Any], saved: Portable) -> dict[int, Any]:
     """The saved `stages_of` of each replica here, in the form of ``rows``; inverse of `export`."""
     return {
-        r: {s: whole((s, r), tree, saved, cuts) for s, tree in stages.items()}
+        r: {s: whole((s, r), tree, saved, exp) for s, tree in stages.items()}
         for r, stages in rows.items()
     }
 
@@ -116,26 +119,26 @@ def key_of(saved: Portable) -> Array:
     return jax.random.wrap_key_data(jnp.asarray(saved.key))
 
 
-def part(stage: int, tree: dict[str, Any], cuts: Sequence[Boundary]) -> dict[str, Any]:
+def part(stage: int, tree: dict[str, Any], exp: Experiment) -> dict[str, Any]:
     """A part without the states that another part has.
 
     Args:
       stage: its number.
       tree: with ``feedback`` and ``exchange`` whole.
-      cuts: all boundaries.
+      exp: the experiment.
     """
-    feedback, exchange = tree['feedback'], list(tree['exchange'])
+    cuts, feedback = exp.model.boundaries, tree['feedback']
     if stage and cuts[stage - 1].fwd.shared_state:
         feedback = feedback._replace(left_rx=())
     if stage < len(cuts) and cuts[stage].bwd.shared_state:
         feedback = feedback._replace(right_rx=())
-    if stage and len(exchange) > 1:
-        exchange[0] = ()
+    rows = zip(homes(exp.groups, [stage]), tree['exchange'], strict=True)
+    exchange = [state if is_first(home) else () for home, state in rows]
     return jax.device_get({**tree, 'feedback': feedback, 'exchange': exchange})
 
 
 def whole(
-    at: tuple[int, int], like: dict[str, Any], saved: Portable, cuts: Sequence[Boundary]
+    at: tuple[int, int], like: dict[str, Any], saved: Portable, exp: Experiment
 ) -> dict[str, Any]:
     """The tree of a part, with the states that `part` left out; inverse of `part`.
 
@@ -143,19 +146,22 @@ def whole(
       at: stage and replica.
       like: of its structure, as this runtime holds it.
       saved: as read, of all stages.
-      cuts: all boundaries.
+      exp: the experiment.
     """
-    s, r = at
+    (s, r), cuts = at, exp.model.boundaries
     tree = saved.parts[name(s, r)]
     data = {**tree, **{k: dict(tree[k]) for k in ('feedback', 'exchange')}}
     if jax.tree.leaves(like['feedback'].left_rx) and cuts[s - 1].fwd.shared_state:
         data['feedback']['left_rx'] = saved.parts[name(s - 1, r)]['feedback']['right_tx']
     if jax.tree.leaves(like['feedback'].right_rx) and cuts[s].bwd.shared_state:
         data['feedback']['right_rx'] = saved.parts[name(s + 1, r)]['feedback']['left_tx']
-    if s and len(data['exchange']) > 1 and like['exchange'][0] != ():
-        data['exchange']['0'] = saved.parts[name(0, r)]['exchange']['0']
-    if like['tied'] == ():
-        data['tied'] = {}
+    for i, home in enumerate(homes(exp.groups, [s])):
+        if not is_first(home) and like['exchange'][i] != ():
+            first, group = home[1].homes[0], home[1]
+            position = groups_at(exp.groups, first).index(group)
+            data['exchange'][str(i)] = saved.parts[name(first, r)]['exchange'][str(position)]
+    if like[COPIES] == ():
+        data[COPIES] = {}
     return flax.serialization.from_state_dict(like, data)
 
 

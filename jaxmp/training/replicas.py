@@ -52,8 +52,8 @@ def gathered_checksums(via: Collectives | None, tree: Any) -> UInt32[Array, 'n l
 def alike(exchange: Exchange, state: TrainState) -> dict[int, Any]:
     """By stage what must be equal in all replicas now, perhaps nothing between two averages."""
     if exchange.shared:
-        once = lambda halves: [h for h in halves if h != ()]  # of a tied table
-        found = {s: [each(exchange.shared, h) for h in once(x)] for s, x in state.exchange.items()}
+        some = lambda states: [x for x in states if x != ()]  # a group that follows has no state
+        found = {s: [each(exchange.shared, x) for x in some(t)] for s, t in state.exchange.items()}
     else:
         found = state.model.params if int(state.step) % exchange.period == 0 else {}
     return {s: tree for s, tree in found.items() if jax.tree.leaves(tree)}
@@ -94,7 +94,7 @@ def traffic(
 
     Args:
       exp: the experiment.
-      params: shapes of each stage's parameters, a tied table once.
+      params: shapes of what is exchanged, group by group.
       bytes_of: of an exchange, parameters and a number of replicas: a report of numbers, perhaps
         by kind.
 

@@ -26,14 +26,14 @@ from jaxmp.exchange import AXIS, over
 from jaxmp.exchange.collectives import part
 from jaxmp.exchange.traffic import bytes_of, compiled_operands
 from jaxmp.runtimes.types import ModelState
-from jaxmp.training import one_program, portable, replicas
+from jaxmp.training import groups, one_program, portable, replicas
 from jaxmp.training.engine import Engine, Epoch, Stopped, Values, rules_of
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.one_program import Step, never, step_of
 from jaxmp.training.portable import Portable
 from jaxmp.training.step import Rules, TrainState
 
-EACH = ('model', 'opt_state', 'exchange', 'tied')  # of a train state, one per replica
+EACH = ('model', 'opt_state', 'exchange', 'copies')  # of a train state, one per replica
 
 
 def replicated(exp: Experiment, group: ProcessGroup) -> Engine:
@@ -126,12 +126,12 @@ def rows_of(exp: Experiment, state: TrainState, mesh: Mesh) -> dict[int, dict[in
 
 def export(exp: Experiment, state: TrainState, mesh: Mesh) -> Portable:
     """See `Engine`."""
-    return portable.export(exp.model.boundaries, rows_of(exp, state, mesh), state)
+    return portable.export(exp, rows_of(exp, state, mesh), state)
 
 
 def load(exp: Experiment, state: TrainState, saved: Portable, mesh: Mesh) -> TrainState:
     """See `Engine`."""
-    rows = portable.load(exp.model.boundaries, rows_of(exp, state, mesh), saved)
+    rows = portable.load(exp, rows_of(exp, state, mesh), saved)
     states = [one_program.state_of(exp, stages, saved) for stages in rows.values()]
     place = NamedSharding(mesh, P(AXIS))
 
@@ -220,11 +220,6 @@ def traffic(exp: Experiment, mesh: Mesh) -> dict[str, Any]:
 
 
 def exchanged_shapes(exp: Experiment) -> list[Any]:
-    """Shapes of the parameters that a replica's stages exchange, a tied parameter once."""
+    """Shapes of what a replica exchanges: the parameters of each group, copies once."""
     model = jax.eval_shape(one_program.local_of(exp).init, jax.random.key(0))
-    params = list(model.params.values())
-    if not (tied := exp.task.tied):
-        return params
-    ends = (0, len(params) - 1)
-    rest = [tied.without(p) if s in ends else p for s, p in enumerate(params)]
-    return [tied.alone(params[0]), *rest]
+    return groups.exchanged(exp.groups, model.params, together=True)

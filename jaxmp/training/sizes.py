@@ -17,7 +17,8 @@ from jaxmp.runtimes.schedule import most_kept
 from jaxmp.runtimes.stage import StageProgram, programs
 from jaxmp.runtimes.state import MicroBatch
 from jaxmp.training.engine import model_of
-from jaxmp.training.experiment import Experiment, actions_of, microbatch_like, tied_exchange
+from jaxmp.training.experiment import Experiment, actions_of, microbatch_like
+from jaxmp.training.groups import copied, split
 from jaxmp.wire import Ctx, Like, nbytes
 
 
@@ -159,14 +160,16 @@ def phase_bytes(exp: Experiment) -> list[dict[str, Any]]:
 
 
 def table_bytes(exp: Experiment) -> dict[str, Any]:
-    """Bytes per step for the parameter that the first and the last stage hold.
+    """Bytes per step for the parameter of which two stages have a copy.
 
-    In the form of `message_bytes`; empty where no parameter is tied.
+    In the form of `message_bytes`; empty where there is none.
     """
-    if not exp.task.tied:
+    if not (group := copied(exp.groups)):
         return {}
-    table = exp.task.tied.get(shapes(exp)[0][0]['params'])
-    sent = exchange.bytes_of(tied_exchange(exp.config, True), [table], 2)
+    assert group.between
+    params = {s: v['params'] for s, v in enumerate(shapes(exp)[0])}
+    table = split(exp.groups, params)[group.homes[0], group]
+    sent = exchange.bytes_of(group.between, table, 2)
     ways = dict.fromkeys(('forward', 'backward'), sent['sent'])
     text = exp.config.tied_exchange
     return {'tied': {'text': text, 'uncompressed': sent['uncompressed'], **ways}}

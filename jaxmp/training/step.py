@@ -1,8 +1,9 @@
 """`train_step`: one optimizer step, the same over every runtime.
 
-Both passes are the runtime's; what follows is per stage: replicas exchange gradients, the norm of
-all stages decides how they are clipped, the optimizer changes the parameters, and replicas may meet
-once more. A function of one stage runs where the stage is (`Runtime.at`).
+Both passes are the runtime's; what follows is per group of parameters (`jaxmp.training.groups`):
+replicas exchange gradients, the norm over all stages decides how they are clipped, the optimizer
+changes the parameters, and replicas may meet once more. A function of one stage runs where the
+stage is (`Runtime.at`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ from jaxtyping import Array
 
 from jaxmp.exchange import Collectives, Exchange
 from jaxmp.exchange.settled import reduced
-from jaxmp.models.tied import TiedParameter, merged
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
+from jaxmp.training.groups import (
+    Groups,
+    Home,
+    by_home,
+    by_stage,
+    copied,
+    is_first,
+    joined,
+    split,
+)
 from jaxmp.training.optimizer import Optimizer, WholeNorm
 from jaxmp.wire import widened
 
@@ -35,7 +45,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: of each stage's optimizer.
       exchange: of each stage's exchange between replicas.
       key: of the whole run.
-      tied: of the sum of a tied parameter's gradients.
+      copies: of the sum of the gradients of a group's copies, where they are apart; by stage.
     """
 
     step: Any
@@ -43,23 +53,24 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     exchange: Any
     key: Array
-    tied: Any = ()
+    copies: Any = ()
 
 
 class Rules(NamedTuple):
     """What a step does with the gradients.
 
     Attributes:
-      optimizer: of a stage's parameters; it sees the stage alone, or is a `WholeNorm`.
-      exchange: how replicas share a stage's gradients.
+      groups: the parameters that are trained, and how each group is exchanged and updated.
       clip_norm: largest global norm over all stages; 0 does not clip.
-      tied: the parameter that the first and the last of several stages share, or None.
     """
 
-    optimizer: Optimizer
-    exchange: Exchange
+    groups: Groups
     clip_norm: float = 0.0
-    tied: TiedParameter | None = None
+
+    @property
+    def normed(self) -> bool:
+        """Whether a step needs the global norm."""
+        return bool(self.clip_norm) or any(isinstance(g.optimizer, WholeNorm) for g in self.groups)
 
 
 class Across(NamedTuple):
@@ -67,18 +78,23 @@ class Across(NamedTuple):
 
     Attributes:
       total: sums numbers by stage; of several replicas, an array of their sums.
-      tie: ``(gradients, state, key) -> (gradients, state)`` with the sum of both tied gradients in
-        both stages.
+      tie: ``(gradients, state, key) -> (gradients, state)`` with the sum over all copies of a group
+        in each copy.
       share: ``parameters -> parameters`` with equal copies, where two programs may round apart.
       init: the state of ``tie``.
-      once: whether one exchange between replicas serves both copies of a tied parameter.
+      together: whether one program holds all stages; further copies of a group then follow the
+        first, and replicas exchange its gradient once.
     """
 
     total: Callable[[dict[int, Any]], Any]
     tie: Callable[[dict[int, Any], Any, Array], tuple[dict[int, Any], Any]]
     share: Callable[[dict[int, Any]], dict[int, Any]] = lambda params: params
     init: Callable[[], Any] = tuple
-    once: bool = False
+    together: bool = False
+
+    def follows(self, home: Home) -> bool:
+        """Whether a group takes here what replicas have exchanged for its first home."""
+        return self.together and not is_first(home)
 
 
 def create(
@@ -96,35 +112,21 @@ def create(
       across: what is needed over all stages.
       key: of the run.
       start: ``(stage, parameters, key) -> parameters``, which may be read from a file.
+
+    Raises:
+      ValueError: as `jaxmp.training.groups.split`.
     """
     first = jax.random.fold_in(key, 0)
     model = runtime.init(first)
     model = model._replace(params={s: start(s, p, first) for s, p in model.params.items()})
     opt_state, exchange = {}, {}
-    for s in runtime.stages:
-        parts = halves(rules, runtime, s, model.params[s])
-        opt_state[s] = [runtime.at(s, _initialize(rules.optimizer), p) for p in parts]
-        exchange[s] = [runtime.at(s, _first(rules.exchange), p) for p in parts]
-        if across.once and s and len(parts) > 1:
-            exchange[s][0] = ()
-    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, exchange, key, across.init())
-
-
-def halves(rules: Rules, runtime: Runtime, stage: int, tree: Any) -> list[Any]:
-    """What is exchanged and updated apart: a tied parameter, and the rest."""
-    if not (rules.tied and stage in (0, runtime.last)):
-        return [tree]
-    return [each(rules.tied.alone, tree), each(rules.tied.without, tree)]
-
-
-def whole(parts: list[Any]) -> Any:
-    """Inverse of `halves`."""
-    if len(parts) == 1:
-        return parts[0]
-    alone, rest = parts
-    if isinstance(alone, ByReplica):
-        return ByReplica({r: merged(t, rest[r]) for r, t in alone.items()})
-    return merged(alone, rest)
+    for home, params in split(rules.groups, model.params).items():
+        stage, group = home
+        opt_state[home] = runtime.at(stage, _initialize(group.optimizer), params)
+        init = _first(group.exchange)
+        exchange[home] = () if across.follows(home) else runtime.at(stage, init, params)
+    states = by_stage(opt_state), by_stage(exchange)
+    return TrainState(jnp.zeros((), jnp.int32), model, *states, key, across.init())
 
 
 def train_step(
@@ -138,44 +140,42 @@ def train_step(
       across: what is needed over all stages.
       at: the state before, and the batch of all replicas of the runtime.
     """
-    state, batch = at
+    (state, batch), groups = at, rules.groups
     key = jax.random.fold_in(state.key, state.step + 1)
     means, grads, model = runtime.value_and_grad(state.model, batch, key)
-    tied = state.tied
-    if rules.tied:  # streams 0 and 1 of a step are the model's, 2 the replicas'
-        grads, tied = across.tie(grads, tied, jax.random.fold_in(key, 3))
+    copies = state.copies
+    if copied(groups):  # streams 0 and 1 of a step are the model's, 2 the replicas'
+        grads, copies = across.tie(grads, copies, jax.random.fold_in(key, 3))
     words = jax.random.key_data(jax.random.fold_in(key, 2))
-    shared, held, squares = {}, {}, {}
-    normed = bool(rules.clip_norm) or isinstance(rules.optimizer, WholeNorm)
-    both = jnp.uint32(runtime.last + 1)  # one stream for both tables
-    streams = lambda halves, s: [*[both] * (halves - 1), jnp.uint32(s)]
-    once = lambda halves, s, stream: across.once and bool(s) and halves > 1 and stream is both
-    for s in runtime.stages:
-        rows, own = [], halves(rules, runtime, s, grads[s])
-        for half, kept, stream in zip(own, state.exchange[s], streams(len(own), s), strict=True):
-            if once(len(own), s, stream):
-                rows.append((shared[0][0], (), ()))
-                continue
-            share = _exchanged(rules.exchange, normed)
-            rows.append(parts(runtime.at(s, share, half, kept, words, stream)))
-        shared[s], held[s] = [r[0] for r in rows], [r[1] for r in rows]
-        counted = rows[1:] if len(rows) > 1 and s == runtime.last else rows
-        squares[s] = [r[2] for r in counted]
-    scale, square = np.float32(1), across.total(squares) if normed else np.float32(0)
+    gradients, params = split(groups, grads), split(groups, state.model.params)
+    opt_state, exchange = by_home(groups, state.opt_state), by_home(groups, state.exchange)
+
+    squares: dict[int, list[Any]] = {s: [] for s in runtime.stages}
+    for home in gradients:
+        stage, group = home
+        if across.follows(home):
+            gradients[home] = gradients[group.homes[0], group]
+            continue
+        share, stream = _exchanged(group.exchange, rules.normed), jnp.uint32(group.stream)
+        row = runtime.at(stage, share, gradients[home], exchange[home], words, stream)
+        gradients[home], exchange[home], square = parts(row)
+        if is_first(home):  # equal copies count once
+            squares[stage].append(square)
+
+    scale, square = np.float32(1), across.total(squares) if rules.normed else np.float32(0)
     if rules.clip_norm:
         scale = clip_scale(rules.clip_norm, square)
-    params, opt_state = {}, {}
-    for s in runtime.stages:
-        own, rows = halves(rules, runtime, s, state.model.params[s]), []
-        given = zip(own, state.opt_state[s], shared[s], held[s], strict=True)
-        for row, stream in zip(given, streams(len(own), s), strict=True):
-            exchange = None if once(len(own), s, stream) else rules.exchange
-            update = _updated(rules.optimizer, exchange)
-            rows.append(parts(runtime.at(s, update, *row, (scale, square), words, stream)))
-        params[s] = whole([r[0] for r in rows])
-        opt_state[s], held[s] = [r[1] for r in rows], [r[2] for r in rows]
-    model = model._replace(params=across.share(params) if rules.tied else params)
-    return TrainState(state.step + 1, model, opt_state, held, state.key, tied), means
+
+    for home in params:
+        stage, group = home
+        update = _updated(group.optimizer, None if across.follows(home) else group.exchange)
+        trees = params[home], opt_state[home], gradients[home], exchange[home]
+        row = runtime.at(stage, update, *trees, (scale, square), words, jnp.uint32(group.stream))
+        params[home], opt_state[home], exchange[home] = parts(row)
+
+    model = model._replace(params=across.share(joined(state.model.params, params)))
+    states = by_stage(opt_state), by_stage(exchange)
+    return TrainState(state.step + 1, model, *states, state.key, copies), means
 
 
 def clip_scale(limit: float, square: Any) -> Array:
@@ -242,5 +242,5 @@ def _updated(optimizer: Optimizer, exchange: Exchange | None) -> Callable[..., A
 
 
 def _key(words: Array, stream: Any) -> Array:
-    """The key of a step for a stage or, with a stream of its own, the tied parameter."""
+    """The key of a step for a group."""
     return jax.random.fold_in(jax.random.wrap_key_data(words), stream)

@@ -24,6 +24,7 @@ from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
 from jaxmp.models.tied import WTE, TiedParameter, table
 from jaxmp.pipeline import Stage
 from jaxmp.plugins import called, imported
+from jaxmp.training.groups import everything
 from jaxmp.wire import Like, like
 
 
@@ -46,6 +47,8 @@ class Task(NamedTuple):
       tied: a parameter that the first and the last of several stages share, or None.
       export: a function that writes the variables of all stages, and a tokenizer, to a folder in a
         common layout, or None.
+      trained: whether the parameter of a path in a stage's parameters is trained; others stay as
+        ``start`` leaves them.
     """
 
     data: data.Dataset
@@ -57,6 +60,7 @@ class Task(NamedTuple):
     start: Callable[[int, Any, Array], Any] = _unchanged
     tied: TiedParameter | None = None
     export: Callable[[str, Any], None] | None = None
+    trained: Callable[[tuple[str, ...]], bool] = everything
 
     @property
     def like(self) -> Like:
@@ -65,6 +69,11 @@ class Task(NamedTuple):
         batch = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
         batch = like(jax.eval_shape(lambda x: self.prepare(x, None), batch))
         return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
+
+    @property
+    def copied(self) -> TiedParameter | None:
+        """The tied parameter, if it is trained."""
+        return self.tied if self.tied and self.trained(self.tied.path) else None
 
 
 def task_of(config: Config) -> Task:

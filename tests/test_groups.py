@@ -1,0 +1,173 @@
+"""Groups of parameters: cut and joined, frozen ones left as they are, copies held together."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp import config, exchange
+from jaxmp.data import Dataset, Split
+from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.models.tied import TiedParameter
+from jaxmp.runtimes.types import ByReplica
+from jaxmp.training import engine, experiment, groups, loop, one_program, portable, replicated
+from jaxmp.training.meetings import Meetings
+from jaxmp.wire import nbytes
+
+NUMBERS = {
+    'shared': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3),
+    'kernel': np.linspace(2, -1, 9, dtype=np.float32).reshape(3, 3),
+    'bias': np.float32([0.1, 0.2, 0.3]),
+}
+X = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
+Y = X[:, ::-1].copy()
+
+
+class Layer(nn.Module):
+    """A dense layer of two kernels, of which another stage has the first too."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        p = {k: self.param(k, lambda key, a=a: jnp.asarray(a)) for k, a in NUMBERS.items()}
+        return jnp.tanh(x @ (p['shared'] + p['kernel']) + p['bias'])
+
+
+def but_kernels(path):
+    return path != ('kernel',)
+
+
+def biases(path):
+    return path == ('bias',)
+
+
+def task(trained=but_kernels, tied='shared'):
+    split = Split(X, Y)
+    return jaxmp.Task(
+        data=Dataset('lines', split, split, classes=0, mean=(), std=()),
+        stages=(Layer(), Layer()),
+        prepare=lambda x, key: x,
+        score=lambda y, target: {'loss': ((y - target) ** 2).mean(1)},
+        metric=jaxmp.Metric('loss', 'loss', higher_is_better=False),
+        scores=('loss',),
+        tied=TiedParameter((tied,)),
+        trained=trained,
+    )
+
+
+def settings(runtime='local', replicas=1, **changes):
+    optimizer = {'lr': 0.5, 'schedule': 'constant', 'momentum': 0.9, 'weight_decay': 0.1}
+    words = {
+        'batch_size': 4,
+        'fwd': 'raw',
+        'bwd': 'raw',
+        'optimizer': optimizer | {'clip_norm': 0.1},
+    }
+    return config.complete(
+        {**words, 'parallel': {'runtime': runtime, 'replicas': replicas}, **changes}
+    )
+
+
+def step(params, memory, rows):
+    """A step of the whole model, by optax, of what is trained."""
+    rule = optax.chain(
+        optax.clip_by_global_norm(0.1), optax.add_decayed_weights(0.1), optax.sgd(0.5, 0.9)
+    )
+
+    def loss(params):
+        x = X[rows]
+        for s in (0, 1):
+            x = jnp.tanh(x @ (params['shared'] + NUMBERS['kernel']) + params[f'bias{s}'])
+        return jnp.mean((x - Y[rows]) ** 2)
+
+    updates, memory = rule.update(jax.grad(loss)(params), memory or rule.init(params), params)
+    return optax.apply_updates(params, updates), memory
+
+
+@functools.cache
+def expected():
+    """What is trained after three steps."""
+    bias = NUMBERS['bias']
+    params, memory = {'shared': NUMBERS['shared'], 'bias0': bias, 'bias1': bias}, None
+    for i in range(3):
+        params, memory = step(params, memory, slice(4 * i, 4 * i + 4))
+    return params
+
+
+@pytest.mark.parametrize(
+    ('runtime', 'replicas'), [('local', 1), ('local', 2), ('mpmd', 1), ('mpmd', 2), ('spmd', 1)]
+)
+def test_what_is_frozen_stays_and_the_rest_learns_as_if_it_were_all(runtime, replicas):
+    """Clipped by the norm of what is trained alone; a frozen kernel has no momentum either."""
+    exp, made = loop.prepare(settings(runtime, replicas), ProcessGroup(), task())
+    for after, _, _ in made.epoch(0)(made.create(exp), np.arange(12), lambda: False):
+        state = after
+    parts = made.export(state).parts
+    assert len(parts) == 2 * replicas
+    for name, part in parts.items():
+        params, want = part['params'], expected()
+        assert params['kernel'].tobytes() == NUMBERS['kernel'].tobytes()
+        np.testing.assert_allclose(params['shared'], want['shared'], rtol=1e-4)
+        np.testing.assert_allclose(params['bias'], want[f'bias{name[0]}'], rtol=1e-4)
+        momenta = [a for a in jax.tree.leaves(part['opt_state']) if a.ndim]
+        assert [a.shape for a in momenta] == [(3, 3), (3,)]
+    saved = portable.from_bytes([portable.to_bytes(made.export(state))])
+    again = made.export(made.load(made.create(exp), saved)).parts
+    jax.tree.map(np.testing.assert_array_equal, again, parts)
+
+
+def test_replicas_exchange_what_is_trained_and_copies_once():
+    exp = experiment.experiment_of(settings(replicas=2), task())
+    state = jax.eval_shape(lambda: one_program.create(exp, 2))
+    batch = {'x': X[:2], 'y': Y[:2], 'id': np.arange(2)}
+    run, counts = one_program.step_of(exp, exp.model.boundaries, engine.rules_of(exp, 0)), {}
+    jax.eval_shape(functools.partial(run, exchange.metered(2, counts)), state, batch)
+    assert counts == {'all-reduce': nbytes(replicated.exchanged_shapes(exp))}
+    assert nbytes(replicated.exchanged_shapes(exp)) == 4 * (9 + 3 + 3)
+
+
+def test_a_frozen_table_is_no_copy_that_stages_share():
+    exp = experiment.experiment_of(settings('mpmd'), task(biases))
+    assert [g.homes for g in exp.groups] == [(0,), (1,)]
+    with pytest.raises(ValueError, match='of this model sends none'):
+        experiment.experiment_of(settings('mpmd', tied_exchange='power_sgd(2)'), task(biases))
+
+
+@pytest.mark.parametrize('runtime', ['local', 'mpmd'])
+def test_a_copy_that_is_missing_is_named(runtime):
+    wanted = 'stage 0 has none at its path, but bias, kernel, shared; give a path that both'
+    with pytest.raises(ValueError, match=wanted):  # noqa: PT012
+        exp, made = loop.prepare(settings(runtime), ProcessGroup(), task(tied='kernels'))
+        made.create(exp)
+
+
+def test_members_share_what_is_trained():
+    """Of an elastic run: a replica's own frozen kernels stay beside the shared parameters."""
+    exp = experiment.experiment_of(settings(replicas=2, exchange='diloco(2, mean)'), task())
+    meetings = Meetings(exp)
+    params = meetings.take(one_program.create(exp, 2)).model.params
+    later = jax.tree.map(lambda a: a + 1, params)
+    later[1]['shared'] += 1
+    for public in meetings.shared(later).values():
+        for name, a in NUMBERS.items():
+            np.testing.assert_array_equal(public[name], a + (name == 'kernel'))
+
+
+def test_parts_of_replicas_are_put_back():
+    tied = groups.Group((0, 1), TiedParameter(('wte',)).selects, 2, optax.sgd(0.1), exchange.mean)
+    some = (tied, *groups.rest(2, optax.sgd(0.1), exchange.mean, lambda path: path[0] != 'kept'))
+    row = lambda n: {'wte': n, 'kept': {'x': 10 * n}, 'h': {'x': n, 'empty': {}}}
+    trees = {1: ByReplica({0: row(1), 2: row(2)})}
+    parts = groups.split(some, trees)
+    assert parts == {
+        (1, some[0]): {0: {'wte': 1}, 2: {'wte': 2}},
+        (1, some[2]): {r: {'h': {'x': n, 'empty': {}}} for r, n in ((0, 1), (2, 2))},
+    }
+    assert groups.joined(trees, parts) == trees
+    new = {home: jax.tree.map(lambda n: -n, part) for home, part in parts.items()}
+    put = {r: {**row(-n), 'kept': {'x': 10 * n}} for r, n in ((0, 1), (2, 2))}
+    assert groups.joined(trees, new) == {1: put}
