@@ -6,13 +6,18 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ml_collections
+
+DEFAULT = 'digits_resnet'
+PLAIN = 'common'  # for an own model or data set: all defaults, nothing of the digits
 
 
 def imported(key: str, path: str, wanted: str) -> Any:
@@ -129,6 +134,16 @@ def load(name: str) -> Any:
     if not isinstance(config, ml_collections.ConfigDict):
         raise TypeError(f'get_config() gives a {type(config).__name__}, not a ConfigDict')
     return config
+
+
+def base_of(flags: Sequence[str]) -> str:
+    """The configuration that a command line changes if it names none.
+
+    >>> base_of(['--config.epochs=2']), base_of(['--config.model.name=own.py:network'])
+    ('digits_resnet', 'common')
+    """
+    own = any(re.match(r'--?config\.(model|data)\.name=.*:', flag) for flag in flags)
+    return PLAIN if own else DEFAULT
 
 
 def module(file: str) -> Any:

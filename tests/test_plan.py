@@ -259,6 +259,13 @@ def test_what_follows_the_gradients_is_timed_without_them():
     assert start + 0.05 <= via.end <= time.monotonic()
 
 
+def test_a_plan_of_an_own_model_starts_from_plain_defaults():
+    link = '--link=1mbit,5ms'
+    assert command.arguments([link])[0].config == 'digits_resnet'
+    own = command.arguments([link, '--config.model.name=own.py:network'])
+    assert (own[0].config, own[1]) == ('common', ['model.name=own.py:network'])
+
+
 def test_stages_take_what_a_step_of_training_took(monkeypatch):
     """Not less than alone, where a step runs several of them at once."""
     alone = [[1.0, 2.0], [1.0, 2.0]]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmp.plan.predict import Link, parse
+from jaxmp.plugins import base_of
 
 if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice, Probed
@@ -57,7 +58,7 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument('--config', default='digits_resnet', help='its name, or a Python file')
+    parser.add_argument('--config', help='its name, or a Python file; default as in `jaxmp train`')
     parser.add_argument('--link', required=True, help='between stages, such as 100mbit,50ms')
     parser.add_argument('--error', type=float, default=0.1, help='largest error; default 0.1')
     parser.add_argument('--seconds', type=float, default=60, help='of the probe; default 60')
@@ -69,6 +70,7 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
             parser.error(f'unexpected {text!r}; keys are written --config.key=value')
     if not (args.error >= 0 and args.seconds > 0):
         parser.error('--error is a number from 0, and --seconds one above 0')
+    args.config = args.config or base_of(rest)
     return args, [text.removeprefix('--config.') for text in rest]
 
 

@@ -22,10 +22,8 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from jaxmp.config import KINDS, complete, flat, listing, nearest
-from jaxmp.plugins import files, find, first_line, load, see_beside
+from jaxmp.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
 
-DEFAULT = 'digits_resnet'
-PLAIN = 'common'  # for an own model or data set: all defaults, nothing of the digits
 LONGEST = 150  # characters of the channels in a folder's name
 CONFIG = config_flags.DEFINE_config_file(
     'config',
@@ -56,8 +54,7 @@ PROCESS = flags.DEFINE_integer('process', None, 'number of this process, from 0'
 def parse(argv: list[str]) -> list[str]:
     """The rest of ``argv`` after its flags are parsed; an invalid flag exits with one line."""
     argv = ['--dry_run' if a == '--dry-run' else a for a in argv]
-    own = any(re.match(r'--?config\.(model|data)\.name=.*:', a) for a in argv)
-    name = PLAIN if own else DEFAULT
+    name = base_of(argv)
     for i, text in enumerate(argv):
         if found := re.fullmatch('--?config(?:=(.*))?', text):
             name = found[1] if found[1] is not None else ''.join(argv[i + 1 : i + 2])
