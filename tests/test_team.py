@@ -580,12 +580,17 @@ def test_the_launcher_lets_nobody_outlive(signals, monkeypatch, capfd):
     monkeypatch.setattr(launch, 'NOTICE', 0.0)
     monkeypatch.setattr(guard, 'GRACE', 1.0)
     ends = {-9: 'import os; os.kill(os.getpid(), 9)', 1: 'exit(1)', 143: 'exit(143)'}
-    sleep = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)'
+    sleep = (
+        'import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)'
+    )
     running = [
         subprocess.Popen([sys.executable, '-c', ends[signals[i]] if i < len(signals) else sleep],
-                         start_new_session=True)
+                         start_new_session=True, stdout=subprocess.PIPE)
         for i in range(2)
     ]  # fmt: skip
+    for process in running:
+        with process.stdout as out:
+            out.readline()  # that of a process that sleeps, which does not listen from then on
     began = time.time()
     code = launch.watch(running, [])
     assert code == (137 if signals[0] == -9 else signals[0])
