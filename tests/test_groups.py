@@ -24,6 +24,7 @@ NUMBERS = {
     'kernel': np.linspace(2, -1, 9, dtype=np.float32).reshape(3, 3),
     'bias': np.float32([0.1, 0.2, 0.3]),
 }
+NAMES = {'params', 'model_state', 'opt_state', 'exchange', 'feedback', 'tied'}  # in old files too
 X = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
 Y = X[:, ::-1].copy()
 
@@ -115,6 +116,7 @@ def test_what_is_frozen_stays_and_the_rest_learns_as_if_it_were_all(runtime, rep
         np.testing.assert_allclose(params['bias'], want[f'bias{name[0]}'], rtol=1e-4)
         momenta = [a for a in jax.tree.leaves(part['opt_state']) if a.ndim]
         assert [a.shape for a in momenta] == [(3, 3), (3,)]
+        assert set(part) == NAMES
     saved = portable.from_bytes([portable.to_bytes(made.export(state))])
     again = made.export(made.load(made.create(exp), saved)).parts
     jax.tree.map(np.testing.assert_array_equal, again, parts)

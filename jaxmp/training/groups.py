@@ -116,18 +116,17 @@ def split(groups: Groups, trees: Mapping[int, Any]) -> dict[Home, Any]:
     >>> [(stage, part) for (stage, _), part in parts.items()]
     [(0, {'wte': 1}), (0, {'h': 2}), (1, {'wte': 1}), (1, {})]
     """
-    return {
-        home: each(functools.partial(_part, groups_at(groups, home[0]), home), trees[home[0]])
-        for home in homes(groups, trees)
-    }
+    parts: dict[Home, Any] = {}
+    for s, tree in trees.items():
+        here = groups_at(groups, s)
+        rows = each(functools.partial(_parts, here, s), tree)
+        parts |= {(s, g): each(operator.itemgetter(i), rows) for i, g in enumerate(here)}
+    return parts
 
 
 def joined(trees: Mapping[int, Any], parts: Mapping[Home, Any]) -> dict[int, Any]:
     """The trees of the stages with new parts of groups; what is in no part stays."""
-    whole = dict(trees)
-    for (s, _), part in parts.items():
-        whole[s] = _merged(whole[s], part)
-    return whole
+    return {s: _whole(t, [p for (at, _), p in parts.items() if at == s]) for s, t in trees.items()}
 
 
 def by_home(groups: Groups, states: Mapping[int, list[Any]]) -> dict[Home, Any]:
@@ -144,30 +143,35 @@ def by_stage(states: Mapping[Home, Any]) -> dict[int, list[Any]]:
     return lists
 
 
-def _part(rivals: Groups, home: Home, tree: Any) -> Any:
-    """What a group has of the tree of a stage, whose groups are ``rivals``."""
-    stage, group = home
-    if rivals == (group,) and group.select is everything:
-        return tree
-    earlier = rivals[: rivals.index(group)]
-    is_mine = lambda path: group.select(path) and not any(g.select(path) for g in earlier)
-    part = unflatten_dict({path: leaf for path, leaf in _flat(tree).items() if is_mine(path)})
-    if group.copied and not part:
-        raise ValueError(
-            f'stages {" and ".join(map(str, group.homes))} are to have a copy each of one '
-            f'parameter, and stage {stage} has none at its path, but {", ".join(sorted(tree))}; '
-            "give a path that both stages have, as Task(tied=TiedParameter(('wte',)))"
-        )
-    return part
+def _parts(groups: Groups, stage: int, tree: Any) -> list[Any]:
+    """What each group of a stage has of its tree."""
+    if [g.select for g in groups] == [everything]:
+        return [tree]
+    parts: list[dict[Path, Any]] = [{} for _ in groups]
+    for path, leaf in _flat(tree).items():
+        owner = next((part for g, part in zip(groups, parts, strict=True) if g.select(path)), {})
+        owner[path] = leaf  # of no group: frozen
+    for group, part in zip(groups, parts, strict=True):
+        if group.copied and not part:
+            raise ValueError(
+                f'stages {" and ".join(map(str, group.homes))} are to have a copy each of one '
+                f'parameter, and stage {stage} has none at its path, but '
+                f'{", ".join(sorted(tree))}; give a path that both stages have, as '
+                "Task(tied=TiedParameter(('wte',)))"
+            )
+    return [unflatten_dict(part) for part in parts]
 
 
-def _merged(tree: Any, part: Any) -> Any:
-    """``tree`` with the leaves of ``part`` in their places."""
+def _whole(tree: Any, parts: list[Any]) -> Any:
+    """``tree`` with the leaves of ``parts`` in their places."""
     if isinstance(tree, ByReplica):
-        return ByReplica({r: _merged(t, part[r]) for r, t in tree.items()})
-    if jax.tree.structure(tree) == jax.tree.structure(part):
-        return part
-    return unflatten_dict({**_flat(tree), **_flat(part)})
+        return ByReplica({r: _whole(t, [p[r] for p in parts]) for r, t in tree.items()})
+    if len(parts) == 1 and jax.tree.structure(tree) == jax.tree.structure(parts[0]):
+        return parts[0]
+    leaves = _flat(tree)
+    for part in parts:
+        leaves |= _flat(part)
+    return unflatten_dict(leaves) if parts else tree
 
 
 _flat = functools.partial(flatten_dict, keep_empty_nodes=True)
