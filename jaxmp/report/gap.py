@@ -21,6 +21,7 @@ from jaxmp.report.results import Study
 
 ROW = 'top10'
 TITLE = 'What Top10 % costs when it is switched off'
+NORMS = {'batch': '', 'group': ' with GroupNorm', 'none': ' without a normaliser'}
 NAMES = {'resnet18': 'ResNet-18', 'lenet': 'LeNet', 'cifar10': 'CIFAR-10', 'mnist': 'MNIST'}
 
 
@@ -65,11 +66,12 @@ def ratio(off: float, on: float) -> float:
 
 
 def described(config: dict[str, Any]) -> str:
-    """Model, width and data of a run."""
+    """Model, width, normaliser if it is not the published one, and data of a run."""
     named = lambda key: NAMES.get(config[key], config[key])
     pool = config['data.pool']
     pooled = f' averaged {pool} x {pool}' if pool > 1 else ''
-    return f'{named("model.name")} of width {config["model.width"]}, {named("data.name")}{pooled}'
+    model = f'{named("model.name")} of width {config["model.width"]}{NORMS[config["model.norm"]]}'
+    return f'{model}, {named("data.name")}{pooled}'
 
 
 def paint(figure: Any, data: Gap) -> None:
