@@ -11,6 +11,8 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 OURS = None
 if 'PYTEST_XDIST_WORKER' not in os.environ and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     OURS = os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='jaxmp-tests-')
@@ -35,6 +37,15 @@ LONG = (  # files by the worker that begins with them, of the three in CI
 )
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    """As by ``--dist worksteal``: a worker without tests takes half of another's."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)  # of those that run
 def pytest_collection_modifyitems(items):
     """The long tests first in each third, so that at the end no worker waits for another's."""
     kinds = [[], [], [], []]

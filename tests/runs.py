@@ -46,6 +46,12 @@ def known_model(monkeypatch, name, build):
     monkeypatch.setitem(task.MODELS, name, lambda classes, model: build(classes, model.width))
 
 
+def slow(cases, which):
+    """Cases of a test, of which those with ``which(case)`` run with ``-m slow`` alone."""
+    marked = lambda c: pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.slow)
+    return [marked(c) if which(c) else c for c in cases]
+
+
 FLAGS = ' '.join(f'--{k}={v}' for k, v in QUICK.items())  # compiles in less than half the time
 ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': FLAGS}
 STARTED = []

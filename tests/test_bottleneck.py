@@ -44,6 +44,7 @@ def test_the_first_channels_cross_until_it_has_learned_better():
     assert kept == [['Dense_0', 'narrow'], ['Dense_0', 'widen'], ['Dense_0']]
 
 
+@pytest.mark.slow
 def test_a_gpt2_with_a_bottleneck_trains_alike_in_stages_of_their_own():
     """Its table stays tied, projections and embeddings learn, and three of eight channels cross."""
     found, order = [], np.arange(64)
@@ -113,6 +114,7 @@ def test_what_tokens_tell_and_the_largest_components_arrive():
     np.testing.assert_allclose(d @ e, np.eye(4), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('everywhere', [True, False])
 def test_a_trained_network_starts_with_its_principal_components(tmp_path, everywhere):
     def of(runtime='local', **model):

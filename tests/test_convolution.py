@@ -63,7 +63,9 @@ def apart(ours, own):
     return max(float(far(a, b)) for a, b in pairs)
 
 
-@pytest.mark.parametrize('case', SHAPES, ids=str)
+@pytest.mark.parametrize(
+    'case', [*SHAPES[:8], *(pytest.param(c, marks=pytest.mark.slow) for c in SHAPES[8:])], ids=str
+)
 def test_gradients_are_those_of_xla(case):
     how = dict(zip(('window_strides', 'padding'), case[2:], strict=True))
     how['dimension_numbers'] = LAYOUT
@@ -75,6 +77,7 @@ def test_gradients_are_those_of_xla(case):
     assert apart(of(convolve), of(lax.conv_general_dilated)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('case', [LARGE, SMALL, WIDE, FILTERED[1]], ids=str)
 @pytest.mark.parametrize(('dtype', 'bar'), [('float64', 1e-13), ('bfloat16', 1e-2)])
 def test_other_dtypes(case, dtype, bar):
@@ -85,6 +88,7 @@ def test_other_dtypes(case, dtype, bar):
         assert apart(ours, own) < bar
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('case', [LARGE, SMALL, WIDE, FILTERED[1]], ids=str)
 def test_within_transformations(case):
     x, kernel = arrays(*case)
@@ -138,6 +142,7 @@ def test_little_work_needs_one(monkeypatch):
     assert 'convolution' in text
 
 
+@pytest.mark.slow
 def test_no_gradient_of_the_images():
     x = jnp.ones((4, 32, 32, 3))
     stage = Stage(16, 1, stem=True)
@@ -169,6 +174,7 @@ print(*(min(faults(call) for _ in range(8)) for call in (lambda: f(x).block_unti
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='glibc keeps pages')
 def test_freed_pages_are_kept():
     def run(call):

@@ -91,6 +91,7 @@ def state_of(workdir, config):
 KILLED = {**SMALL, 'epochs': 3, 'checkpoint_every': 1, 'cosine_epochs': 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('text', 'before'), [('power_sgd(1)', ()), ('double_squeeze(one_bit)', LAUNCH)]
 )
@@ -227,6 +228,7 @@ def test_lenet_has_the_size_of_the_thesis():
         lenet(width=0)
 
 
+@pytest.mark.slow
 def test_report_of_runs(tmp_path):
     for name, text in (('plain', 'mean'), ('halves', 'all_reduce(fp16)')):
         config = small(exchange=text, epochs=1)

@@ -396,6 +396,7 @@ def wait_for(condition, process, limit=60):
     return time.time() - began
 
 
+@pytest.mark.slow
 def test_kill_9_of_one_of_three_in_a_round(tmp_path):
     """The others go on within 10 s, the killed one joins, and all end with the same numbers."""
     (tmp_path / 'plugin.py').write_text(PLUGIN)

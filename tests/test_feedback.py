@@ -289,6 +289,7 @@ def test_a_first_state_can_be_donated(text):
     laws.donate([c.init(x) for c in (channel, per_microbatch(channel, 1), jaxmp.warm(channel))])
 
 
+@pytest.mark.slow
 def test_a_channel_says_what_it_needs_and_what_its_state_belongs_to():
     """By a word alone, over a codec that draws, and in a phase."""
     words = [f'direct({t})' for t in laws.one_of_each_word()]
@@ -633,6 +634,7 @@ def test_klt_of_what_is_not_negative_decodes_nothing_negative():
     assert np.square(cut - xs[-1]).sum() < 0.95 * np.square(plain - xs[-1]).sum()
 
 
+@pytest.mark.slow
 def test_klt_by_gradient_codes_what_the_gradient_asks_for():
     """The gradient is in the two channels of least variance; they have no bits but for that."""
     r, scale = np.random.default_rng(0), 2.0 ** (-np.arange(8) / 2)
@@ -689,6 +691,7 @@ def test_klt_patches_are_cut_and_joined():
             jaxmp.klt(2, **{name: 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('bits', [0.5, 1.0, 2.5, 4.0])
 def test_klt_by_entropy_errs_less_in_as_many_bits(bits):
     """Of what a ReLU leaves, whose components are no normal data: by a fourth at least."""
@@ -724,6 +727,7 @@ def test_klt_after_a_message_of_zeros_has_equal_widths():
     assert widths.tolist() == [2] * 8
 
 
+@pytest.mark.slow
 def test_klt_by_gradient_waits_for_the_gradients_first_book():
     """Until then its book has widths that nothing is known of, and no direction counts more."""
     x = np.float32(np.random.default_rng(0).standard_normal((9, 4, 64, 8)))
@@ -738,6 +742,7 @@ def test_klt_by_gradient_waits_for_the_gradients_first_book():
     assert np.linalg.eigvalsh(rx.book[1:] @ rx.book[1:].T) == pytest.approx(1, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('before', 'after', 'most'), [(4, 1.5, 0.2), (1.5, 4, 0.01)])
 def test_klt_with_other_bits_has_the_components_of_most_variance(before, after, most):
     """The first message after a phase, whose book has the widths of other bits."""

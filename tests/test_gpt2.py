@@ -16,6 +16,7 @@ import jaxmp
 from jaxmp import transport
 from jaxmp.models import gpt2, layers, tied, weights
 from tests.laws import QUICK
+from tests.runs import slow
 
 GOLDEN = dict(np.load(pathlib.Path(__file__).parent / 'golden' / 'gpt2.npz'))
 CONFIG = gpt2.Config(vocabulary=67, positions=16, width=24, blocks=4, heads=3)
@@ -79,7 +80,10 @@ def difference(found, wanted):
     return norm(found[k] - v for k, v in wanted.items()) / norm(wanted.values())
 
 
-@pytest.mark.parametrize(('n', 'double'), [*((n, False) for n in STAGES), (1, True), (4, True)])
+@pytest.mark.parametrize(
+    ('n', 'double'),
+    slow([*((n, False) for n in STAGES), (1, True), (4, True)], lambda case: case[0] in (2, 3)),
+)
 def test_equals_torch(directory, tmp_path, n, double):
     with jax.enable_x64(double):
         stages = gpt2.gpt2(weights.read_config(directory), n)
@@ -239,7 +243,7 @@ def trained_whole():
     return trained(stages, params)[0]
 
 
-@pytest.mark.parametrize('n', STAGES[1:])
+@pytest.mark.parametrize('n', slow(STAGES[1:], lambda n: n > 2))
 def test_tied_stages_learn_as_one(n):
     with jax.enable_x64(True):
         stages, params = made(CONFIG, n, dtype=jnp.float64)
@@ -498,6 +502,7 @@ def test_tables_that_differ_are_not_written(tmp_path):
         weights.write(tmp_path, stages, [{'params': p} for p in params])
 
 
+@pytest.mark.slow
 def test_live_against_torch(tmp_path):
     """Both directions through files, with a model of other sizes than the committed one."""
     torch = pytest.importorskip('torch')

@@ -85,6 +85,7 @@ def test_codecs_for_normal_data_are_near_shannons_bound(codec, most):
     assert abs(rotated - plain) < 0.05  # its signs are not drawn as the data are
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_that_the_code_makes(words):
     """`python -m jaxmp.codecs --into docs/algebra.md` makes them again."""
     page = (ROOT / 'docs' / 'algebra.md').read_text()

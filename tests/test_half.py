@@ -23,6 +23,7 @@ from jaxmp.exchange.traffic import compiled_operands
 from jaxmp.models.tied import WTE
 from jaxmp.training import loop
 from tests.laws import QUICK
+from tests.runs import slow
 
 HALVES = 'float16', 'bfloat16'
 MICROBATCHES = 16
@@ -76,7 +77,7 @@ def momenta(dtype, runtime, replicas, clip_norm):
     return {name: np.asarray(a, np.float32) for name, a in found.items()}
 
 
-@pytest.mark.parametrize('dtype', HALVES)
+@pytest.mark.parametrize('dtype', slow(HALVES, 'bfloat16'.__eq__))
 @pytest.mark.parametrize('replicas', [1, 2])
 @pytest.mark.parametrize('runtime', ['local', 'mpmd', 'spmd'])
 def test_gradients_of_microbatches_and_replicas(runtime, replicas, dtype):
@@ -156,7 +157,7 @@ def exchanged(text, dtype):
     return {k: np.asarray(a[0], np.float32) for k, a in out.items()}
 
 
-@pytest.mark.parametrize('dtype', HALVES)
+@pytest.mark.parametrize('dtype', slow(HALVES, 'bfloat16'.__eq__))
 @pytest.mark.parametrize('text', TEXTS)
 def test_what_replicas_share(text, dtype):
     wanted = exchanged(text, 'float32')

@@ -104,7 +104,7 @@ wanted = cache(partial(ran, 'local', LINEN))
 
 
 @pytest.mark.filterwarnings('ignore:scatter inputs')  # nnx's statistics are float32
-@pytest.mark.parametrize('kind', ['local', 'spmd', 'mpmd'])
+@pytest.mark.parametrize('kind', ['local', pytest.param('spmd', marks=pytest.mark.slow), 'mpmd'])
 def test_nnx_stages_equal_linen_stages(kind):
     """Gradients, statistics, memories and means, under dropout, micro-batches and EF21."""
     found, want = (jax.tree.leaves(r) for r in (ran(kind, NNX), wanted()))
@@ -333,6 +333,7 @@ assert [set(gradients[s][0]) for s in (0, 1)] == [{'linear', 'norm'}, {'kernel',
 """
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs():
     blocks = re.findall(r'```python\n(.*?)```', (ROOT / 'docs' / 'nnx.md').read_text(), re.S)
     done = subprocess.run(

@@ -1,6 +1,5 @@
 """The notebooks: each runs from top to bottom, and its two files say the same."""
 
-import os
 import subprocess
 import sys
 
@@ -9,7 +8,6 @@ import pytest
 
 from tests.runs import ENV, ROOT
 
-SLOW = 'compare_codecs', 'paper_table', 'processes'
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.py'))
 
 
@@ -33,15 +31,10 @@ def test_both_files_say_the_same(path):
     assert path.with_suffix('.ipynb').stat().st_size < 300_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs(path, tmp_path):
-    """As a script, in its folder as Jupyter has it.
-
-    Those that train for longest run with JAXMP_SLOW=1 and in .ci/commands; in CI the tables, the
-    processes and the codecs that they show have tests of their own.
-    """
-    if path.stem in SLOW and not os.environ.get('JAXMP_SLOW'):
-        pytest.skip('JAXMP_SLOW=1 runs it')
+    """As a script, in its folder as Jupyter has it."""
     env = {**ENV, 'TMPDIR': str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(path)], cwd=path.parent, env=env, capture_output=True, text=True,

@@ -122,6 +122,14 @@ def test_what_is_built_is_no_part_of_the_repository():
     assert 'runs/' not in ignored, 'results/bench/runs are results'
 
 
+def test_ci_runs_the_tests_as_the_readme_and_contributing_say():
+    lines = (ROOT / '.ci' / 'run').read_text().splitlines()
+    runs = [line for line in lines if line.startswith('python -m pytest')]
+    [command] = re.findall(r'python -m pytest[^`]*', (ROOT / 'README.md').read_text())
+    assert runs == [command, f'{command} -m slow']
+    assert all(f'| `{run}` |' in (ROOT / 'CONTRIBUTING.md').read_text() for run in runs)
+
+
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').glob('*.md'))]
 BLOCK = re.compile(r'^```(python|pycon|sh)(?: title="(\S+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 CODED = [p for p in PAGES if BLOCK.search(p.read_text()) and p.name != 'nnx.md']  # test_nnx.py
@@ -181,6 +189,7 @@ def check_training(words):
         experiment_of(c)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('page', CODED, ids=lambda p: p.stem)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     """Blocks with a title are files of the folder in which the others run, one after another."""
@@ -216,6 +225,7 @@ OWN = [  # commands that use the files of their page
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('page', 'line'), OWN, ids=lambda of: getattr(of, 'stem', None))
 def test_a_command_of_a_page_runs_with_the_files_of_the_page(page, line, tmp_path):
     """As a user would: printed to the end, and ended with 0."""

@@ -45,6 +45,7 @@ def test_a_phase_replaces_the_channels_in_its_epochs():
     assert np.all(weaned[0][2] != own[2])
 
 
+@pytest.mark.slow
 def test_replicas_have_phases_too():
     """Two replicas, whose mean loss is shown; alike in every runtime, in the phase and after."""
     two = {'replicas': 2, 'phases': 'raw@1:2'}
@@ -56,6 +57,7 @@ def test_replicas_have_phases_too():
     assert np.all(found[0][1:] != plain[1:])
 
 
+@pytest.mark.slow
 def test_a_rule_goes_on_with_other_bits():
     """Few bits, then more: the basis of the first phase serves the second."""
     rule, words = 'klt({}, refresh=2)', {'warmup_epochs': 0, 'epochs': 2}

@@ -190,6 +190,7 @@ BARS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('size', 'rate'), BARS)
 def test_distortion(size, rate):
     made = code(size, rate, hard_source)
@@ -242,6 +243,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('text', LOSSES)
 def test_loss_on_normal_data(text):
     y, size = crossed(text, NORMAL)

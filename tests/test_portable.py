@@ -52,7 +52,7 @@ def steps(engine, state, order):
 
 @pytest.fixture(
     scope='module',
-    params=[(1, BUFFERS), (2, BUFFERS), (1, BASES)],
+    params=[(1, BUFFERS), (2, BUFFERS), pytest.param((1, BASES), marks=pytest.mark.slow)],
     ids=['one replica', 'two replicas', 'bases'],
 )
 def saved(request, tmp_path_factory):
@@ -102,6 +102,7 @@ def test_a_run_goes_on_under_another_runtime(saved, of, to):
     np.testing.assert_allclose(losses, there[2:], rtol=rtol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('replicas', [1, 2])
 def test_a_finished_run_given_again(tmp_path, monkeypatch, capsys, replicas):
     """Under another runtime, without its summary, and with more epochs: its table, each time."""

@@ -29,7 +29,7 @@ def run(tmp_path=None, **own):
     return exp, found
 
 
-@pytest.mark.parametrize('schedule', ['1f1b', 'zb_h1'])
+@pytest.mark.parametrize('schedule', [pytest.param('1f1b', marks=pytest.mark.slow), 'zb_h1'])
 def test_a_profile_shares_out_the_time_of_a_step(tmp_path, schedule, capsys, monkeypatch):
     wait, least = worker.Worker.wait, 0.005  # seconds by which every action ends later here
     monkeypatch.setattr(worker.Worker, 'wait', lambda w, out: (wait(w, out), time.sleep(least)))

@@ -152,6 +152,7 @@ def test_a_cost_is_of_the_channel(tmp_path):
         cost('same_support()')
 
 
+@pytest.mark.slow
 def test_the_table_of_two_entries_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
     """Two stages, five steps; a run that has ended, and a cost, are kept and not made again."""
     real, ran = runner.one, []

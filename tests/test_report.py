@@ -74,6 +74,7 @@ def test_results_have_no_unknown_key_and_a_missing_one_is_its_default(studies):
                 assert config.settings(run['config']) == config.settings(whole)
 
 
+@pytest.mark.slow
 def test_the_committed_report_is_what_the_readme_makes(monkeypatch, tmp_path):
     """To the byte; a picture whose data or whose code changed is drawn again and then differs."""
     monkeypatch.chdir(ROOT)

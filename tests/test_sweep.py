@@ -50,6 +50,7 @@ def smoke(tmp_path_factory):
     return home
 
 
+@pytest.mark.slow
 def test_the_smoke_study_runs_and_is_reported(smoke):
     results = {p.stem for p in (smoke / 'results' / 'smoke').glob('*.json')}
     assert results == {f'{row}-s0' for row in TWO_A_TABLE.split(',')}
@@ -65,11 +66,13 @@ def test_the_smoke_study_runs_and_is_reported(smoke):
     assert (smoke / 'report' / 'smoke.csv').read_text().count('\n') == 1 + len(results)
 
 
+@pytest.mark.slow
 def test_a_kept_run_can_be_evaluated(smoke, capsys):
     crosstest.main([str(smoke / 'work' / 'smoke' / 'top10-s0'), '--batchnorm'])
     assert 'statistics again' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_finished_study_is_not_run_again(smoke, capsys):
     before = {p: p.stat().st_mtime_ns for p in (smoke / 'results').rglob('*.json')}
     jobs = plan(smoke, '--tables=1,2,3,4,5', f'--rows={TWO_A_TABLE}')
@@ -78,12 +81,14 @@ def test_a_finished_study_is_not_run_again(smoke, capsys):
     assert '7 runs, 0 to do' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_result_of_other_settings_is_not_taken_for_this_one(smoke):
     jobs = plan(smoke, '--tables=1', '--rows=none', '--seeds=1', '--set', 'optimizer.lr=0.5')
     with pytest.raises(ValueError, match=r'other settings: optimizer.lr=0.02 \(now 0.5\)'):
         runner.sweep(jobs)
 
 
+@pytest.mark.slow
 def test_a_result_from_other_weights_is_not_taken_for_this_one(smoke, tmp_path):
     first, second = (smoke / 'work' / 'smoke' / f'gpt2-{n}-s0' / 'model' for n in ('none', 'top10'))
     start = tmp_path / 'start'
@@ -108,6 +113,7 @@ def test_a_result_from_other_weights_is_not_taken_for_this_one(smoke, tmp_path):
         runner.sweep(plan(tmp_path, *given[:-1], f'model.init_from={second}'))
 
 
+@pytest.mark.slow
 def test_the_report_follows_the_results(smoke, tmp_path):
     """A number changed in a result changes in the report."""
     path = smoke / 'results' / 'smoke' / 'none-s0.json'
@@ -234,6 +240,7 @@ def records(workdir):
     return [json.loads(line) for line in lines if line.endswith('}')]
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
     """kill -9 in the second run; then nothing is repeated."""
     more = ('--tables=1', '--rows=none', '--set', 'epochs=24')

@@ -664,6 +664,7 @@ def listening(pid):
     return {r[1].split(':')[0][-8:] for r in rows if r[3] == '0A' and f'socket:[{r[9]}]' in own}
 
 
+@pytest.mark.slow
 def test_two_processes_end_like_one_whatever_happens(tmp_path):
     """Ctrl-C in mid-epoch, kill -9, a damaged checkpoint, then to the end: the same numbers.
 
@@ -727,6 +728,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_tied_tables_in_three_processes_are_one_parameter(tmp_path):
     """Three processes, the second without a table, and one program, in float64: the same losses."""
     (tmp_path / 'tied.py').write_text(TIED)

@@ -40,6 +40,7 @@ from tests.runs import (
     damage_newest,
     known_model,
     records,
+    slow,
     start,
     wait_for_steps,
 )
@@ -248,7 +249,11 @@ GOLDEN_LOSSES = {  # five steps, width 4, batch 32 of digits; a change here is a
 }
 
 
-@pytest.mark.parametrize(('what', 'losses'), GOLDEN_LOSSES.items(), ids=lambda v: str(v[0]))
+@pytest.mark.parametrize(
+    ('what', 'losses'),
+    slow(GOLDEN_LOSSES.items(), lambda case: case[0][0] == 'resnet18'),
+    ids=lambda v: str(v[0]),
+)
 def test_five_step_losses(what, losses):
     s = experiment.experiment_of(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
     ran = one_program.epoch_by_step(s, alone(s))(one_program.create(s), np.arange(160))
@@ -281,7 +286,11 @@ TEXT |= {'train_examples': 128, 'test_examples': 64, 'batch_size': 32}
 ALIKE = {'fwd': 'raw', 'bwd': 'raw', 'clip_norm': 0.5, 'num_microbatches': 2, 'epochs': 1}
 
 
-@pytest.mark.parametrize('make', [small, lambda **c: config_of('text_gpt2', **TEXT, **c)])
+def small_text(**changes):
+    return config_of('text_gpt2', **TEXT, **changes)
+
+
+@pytest.mark.parametrize('make', [small, pytest.param(small_text, marks=pytest.mark.slow)])
 def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys):
     """Float32, other fusions: losses to 1e-4, not to the bit; tied tables stay one to the bit."""
     found = []
@@ -330,6 +339,7 @@ def test_the_memory_of_feedback_is_what_a_run_keeps(runtime, fwd, bwd):
     assert rows == kept if runtime != 'spmd' else rows < kept
 
 
+@pytest.mark.slow
 def test_anchors_of_tokens_train_alike():
     """Tokens reach every stage, in training and in a test; both ends' tables agree to the bit."""
     found, fwd = [], 'anchored(block(4), vocabulary)'
@@ -444,6 +454,7 @@ def last_arrays(workdir, config):
     return state.replace(key=jax.random.key_data(state.key))
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     """SIGTERM in mid-epoch, kill -9, a damaged checkpoint, then to the end: equal to the bit."""
     changes = {'fwd': 'aqsgd(top_k(0.3), examples=examples)', 'bwd': 'ef21(top_k(0.1))'}

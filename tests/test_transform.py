@@ -16,6 +16,7 @@ from jaxmp.distributed.placement import device_mesh
 from jaxmp.exchange import AXIS, over, transform
 from tests import laws
 from tests.laws import QUICK
+from tests.runs import slow
 
 SEED = 7
 KERNEL = {'w': np.zeros((20, 15), np.float32)}
@@ -212,7 +213,9 @@ def test_the_states_of_all_phases_are_alike():
 PHASES = [(t, p) for t in laws.EXCHANGES for p in range(1 + ('frozen_adam' in t))]
 
 
-@pytest.mark.parametrize(('text', 'phase'), PHASES)
+@pytest.mark.parametrize(
+    ('text', 'phase'), slow(PHASES, lambda case: re.search('bucketed|demo|random_k', case[0]))
+)
 def test_a_step_that_one_replica_cannot_take_is_taken_by_none(text, phase):
     """Nor remembered: the next is as if it had never been. One element of one replica is bad."""
     r, params = np.random.default_rng(0), {'b': np.zeros(7, 'f4'), 'w': np.zeros((20, 15), 'f4')}

@@ -17,9 +17,10 @@ import jaxmp
 from jaxmp import config as schema
 from jaxmp.report import compare
 from tests.outside import own, parts
-from tests.runs import ENV, ROOT
+from tests.runs import ENV, ROOT, slow
 
 
+@pytest.mark.slow
 def test_train_py_trains_parts_that_the_package_does_not_know(tmp_path):
     command = [sys.executable, 'train.py', '--config=tests/outside/own.py', f'--workdir={tmp_path}']
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
@@ -62,7 +63,10 @@ def test_a_task_of_ones_own_in_a_program_per_stage(tmp_path, capsys):
     assert capsys.readouterr().out.count('rmse') == 2
 
 
-@pytest.mark.parametrize(('runtime', 'replicas'), [('local', 1), ('mpmd', 1), ('local', 2)])
+@pytest.mark.parametrize(
+    ('runtime', 'replicas'),
+    slow([('local', 1), ('mpmd', 1), ('local', 2)], lambda case: case[0] == 'local'),
+)
 def test_an_optimizer_that_clips_knows_the_norm_of_all_stages(tmp_path, runtime, replicas):
     losses = []
     ours = {'name': 'sgd', 'momentum': 0.9, 'clip_norm': 0.5}
