@@ -130,7 +130,6 @@ def klt(
     _check(bits, refresh, patch, by_gradient)
     check_bools('klt', by_sample=by_sample, signed=signed, entropy=entropy)
     coder = by_entropy if entropy else by_width
-
     first = functools.partial(_first, bits=bits, refresh=refresh, patch=patch)
 
     def estimated(x: Array, tx: Sender) -> Sender:
