@@ -23,6 +23,7 @@ from jaxmp.training.sizes import (
     residual_rows,
     shapes,
 )
+from jaxmp.training.summary import BYTES, byte_cells
 from jaxmp.training.task import Task
 from jaxmp.wire import nbytes
 
@@ -70,20 +71,10 @@ def stages(exp: Experiment) -> Table:
 def boundaries(exp: Experiment) -> Table:
     """Bytes per step at each boundary, and the memory of its feedback states."""
     table = Table(title=f'boundaries, bytes per step: fwd {exp.config.fwd}, bwd {exp.config.bwd}')
-    for head in (
-        'boundary',
-        'uncompressed',
-        'forward',
-        'forward ratio',
-        'backward',
-        'backward ratio',
-        'feedback',
-    ):
+    for head in (*BYTES, 'feedback'):
         table.add_column(head, justify='right')
     for row, memory in zip(message_bytes(exp), feedback_rows(exp), strict=True):
-        full, f, b = row['uncompressed'], row['forward'], row['backward']
-        cells = f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
-        table.add_row(str(row['boundary']), f'{full:,}', *cells, f'{memory:,} bytes')
+        table.add_row(*byte_cells(row), f'{memory:,} bytes')
     return table
 
 

@@ -26,6 +26,8 @@ from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_b
 if TYPE_CHECKING:
     from jaxmp.training.loop import Run
 
+BYTES = 'boundary', 'uncompressed', 'forward', 'forward ratio', 'backward', 'backward ratio'
+
 
 def finish(
     exp: Experiment,
@@ -200,26 +202,28 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         row = metric.format(best), str(best['epoch']), metric.format(last)
         scores.add_row(said or 'none', *row, f'{last["loss"]:.4f}')
     size = Table(title='bytes per step')
-    for head in (
-        'boundary',
-        'uncompressed',
-        'forward',
-        'forward ratio',
-        'backward',
-        'backward ratio',
-    ):
+    for head in BYTES:
         size.add_column(head, justify='right')
     tied = [{'boundary': 'token table', **summary['tied']}] if 'tied' in summary else []
     for row in (*summary['bytes'], *tied):
-        full, f, b = row['uncompressed'], row['forward'], row['backward']
-        cells = f'{full:,}', f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
-        size.add_row(str(row['boundary']), *cells)
+        size.add_row(*byte_cells(row))
     if texts := _phases(summary):
         size.title = f'bytes per step; {texts}'
     if 'exchange' in summary:
         _add_exchange(size, summary['exchange'], summary['processes'])
     links = [_moved(summary)] if 'moved' in summary and summary['processes'] > 1 else []
     return [scores, size, *links]
+
+
+def byte_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells under `BYTES` of a row of `jaxmp.training.sizes.message_bytes`.
+
+    >>> byte_cells({'boundary': 1, 'uncompressed': 4096, 'forward': 1024, 'backward': 2048})
+    ('1', '4,096', '1,024', '4.00', '2,048', '2.00')
+    """
+    full, f, b = row['uncompressed'], row['forward'], row['backward']
+    ways = f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
+    return str(row['boundary']), f'{full:,}', *ways
 
 
 def _phases(summary: dict[str, Any]) -> str:
