@@ -23,12 +23,11 @@ from jaxmp.pipeline import pipeline
 from jaxmp.plan.choose import Candidate
 from jaxmp.plan.clock import PASSES, Clock, timed
 from jaxmp.plan.predict import Edge
-from jaxmp.training.by_stage import ByStage
-from jaxmp.training.engine import rules_of
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.portable import name
 from jaxmp.training.probe import keeping
 from jaxmp.training.step import train_step
+from jaxmp.training.trainer import Trainer
 from jaxmp.wire import Ctx, Like, bits, like
 
 STEPS = 30  # of training before the snapshots, at most
@@ -91,18 +90,18 @@ def trained(exp: Experiment, clock: Clock) -> Trained:
     """Training steps without compression, until a share of the time is over."""
     keep, n = keeping(direct(raw)), len(exp.task.stages) - 1
     kept = exp._replace(model=pipeline(exp.task.stages, [keep] * n, [keep] * n))
-    engine, size = ByStage(kept, ProcessGroup()), exp.config.batch_size
-    via: Any = Gradients(engine.training)
-    rules, state = rules_of(kept, 0), engine.create(kept)
+    trainer, size = Trainer(kept, ProcessGroup()), exp.config.batch_size
+    via: Any = Gradients(trainer.training)
+    rules, state = trainer.rules(0), trainer.create()
     found, times, i = [], [], 0
     while len(found) < SNAPSHOTS or not (i >= STEPS or clock.spent(SHARES['training'])):
         rows = data.order(exp.config.seed, i // exp.epoch_steps, len(exp.data.train.y))
         first = i % exp.epoch_steps * size
         [batch] = data.batches(exp.data.train, size, rows[first : first + size])
-        state, _ = train_step(rules, via, engine.across, (state, batch))
+        state, _ = train_step(rules, via, trainer.across, (state, batch))
         jax.block_until_ready(state)
         times.append((via.seconds, time.monotonic() - via.end))
-        parts = engine.export(state).parts
+        parts = trainer.export(state).parts
         found.append([parts[name(s, 0)]['feedback'] for s in range(n + 1)])
         found, i = found[-SNAPSHOTS:], i + 1
     clock.say(f'{i} training steps done')
@@ -111,7 +110,7 @@ def trained(exp: Experiment, clock: Clock) -> Trained:
     for s in range(n):
         ways[s, s + 1] = [first(stages[s].right_tx) for stages in found]
         ways[s + 1, s] = [first(stages[s + 1].left_tx) for stages in found]
-    variables = jax.device_put(engine.weights(state), jax.devices()[0])
+    variables = jax.device_put(trainer.weights(state), jax.devices()[0])
     gradients, rest = (statistics.median(t) for t in zip(*times[1:], strict=True))
     return Trained(ways, variables, gradients, rest / (n + 1))
 

@@ -19,7 +19,7 @@ from jaxmp.plan.predict import Times
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch, StageState
 from jaxmp.runtimes.worker import CompiledStage, Worker
-from jaxmp.training.engine import model_of
+from jaxmp.training.evaluate import model_of
 from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.wire import Ctx
 

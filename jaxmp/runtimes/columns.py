@@ -8,17 +8,21 @@ reach each other (`jaxmp.exchange`). A column may span processes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from jaxmp.distributed.placement import open_links
-from jaxmp.exchange.collectives import AXIS, over, part, whole
-from jaxmp.runtimes.types import ByReplica
+from jaxmp.exchange import Exchange
+from jaxmp.exchange.collectives import AXIS, Collectives, over, part, whole
+from jaxmp.exchange.traffic import bytes_of
+from jaxmp.runtimes.types import ByReplica, Step, by_replica, is_by_replica, of_replica
 
 
 class Columns:
@@ -30,7 +34,7 @@ class Columns:
       here: for each stage of this process its replicas here.
     """
 
-    def __init__(self, devices: Sequence[Sequence[Any]], options: Any = None) -> None:
+    def __init__(self, devices: Sequence[Sequence[Any]] | np.ndarray, options: Any = None) -> None:
         """Takes a device per replica and stage; ``options`` are those of `jax.jit`'s compiler."""
         self.devices, self._options = np.array(devices, dtype=object), options
         self.replicas, count = self.devices.shape
@@ -51,10 +55,10 @@ class Columns:
         """
         own = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
         if self.replicas == 1:
-            return ByReplica({0: _alone(f, self._options)(*(t[0] for t in own))})
+            return ByReplica({0: on_one(f, None, self._options)(*(t[0] for t in own))})
         mesh, here = self._mesh(stage), self.here[stage]
         join = lambda t: whole(NamedSharding(mesh, P(AXIS)), [_row(t[r]) for r in here])
-        out = _together(f, mesh, self._options)(*map(join, own))
+        out = on_all(f, mesh, self._options)(*map(join, own))
         return ByReplica({r: _unrow(part(out, self.devices[r, stage])) for r in here})
 
     def open(self) -> None:
@@ -72,12 +76,15 @@ _unrow = jax.jit(lambda tree: jax.tree.map(lambda a: a[0], tree))
 
 
 @functools.lru_cache(maxsize=256)
-def _alone(f: Callable[..., Any], options: Any) -> Any:
-    return jax.jit(functools.partial(f, None), compiler_options=options and dict(options))
+def on_one(f: Callable[..., Any], via: Collectives | None = None, options: Any = None) -> Any:
+    """``f(via, *trees)``, compiled for one replica."""
+    return jax.jit(functools.partial(f, via), compiler_options=options and dict(options))
 
 
 @functools.lru_cache(maxsize=256)
-def _together(f: Callable[..., Any], mesh: Mesh, options: Any) -> Any:
+def on_all(f: Callable[..., Any], mesh: Mesh, options: Any = None) -> Any:
+    """``f(collectives, *trees)``, compiled for the replicas of a mesh, over the trees' axis 0."""
+
     def device(*trees: Any) -> Any:
         own = f(over(), *jax.tree.map(lambda a: a[0], trees))
         return jax.tree.map(lambda a: a[None], own)
@@ -85,3 +92,37 @@ def _together(f: Callable[..., Any], mesh: Mesh, options: Any) -> Any:
     # Nothing is differentiated through a collective, which is what check_vma guards.
     run = jax.shard_map(device, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
     return jax.jit(run, compiler_options=options and dict(options))
+
+
+class OverColumns:
+    """What runtimes whose stages are apart have in common; see `PlacedRuntime`."""
+
+    columns: Columns
+    together = False
+
+    def bind(self, step: Step, each: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """See `PlacedRuntime`; the functions of a stage are compiled, and the step calls them."""
+        return functools.partial(step, self)  # pyright: ignore[reportArgumentType]
+
+    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+        """See `Runtime`."""
+        return self.columns.at(stage, f, *trees)
+
+    def rows(self, tree: Any) -> dict[int, Any]:
+        """See `PlacedRuntime`."""
+        parts = jax.tree.leaves(tree, is_leaf=is_by_replica)
+        numbers = next((list(p) for p in parts if is_by_replica(p)), [])
+        return {r: of_replica(tree, r) for r in numbers}
+
+    def join(self, stage: int, like: Any, rows: Mapping[int, Any]) -> Any:
+        """See `PlacedRuntime`."""
+        put = lambda r, tree: jax.device_put(tree, self.columns.devices[r, stage])
+        return by_replica(like, {r: put(r, tree) for r, tree in rows.items()})
+
+    def numbered(self, step: Any, words: Any) -> tuple[Any, Array]:
+        """See `PlacedRuntime`; the number is one of numpy, which no device computes."""
+        return np.asarray(step, np.int32), jax.random.wrap_key_data(jnp.asarray(words))
+
+    def bytes_of(self, exchange: Exchange, params: Any) -> dict[str, Any]:
+        """See `PlacedRuntime`."""
+        return bytes_of(exchange, params, self.columns.replicas)

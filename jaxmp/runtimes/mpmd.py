@@ -17,18 +17,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.driver import Driver, drive
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.plans import one_f_one_b
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.stage import programs, shapes
 from jaxmp.runtimes.state import StageState
-from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys, one_replica
+from jaxmp.runtimes.types import (
+    Batch,
+    ByReplica,
+    Model,
+    ModelState,
+    StepKeys,
+    one_replica,
+    output,
+)
 
 
-class Mpmd:
-    """A program per stage; see `jaxmp.runtimes.types.Runtime`."""
+class Mpmd(OverColumns):
+    """A program per stage; see `jaxmp.runtimes.types.PlacedRuntime`."""
 
     def __init__(
         self,
@@ -75,8 +83,8 @@ class Mpmd:
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any
     ) -> tuple[Any, dict[int, Any], ModelState]:
-        """See `Runtime`; the means are a list over this process's replicas."""
-        states, grads, means = {}, {s: ByReplica() for s in self.stages}, []
+        """See `Runtime`."""
+        states, grads, means = {}, {s: ByReplica() for s in self.stages}, ByReplica()
         for r, driver in self.drivers.items():
             part = one_replica(batch, r, self.replicas)
             keys = StepKeys.of(key, part['id'], r if self.replicas > 1 else None)
@@ -88,11 +96,13 @@ class Mpmd:
             for s, g in result.grads.items():
                 grads[s][r] = g
             if result.loss is not None:
-                means.append((result.loss, result.aux))
-        return means or None, grads, self._gathered(states)
+                means[r] = result.loss, result.aux
+        return means, grads, self._gathered(states)
 
-    def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
-        """See `Runtime`."""
+    def predict(
+        self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output
+    ) -> tuple[Any, Any]:
+        """See `PlacedRuntime`."""
         outputs, feedback = None, {s: ByReplica() for s in self.stages}
         for r, driver in self.drivers.items():
             keys = StepKeys.of(key, batch['id'])
@@ -101,11 +111,7 @@ class Mpmd:
             outputs = jnp.concatenate(rows) if rows and outputs is None else outputs
             for s, st in after.items():
                 feedback[s][r] = st.feedback
-        return outputs, feedback
-
-    def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
-        """See `Runtime`."""
-        return self.columns.at(stage, f, *trees)
+        return None if outputs is None else jax.jit(then)(outputs, dict(batch)), feedback
 
     def measuring(self, measured: list[Action]) -> Mpmd:
         """The same runtime, which adds the actions of replica 0 to ``measured``; see `Driver`."""
@@ -115,7 +121,12 @@ class Mpmd:
         return other
 
     def collectives(self) -> dict[int, tuple[int, int]]:
-        """Bytes a message that the compiled links of this process's first replica move."""
+        """Bytes a message that the compiled links of this process's first replica move.
+
+        Empty in a single process, whose links copy from device to device.
+        """
+        if jax.process_count() == 1:
+            return {}
         driver = next(iter(self.drivers.values()))
         ends = sorted({min(edge) for edge in driver.lanes})
         moves = lambda *edge: driver.lanes[edge].permuted()

@@ -21,21 +21,21 @@ from jaxtyping import Array
 from jaxmp.exchange.collectives import AXIS as REPLICA
 from jaxmp.exchange.collectives import part, whole
 from jaxmp.hlo import permuted
-from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.memory import FeedbackMemory
 from jaxmp.runtimes.packing import Packing
 from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
 from jaxmp.runtimes.stage import StageProgram, programs, shapes
 from jaxmp.runtimes.state import StageState
-from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys
+from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys, output
 from jaxmp.runtimes.wires import AXIS
 from jaxmp.wire import nbytes
 
 SLICE = P(REPLICA, AXIS)
 
 
-class Spmd:
-    """One program for all stages; see `jaxmp.runtimes.types.Runtime`."""
+class Spmd(OverColumns):
+    """One program for all stages; see `jaxmp.runtimes.types.PlacedRuntime`."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class Spmd:
         """The feedback memory of all stages as the step takes it; inverse of `unpack`."""
         return self._packed(self.program.memory, feedback)
 
-    def unpack(self, memory: Any) -> dict[int, ByReplica]:
+    def unpack(self, feedback: Any) -> dict[int, ByReplica]:
         """The feedback memory by stage and replica."""
-        return self._trees(self.program.memory, memory)
+        return self._trees(self.program.memory, feedback)
 
     def _packed(self, layout: Packing | FeedbackMemory, trees: dict[int, ByReplica]) -> Any:
         """Trees by stage and replica as arrays ``(R, S, ...)``, moving none."""
@@ -166,27 +166,26 @@ class Spmd:
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any
     ) -> tuple[Any, dict[int, Any], ModelState]:
-        """See `Runtime`; the means are a list over the replicas."""
+        """See `Runtime`."""
         params, statistics = self.program.packings
         args = self._state(state), dict(batch), key
         if self._lowered is None:
             self._lowered = self.step.lower(*args)
         self._steps += 1
         means, grads, (model_state, feedback) = self.step(*args)
-        rows = [jax.tree.map(lambda a: a[r], means) for r in range(self.replicas)]  # noqa: B023
+        row = lambda r: jax.tree.map(lambda a: a[r], means)
+        rows = ByReplica({r: row(r) for r in range(self.replicas)})
         after = ModelState(state.params, self._trees(statistics, model_state), feedback)
         return rows, self._trees(params, grads), after
 
-    def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
-        """See `Runtime`."""
+    def predict(
+        self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output
+    ) -> tuple[Any, Any]:
+        """See `PlacedRuntime`."""
         inputs = {k: batch[k] for k in ('x', 'id')}
         outputs, feedback = self.forwards(self._state(state), inputs, key)
         rows = part(outputs, self.columns.devices[0, -1])
-        return rows.reshape(-1, *rows.shape[4:]), feedback
-
-    def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
-        """See `Runtime`."""
-        return self.columns.at(stage, f, *trees)
+        return jax.jit(then)(rows.reshape(-1, *rows.shape[4:]), dict(batch)), feedback
 
 
 _init = jax.jit(StageProgram.init, static_argnums=0)

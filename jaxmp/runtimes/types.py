@@ -87,7 +87,7 @@ class ModelState(NamedTuple):
 
 
 class Runtime(Protocol):
-    """How stages run; what is per stage is opaque to the caller but for `at`.
+    """How stages run, as a step sees it; what is per stage is opaque to the caller but for `at`.
 
     Attributes:
       stages: numbers of the stages of this process.
@@ -106,11 +106,53 @@ class Runtime(Protocol):
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any
     ) -> tuple[Any, dict[int, Any], ModelState]:
-        """Means (None where the last stage is not), gradients per stage, and the next state."""
+        """Means of each replica (perhaps none here), gradients per stage, and the next state."""
         ...
 
-    def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
-        """Outputs for the whole batch (None where the last stage is not), and the feedback after.
+    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+        """``f(collectives, *trees)`` of one replica of a stage, run by all of them at their place.
+
+        ``collectives`` are those of `jaxmp.exchange`, or None without replicas; ``f`` is compiled
+        once, so it must be one function and no new closure at every call.
+        """
+        ...
+
+
+class PlacedRuntime(Protocol):
+    """A runtime over the devices of a process, as a trainer sees it.
+
+    Attributes:
+      last: number of the last stage, of any process.
+      replicas: their number R.
+      together: whether one program holds all stages of a replica, and compiles the whole step.
+    """
+
+    last: int
+    replicas: int
+    together: bool
+
+    def init(self, key: Array) -> ModelState:
+        """See `Runtime`."""
+        ...
+
+    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+        """See `Runtime`."""
+        ...
+
+    def bind(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
+        """``step(runtime, state, batch) -> (state, values)`` over this runtime.
+
+        Args:
+          step: a pure function; where one program holds all stages, the whole of it is compiled,
+            and takes the buffers of ``state``.
+          each: booleans in place of parts of ``state``: whether it differs by replica.
+        """
+        ...
+
+    def predict(
+        self, state: ModelState, batch: Batch, key: Any, then: Callable[[Any, Batch], Any] = ...
+    ) -> tuple[Any, Any]:
+        """``then(outputs, batch)`` (None where the last stage is not), and the feedback after.
 
         Every replica takes the whole batch; the outputs are those of the first one here.
         """
@@ -124,13 +166,33 @@ class Runtime(Protocol):
         """The feedback states in the runtime's own layout; inverse of `unpack`."""
         ...
 
-    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
-        """``f(collectives, *trees)`` of one replica of a stage, run by all of them at their place.
-
-        ``collectives`` are those of `jaxmp.exchange`, or None without replicas; ``f`` is compiled
-        once, so it must be one function and no new closure at every call.
-        """
+    def rows(self, tree: Any) -> dict[int, Any]:
+        """A tree that is per replica as those of the replicas here, by their number."""
         ...
+
+    def join(self, stage: int, like: Any, rows: Mapping[int, Any]) -> Any:
+        """The tree of a stage whose `rows` are given, in the form of ``like``, on its devices."""
+        ...
+
+    def numbered(self, step: Any, words: Any) -> tuple[Any, Array]:
+        """A step's number and the run's key, given its words, where this runtime has them."""
+        ...
+
+    def shapes(self) -> list[Any]:
+        """Shapes of all stages' `jaxmp.runtimes.state.StageState`."""
+        ...
+
+    def bytes_of(self, exchange: Any, params: Any) -> dict[str, Any]:
+        """Bytes a step that one replica hands to the collectives of an exchange of gradients."""
+        ...
+
+
+Step = Callable[[Runtime, Any, Batch], tuple[Any, Any]]
+
+
+def output(outputs: Any, batch: Batch) -> Any:
+    """The outputs themselves: what follows a prediction where nothing does."""
+    return outputs
 
 
 class StepKeys(NamedTuple):

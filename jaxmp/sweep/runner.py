@@ -15,7 +15,6 @@ grouped ones, which take twice as long on CPU.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import shutil
 import statistics
@@ -88,14 +87,12 @@ class Rows:
     def of(self, job: Job) -> Any:
         """The programs for ``job``; those of another row are freed first."""
         from jaxmp.distributed.process_group import ProcessGroup
-        from jaxmp.training.loop import prepare, reseed
+        from jaxmp.training.loop import prepare
 
         if self._made is None or self._row != job.row:
             self._made = None
-            made = prepare(job.config, ProcessGroup())
-            engine = made.engine._replace(epoch=functools.cache(made.engine.epoch))
-            self._row, self._made = job.row, made._replace(engine=engine)
-        return reseed(self._made, job.config)
+            self._row, self._made = job.row, prepare(job.config, ProcessGroup())
+        return self._made.of_seed(job.config)
 
 
 def scores(summary: Summary) -> str:
@@ -111,15 +108,15 @@ def scores(summary: Summary) -> str:
     return '  '.join([*values, duration(summary['seconds'])])
 
 
-def one(job: Job, made: Any, quiet: bool, keep: bool) -> Summary:
+def one(job: Job, trainer: Any, quiet: bool, keep: bool) -> Summary:
     """Executes ``job`` and saves its result; raises KeyboardInterrupt if a signal ended it."""
     from jaxmp.sweep.diverged import diverged
     from jaxmp.training.loop import DivergedError, train_and_evaluate
 
     try:
-        summary = train_and_evaluate(job.config, job.workdir, made=made, quiet=quiet)
+        summary = train_and_evaluate(job.config, job.workdir, trainer=trainer, quiet=quiet)
     except DivergedError as error:
-        summary = diverged(made.exp, error.step, job.workdir, made.engine.moved())
+        summary = diverged(trainer.exp, error.step, job.workdir, trainer.moved())
     if summary is None:
         raise KeyboardInterrupt
     if weights := digest(job.config.model.init_from):

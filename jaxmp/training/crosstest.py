@@ -26,6 +26,7 @@ from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.config import KEYS, complete, flat, nested
+from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.feedback import direct
 from jaxmp.grammar import own_words
 from jaxmp.metrics import Metric
@@ -34,15 +35,14 @@ from jaxmp.report import style
 from jaxmp.report.compare import picture
 from jaxmp.runtimes.local import Local, join, split
 from jaxmp.spec import parse
-from jaxmp.training import one_program
 from jaxmp.training.checkpoint import Checkpoints, WorkdirError
-from jaxmp.training.engine import model_of
-from jaxmp.training.evaluate import means, sums, totals
+from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.files import write_json
 from jaxmp.training.moments import matched, opened_with
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
+from jaxmp.training.trainer import Trainer
 from jaxmp.wire import Ctx
 
 PASSES = 100  # after which the running means have forgotten where they began
@@ -83,15 +83,15 @@ def load(workdir: Path) -> Run:
     values |= {name: key.default for name, key in KEYS.items() if key.runtime}
     values |= {'parallel.runtime': 'local', 'tied_exchange': 'mean'}
     exp = experiment_of(complete(nested(values)))
-    engine = one_program.one_program(exp)
-    state = engine.create(exp)
-    saved = Checkpoints(workdir).restore(engine.export(state))
+    trainer = Trainer(exp, ProcessGroup())
+    state = trainer.create()
+    saved = Checkpoints(workdir).restore(trainer.export(state))
     if saved is None:
         raise ValueError(f'{workdir} has no checkpoint; train it first, or longer')
     summary = workdir / 'summary.json'
     ended = json.loads(summary.read_text()) if summary.is_file() else {}
     trained = {k: ended[k] for k in ('seed', 'commit', 'hardware') if k in ended}
-    return Run(workdir.resolve().name, exp, engine.load(state, saved[0]), trained)
+    return Run(workdir.resolve().name, exp, trainer.load(state, saved[0]), trained)
 
 
 def named(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -14,7 +13,7 @@ from jaxmp import data
 from jaxmp.config import Config
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.training.experiment import Experiment, microbatch_like
-from jaxmp.training.loop import Prepared, prepare
+from jaxmp.training.loop import prepare
 from jaxmp.training.sizes import (
     check_residuals,
     feedback_rows,
@@ -25,6 +24,7 @@ from jaxmp.training.sizes import (
 )
 from jaxmp.training.summary import BYTES, byte_cells
 from jaxmp.training.task import Task
+from jaxmp.training.trainer import Trainer
 from jaxmp.wire import nbytes
 
 
@@ -34,18 +34,19 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
     Raises:
       ValueError: for a configuration that makes no sense, or that needs more memory than there is.
     """
-    made = prepare(config, group, task)
+    trainer = prepare(config, group, task)
+    exp = trainer.exp
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     if group.index == 0:
-        for table in (stages(made.exp), boundaries(made.exp)):
+        for table in (stages(exp), boundaries(exp)):
             console.print(table)
-    if config.parallel.runtime != 'local':
-        check_residuals(made.exp)
+    if exp.parallel.apart:
+        check_residuals(exp)
         if group.index == 0:
-            console.print(residuals(made.exp))
-    seconds = first_step(made)
+            console.print(residuals(exp))
+    seconds = first_step(trainer)
     if group.index == 0:
-        steps = config.epochs * made.exp.epoch_steps
+        steps = config.epochs * exp.epoch_steps
         console.print(
             f'compiles, and its first step runs: {seconds:.1f} s with the compilation; '
             f'{steps:,} steps in all',
@@ -89,11 +90,10 @@ def residuals(exp: Experiment) -> Table:
     return table
 
 
-def first_step(made: Prepared) -> float:
+def first_step(trainer: Trainer) -> float:
     """Runs the first step of training; returns the seconds it took."""
-    exp: Any = made.exp
-    start = time.time()
+    exp, start = trainer.exp, time.time()
     order = data.order(exp.config.seed, 0, len(exp.data.train.y))[: exp.config.batch_size]
-    for after, _, _ in made.engine.epoch(0)(made.engine.create(exp), order, lambda: False):
+    for after, _, _ in trainer.epoch(0, trainer.create(), order):
         jax.block_until_ready(after.step)
     return time.time() - start

@@ -8,9 +8,8 @@ step. Every replica has a workdir of its own with its records; that of replica 0
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,23 @@ import numpy as np
 import optax
 
 from jaxmp import config as schema
-from jaxmp import data
-from jaxmp.boundary import Boundary
 from jaxmp.config import Config
 from jaxmp.distributed.address import token_of
 from jaxmp.distributed.member import BehindError, Member
 from jaxmp.distributed.process_group import Address, ProcessGroup, endpoint
-from jaxmp.exchange import Collectives, Exchange, bytes_of
-from jaxmp.training import one_program, replicas
+from jaxmp.exchange import Collectives, Exchange
+from jaxmp.runtimes.replicated import Replicated
 from jaxmp.training.agreement import digests, settings_of
-from jaxmp.training.engine import Engine, Epoch, Stopped, rules_of
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.fingerprint import fingerprint
-from jaxmp.training.loop import Prepared, train_and_evaluate
+from jaxmp.training.loop import train_and_evaluate
 from jaxmp.training.meetings import Meetings
-from jaxmp.training.one_program import never, step_of
-from jaxmp.training.replicated import exchanged_shapes
-from jaxmp.training.step import TrainState
+from jaxmp.training.parallel import RUNTIMES, Build
+from jaxmp.training.portable import Portable
+from jaxmp.training.step import Rules, TrainState
 from jaxmp.training.task import Task
 from jaxmp.training.trackers import Callback
+from jaxmp.training.trainer import Trainer
 
 PATIENCE = 50.0  # seconds in which the hub must answer
 ALONE = Exchange(lambda grads, n: (), lambda grads, state, key, via: (grads, state))
@@ -69,13 +66,13 @@ def train_as_member(
     k, token = int(address.process or 0), token_of(address.token_file, host)
     workdir = workdir / 'replicas' / str(k) if k else workdir
     exp = experiment_of(config, task)
-    meetings = Meetings(exp)
-    made = Prepared(exp, elastic(exp, meetings, k, workdir))
+    trainer = ElasticTrainer(exp, k, workdir)
+    meetings = trainer.meetings
     while True:
         meetings.member = Member((host, port), k, token, PATIENCE)
         try:
             summary = train_and_evaluate(
-                config, workdir, task, ProcessGroup(), made, callbacks=callbacks, quiet=k > 0
+                config, workdir, task, trainer=trainer, callbacks=callbacks, quiet=k > 0
             )
         except BehindError as error:
             print(f'replica {k}: {error}; joins again', flush=True)
@@ -89,7 +86,7 @@ def check(config: Config, address: Address) -> None:
     """Raises ValueError unless ``config`` can be elastic, with so many processes."""
     schema.check(config)
     runtime, n = config.parallel.runtime, config.parallel.replicas
-    if runtime != 'local' or n < 2:
+    if RUNTIMES[runtime].apart or n < 2:
         raise ValueError(
             f'config.parallel.elastic=True takes several replicas of one program each, got '
             f'config.parallel.replicas={n} and config.parallel.runtime={runtime!r}; stages in '
@@ -102,77 +99,80 @@ def check(config: Config, address: Address) -> None:
         )
 
 
-def elastic(exp: Experiment, meetings: Meetings, k: int, workdir: Path) -> Engine:
-    """The engine of replica k.
+class ElasticTrainer(Trainer):
+    """Trains replica k of several, which meet between steps."""
 
-    Raises:
-      ValueError: if the exchange is not in rounds, or its states do not let replicas come and go.
-    """
-    if any(e.rounds is None for e in (exp.exchange, *exp.exchange.by_epoch)):
-        raise ValueError(
-            f'config.exchange={exp.config.exchange!r} needs all replicas in every step, and '
-            'config.parallel.elastic=True lets them come and go between rounds; take '
-            'diloco(30, all_gather(ef(one_bit))), or diloco(30, mean, outer=sgd(1.0)) as local SGD'
-        )
-    meetings.take(one_program.create(exp, exp.replicas))
-    meetings.check()
-    score = one_program.evaluator(exp)
-    via = Collectives(exp.replicas, k, *(lambda tree: tree,) * 3)
+    def __init__(self, exp: Experiment, k: int, workdir: Path) -> None:
+        """Connects to nobody yet.
 
-    @functools.cache
-    def compiled(cuts: tuple[Boundary, ...]) -> Callable[..., Any]:
-        alone = tuple(g._replace(exchange=ALONE) for g in exp.groups)
-        rules = rules_of(exp, 0)._replace(groups=alone)
-        return jax.jit(functools.partial(step_of(exp, cuts, rules), via), donate_argnums=0)
+        Args:
+          exp: the experiment.
+          k: number of the replica.
+          workdir: of this replica.
 
-    steps = lambda n: compiled(exp.boundaries(n))
-    public = lambda state: state.replace(
-        model=state.model._replace(params=meetings.shared(state.model.params))
-    )
+        Raises:
+          ValueError: if the exchange is not in rounds, or its states do not let replicas come and
+            go.
+        """
+        if any(e.rounds is None for e in (exp.exchange, *exp.exchange.by_epoch)):
+            raise ValueError(
+                f'config.exchange={exp.config.exchange!r} needs all replicas in every step, and '
+                'config.parallel.elastic=True lets them come and go between rounds; take '
+                'diloco(30, all_gather(ef(one_bit))), or diloco(30, mean, outer=sgd(1.0)) as local '
+                'SGD'
+            )
+        self.scored, self.workdir = k, workdir
+        super().__init__(exp, ProcessGroup())
+        self.meetings = Meetings(exp, super().create)
+        self.create()
+        self.meetings.check()
 
-    return Engine(
-        create=lambda seeded: meetings.take(one_program.create(seeded, exp.replicas)),
-        epoch=lambda n: epoch_of(exp, steps(n), meetings, k, workdir),
-        evaluate=lambda state, compressed: score(public(state), compressed),
-        export=lambda state: one_program.export(exp, meetings.whole(state), k),
-        load=lambda state, saved: meetings.take(
-            one_program.load(exp, meetings.whole(state), saved, k)
-        ),
-        moved=lambda: {
-            'processes': exp.replicas,
-            'exchange': replicas.traffic(exp, exchanged_shapes(exp), bytes_of),
-        },
-        weights=lambda state: one_program.variables_of(public(state)),
-        enter=lambda state: enter(exp, meetings, state, steps),
-        leave=lambda state, done: meetings.member.close(
-            int(state.step), done, meetings.to_bytes
-        ),
-    )  # fmt: skip
+    def builder(self) -> Build:
+        """One program, of one of several replicas."""
+        via = Collectives(self.exp.replicas, self.scored, *(lambda tree: tree,) * 3)
+        test = lambda model: Replicated(model, train=False)
+        return lambda model, train: Replicated(model, via=via) if train else test(model)
 
+    def rules(self, epoch: int) -> Rules:
+        """Those of a replica by itself."""
+        alone = tuple(g._replace(exchange=ALONE) for g in self.exp.groups)
+        return super().rules(epoch)._replace(groups=alone)
 
-def epoch_of(
-    exp: Experiment, step: Callable[..., Any], meetings: Meetings, k: int, workdir: Path
-) -> Epoch:
-    """An epoch of replica k as a loop over a compiled step, with the rounds between steps."""
+    def batches(self, order: np.ndarray) -> Iterator[dict[str, Any]]:
+        """This replica's cuts of the batches of ``order``, which may be empty."""
+        each = self.exp.config.batch_size // self.exp.replicas
+        cut = slice(self.scored * each, (self.scored + 1) * each)
+        for batch in super().batches(order) if len(order) else ():
+            yield {name: a[cut] for name, a in batch.items()}
 
-    def run(state: TrainState, order: np.ndarray, stopped: Stopped = never) -> Iterator:
-        number = int(state.step)
-        for batch in own_batches(exp, order, k):
-            state, values = step(state, batch)
-            number += 1
-            state = meetings.turn(state, number)
-            note(meetings.member, workdir)
-            yield state, values, stopped()
+    # States: those of the exchange are with the meetings.
 
-    return run
+    def create(self) -> TrainState:
+        """See `Trainer`."""
+        return self.meetings.take(super().create())
 
+    def meet(self, state: TrainState, number: int) -> TrainState:
+        """See `Trainer`."""
+        state = self.meetings.turn(state, number)
+        note(self.meetings.member, self.workdir)
+        return state
 
-def own_batches(exp: Experiment, order: np.ndarray, k: int) -> Iterator[dict[str, Any]]:
-    """Replica k's cuts of the batches of ``order``, which may be empty."""
-    each = exp.config.batch_size // exp.replicas
-    if len(order):
-        for batch in data.batches(exp.data.train, exp.config.batch_size, order):
-            yield {name: a[k * each : (k + 1) * each] for name, a in batch.items()}
+    def averaged(self, state: TrainState) -> dict[int, tuple[Any, Any]]:
+        """The shared parameters, and the statistics of this replica."""
+        params = self.meetings.shared(state.model.params)
+        return {s: (params[s], state.model.model_state[s]) for s in params}
+
+    def export(self, state: TrainState) -> Portable:
+        """See `Trainer`."""
+        return super().export(self.meetings.whole(state))
+
+    def load(self, state: TrainState, saved: Portable) -> TrainState:
+        """See `Trainer`."""
+        return self.meetings.take(super().load(self.meetings.whole(state), saved))
+
+    def moved(self) -> dict[str, Any]:
+        """See `Trainer`; each replica is a process."""
+        return {**super().moved(), 'processes': self.exp.replicas}
 
 
 def note(member: Member, workdir: Path) -> None:
@@ -184,27 +184,7 @@ def note(member: Member, workdir: Path) -> None:
                 file.write(json.dumps({'step': step, 'members': members}) + '\n')
 
 
-def enter(
-    exp: Experiment, meetings: Meetings, state: TrainState, steps: Callable[[int], Any]
-) -> TrainState:
-    """The state with which this replica joins, after its program is compiled."""
-    number, k = int(state.step), meetings.member.replica
-    batch = next(own_batches(exp, np.arange(exp.config.batch_size), k))
-    steps(number // exp.epoch_steps)(jax.tree.map(jnp.copy, state), batch)
-    welcome = meetings.member.join(number, meetings.digest(), about(exp))
-    if welcome.state:
-        meetings.load(welcome.state)
-        params = meetings.shared(state.model.params)
-        state = state.replace(model=state.model._replace(params=params))
-    if welcome.step != number:
-        opt_state = moved(state.opt_state, welcome.step)
-        state = state.replace(step=jnp.asarray(welcome.step, jnp.int32), opt_state=opt_state)
-    if welcome.provide:
-        meetings.member.provide(welcome.step, meetings.digest(), meetings.to_bytes())
-    return jax.tree.map(jnp.copy, state)  # the first step takes its buffers
-
-
-def moved(opt_state: Any, number: int) -> Any:
+def at_step(opt_state: Any, number: int) -> Any:
     """The optimizer's state with the learning rate's schedule at step ``number``."""
     kind = optax.ScaleByScheduleState
     at = lambda x: kind(jnp.asarray(number, jnp.int32)) if isinstance(x, kind) else x

@@ -1,4 +1,4 @@
-"""The evaluation of a state on the test split: boundaries, feedback, keys, sums and means."""
+"""The model of an experiment, and its evaluation: boundaries, feedback, keys, sums and means."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxtyping import Array
 from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
-from jaxmp.feedback import direct
+from jaxmp.feedback import direct, per_microbatch
 from jaxmp.runtimes.state import Feedback
-from jaxmp.runtimes.types import ModelState, each
-from jaxmp.training.experiment import Experiment
+from jaxmp.runtimes.types import Model, ModelState, each
+from jaxmp.training.experiment import Experiment, microbatch_like
 
 Predict = Callable[[ModelState, Any, Array], tuple[Any, Any]]
 STREAM = 2**32 - 1  # of a run's key; 0 is the initial parameters', a step has its number's
@@ -82,6 +82,19 @@ def totals(exp: Experiment, start: ModelState, key: Array, predict: Predict) -> 
         total += 0 if new is None else np.asarray(new)
     jax.block_until_ready(state.feedback)
     return total
+
+
+def model_of(exp: Experiment, cuts: tuple[Boundary, ...]) -> Model:
+    """The model of an experiment, with some boundaries between its stages."""
+    n = exp.config.parallel.num_microbatches
+    cuts = tuple(boundary(per_microbatch(b.fwd, n), per_microbatch(b.bwd, n), b.via) for b in cuts)
+
+    def loss(output: Array, y: Array) -> tuple[Array, dict[str, Array]]:
+        scores = {k: jnp.mean(v) for k, v in scored(exp, output, y).items()}
+        return scores['loss'], scores
+
+    remat = exp.config.parallel.remat
+    return Model(exp.task.stages, cuts, exp.task.prepare, loss, microbatch_like(exp), n, remat)
 
 
 def evaluation_key(key: Array, batch: int) -> Array:

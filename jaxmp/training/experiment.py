@@ -15,19 +15,16 @@ import jax.numpy as jnp
 from jaxmp import config as schema
 from jaxmp import data, exchange
 from jaxmp.boundary import Boundary
-from jaxmp.config import KEYS, Config
+from jaxmp.config import Config
 from jaxmp.exchange import Exchange
 from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
 from jaxmp.pipeline import Pipeline, pipeline
-from jaxmp.plugins import called
-from jaxmp.runtimes import schedule
-from jaxmp.runtimes.plans import named
-from jaxmp.runtimes.schedule import Action
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
 from jaxmp.training.optimizer import Optimizer, optimizer_of
+from jaxmp.training.parallel import Parallel, parallel_of
 from jaxmp.training.phases import Phase, phases_of
 from jaxmp.training.task import Task, task_of
 from jaxmp.wire import Like
@@ -45,7 +42,7 @@ class Experiment(NamedTuple):
       groups: the parameters that are trained, and how each group is exchanged and updated.
       epoch_steps: steps per epoch.
       exchange: between replicas.
-      replicas: their number.
+      parallel: where replicas and stages are.
     """
 
     config: Config
@@ -56,7 +53,12 @@ class Experiment(NamedTuple):
     groups: Groups
     epoch_steps: int
     exchange: Exchange
-    replicas: int
+    parallel: Parallel
+
+    @property
+    def replicas(self) -> int:
+        """Their number."""
+        return self.parallel.replicas
 
     def boundaries(self, epoch: int) -> tuple[Boundary, ...]:
         """The boundaries of an epoch, counted from 0."""
@@ -76,8 +78,8 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     """
     schema.check(config)
     task = task_of(config) if task is None else task
-    between = tied_exchange(config, bool(task.copied))
-    actions_of(config, len(task.stages))
+    parallel = parallel_of(config, len(task.stages))
+    between = tied_exchange(config, bool(task.copied) and parallel.apart)
     examples = sized(task.data, config)
     data.check(examples, bool(vocabulary(task)))
     count = len(examples.train.y)
@@ -89,10 +91,7 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     phases = phases_of(config, model.boundaries, names)
     epoch_steps = count // config.batch_size
     groups = groups_of(task, optimizer_of(config, epoch_steps), shared, between)
-    return Experiment(
-        config, task, examples, model, phases, groups, epoch_steps, shared,
-        config.parallel.replicas,
-    )  # fmt: skip
+    return Experiment(config, task, examples, model, phases, groups, epoch_steps, shared, parallel)
 
 
 def groups_of(task: Task, optimizer: Optimizer, shared: Exchange, between: Exchange) -> Groups:
@@ -223,7 +222,7 @@ def tied_exchange(config: Config, tied: bool) -> Exchange:
 
     Args:
       config: ``tied_exchange``, by default ``mean``: both send all of it.
-      tied: whether there is such a parameter.
+      tied: whether there is such a parameter, and its copies are apart.
 
     Raises:
       ValueError: if there is nothing that it could compress, or the copies would not be updated
@@ -231,7 +230,7 @@ def tied_exchange(config: Config, tied: bool) -> Exchange:
     """
     text, runtime = config.tied_exchange, config.parallel.runtime
     shared = exchange.parse(text, own_words(config.codecs))
-    if text.strip() != 'mean' and not (tied and runtime != 'local'):
+    if text.strip() != 'mean' and not tied:
         raise ValueError(
             f'config.tied_exchange={text!r} compresses the gradient of a token table that two '
             f'stages hold, and config.parallel.runtime={runtime!r} of this model sends none; take '
@@ -250,29 +249,6 @@ def tied_exchange(config: Config, tied: bool) -> Exchange:
             'with less, and a table is exchanged alike in all epochs; take one without a warm-up'
         )
     return shared
-
-
-def actions_of(config: Config, stages: int) -> tuple[Action, ...]:
-    """The schedule that ``config.parallel.schedule`` names.
-
-    Raises:
-      ValueError: if the schedule is broken, of another size, or not one of so many stages.
-    """
-    name, count = config.parallel.schedule, config.parallel.num_microbatches
-    if make := named(name):
-        try:
-            return make(stages, count)
-        except ValueError as error:
-            raise ValueError(f'config.parallel.schedule={name!r}: {error}') from None
-    wanted = KEYS['parallel.schedule'].own
-    actions = tuple(called('parallel.schedule', name, wanted, stages, count))
-    schedule.check(actions)
-    if schedule.size(actions)[:2] != (stages, count):
-        raise ValueError(
-            f'config.parallel.schedule={name!r} is of {schedule.size(actions)[:2]} stages and '
-            f'micro-batches, and there are {stages} and {count}'
-        )
-    return actions
 
 
 def check_ids(fwd: Channel, text: str, examples: int) -> None:

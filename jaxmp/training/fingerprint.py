@@ -164,8 +164,7 @@ def _crossing(fwd: Codec, bwd: Codec, x: Array) -> tuple[Array, Array]:
 def exchanges(exp: Experiment) -> list[Exchange]:
     """The exchanges of a run between replicas, and between copies of a token table."""
     shared = list(exp.exchange.by_epoch) or [exp.exchange]
-    apart = exp.config.parallel.runtime != 'local'
-    between = [g.between for g in exp.groups if g.between and apart]
+    between = [g.between for g in exp.groups if g.between and exp.parallel.apart]
     return shared * (exp.replicas > 1) + between
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,25 +17,23 @@ from jaxmp import data
 from jaxmp.config import Config
 from jaxmp.distributed.launchers import check_alone
 from jaxmp.distributed.process_group import Address, ProcessGroup, connect
-from jaxmp.runtimes.schedule import place
 from jaxmp.training.agreement import check_alike, check_workdir, settings_of
-from jaxmp.training.by_stage import by_stage
 from jaxmp.training.checkpoint import Checkpoints
-from jaxmp.training.engine import Engine, Values
-from jaxmp.training.experiment import Experiment, actions_of, experiment_of
+from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.files import claim, owned
-from jaxmp.training.one_program import one_program
-from jaxmp.training.portable import variables_of
+from jaxmp.training.parallel import parallel_of
+from jaxmp.training.portable import Portable, variables_of
 from jaxmp.training.probe import prober
+from jaxmp.training.profile import profiled
 from jaxmp.training.progress import Display, duration
 from jaxmp.training.records import Records
-from jaxmp.training.replicated import replicated
 from jaxmp.training.resume import Place, begin, finished, stop_signals, tell_resumption
 from jaxmp.training.sizes import check_memory, shapes
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import conclude, finish, modes, recipe
 from jaxmp.training.task import Task, stage_count
 from jaxmp.training.trackers import Callback
+from jaxmp.training.trainer import Trainer, Values
 
 
 class DivergedError(RuntimeError):
@@ -58,54 +56,33 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
       ProcessGroupError: as `connect`.
     """
     schema.check(config)
-    runtime, replicas = config.parallel.runtime, config.parallel.replicas
-    if runtime == 'spmd' or (runtime == 'local' and replicas == 1):
-        if all(a is None for a in address[:3]):
-            check_alone(f'config.parallel.runtime={runtime!r} without replicas is one')
-        elif address.processes != 1:
-            raise ValueError(
-                f'config.parallel.runtime={runtime!r} is one process, got {address}; processes '
-                'need --config.parallel.runtime=mpmd or --config.parallel.replicas=N'
-            )
-        return ProcessGroup()
-    about = settings_of(config)
-    if runtime == 'mpmd':
-        homes = place(actions_of(config, stage_count(config)))
-        parts = [r * (1 + max(homes)) + d for r in range(replicas) for d in homes]
-        return connect(address, parts, about)
-    return connect(address, range(replicas), about, what='replica')
+    parallel = parallel_of(config, stage_count(config))
+    if len(parts := parallel.parts()) > 1 or parallel.spans:
+        return connect(address, parts, settings_of(config), what=parallel.part)
+    runtime = config.parallel.runtime
+    if all(a is None for a in address[:3]):
+        check_alone(f'config.parallel.runtime={runtime!r} without replicas is one')
+    elif address.processes != 1:
+        raise ValueError(
+            f'config.parallel.runtime={runtime!r} is one process, got {address}; processes '
+            'need --config.parallel.runtime=mpmd or --config.parallel.replicas=N'
+        )
+    return ProcessGroup()
 
 
 def devices(config: Config, processes: int) -> int:
-    """How many devices a process of a run needs.
-
-    One per replica, in spmd one per stage of each.
-    """
-    stages, runtime = stage_count(config), config.parallel.runtime
-    each = config.parallel.replicas * (stages if runtime == 'spmd' else 1)
-    return max(1, each // processes)
+    """How many devices a process of a run needs."""
+    return parallel_of(config, stage_count(config)).devices(processes)
 
 
-class Prepared(NamedTuple):
-    """An experiment and its runtime, whose compiled programs runs of other seeds share."""
-
-    exp: Experiment
-    engine: Engine
-
-
-def prepare(config: Config, group: ProcessGroup, task: Task | None = None) -> Prepared:
-    """What a run needs; raises ValueError or ProcessGroupError where ``config`` makes no sense."""
+def prepare(config: Config, group: ProcessGroup, task: Task | None = None) -> Trainer:
+    """What trains; raises ValueError or ProcessGroupError where ``config`` makes no sense."""
     exp = experiment_of(config, task)
     if group.count == 1:
         check_memory(exp)
     check_alike(group, exp)
     group.share(None)  # all are here: links open now, before compiling parts them
-    return Prepared(exp, engine_of(exp, group))
-
-
-def reseed(made: Prepared, config: Config) -> Prepared:
-    """``made`` for ``config``, which differs in its seed."""
-    return made._replace(exp=made.exp._replace(config=config))
+    return Trainer(exp, group)
 
 
 def train_and_evaluate(
@@ -113,7 +90,7 @@ def train_and_evaluate(
     workdir: str | Path,
     task: Task | None = None,
     group: ProcessGroup | None = None,
-    made: Prepared | None = None,
+    trainer: Trainer | None = None,
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
     draw: bool = True,
@@ -127,7 +104,7 @@ def train_and_evaluate(
       workdir: the run's folder.
       task: data, stages and scores, in place of those that ``config`` names.
       group: the processes, from `jaxmp.distributed.process_group.connect`; default this one alone.
-      made: from `prepare`, where other runs have used it.
+      trainer: from `prepare`, where other runs have used it.
       quiet: show and draw nothing.
       callbacks: each is called with every record, a dict, once it is a line of ``metrics.jsonl``,
         in the first process. What a callback raises ends the run.
@@ -144,17 +121,18 @@ def train_and_evaluate(
     """
     workdir, group = Path(workdir), group or ProcessGroup()
     resolved = schema.complete(config)
-    exp, engine = made or prepare(resolved, group, task)
+    trainer = trainer or prepare(resolved, group, task)
+    exp = trainer.exp
     lead, kept = group.index == 0, None
     with ExitStack() as stack:
         if lead:
-            several = resolved.parallel.runtime == 'mpmd' or group.count > 1
+            several = exp.parallel.spans or group.count > 1
             kept = resolved.to_dict() | ({'processes': group.count} if several else {})
             stack.enter_context(owned(workdir))
             claim(workdir, kept)
         check_workdir(group, workdir)
         checkpoints = stack.enter_context(closing(Checkpoints(workdir, group, kept)))
-        state, place = begin(exp, engine, checkpoints, workdir)
+        state, place = begin(trainer, checkpoints, workdir)
         done, total = int(state.step), resolved.epochs * exp.epoch_steps
         records = stack.enter_context(closing(Records(workdir if lead else None, done, callbacks)))
         display = Display(exp.task.metric, total, done, resolved.batch_size, quiet or not lead)
@@ -162,50 +140,47 @@ def train_and_evaluate(
             if task is not None or ':' in resolved.model.name + resolved.data.name:
                 display.say(recipe(resolved))
             tell_resumption(display, checkpoints, workdir, done)
-            if resolved.parallel.profile:
-                engine.profile(workdir)
-            r = Run(exp, engine, checkpoints, records, display, seen, workdir, done)
-            state, place, stopped = train(r, state, place)
-            engine.leave(state, not stopped)
+            probe = prober(exp) if probed(exp, group) else None
+            r = Run(trainer, probe, checkpoints, records, display, seen, workdir, done)
+            with profiled(trainer, workdir):
+                state, place, stopped = train(r, state, place)
+            trainer.leave(state, not stopped)
         if stopped:
             if lead and not quiet:
                 print(f'stopped by a signal, saved at step {state.step}; the same command goes on')
             return None
         ended = group.share(finished(workdir, total) if lead and done == total else None)[0]
-        moved, weights = ended or engine.moved(), engine.weights(state)
+        moved, weights = ended or trainer.moved(), trainer.weights(state)
         if not lead:
             return {}
         if exp.task.export and weights is None:  # stages of other processes are in the checkpoint
-            weights = variables_of(checkpoints.newest(engine.export(state)), shapes(exp)[0])
+            weights = variables_of(checkpoints.newest(trainer.export(state)), shapes(exp)[0])
         summary = ended or finish(exp, total, place, records.records, moved, workdir)
         conclude(r, summary, weights, quiet, draw)
         return summary
 
 
-def engine_of(exp: Experiment, group: ProcessGroup) -> Engine:
-    """The engine of the configuration's runtime and replicas; in one process with the probe."""
-    if exp.config.parallel.runtime != 'local':
-        engine = by_stage(exp, group)
-    else:
-        engine = one_program(exp) if exp.replicas == 1 else replicated(exp, group)
-    if exp.config.probe == 'off' or group.count > 1 or not exp.model.boundaries:
-        return engine
-    measure, first = prober(exp), exp.config.warmup_epochs * exp.epoch_steps
-    probe = lambda state: measure(engine.export(state)) if int(state.step) >= first else []
-    return engine._replace(probe=probe)
-
-
 class Run(NamedTuple):
-    """An experiment, what its run talks to, its folder and the step that this start began at."""
+    """What a run trains with and talks to, its folder and the step that this start began at."""
 
-    exp: Experiment
-    engine: Engine
+    trainer: Trainer
+    probe: Callable[[Portable], list[dict[str, Any]]] | None
     checkpoints: Checkpoints
     records: Records
     display: Display
     signals: list[int]
     workdir: Path
     start: int
+
+    @property
+    def exp(self) -> Experiment:
+        """The experiment."""
+        return self.trainer.exp
+
+
+def probed(exp: Experiment, group: ProcessGroup) -> bool:
+    """Whether the boundaries are probed: where asked for, in a single process that has all."""
+    return exp.config.probe != 'off' and group.count == 1 and bool(exp.model.boundaries)
 
 
 def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, bool]:
@@ -217,10 +192,10 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
     config, n, stop = r.exp.config, r.exp.epoch_steps, False
     start = time.time() - place['seconds']
     for epoch in range((int(state.step) - place['steps']) // n, config.epochs):
-        steps = r.engine.epoch(epoch)
         order = data.order(config.seed, epoch, len(r.exp.data.train.y))[: n * config.batch_size]
         left = order[place['steps'] * config.batch_size :]
-        for after, values, asked in steps(state, left, lambda: bool(r.signals)):
+        steps = r.trainer.epoch(epoch, state, left, lambda: bool(r.signals))
+        for after, values, asked in steps:
             state, stop = after, asked
             place = add(place, values, epoch * n)
             show_progress(r, place, epoch)
@@ -232,8 +207,8 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
                 record(r, state, place, epoch + 1)
                 place = {**place, **dict.fromkeys(r.exp.task.scores, 0.0), 'steps': 0, 'missed': 0}
             if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
-                r.engine.check(state)
-                r.checkpoints.save(int(state.step), r.engine.export(state), place)
+                r.trainer.check(state)
+                r.checkpoints.save(int(state.step), r.trainer.export(state), place)
         if stop:
             break
     return state, place, stop
@@ -266,16 +241,17 @@ def means_of(r: Run, place: Place) -> Values:
 
 def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
     """Closes an epoch: its mean training loss, the probe, the test with compression off and on."""
-    r.engine.check(state)
+    r.trainer.check(state)
     base = {'step': int(state.step), 'epoch': epoch}
     means = means_of(r, place)
     if place['steps'] > place['missed']:
         r.records.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
-    for row in r.engine.probe(state):
-        r.records.write({'kind': 'boundary', **base, **row})
+    if r.probe and epoch > r.exp.config.warmup_epochs - 1:
+        for row in r.probe(r.trainer.export(state)):
+            r.records.write({'kind': 'boundary', **base, **row})
     metric, tests = r.exp.task.metric, {}
     for mode in ('off', 'on'):
-        tests[mode] = r.engine.evaluate(state, mode == 'on')
+        tests[mode] = r.trainer.evaluate(state, mode == 'on')
         r.records.write({'kind': 'test', **base, 'compression': mode, **tests[mode]})
     labels = modes(len(r.exp.task.stages) - 1, r.exp.config)
     said = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]

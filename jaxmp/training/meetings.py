@@ -8,6 +8,7 @@ shared parameters have the same bits at all of them.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,6 @@ from jaxmp.distributed.member import Member, View
 from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.rounds import Plan, applied, change
 from jaxmp.exchange.settled import reduced
-from jaxmp.training import one_program
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.groups import Home, by_home, equal, homes, is_first, joined, split
 from jaxmp.training.replicas import checksums
@@ -38,13 +38,14 @@ class Meetings:
       held: the states.
     """
 
-    def __init__(self, exp: Experiment) -> None:
+    def __init__(self, exp: Experiment, create: Callable[[], TrainState]) -> None:
         """Starts without states and without a connection.
 
         Args:
           exp: the experiment, whose exchange is in rounds.
+          create: the state before the first step of one of its replicas.
         """
-        self.exp, self.groups = exp, exp.groups
+        self.exp, self.groups, self._create = exp, exp.groups, create
         self.member: Member
         self.held: dict[int, list[Any]] = {}
         self._thread = ThreadPoolExecutor(1, 'rounds')
@@ -102,7 +103,7 @@ class Meetings:
             jnp.asarray(np.frombuffer(content[i:j], a.dtype).reshape(a.shape))
             for a, i, j in zip(leaves, sizes, sizes[1:], strict=False)
         )
-        first = self._states(one_program.create(self.exp, self.exp.replicas).exchange)
+        first = self._states(self._create().exchange)
         for state, anew in zip(self._states(), first, strict=True):
             for part, new in zip(state['parts'], anew['parts'], strict=True):
                 own = {name: part[name] for name in SHARED}
@@ -248,7 +249,7 @@ class Meetings:
 
     def _arguments(self, p: int) -> tuple[Any, Any, Any]:
         """Arguments of `_reduce`, of the right shapes."""
-        zeros = one_program.create(self.exp, self.exp.replicas).model.params
+        zeros = self._create().model.params
         parts = self._parts(p)
         changes, words, _ = self._programs(self._plan(0), p)[0](zeros, parts, self.key, 0)
         return words, changes, [part['held'] for part in parts]
@@ -272,7 +273,9 @@ class Meetings:
 
     def _shapes(self, n: int) -> Any:
         """Shapes of the states of one of n replicas."""
-        own = jax.eval_shape(lambda: one_program.create(self.exp, n).exchange)
+        parts = split(self.groups, jax.eval_shape(self._create).model.params)
+        init = lambda group, params: group.exchange.phase(0).init(params, n)
+        own = [jax.eval_shape(functools.partial(init, h[1]), parts[h]) for h in self._homes()]
         return jax.tree.map(lambda a: (a.shape, a.dtype), own)
 
 

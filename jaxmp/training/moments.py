@@ -25,8 +25,7 @@ from jaxmp.codecs import raw
 from jaxmp.feedback import direct
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.types import ModelState
-from jaxmp.training.engine import model_of
-from jaxmp.training.evaluate import evaluation_key
+from jaxmp.training.evaluate import evaluation_key, model_of
 from jaxmp.training.experiment import Experiment
 from jaxmp.wire import Codec, Ctx, Like, Payload
 

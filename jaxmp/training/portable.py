@@ -90,8 +90,7 @@ def export(exp: Experiment, rows: Mapping[int, Any], state: TrainState) -> Porta
     parts = {
         name(s, r): part(s, tree, exp) for r, stages in rows.items() for s, tree in stages.items()
     }
-    words = jax.random.key_data(state.key).addressable_data(0)
-    return Portable(np.asarray(state.step), np.asarray(words), parts)
+    return Portable(np.asarray(state.step), words_here(state), parts)
 
 
 def load(exp: Experiment, rows: Mapping[int, Any], saved: Portable) -> dict[int, Any]:
@@ -114,9 +113,14 @@ def variables_of(saved: Portable, like: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(map(flax.serialization.from_state_dict, like, rows))
 
 
-def key_of(saved: Portable) -> Array:
-    """The run's key."""
-    return jax.random.wrap_key_data(jnp.asarray(saved.key))
+def words_here(state: TrainState) -> np.ndarray:
+    """The words of the run's key, which each process has."""
+    return np.asarray(jax.random.key_data(state.key).addressable_data(0))
+
+
+def key_here(state: TrainState) -> Array:
+    """The run's key on the first device of this process."""
+    return jax.random.wrap_key_data(jnp.asarray(words_here(state)))
 
 
 def part(stage: int, tree: dict[str, Any], exp: Experiment) -> dict[str, Any]:

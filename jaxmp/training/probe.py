@@ -24,8 +24,7 @@ from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import Batch, ModelState
 from jaxmp.training import portable
-from jaxmp.training.engine import model_of
-from jaxmp.training.evaluate import STREAM, evaluation_key
+from jaxmp.training.evaluate import STREAM, evaluation_key, model_of
 from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.training.portable import Portable
 from jaxmp.training.sizes import likes

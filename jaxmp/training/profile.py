@@ -1,4 +1,4 @@
-"""`Profiler`: where the time of one step under mpmd went, stage by stage.
+"""`Measured`: where the time of one step under mpmd went, stage by stage.
 
 Of a run's steps after the warm-up the third is timed as a whole, the fourth is measured action by
 action, and the fifth is recorded by JAX's own profiler; all others, and all numbers, are those of
@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,63 +26,85 @@ from jaxmp.boundary import Boundary
 from jaxmp.distributed.placement import Device
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.runtimes.driver import Driver
+from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.stage import StageProgram
+from jaxmp.runtimes.types import Batch, Step
 from jaxmp.training import profile_page
 from jaxmp.training.files import write_json
+from jaxmp.training.trainer import Trainer
 from jaxmp.wire import Ctx, Like
 
-Step = Callable[[Any], Any]  # a step over a runtime
-Run = Callable[[Step, Any], Any]  # runs a step over a runtime
 TIMED = 3  # step that is timed as a whole; the next is measured, and the one after recorded
 CALLS = 7  # of an encoder or decoder alone; the median counts
 
 
-def plainly(step: Step, runtime: Any) -> Any:
-    """The step without a profile."""
-    return step(runtime)
+@contextmanager
+def profiled(trainer: Trainer, folder: Path) -> Iterator[None]:
+    """A context in which a trainer's steps are profiled, where the configuration asks for it.
+
+    Args:
+      trainer: its runtime is `Measured` meanwhile.
+      folder: where process 0 writes `profile.json` and every process a trace.
+    """
+    runtime = trainer.training
+    if trainer.exp.config.parallel.profile:
+        trainer.use(Measured(runtime, trainer.group, folder))
+    try:
+        yield
+    finally:
+        trainer.use(runtime)
 
 
-class Profiler:
-    """A function that runs steps, of which it profiles three; see the module."""
+class Measured:
+    """A runtime that profiles three of the steps over it; see the module."""
 
-    def __init__(self, group: ProcessGroup, folder: Path) -> None:
+    def __init__(self, runtime: Mpmd, group: ProcessGroup, folder: Path) -> None:
         """Has run no step.
 
         Args:
+          runtime: runs the steps.
           group: the processes, all of which run the same steps.
           folder: where process 0 writes `profile.json` and every process a trace.
         """
-        self._group, self._folder = group, folder
+        self._runtime, self._group, self._folder = runtime, group, folder
         self._done, self._usual = 0, 0.0
 
-    def __call__(self, step: Step, runtime: Any) -> Any:
-        """What the step gives."""
+    def __getattr__(self, name: str) -> Any:
+        """What is not said here is the runtime's."""
+        return getattr(self._runtime, name)
+
+    def bind(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
+        """See `jaxmp.runtimes.types.PlacedRuntime`."""
+        return lambda state, batch: self._run(lambda runtime: step(runtime, state, batch))
+
+    def _run(self, step: Callable[[Any], Any]) -> Any:
+        """A step over a runtime, perhaps measured."""
         self._done += 1
         if self._done == TIMED:
-            result, self._usual = self._timed(step, runtime)
+            result, self._usual = self._timed(step)
             return result
         if self._done == TIMED + 1:
-            return self._measure(step, runtime)
+            return self._measure(step)
         if self._done == TIMED + 2:
             with jax.profiler.trace(self._folder / 'trace' / f'process-{self._group.index}'):
-                return jax.block_until_ready(step(runtime))
-        return step(runtime)
+                return jax.block_until_ready(step(self._runtime))
+        return step(self._runtime)
 
-    def _timed(self, step: Step, runtime: Any) -> tuple[Any, float]:
+    def _timed(self, step: Callable[[Any], Any]) -> tuple[Any, float]:
         self._group.share(None)  # a barrier
         start = time.monotonic()
-        result = jax.block_until_ready(step(runtime))
+        result = jax.block_until_ready(step(self._runtime))
         return result, time.monotonic() - start
 
-    def _measure(self, step: Step, runtime: Any) -> Any:
+    def _measure(self, step: Callable[[Any], Any]) -> Any:
         actions: list[Action] = []
-        driver = runtime.drivers.get(0)
+        driver = self._runtime.drivers.get(0)
         for lane in driver.lanes.values() if driver else ():
             lane.spans = {}
         self._group.share(None)  # a barrier
         start = time.monotonic()
-        result = jax.block_until_ready(step(runtime.measuring(actions)))
+        result = jax.block_until_ready(step(self._runtime.measuring(actions)))
         own: dict[str, Any] = {'step': time.monotonic() - start, 'usual': self._usual}
         if driver:
             own['actions'] = [_since(start, a) for a in actions]

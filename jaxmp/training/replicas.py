@@ -88,15 +88,14 @@ def compare(rows: np.ndarray, params: Any, step: int, where: str = '') -> None:
 
 
 def traffic(
-    exp: Experiment, params: Sequence[Any], bytes_of: Callable[[Any, Any, int], dict[str, Any]]
+    exp: Experiment, params: Sequence[Any], bytes_of: Callable[[Any, Any], dict[str, Any]]
 ) -> dict[str, Any]:
     """Bytes a step that one replica hands to the collectives of all its stages, after any warm-up.
 
     Args:
       exp: the experiment.
       params: shapes of what is exchanged, group by group.
-      bytes_of: of an exchange, parameters and a number of replicas: a report of numbers, perhaps
-        by kind.
+      bytes_of: of an exchange and parameters: a report of numbers, perhaps by kind.
 
     Returns:
       The sums of the reports, and ``text`` and ``replicas``.
@@ -104,7 +103,7 @@ def traffic(
     last = exp.exchange.by_epoch[-1] if exp.exchange.by_epoch else exp.exchange
     total: dict[str, Any] = {}
     for tree in params:
-        total = _sum(total, bytes_of(last, tree, exp.replicas))
+        total = _sum(total, bytes_of(last, tree))
     return {'text': str(exp.config.exchange), 'replicas': exp.replicas, **total}
 
 

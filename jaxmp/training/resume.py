@@ -12,12 +12,12 @@ from typing import Any
 from jaxmp.config import complete, flat
 from jaxmp.distributed.signals import leave_closed_terminal, stopping
 from jaxmp.training.checkpoint import Checkpoints
-from jaxmp.training.engine import Engine
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError
 from jaxmp.training.optimizer import rate_of
 from jaxmp.training.phases import spans
 from jaxmp.training.progress import Display
+from jaxmp.training.trainer import Trainer
 
 Place = dict[str, Any]  # of the current epoch: its steps, those that this process missed, sums over
 # the others; and the seconds of the run
@@ -46,20 +46,18 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(n, handler)
 
 
-def begin(
-    exp: Experiment, engine: Engine, checkpoints: Checkpoints, workdir: Path
-) -> tuple[Any, Place]:
+def begin(trainer: Trainer, checkpoints: Checkpoints, workdir: Path) -> tuple[Any, Place]:
     """The state and place from which the run starts or resumes.
 
     Raises:
       WorkdirError: if the run has more epochs than ``config.epochs``, as `check_length`, or as
         described in `Checkpoints.restore`.
     """
-    state = engine.create(exp)
+    exp, state = trainer.exp, trainer.create()
     place = {**dict.fromkeys(exp.task.scores, 0.0), 'steps': 0, 'missed': 0, 'seconds': 0.0}
-    if (saved := checkpoints.restore(engine.export(state))) is not None:
-        state, place = engine.load(state, saved[0]), {**place, **saved[1]}
-    before, state = int(state.step), engine.enter(state)
+    if (saved := checkpoints.restore(trainer.export(state))) is not None:
+        state, place = trainer.load(state, saved[0]), {**place, **saved[1]}
+    before, state = int(state.step), trainer.enter(state)
     done = int(state.step)
     if done != before:
         here = (done - 1) % exp.epoch_steps + 1 if done else 0

@@ -13,11 +13,10 @@ from jaxmp import exchange
 from jaxmp.boundary import Boundary, FeedbackState
 from jaxmp.distributed.placement import memory
 from jaxmp.pipeline import Pipeline
-from jaxmp.runtimes.schedule import most_kept
 from jaxmp.runtimes.stage import StageProgram, programs
 from jaxmp.runtimes.state import MicroBatch
-from jaxmp.training.engine import model_of
-from jaxmp.training.experiment import Experiment, actions_of, microbatch_like
+from jaxmp.training.evaluate import model_of
+from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.training.groups import copied, split
 from jaxmp.wire import Ctx, Like, nbytes
 
@@ -52,23 +51,17 @@ def feedback_rows(exp: Experiment) -> list[int]:
 
 
 def feedback_bytes(exp: Experiment) -> int:
-    """Bytes of all feedback states of one replica as its runtime keeps them.
-
-    A device of ``spmd`` has the largest state of each end and way, whichever stage it runs.
-    """
-    ends = feedback_ends(exp)
-    if exp.config.parallel.runtime != 'spmd' or not ends:
-        return sum(map(sum, ends))
-    return len(exp.task.stages) * sum(max(column) for column in zip(*ends, strict=True))
+    """Bytes of all feedback states of one replica as its runtime keeps them."""
+    return exp.parallel.feedback_bytes(feedback_ends(exp))
 
 
 def feedback_ends(exp: Experiment) -> list[tuple[int, ...]]:
     """Bytes at each boundary: of the sender and the receiver forward, and of both backward.
 
-    Under ``local`` both ends share a state where it is the same at both.
+    In one program both ends share a state where it is the same at both.
     """
     _, states = shapes(exp)
-    count, apart = exp.config.parallel.num_microbatches, exp.config.parallel.runtime != 'local'
+    count, apart = exp.config.parallel.num_microbatches, exp.parallel.apart
     rows = []
     for i, cut in enumerate(exp.model.boundaries):
         row: list[int] = []
@@ -83,8 +76,7 @@ def feedback_ends(exp: Experiment) -> list[tuple[int, ...]]:
 def residual_rows(exp: Experiment) -> list[tuple[int, int]]:
     """For each stage the bytes of a micro-batch's residuals, and how many it keeps at once.
 
-    Under ``mpmd`` and ``spmd``, whose stages keep them from a forward to its backward; in a device
-    of ``spmd`` all slots are as large as those of the largest stage.
+    Where stages are apart, they keep them from a forward to its backward.
     """
     model, c = model_of(exp, exp.model.boundaries), exp.config.parallel
     stages = programs(model.stages, model.boundaries, model.loss, model.x, {'train': True}, c.remat)
@@ -96,11 +88,7 @@ def residual_rows(exp: Experiment) -> list[tuple[int, int]]:
         ctx = Ctx(ids=ids).reading(stages[0].x)
         batch = MicroBatch(None if p.left else p.x, None if p.right else y, ctx)
         sizes.append(nbytes(jax.eval_shape(functools.partial(_residuals, p), batch)))
-    if c.runtime == 'spmd':
-        slots = min(c.num_microbatches, 2 * len(stages) - 1)
-        return [(max(sizes), slots)] * len(stages)
-    most = most_kept(actions_of(exp.config, len(stages)))
-    return [(size, most[s]) for s, size in enumerate(sizes)]
+    return exp.parallel.residuals(sizes)
 
 
 def _residuals(p: StageProgram, batch: MicroBatch) -> Any:

@@ -22,16 +22,8 @@ from jaxtyping import Array
 from jaxmp.exchange import Collectives, Exchange
 from jaxmp.exchange.settled import reduced
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
-from jaxmp.training.groups import (
-    Groups,
-    Home,
-    by_home,
-    by_stage,
-    copied,
-    is_first,
-    joined,
-    split,
-)
+from jaxmp.training.across import Across
+from jaxmp.training.groups import Groups, by_home, by_stage, copied, is_first, joined, split
 from jaxmp.training.optimizer import Optimizer, WholeNorm
 from jaxmp.wire import widened
 
@@ -56,6 +48,10 @@ class TrainState(flax.struct.PyTreeNode):
     copies: Any = ()
 
 
+_OF_ALL: Any = {'step': False, 'key': False}
+PER_REPLICA = TrainState(model=True, opt_state=True, exchange=True, copies=True, **_OF_ALL)  # pyright: ignore
+
+
 class Rules(NamedTuple):
     """What a step does with the gradients.
 
@@ -71,30 +67,6 @@ class Rules(NamedTuple):
     def normed(self) -> bool:
         """Whether a step needs the global norm."""
         return bool(self.clip_norm) or any(isinstance(g.optimizer, WholeNorm) for g in self.groups)
-
-
-class Across(NamedTuple):
-    """What a step needs across stages, wherever they are.
-
-    Attributes:
-      total: sums numbers by stage; of several replicas, an array of their sums.
-      tie: ``(gradients, state, key) -> (gradients, state)`` with the sum over all copies of a group
-        in each copy.
-      share: ``parameters -> parameters`` with equal copies, where two programs may round apart.
-      init: the state of ``tie``.
-      together: whether one program holds all stages; further copies of a group then follow the
-        first, and replicas exchange its gradient once.
-    """
-
-    total: Callable[[dict[int, Any]], Any]
-    tie: Callable[[dict[int, Any], Any, Array], tuple[dict[int, Any], Any]]
-    share: Callable[[dict[int, Any]], dict[int, Any]] = lambda params: params
-    init: Callable[[], Any] = tuple
-    together: bool = False
-
-    def follows(self, home: Home) -> bool:
-        """Whether a group takes here what replicas have exchanged for its first home."""
-        return self.together and not is_first(home)
 
 
 def create(
@@ -132,7 +104,7 @@ def create(
 def train_step(
     rules: Rules, runtime: Runtime, across: Across, at: tuple[TrainState, Batch]
 ) -> tuple[TrainState, Any]:
-    """The next state, and the means of the batch (None where the last stage is not).
+    """The next state, and the means of the batch, of each replica that has the last stage here.
 
     Args:
       rules: what is done with the gradients.

@@ -1,0 +1,174 @@
+"""`Replicated`: the runtime of one program of all stages, compiled with the whole step.
+
+With a mesh, each of its devices is a replica: it runs the program (`jaxmp.runtimes.local`) on its
+cut of the batch, and what differs by replica has an axis 0. Without a mesh there is one replica and
+no axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jaxmp.exchange import AXIS, Collectives, Exchange, bytes_of, over
+from jaxmp.exchange.collectives import part, whole
+from jaxmp.exchange.traffic import compiled_operands
+from jaxmp.runtimes.columns import on_all, on_one
+from jaxmp.runtimes.local import Local
+from jaxmp.runtimes.state import Feedback, StageState
+from jaxmp.runtimes.types import Batch, Model, ModelState, Step, output
+
+
+class Replicated:
+    """One program of all stages by each replica; see `jaxmp.runtimes.types.PlacedRuntime`."""
+
+    together = True
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh | None = None,
+        train: bool = True,
+        via: Collectives | None = None,
+        here: bool = True,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          model: stages and boundaries.
+          mesh: a device per replica; None for a single replica.
+          train: passed to the stages.
+          via: without a mesh, how the replica counts itself among others that it does not reach.
+          here: without a mesh, whether the replica is in this process.
+        """
+        self.local, self.mesh, self.via = Local(model, train, via), mesh, via
+        self.stages, self.last = self.local.stages if here else (), self.local.last
+        self.replicas = mesh.size if mesh else 1
+        mine = enumerate(mesh.devices.flat) if mesh else ()
+        self.devices = {r: d for r, d in mine if d.process_index == jax.process_index()}
+
+    # States.
+
+    def init(self, key: Array) -> ModelState:
+        """See `Runtime`."""
+        state = self.local.init(key)
+        return self.join(0, None, dict.fromkeys(self.devices, state)) if self.mesh else state
+
+    def pack(self, feedback: Any) -> Any:
+        """See `PlacedRuntime`."""
+        return self.local.pack(feedback) if self.stages else ()
+
+    def unpack(self, feedback: Any) -> Any:
+        """See `PlacedRuntime`."""
+        return self.local.unpack(feedback)
+
+    def rows(self, tree: Any) -> dict[int, Any]:
+        """See `PlacedRuntime`."""
+        if self.mesh is None:
+            return {self.via.index if self.via else 0: tree}
+        one = lambda device: jax.tree.map(lambda a: a[0], part(tree, device))
+        return {r: one(device) for r, device in self.devices.items()}
+
+    def join(self, stage: int, like: Any, rows: Mapping[int, Any]) -> Any:
+        """See `PlacedRuntime`."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, next(iter(rows.values())))
+        place = NamedSharding(self.mesh, P(AXIS))
+        frame = lambda a, device: jax.device_put(np.asarray(a)[None], device)
+        cell = lambda tree, device: jax.tree.map(lambda a: frame(a, device), tree)
+        return whole(place, [cell(rows[r], device) for r, device in self.devices.items()])
+
+    def numbered(self, step: Any, words: Any) -> tuple[Array, Array]:
+        """See `PlacedRuntime`."""
+        run = lambda n, words: (jnp.asarray(n, jnp.int32), jax.random.wrap_key_data(words))
+        if self.mesh is None:
+            return run(step, jnp.asarray(words))
+        where = NamedSharding(self.mesh, P())
+        return jax.jit(run, out_shardings=where)(np.asarray(step), np.asarray(words))
+
+    def shapes(self) -> list[StageState]:
+        """See `PlacedRuntime`; without feedback."""
+        model = jax.eval_shape(self.local.init, jax.random.key(0))
+        return [StageState(model.params[s], model.model_state[s], Feedback()) for s in model.params]
+
+    # Programs.
+
+    def whole(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
+        """``step`` of all replicas as a function of state and batch, not yet compiled."""
+        if self.mesh is None:
+            return functools.partial(step, self.local)
+        model = self.local.model
+
+        def some(f: Callable[[Any], Any], tree: Any) -> Any:
+            part = lambda one, part: jax.tree.map(f, part) if one else part
+            return jax.tree.map(part, each, tree)
+
+        def device(state: Any, batch: Batch) -> Any:
+            row = some(lambda a: a[0], state)
+            after, values = step(Local(model, via=over()), row, batch)
+            return some(lambda a: a[None], after), jax.tree.map(lambda a: a[None], values)
+
+        # Nothing is differentiated through a collective here, which is what check_vma guards; a
+        # model's own scans, which start from plain zeros, would not pass it.
+        specs = jax.tree.map(lambda one: P(AXIS) if one else P(), each), P(AXIS)
+        return jax.shard_map(
+            device, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
+        )
+
+    def bind(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
+        """See `PlacedRuntime`."""
+        return jax.jit(self.whole(step, each), donate_argnums=0)
+
+    def scan(self, step: Step, each: Any, arrays: Mapping[str, Any]) -> Callable[..., Any]:
+        """``(state, rows) -> (state, values)``: a compiled scan over steps, for accelerators.
+
+        Args:
+          step: as of `bind`.
+          each: likewise.
+          arrays: of all examples, which stay on the device; a step takes some rows of each.
+        """
+        run, arrays = self.whole(step, each), jax.tree.map(jnp.asarray, dict(arrays))
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def scan(state: Any, arrays: Any, rows: Array) -> Any:
+            batch = lambda ids: {k: a[ids] for k, a in arrays.items()} | {'id': ids}
+            return jax.lax.scan(lambda state, ids: run(state, batch(ids)), state, rows)
+
+        return lambda state, rows: scan(state, arrays, rows)
+
+    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+        """See `Runtime`."""
+        if self.mesh is None:
+            return on_one(f, self.via)(*trees)
+        return on_all(f, self.mesh)(*trees)
+
+    @functools.cached_property
+    def _predict(self) -> Any:
+        def run(then: Callable[..., Any], state: ModelState, batch: Batch, key: Any) -> Any:
+            outputs, feedback = self.local.predict(state, batch, key)
+            return then(outputs, batch), feedback
+
+        return jax.jit(run, static_argnums=0)
+
+    def predict(
+        self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output
+    ) -> tuple[Any, Any]:
+        """See `PlacedRuntime`; without a mesh."""
+        return self._predict(then, state, batch, key) if self.stages else (None, state.feedback)
+
+    # Bytes.
+
+    def bytes_of(self, exchange: Exchange, params: Any) -> dict[str, Any]:
+        """See `PlacedRuntime`; with a mesh also the operands of the compiled collectives."""
+        if self.mesh is None:
+            return bytes_of(exchange, params, self.via.size if self.via else 1)
+        compiled = compiled_operands(exchange, params, self.mesh)
+        return {**bytes_of(exchange, params, self.replicas), 'compiled': compiled}

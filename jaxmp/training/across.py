@@ -1,0 +1,132 @@
+"""`Across`: what a step needs over all stages, where one program holds them or several do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmp.distributed.placement import open_links
+from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.exchange.copies import ENDS, Copies
+from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.types import ByReplica
+from jaxmp.training.groups import Groups, Home, copied, equal, is_first, joined, split, summed
+
+
+class Across(NamedTuple):
+    """What a step needs across stages, wherever they are.
+
+    Attributes:
+      total: sums numbers by stage; of several replicas, an array of their sums.
+      tie: ``(gradients, state, key) -> (gradients, state)`` with the sum over all copies of a group
+        in each copy.
+      share: ``parameters -> parameters`` with equal copies, where two programs may round apart.
+      init: the state of ``tie``.
+      together: whether one program holds all stages; further copies of a group then follow the
+        first, and replicas exchange its gradient once.
+    """
+
+    total: Callable[[dict[int, Any]], Any]
+    tie: Callable[[dict[int, Any], Any, Array], tuple[dict[int, Any], Any]]
+    share: Callable[[dict[int, Any]], dict[int, Any]] = lambda params: params
+    init: Callable[[], Any] = tuple
+    together: bool = False
+
+    def follows(self, home: Home) -> bool:
+        """Whether a group takes here what replicas have exchanged for its first home."""
+        return self.together and not is_first(home)
+
+
+def within(groups: Groups) -> Across:
+    """The operations over stages that one program holds."""
+
+    def total(squares: dict[int, list[Any]]) -> Array:
+        return sum((x for row in squares.values() for x in row), jnp.zeros(()))
+
+    def tie(gradients: dict[int, Any], state: Any, key: Array) -> tuple[dict[int, Any], Any]:
+        return summed(groups, gradients), state
+
+    return Across(total, tie, functools.partial(equal, groups), together=True)
+
+
+class Between:
+    """The operations over stages whose programs are apart, perhaps in several processes."""
+
+    def __init__(
+        self, groups: Groups, group: ProcessGroup, columns: Columns, shapes: dict[int, Any]
+    ) -> None:
+        """Opens the links between the copies of a table.
+
+        Args:
+          groups: of the run.
+          group: the processes.
+          columns: the devices.
+          shapes: those of the parameters of all stages.
+        """
+        self.groups, self.group, self.columns = groups, group, columns
+        self.last = columns.devices.shape[1] - 1
+        self.ends = dict(zip(ENDS, (0, self.last), strict=True))
+        self.tables = self._tables(shapes)
+        self.across = Across(self.total, self.tie, init=self.init)
+
+    def _tables(self, shapes: dict[int, Any]) -> dict[int, Copies]:
+        """The copies of the token table in the first and in the last stage, by replica."""
+        if not (group := copied(self.groups)):
+            return {}
+        assert group.between
+        [table] = jax.tree.leaves(split(self.groups, shapes)[group.homes[0], group])
+        ends = lambda r: tuple(self.columns.devices[r, s] for s in group.homes)
+        rows = {r for s in group.homes for r in self.columns.here.get(s, ())}
+        tables = {r: Copies(group.between, table, ends(r)) for r in sorted(rows)}
+        for copies in tables.values():
+            if len(copies.here) == 1:
+                open_links(copies.mesh)
+        return tables
+
+    def total(self, squares: dict[int, list[Any]]) -> Any:
+        """The sum over all stages of each replica's squared norms, at every process."""
+        here = np.zeros((self.columns.replicas, self.last + 1))
+        for s, rows in jax.device_get(squares).items():
+            for r in self.columns.here[s]:
+                here[r, s] = sum(row[r] for row in rows)
+        return jnp.asarray(self.group.total(here).sum(1).squeeze(), jnp.result_type(float))
+
+    def init(self) -> Any:
+        """The state of the exchange between the two copies of the table, by stage."""
+        states = {r: copies.init() for r, copies in self.tables.items()}
+        return self._by_end(states) if jax.tree.leaves(states) else ()
+
+    def _by_end(self, states: dict[int, Any]) -> dict[int, ByReplica]:
+        rows = {s: {r: t[e] for r, t in states.items() if e in t} for e, s in self.ends.items()}
+        return {s: ByReplica(row) for s, row in rows.items() if row}
+
+    def tie(self, grads: dict[int, Any], before: Any, key: Array) -> tuple[dict[int, Any], Any]:
+        """Gradients with the sum of both tables' in both end stages; the exchange's next state."""
+        after, group = {}, copied(self.groups)
+        assert group
+        tables = {s: p for (s, g), p in split(self.groups, grads).items() if g == group}
+        for r, copies in self.tables.items():
+            ends = {e: s for e, s in self.ends.items() if e in copies.here}
+            parts = {e: jax.tree.leaves(tables[s][r])[0] for e, s in ends.items()}
+            states = {e: before[s][r] for e, s in ends.items()} if before else ()
+            totals, after[r] = copies.add(parts, states, key)
+            for e, total in totals.items():
+                table = tables[ends[e]]
+                new = jax.tree.unflatten(jax.tree.structure(table[r]), [total])
+                tables[ends[e]] = ByReplica({**table, r: new})
+        summed = joined(grads, {(s, group): table for s, table in tables.items()})
+        return summed, self._by_end(after) if before else ()
+
+    def traffic(self) -> list[dict[str, Any]]:
+        """A row of the table of bytes per link, where there is a table."""
+        if not self.tables:
+            return []
+        table = next(iter(self.tables.values())).traffic()
+        ways = {'payload': [table['handed']] * 2, 'collectives': [table['compiled']] * 2}
+        return [{'boundary': 'token table', **ways}]

@@ -1,0 +1,190 @@
+"""`Parallel`: where the replicas and stages of a run are, and all that follows from it.
+
+``config.parallel.runtime`` names one of three, and nothing else in the package asks which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+
+from jaxmp.config import KEYS, Config
+from jaxmp.distributed.placement import device_mesh, open_links, place
+from jaxmp.exchange import AXIS
+from jaxmp.plugins import called
+from jaxmp.runtimes import schedule
+from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.plans import named
+from jaxmp.runtimes.replicated import Replicated
+from jaxmp.runtimes.schedule import Action
+from jaxmp.runtimes.spmd import Spmd
+from jaxmp.runtimes.types import Model, PlacedRuntime
+
+Build = Callable[[Model, bool], PlacedRuntime]  # of a model, and whether it is trained
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One program of all stages by each replica.
+
+    Attributes:
+      config: of the run.
+      stages: their number S.
+      apart: whether stages are on devices of their own.
+      spans: whether the stages of a replica may be in several processes.
+      part: what processes divide among themselves.
+    """
+
+    config: Config
+    stages: int
+
+    apart: ClassVar[bool] = False
+    spans: ClassVar[bool] = False
+    part: ClassVar[str] = 'replica'
+
+    @property
+    def replicas(self) -> int:
+        """R."""
+        return self.config.parallel.replicas
+
+    def devices(self, processes: int) -> int:
+        """How many devices each of some processes needs."""
+        return max(1, self.replicas // processes)
+
+    def parts(self) -> list[int]:
+        """The place of each part that processes divide; one or none for a single process."""
+        return list(range(self.replicas))
+
+    def builder(self) -> Build:
+        """Takes the devices of the run; what it returns makes runtimes over them.
+
+        One that does not train is of the first replica alone.
+
+        Raises:
+          ValueError: if there are too few devices, or processes cannot divide the parts.
+        """
+        mesh = device_mesh(**{AXIS: self.replicas}) if self.replicas > 1 else None
+        if mesh and jax.process_count() > 1:
+            open_links(mesh)
+        here = not mesh or mesh.devices[0].process_index == jax.process_index()
+        test = lambda model: Replicated(model, train=False, here=here)
+        return lambda model, train: Replicated(model, mesh) if train else test(model)
+
+    def feedback_bytes(self, ends: Sequence[Sequence[int]]) -> int:
+        """Bytes of the feedback states of one replica, given those of the ends of each boundary."""
+        return sum(map(sum, ends))
+
+    def residuals(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """For each stage the bytes of a micro-batch's residuals, and how many it keeps at once.
+
+        Args:
+          sizes: bytes of the residuals of each stage.
+        """
+        return [(size, 1) for size in sizes]
+
+
+class OverMesh(Parallel):
+    """One program over a mesh of replicas and stages; a device is as large as the largest stage."""
+
+    apart = True
+
+    def devices(self, processes: int) -> int:
+        """See `Parallel`."""
+        return max(1, self.replicas * self.stages // processes)
+
+    def parts(self) -> list[int]:
+        """See `Parallel`."""
+        return [0]
+
+    def builder(self) -> Build:
+        """See `Parallel`."""
+        columns = Columns(place(self.replicas, self.stages, apart=True))
+        first = Columns(columns.devices[:1])
+        return lambda model, train: Spmd(model, columns if train else first, train=train)
+
+    def feedback_bytes(self, ends: Sequence[Sequence[int]]) -> int:
+        """See `Parallel`."""
+        return self.stages * sum(max(column) for column in zip(*ends, strict=True))
+
+    def residuals(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """See `Parallel`."""
+        slots = min(self.config.parallel.num_microbatches, 2 * self.stages - 1)
+        return [(max(sizes), slots)] * self.stages
+
+
+class ByStage(Parallel):
+    """A program per stage, in the order of a schedule."""
+
+    apart = True
+    spans = True
+    part = 'stage'
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The schedule."""
+        return actions_of(self.config, self.stages)
+
+    def parts(self) -> list[int]:
+        """See `Parallel`."""
+        homes = schedule.place(self.actions)
+        return [r * (1 + max(homes)) + d for r in range(self.replicas) for d in homes]
+
+    def builder(self) -> Build:
+        """See `Parallel`."""
+        actions, c = self.actions, self.config.parallel
+        homes = schedule.place(actions)
+        rows = place(self.replicas, 1 + max(homes))
+        columns = Columns([[row[d] for d in homes] for row in rows])
+        first = Columns(columns.devices[:1])
+
+        def build(model: Model, train: bool) -> PlacedRuntime:
+            emulated = (c.link_rate, c.link_delay) if train else (0.0, 0.0)
+            over = columns if train else first
+            return Mpmd(model, over, actions, train=train, emulated=emulated)
+
+        return build
+
+    def residuals(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """See `Parallel`."""
+        return list(zip(sizes, schedule.most_kept(self.actions), strict=True))
+
+
+RUNTIMES = {'local': Parallel, 'spmd': OverMesh, 'mpmd': ByStage}
+
+
+def parallel_of(config: Config, stages: int) -> Parallel:
+    """The placement that ``config.parallel`` names.
+
+    Raises:
+      ValueError: if the schedule does not fit.
+    """
+    parallel = RUNTIMES[config.parallel.runtime](config, stages)
+    actions_of(config, stages)
+    return parallel
+
+
+def actions_of(config: Config, stages: int) -> tuple[Action, ...]:
+    """The schedule that ``config.parallel.schedule`` names.
+
+    Raises:
+      ValueError: if the schedule is broken, of another size, or not one of so many stages.
+    """
+    name, count = config.parallel.schedule, config.parallel.num_microbatches
+    if make := named(name):
+        try:
+            return make(stages, count)
+        except ValueError as error:
+            raise ValueError(f'config.parallel.schedule={name!r}: {error}') from None
+    wanted = KEYS['parallel.schedule'].own
+    actions = tuple(called('parallel.schedule', name, wanted, stages, count))
+    schedule.check(actions)
+    if schedule.size(actions)[:2] != (stages, count):
+        raise ValueError(
+            f'config.parallel.schedule={name!r} is of {schedule.size(actions)[:2]} stages and '
+            f'micro-batches, and there are {stages} and {count}'
+        )
+    return actions
