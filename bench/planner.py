@@ -110,14 +110,14 @@ def train_on(args: argparse.Namespace) -> None:
     from jaxmp.distributed.allocator import keep_freed_pages
     from jaxmp.distributed.process_group import ProcessGroup
     from jaxmp.plan.__main__ import probed_experiment
-    from jaxmp.training.by_stage import ByStage
+    from jaxmp.training.trainer import Trainer
 
     keep_freed_pages()
     exp = probed_experiment(changed(args.config, args.change)[0])
-    engine = ByStage(exp, ProcessGroup())
+    trainer = Trainer(exp, ProcessGroup())
     for epoch in itertools.count():
         rows = data.order(exp.config.seed, epoch, len(exp.data.train.y))
-        for _ in engine.epoch(0)(engine.create(exp), rows, lambda: False):
+        for _ in trainer.epoch(0, trainer.create(), rows):
             pass
 
 
@@ -134,10 +134,10 @@ def loss_of(out: Path, seed: int) -> float:
     config = complete(load(str(out)))
     config.seed = seed
     config.parallel.update(runtime='local', schedule='1f1b')
-    exp, engine = prepare(config, ProcessGroup())
-    rows = data.order(config.seed, 0, len(exp.data.train.y))
+    trainer = prepare(config, ProcessGroup())
+    rows = data.order(config.seed, 0, len(trainer.exp.data.train.y))
     losses: list[float] = []
-    for _, found, _ in engine.epoch(0)(engine.create(exp), rows, lambda: False):
+    for _, found, _ in trainer.epoch(0, trainer.create(), rows):
         losses += np.ravel(found['loss']).tolist()
     return statistics.mean(losses[-max(1, len(losses) // 10) :])
 

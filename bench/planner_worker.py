@@ -48,17 +48,15 @@ def in_rounds(
 class Run:
     """A training that makes a step when it is called, and gives its seconds."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, trainer: Any) -> None:
         """Makes the state before the first step."""
-        from jaxmp.training.engine import rules_of
-
-        self._engine, self._rules = engine, rules_of(engine.exp, 0)
-        self._state, self._batches = engine.create(engine.exp), self._endless()
+        self._trainer, self._rules = trainer, trainer.rules(0)
+        self._state, self._batches = trainer.create(), self._endless()
 
     def _endless(self) -> Iterator[Any]:
         from jaxmp import data
 
-        exp = self._engine.exp
+        exp = self._trainer.exp
         for epoch in itertools.count():
             order = data.order(exp.config.seed, epoch, len(exp.data.train.y))
             yield from data.batches(exp.data.train, exp.config.batch_size, order)
@@ -69,7 +67,7 @@ class Run:
 
         from jaxmp.training.step import train_step
 
-        start, e = time.perf_counter(), self._engine
+        start, e = time.perf_counter(), self._trainer
         given = self._state, next(self._batches)
         self._state, _ = jax.block_until_ready(train_step(self._rules, e.training, e.across, given))
         return time.perf_counter() - start
@@ -86,9 +84,9 @@ def measure(args: argparse.Namespace) -> None:
     from jaxmp.distributed.process_group import Address
     from jaxmp.plan.predict import parse
     from jaxmp.plugins import load
-    from jaxmp.training.by_stage import ByStage
     from jaxmp.training.experiment import experiment_of
     from jaxmp.training.loop import devices, process_group_of
+    from jaxmp.training.trainer import Trainer
 
     configs, link = [complete(load(file)) for file in args.files], parse(args.link)
     for config in configs:
@@ -99,9 +97,9 @@ def measure(args: argparse.Namespace) -> None:
     group = process_group_of(configs[0], Address(*place, None, 60.0))
     if (count := devices(configs[0], group.count)) > 1:
         jax.config.update('jax_num_cpu_devices', count)
-    made = [ByStage(experiment_of(config), group) for config in configs]
+    made = [Trainer(experiment_of(config), group) for config in configs]
     group.share(None)  # all links are open before anything is compiled
-    runs = [Run(engine) for engine in made]
+    runs = [Run(trainer) for trainer in made]
     in_rounds(runs, 1, 0)  # compiles
     seconds = in_rounds(runs, args.rounds, args.steps)
     group.share(None)

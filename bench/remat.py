@@ -21,7 +21,8 @@ from jaxmp.config import complete
 from jaxmp.distributed.allocator import keep_freed_pages
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.plugins import load
-from jaxmp.training import experiment, loop, sizes
+from jaxmp.training import experiment, sizes
+from jaxmp.training.trainer import Trainer
 
 
 def experiment_of(name, remat):
@@ -33,11 +34,11 @@ def experiment_of(name, remat):
 
 def steps(exp):
     """Trains some steps at each ``next``, and yields their number."""
-    engine = loop.engine_of(exp, ProcessGroup())
-    state = engine.create(exp)
+    trainer = Trainer(exp, ProcessGroup())
+    state = trainer.create()
     for number in itertools.count():
         order = data.order(0, number, len(exp.data.train.y))
-        for after, values, _ in engine.epoch(0)(state, order, lambda: False):
+        for after, values, _ in trainer.epoch(0, state, order):
             state = after
             yield np.size(values['loss'])
 

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,14 @@ from jaxmp.distributed.address import listen
 from jaxmp.distributed.hub import Hub
 from jaxmp.distributed.member import Member
 from jaxmp.distributed.placement import device_mesh, open_links
+from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.exchange import AXIS, bytes_of
 from jaxmp.plugins import load
 from jaxmp.training import replicas
-from jaxmp.training.elastic import elastic
-from jaxmp.training.engine import rules_of
+from jaxmp.training.elastic import ElasticTrainer
 from jaxmp.training.experiment import Experiment, experiment_of
-from jaxmp.training.meetings import Meetings
-from jaxmp.training.one_program import create, epoch_by_step, step_of
-from jaxmp.training.replicated import exchanged_shapes, replica_step, spread
+from jaxmp.training.groups import exchanged
+from jaxmp.training.trainer import Trainer
 
 PATIENCE = 120.0
 
@@ -43,8 +41,9 @@ class Run:
     """Replicas with an exchange, and the steps that they have made."""
 
     exp: Experiment
+    trainer: Trainer
     state: Any
-    epoch: Callable[..., Any]
+    epoch: int
     count: int = 0
 
 
@@ -53,8 +52,7 @@ class Worker:
 
     def __init__(self, n: int) -> None:
         self.n, self.me = n, jax.process_index()
-        self.mesh = device_mesh(**{AXIS: n})
-        open_links(self.mesh)
+        open_links(device_mesh(**{AXIS: n}))
         self.runs: dict[str, Run] = {}
 
     def build(self, name: str, row: str, exchange: str, port: int) -> dict[str, Any]:
@@ -63,25 +61,25 @@ class Worker:
         c.parallel.replicas, c.exchange = self.n, exchange
         exp = experiment_of(complete(c))
         rounds = exp.exchange.rounds is not None
-        self.runs[name] = Run(exp, *(self._rounds(exp, port) if rounds else self._every_step(exp)))
-        return replicas.traffic(exp, exchanged_shapes(exp), bytes_of)
+        self.runs[name] = self._rounds(exp, port) if rounds else self._every_step(exp)
+        trainer = self.runs[name].trainer
+        trees = exchanged(exp.groups, trainer.shapes(), together=True)
+        return replicas.traffic(exp, trees, lambda rule, tree: bytes_of(rule, tree, self.n))
 
-    def _rounds(self, exp: Experiment, port: int) -> tuple[Any, Callable[..., Any]]:
+    def _rounds(self, exp: Experiment, port: int) -> Run:
         """Replicas that meet by a hub, beside the first of them."""
         where = emulated_network.address(0)
         if self.me == 0:
             hub = Hub(listen(where, port), self.n, say=lambda line: None)
             threading.Thread(target=hub.serve, daemon=True).start()
-        meetings = Meetings(exp)
-        engine = elastic(exp, meetings, self.me, Path(tempfile.mkdtemp()))
-        meetings.member = Member((where, port), self.me, '', PATIENCE)
-        return engine.enter(engine.create(exp)), engine.epoch(0)
+        trainer = ElasticTrainer(exp, self.me, Path(tempfile.mkdtemp()))
+        trainer.meetings.member = Member((where, port), self.me, '', PATIENCE)
+        return Run(exp, trainer, trainer.enter(trainer.create()), 0)
 
-    def _every_step(self, exp: Experiment) -> tuple[Any, Callable[..., Any]]:
+    def _every_step(self, exp: Experiment) -> Run:
         """Replicas that meet in each step, in one program over all processes, after any warm-up."""
-        last = exp.config.epochs - 1
-        step = replica_step(step_of(exp, exp.boundaries(last), rules_of(exp, last)), self.mesh)
-        return spread(create(exp, self.n), self.mesh), epoch_by_step(exp, step)
+        trainer = Trainer(exp, ProcessGroup())
+        return Run(exp, trainer, trainer.create(), exp.config.epochs - 1)
 
     def drop(self, name: str) -> None:
         """Forgets a run."""
@@ -94,7 +92,7 @@ class Worker:
         order = data.order(0, 0, images)[: images // size * size]
         rows = np.take(order, range(run.count * size, (run.count + n) * size), mode='wrap')
         start = time.perf_counter()
-        for state, values, _ in run.epoch(run.state, rows):
+        for state, values, _ in run.trainer.epoch(run.epoch, run.state, rows):
             jax.block_until_ready(values)
             run.state = state
         run.count += n

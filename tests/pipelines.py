@@ -239,7 +239,7 @@ def steps(runtime, case, n, processes=1):
         start = time.perf_counter()
         state, means = jax.block_until_ready(train_step(rule, runtime, across, (state, batch)))
         seconds.append(time.perf_counter() - start)
-        found.append([flat(m) for m in means] if means else None)
+        found.append([flat(m) for m in means.values()] if means else None)
     memory = runtime.unpack(state.model.feedback)
     return found, state.model._replace(feedback=memory), seconds
 

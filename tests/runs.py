@@ -1,5 +1,6 @@
 """Small runs of train.py, in this process and as processes."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -8,12 +9,16 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
-from jaxmp import config
+from jaxmp import config, exchange
 from jaxmp.config import KEYS
+from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.runtimes.replicated import Replicated
 from jaxmp.testing import QUICK
-from jaxmp.training import task
+from jaxmp.training import evaluate, groups, step, task
+from jaxmp.training.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -125,3 +130,14 @@ def records(workdir):
     """What a run measured, without the time it took."""
     lines = (workdir / 'metrics.jsonl').read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != 'seconds'} for line in lines]
+
+
+def handed(exp, batch):
+    """Bytes that a step of one of two replicas hands to collectives, and what it exchanges."""
+    made, counts = Trainer(exp, ProcessGroup()), {}
+    model, rules = evaluate.model_of(exp, exp.model.boundaries), made.rules(0)
+    one = lambda counts: Replicated(model, via=exchange.metered(2, counts))
+    key = jax.random.key(0)
+    state = jax.eval_shape(lambda: step.create(rules, one({}), made.across, key))
+    jax.eval_shape(functools.partial(made.step(rules), one(counts).local), state, batch)
+    return counts, groups.exchanged(exp.groups, made.shapes(), together=True)

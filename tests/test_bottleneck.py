@@ -13,7 +13,8 @@ from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.models import gpt2, principal, weights
 from jaxmp.models.bottleneck import narrowed
 from jaxmp.plan import stages as plan_stages
-from jaxmp.training import experiment, loop, one_program, sizes, task
+from jaxmp.training import experiment, sizes, task
+from jaxmp.training.trainer import Trainer
 from tests.runs import config_of
 
 RAW = jaxmp.parse('raw')
@@ -54,9 +55,9 @@ def test_a_gpt2_with_a_bottleneck_trains_alike_in_stages_of_their_own():
         config.data.update(train_examples=64, sequence_length=16)
         config.model.update(bottleneck=3, embed_every_stage=True)
         exp = experiment.experiment_of(config)
-        engine, losses = loop.engine_of(exp, ProcessGroup()), []
-        state = engine.create(exp)
-        for after, values, _ in engine.epoch(0)(state, order, lambda: False):
+        trainer, losses = Trainer(exp, ProcessGroup()), []
+        state = trainer.create()
+        for after, values, _ in trainer.epoch(0, state, order):
             state, losses = after, losses + np.ravel(values['loss']).tolist()
         found.append(losses)
     for losses in found[1:]:
@@ -121,7 +122,7 @@ def test_a_trained_network_starts_with_its_principal_components(tmp_path, everyw
         config.update(epochs=1, model=model, fwd='raw', bwd='raw')
         config.data.update(train_examples=64, sequence_length=16)
         exp = experiment.experiment_of(config)
-        return exp, loop.engine_of(exp, ProcessGroup()).create(exp).model.params
+        return exp, Trainer(exp, ProcessGroup()).create().model.params
 
     def hidden(exp, params):
         """What the second stage's first block takes."""
@@ -144,7 +145,7 @@ def test_a_trained_network_starts_with_its_principal_components(tmp_path, everyw
     _, apart = of('mpmd', **narrow)
     for s in (0, 1):
         jax.tree.map(np.testing.assert_array_equal, apart[s][0], params[s])
-    shapes = jax.eval_shape(lambda: one_program.create(exp)).model.params  # as elastic runs do
+    shapes = jax.eval_shape(Trainer(exp, ProcessGroup()).create).model.params  # as elastic runs do
     jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), shapes, params)
     with pytest.raises(ValueError, match=r'have 8 channels, .* give --config.model.width=8'):
         of(**narrow, width=16)
@@ -155,7 +156,7 @@ def test_the_probe_of_a_plan_gives_the_tokens_to_every_stage():
     config.data.update(train_examples=64, sequence_length=16)
     config.model.update(bottleneck=3, embed_every_stage=True)
     exp = experiment.experiment_of(config)
-    params = loop.engine_of(exp, ProcessGroup()).create(exp).model.params
+    params = Trainer(exp, ProcessGroup()).create().model.params
     rows = plan_stages.passes(exp, [{'params': params[s]} for s in (0, 1)])(False)
     assert [len(row) for row in rows] == [2, 2]
 

@@ -15,7 +15,8 @@ from jaxmp.distributed import process_group
 from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.models import gpt2
 from jaxmp.runtimes.mpmd import Mpmd
-from jaxmp.training import by_stage, checkpoint, crosstest, experiment, files, sizes, summary
+from jaxmp.training import checkpoint, crosstest, experiment, files, parallel, sizes, summary
+from jaxmp.training.trainer import Trainer
 from tests.laws import QUICK
 from tests.runs import config_of
 
@@ -95,23 +96,23 @@ def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch)
     ends = lambda sizes, n: (gpt2.equal(sizes, 1)[0], gpt2.equal(sizes, 1)[2])  # without blocks
     monkeypatch.setattr(gpt2, 'gpt2', ends)
     quick = functools.partial(Mpmd, options=tuple(QUICK.items()))
-    monkeypatch.setattr(by_stage, 'Mpmd', quick)
+    monkeypatch.setattr(parallel, 'Mpmd', quick)
     s = experiment.experiment_of(small(tied_exchange=SQUEEZED))
-    made, order = by_stage.by_stage(s, process_group.ProcessGroup()), np.arange(48)
-    *_, (whole, _, _) = made.epoch(0)(made.create(s), order, lambda: False)
+    made, order = Trainer(s, process_group.ProcessGroup()), np.arange(48)
+    *_, (whole, _, _) = made.epoch(0, made.create(), order)
     first, last = tables(whole)
     np.testing.assert_array_equal(first, last)
-    assert not np.array_equal(first, tables(made.create(s))[0])
-    *_, (cut, _, _) = made.epoch(0)(made.create(s), order[:16], lambda: False)
+    assert not np.array_equal(first, tables(made.create())[0])
+    *_, (cut, _, _) = made.epoch(0, made.create(), order[:16])
     kept = checkpoint.Checkpoints(tmp_path)
     kept.save(1, made.export(cut), {})
-    found, _ = kept.restore(made.export(made.create(s)))
+    found, _ = kept.restore(made.export(made.create()))
     kept.close()
-    cut = made.load(made.create(s), found)
+    cut = made.load(made.create(), found)
     (tmp_path / 'config.json').write_text(json.dumps(s.config.to_dict()))
     scored = crosstest.load(tmp_path)  # in one program, where nothing is exchanged
     np.testing.assert_array_equal(scored.state.model.params[0]['wte'], tables(cut)[0])
-    *_, (cut, _, _) = made.epoch(0)(cut, order[16:], lambda: False)
+    *_, (cut, _, _) = made.epoch(0, cut, order[16:])
     assert np.any(jax.tree.leaves(cut.copies)[0])
     unkeyed = (state.replace(key=jax.random.key_data(state.key)) for state in (cut, whole))
     jax.tree.map(np.testing.assert_array_equal, *unkeyed)

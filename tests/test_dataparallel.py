@@ -1,6 +1,5 @@
 """Replicas in training: equal to one on the joined batch, resumed to the bit, watched for drift."""
 
-import functools
 import json
 import os
 import signal
@@ -15,14 +14,16 @@ from jaxmp import exchange
 from jaxmp.distributed import process_group
 from jaxmp.models import lenet
 from jaxmp.report import exchanges
-from jaxmp.training import checkpoint, engine, experiment, loop, one_program, replicated
+from jaxmp.training import checkpoint, experiment, loop
 from jaxmp.training.replicas import DriftError
+from jaxmp.training.trainer import Trainer
 from jaxmp.wire import nbytes
 from tests.runs import (
     LAUNCH,
     ROOT,
     SMALL,
     config_of,
+    handed,
     known_model,
     pids,
     records,
@@ -82,10 +83,10 @@ def test_both_compressions_in_one_table(tmp_path, capsys):
 
 def state_of(workdir, config):
     s = experiment.experiment_of(config)
-    engine = loop.engine_of(s, process_group.ProcessGroup())
-    found, _ = checkpoint.Checkpoints(workdir).restore(engine.export(engine.create(s)))
-    state = engine.load(engine.create(s), found)
-    return engine, state.replace(key=jax.random.key_data(state.key))
+    trainer = Trainer(s, process_group.ProcessGroup())
+    found, _ = checkpoint.Checkpoints(workdir).restore(trainer.export(trainer.create()))
+    state = trainer.load(trainer.create(), found)
+    return trainer, state.replace(key=jax.random.key_data(state.key))
 
 
 KILLED = {**SMALL, 'epochs': 3, 'checkpoint_every': 1, 'cosine_epochs': 0}
@@ -134,14 +135,14 @@ def test_shared_parameters_that_drift_are_named(tmp_path):
     config = small(replicas=4, exchange='diloco(3, all_gather(ef(one_bit)), fragments=2)', epochs=1)
     summary = loop.train_and_evaluate(config, tmp_path, quiet=True)
     assert summary['exchange']['handed'] == summary['exchange']['compiled']
-    engine, state = state_of(tmp_path, config)
-    engine.check(state)
+    trainer, state = state_of(tmp_path, config)
+    trainer.check(state)
     kernel = state.model.params[0]['Dense_0']['kernel']
     assert not np.array_equal(kernel[0], kernel[1])
-    engine.check(state)
+    trainer.check(state)
     state.exchange[0][0]['parts'][1]['start'][0] += np.arange(4)[:, None, None] == 2
     with pytest.raises(DriftError, match=r'replica 2 differ from the others of 4, first at .*'):
-        engine.check(state)
+        trainer.check(state)
 
 
 class Plain(nn.Module):
@@ -155,8 +156,8 @@ class Plain(nn.Module):
 def test_a_stage_without_parameters_does_not_drift(monkeypatch):
     known_model(monkeypatch, 'flat', lambda classes, width: (Plain(), Flat(classes)))
     config = small(replicas=2, runtime='mpmd', exchange='mean')
-    engine = loop.prepare(config, process_group.ProcessGroup()).engine
-    engine.check(engine.create(experiment.experiment_of(config)))
+    trainer = loop.prepare(config, process_group.ProcessGroup())
+    trainer.check(trainer.create())
 
 
 def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
@@ -164,24 +165,23 @@ def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     words = {'replicas': 4, 'exchange': 'all_gather(ef(one_bit))'}
     loop.train_and_evaluate(small(**words, epochs=1), tmp_path, quiet=True)
     config = small(**words, epochs=3)
-    engine, state = state_of(tmp_path, config)
-    engine.check(state)
+    trainer, state = state_of(tmp_path, config)
+    trainer.check(state)
     params = state.model.params
     kernel = np.array(params[1]['Dense_0']['kernel'])
     kernel.view(np.uint32)[2, 3, 4] ^= 1
+    kernel = jax.device_put(kernel, params[1]['Dense_0']['kernel'].sharding)
     last = {**params[1], 'Dense_0': {**params[1]['Dense_0'], 'kernel': kernel}}
     broken = state.replace(model=state.model._replace(params={**params, 1: last}))
     says = r'parameters of replica 2 differ from the others of 4, first at .*kernel'
     with pytest.raises(DriftError, match=says):
-        engine.check(broken)
+        trainer.check(broken)
     two = small(replicas=2, exchange='mean')
-    pair, fresh = (
-        loop.prepare(two, process_group.ProcessGroup()).engine,
-        experiment.experiment_of(two),
-    )
-    begun = pair.create(fresh)
+    pair = loop.prepare(two, process_group.ProcessGroup())
+    begun = pair.create()
     halves = jax.tree.map(np.array, begun.model.params)
     halves[0]['Dense_0']['bias'][1] += 1
+    halves = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), halves, begun.model.params)
     with pytest.raises(DriftError, match='the 2 replicas differ, and none has a maj'):
         pair.check(begun.replace(model=begun.model._replace(params=halves)))
     parse = exchange.parse
@@ -266,9 +266,7 @@ def test_a_tied_table_is_sent_once_per_round(text):
     """The first stage's; the last stage takes its copy from there."""
     config = config_of('text_gpt2', replicas=2, width=8, blocks=2, stages=2, heads=2, exchange=text)
     exp = experiment.experiment_of(config)
-    state = jax.eval_shape(lambda: one_program.create(exp, 2))
     rows = jax.ShapeDtypeStruct((8, *exp.data.train.x.shape[1:]), np.int32)
     batch = {'x': rows, 'y': rows, 'id': jax.ShapeDtypeStruct((8,), np.int32)}
-    step, counts = one_program.step_of(exp, exp.model.boundaries, engine.rules_of(exp, 0)), {}
-    jax.eval_shape(functools.partial(step, exchange.metered(2, counts)), state, batch)
-    assert counts == {'all-reduce': nbytes(replicated.exchanged_shapes(exp))}
+    counts, shapes = handed(exp, batch)
+    assert counts == {'all-reduce': nbytes(shapes)}

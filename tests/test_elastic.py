@@ -27,7 +27,6 @@ from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.distributed.process_group import Address, ProcessGroup
 from jaxmp.exchange import pieces
 from jaxmp.training import elastic, experiment, loop
-from jaxmp.training.meetings import Meetings
 from tests.runs import config_of, known_model, pids, start, text_of
 
 QUICK = hub.Patience(start=20.0, silent=1.0, late=3.0)
@@ -238,25 +237,30 @@ class Replica:
 
     def __init__(self, config, k, served, folder):
         self.exp, self.folder = experiment.experiment_of(config), folder
-        self.meetings = Meetings(self.exp)
-        self.engine = elastic.elastic(self.exp, self.meetings, k, folder)
-        self.k, self.served = k, served
+        self.trainer = elastic.ElasticTrainer(self.exp, k, folder)
+        self.meetings, self.k, self.served = self.trainer.meetings, k, served
 
     def train(self, until=10**9, then=lambda: None):
         """Trains from the initial state, and calls ``then`` after step ``until``."""
         self.meetings.member = self.served.member(self.k)
-        state, config, n = self.engine.create(self.exp), self.exp.config, self.exp.epoch_steps
-        state = self.engine.enter(state)
-        self.began = int(state.step)
+        state, config, n = self.trainer.create(), self.exp.config, self.exp.epoch_steps
+        state = self.trainer.enter(state)
+        self.began, meet = int(state.step), self.trainer.meet
+
+        def meeting(state, number):
+            state = meet(state, number)
+            if number == until:
+                then()
+            return state
+
+        self.trainer.meet = meeting
         for epoch in range(self.began // n, config.epochs):
             order = data.order(config.seed, epoch, len(self.exp.data.train.y))
             left = order[(int(state.step) - epoch * n) * config.batch_size :]
-            for after, _, _ in self.engine.epoch(epoch)(state, left):
+            for after, _, _ in self.trainer.epoch(epoch, state, left):
                 state = after
-                if int(state.step) == until:
-                    then()
         whole = self.meetings.whole(state)
-        self.engine.leave(state, True)
+        self.trainer.leave(state, True)
         return whole
 
 
@@ -276,12 +280,12 @@ def test_three_worlds_train_like_three_devices(monkeypatch, tmp_path):
     replicas = [Replica(config, k, served, tmp_path) for k in range(3)]
     found = at_once(*(r.train for r in replicas))
     served.close()
-    engine = loop.prepare(config, ProcessGroup()).engine
+    trainer = loop.prepare(config, ProcessGroup())
     exp = experiment.experiment_of(config)
-    state = engine.create(exp)
+    state = trainer.create()
     for epoch in range(config.epochs):
         order = data.order(config.seed, epoch, len(exp.data.train.y))
-        for after, _, _ in engine.epoch(epoch)(state, order):
+        for after, _, _ in trainer.epoch(epoch, state, order):
             state = after
     rows = lambda k: jax.tree.map(lambda a: np.asarray(a)[k], (state.model.params, state.exchange))
     for k, own in enumerate(found):
@@ -351,7 +355,7 @@ REFUSED = {
 def test_exchanges_that_need_everyone_are_refused(text, monkeypatch, tmp_path):
     exp = experiment.experiment_of(small(monkeypatch, text))
     with pytest.raises(ValueError, match=REFUSED[text]):
-        elastic.elastic(exp, Meetings(exp), 0, tmp_path)
+        elastic.ElasticTrainer(exp, 0, tmp_path)
 
 
 def test_what_cannot_be_elastic_is_refused():

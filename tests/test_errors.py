@@ -187,9 +187,9 @@ WORKDIRS = {
 def made():
     """A setting whose first state takes no time."""
     made = loop.prepare(small(), loop.ProcessGroup())
-    empty = Portable(np.int32(0), np.zeros(2, np.uint32), {})
-    first = {'create': lambda s: SimpleNamespace(step=0), 'export': lambda state: empty}
-    return made._replace(engine=made.engine._replace(**first))
+    made.create = lambda: SimpleNamespace(step=0)
+    made.export = lambda state: Portable(np.int32(0), np.zeros(2, np.uint32), {})
+    return made
 
 
 @pytest.mark.parametrize('case', WORKDIRS)
@@ -197,7 +197,7 @@ def test_a_workdir_with_foreign_files(tmp_path, made, case):
     damage, message = WORKDIRS[case]
     damage(tmp_path)
     with pytest.raises(WorkdirError, match=message) as caught:
-        loop.train_and_evaluate(small(), tmp_path, made=made, quiet=True)
+        loop.train_and_evaluate(small(), tmp_path, trainer=made, quiet=True)
     assert '\n' not in str(caught.value)
     assert 'workdir' in str(caught.value)
 

@@ -16,7 +16,8 @@ from jaxmp.distributed import process_group
 from jaxmp.feedback import direct
 from jaxmp.metrics import ACCURACY
 from jaxmp.pipeline import Pipeline
-from jaxmp.training import engine, experiment, loop, progress, records
+from jaxmp.training import experiment, loop, progress, records
+from jaxmp.training.trainer import Trainer
 from tests.runs import SMALL, config_of, known_model
 
 
@@ -49,8 +50,8 @@ def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch)
     s, seen = experiment.experiment_of(config_of(**words)), []
     model = Pipeline(s.model.stages, (boundary(spying(seen), direct(raw)),))
     s = s._replace(model=model)
-    made = loop.engine_of(s, process_group.ProcessGroup())
-    state = made.create(s)
+    made = Trainer(s, process_group.ProcessGroup())
+    state = made.create()
     made.evaluate(state, True)
     jax.effects_barrier()
     step = lambda i: jax.random.fold_in(jax.random.key(s.config.seed), i)
@@ -70,7 +71,7 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
     monkeypatch.setattr(progress, 'time', clock)
     monkeypatch.setattr(loop, 'time', clock)
 
-    def steps(state, order, stopped):
+    def steps(number, state, order, stopped):
         for i in range(len(order) // 100):
             now[0] += 20
             yield (
@@ -99,8 +100,9 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
         data=SimpleNamespace(train=SimpleNamespace(y=np.zeros(400))),
     )  # fmt: skip
     r = SimpleNamespace(
-        exp=s, signals=[],
-        engine=engine.Engine(None, lambda n: steps, evaluate, lambda state: None, None, dict),
+        exp=s, signals=[], probe=None,
+        trainer=SimpleNamespace(epoch=steps, evaluate=evaluate, **dict.fromkeys(
+            ('check', 'export'), lambda state: None)),
         checkpoints=SimpleNamespace(save=lambda *given: None),
         records=records.Records(None, 0),
         display=progress.Display(ACCURACY, 12, 0, 100),

@@ -151,12 +151,12 @@ def test_a_failed_start_empties_nothing_and_does_not_bind(tmp_path, monkeypatch)
     assert {n: (tmp_path / n).read_text() for n in kept} == kept
     (tmp_path / 'config.json').unlink()
 
-    def full(s):
+    def full():
         raise MemoryError
 
     made = loop.prepare(small(), loop.ProcessGroup())
-    made = made._replace(engine=made.engine._replace(create=full))
+    made.create = full
     for lr in (0.1, 0.2):
         with pytest.raises(MemoryError):
-            loop.train_and_evaluate(small(lr=lr), tmp_path, made=made)
+            loop.train_and_evaluate(small(lr=lr), tmp_path, trainer=made)
     assert not (tmp_path / 'config.json').exists()

@@ -15,9 +15,10 @@ from jaxmp.data import Dataset, Split
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.models.tied import TiedParameter
 from jaxmp.runtimes.types import ByReplica
-from jaxmp.training import engine, experiment, groups, loop, one_program, portable, replicated
-from jaxmp.training.meetings import Meetings
+from jaxmp.training import experiment, groups, loop, portable
+from jaxmp.training.elastic import ElasticTrainer
 from jaxmp.wire import nbytes
+from tests.runs import handed
 
 NUMBERS = {
     'shared': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3),
@@ -104,8 +105,8 @@ def expected():
 )
 def test_what_is_frozen_stays_and_the_rest_learns_as_if_it_were_all(runtime, replicas):
     """Clipped by the norm of what is trained alone; a frozen kernel has no momentum either."""
-    exp, made = loop.prepare(settings(runtime, replicas), ProcessGroup(), task())
-    for after, _, _ in made.epoch(0)(made.create(exp), np.arange(12), lambda: False):
+    made = loop.prepare(settings(runtime, replicas), ProcessGroup(), task())
+    for after, _, _ in made.epoch(0, made.create(), np.arange(12)):
         state = after
     parts = made.export(state).parts
     assert len(parts) == 2 * replicas
@@ -118,18 +119,15 @@ def test_what_is_frozen_stays_and_the_rest_learns_as_if_it_were_all(runtime, rep
         assert [a.shape for a in momenta] == [(3, 3), (3,)]
         assert set(part) == NAMES
     saved = portable.from_bytes([portable.to_bytes(made.export(state))])
-    again = made.export(made.load(made.create(exp), saved)).parts
+    again = made.export(made.load(made.create(), saved)).parts
     jax.tree.map(np.testing.assert_array_equal, again, parts)
 
 
 def test_replicas_exchange_what_is_trained_and_copies_once():
     exp = experiment.experiment_of(settings(replicas=2), task())
-    state = jax.eval_shape(lambda: one_program.create(exp, 2))
-    batch = {'x': X[:2], 'y': Y[:2], 'id': np.arange(2)}
-    run, counts = one_program.step_of(exp, exp.model.boundaries, engine.rules_of(exp, 0)), {}
-    jax.eval_shape(functools.partial(run, exchange.metered(2, counts)), state, batch)
-    assert counts == {'all-reduce': nbytes(replicated.exchanged_shapes(exp))}
-    assert nbytes(replicated.exchanged_shapes(exp)) == 4 * (9 + 3 + 3)
+    counts, shapes = handed(exp, {'x': X[:2], 'y': Y[:2], 'id': np.arange(2)})
+    assert counts == {'all-reduce': nbytes(shapes)}
+    assert nbytes(shapes) == 4 * (9 + 3 + 3)
 
 
 def test_a_frozen_table_is_no_copy_that_stages_share():
@@ -143,15 +141,15 @@ def test_a_frozen_table_is_no_copy_that_stages_share():
 def test_a_copy_that_is_missing_is_named(runtime):
     wanted = 'stage 0 has none at its path, but bias, kernel, shared; give a path that both'
     with pytest.raises(ValueError, match=wanted):  # noqa: PT012
-        exp, made = loop.prepare(settings(runtime), ProcessGroup(), task(tied='kernels'))
-        made.create(exp)
+        made = loop.prepare(settings(runtime), ProcessGroup(), task(tied='kernels'))
+        made.create()
 
 
-def test_members_share_what_is_trained():
+def test_members_share_what_is_trained(tmp_path):
     """Of an elastic run: a replica's own frozen kernels stay beside the shared parameters."""
     exp = experiment.experiment_of(settings(replicas=2, exchange='diloco(2, mean)'), task())
-    meetings = Meetings(exp)
-    params = meetings.take(one_program.create(exp, 2)).model.params
+    trainer = ElasticTrainer(exp, 0, tmp_path)
+    meetings, params = trainer.meetings, trainer.create().model.params
     later = jax.tree.map(lambda a: a + 1, params)
     later[1]['shared'] += 1
     for public in meetings.shared(later).values():

@@ -68,10 +68,10 @@ def momenta(dtype, runtime, replicas, clip_norm):
             'runtime': runtime, 'replicas': replicas, 'num_microbatches': MICROBATCHES,
         },
     }  # fmt: skip
-    exp, engine = loop.prepare(config.complete(changes), ProcessGroup(), task)
-    steps = engine.epoch(0)(engine.create(exp), np.arange(count), lambda: False)
+    trainer = loop.prepare(config.complete(changes), ProcessGroup(), task)
+    steps = trainer.epoch(0, trainer.create(), np.arange(count))
     state = next(iter(steps))[0]
-    parts = engine.export(state).parts
+    parts = trainer.export(state).parts
     found = {name: jax.tree.leaves(part['opt_state'])[0] for name, part in parts.items()}
     assert {a.dtype.name for a in found.values()} == {dtype}
     return {name: np.asarray(a, np.float32) for name, a in found.items()}

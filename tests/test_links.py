@@ -13,7 +13,8 @@ import pytest
 from jaxmp.distributed import streams
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.runtimes import links
-from jaxmp.training import experiment, loop, sizes
+from jaxmp.training import experiment, sizes
+from jaxmp.training.trainer import Trainer
 from tests.test_probe import COUNT, config, task
 
 
@@ -21,15 +22,15 @@ def made(**parallel):
     settings = config(probe='off', fwd='uniform(4)', bwd='raw', runtime='mpmd', num_microbatches=2)
     settings.parallel.update(parallel)
     exp = experiment.experiment_of(settings, task())
-    return exp, loop.engine_of(exp, ProcessGroup())
+    return exp, Trainer(exp, ProcessGroup())
 
 
-def losses_and_seconds(exp, engine):
+def losses_and_seconds(exp, trainer):
     """Of an epoch whose programs are compiled."""
     order, found = np.arange(COUNT), []
-    *_, (state, _, _) = engine.epoch(0)(engine.create(exp), order, lambda: False)
+    *_, (state, _, _) = trainer.epoch(0, trainer.create(), order)
     start = time.perf_counter()
-    for _, values, _ in engine.epoch(1)(state, order, lambda: False):
+    for _, values, _ in trainer.epoch(1, state, order):
         found += list(values['loss'])
     return found, time.perf_counter() - start, state
 

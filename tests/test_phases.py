@@ -6,7 +6,8 @@ import pytest
 import jaxmp
 from jaxmp.distributed import process_group
 from jaxmp.metrics import by_phases
-from jaxmp.training import experiment, loop, sizes
+from jaxmp.training import experiment, sizes
+from jaxmp.training.trainer import Trainer
 from tests.runs import config_of, known_model
 from tests.test_portable import RUNTIMES, Flat, steps
 
@@ -24,11 +25,10 @@ def flat(monkeypatch):
 
 def losses(exp):
     """The loss of each step, by epoch."""
-    engine, order, rows = loop.engine_of(exp, process_group.ProcessGroup()), np.arange(64), []
-    state = engine.create(exp)
+    trainer, order, rows = Trainer(exp, process_group.ProcessGroup()), np.arange(64), []
+    state = trainer.create()
     for number in range(exp.config.epochs):
-        run = engine._replace(epoch=lambda _, n=number: engine.epoch(n))
-        row, state = steps(run, state, order)
+        row, state = steps(trainer, state, order, number)
         rows.append(row)
     return np.array(rows)
 

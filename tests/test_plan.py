@@ -18,7 +18,8 @@ from jaxmp.plan.crossings import handover
 from jaxmp.plan.predict import Link, Message, Times
 from jaxmp.runtimes.plans import SCHEDULES, named
 from jaxmp.runtimes.schedule import Costs, size
-from jaxmp.training.experiment import actions_of, experiment_of
+from jaxmp.training.experiment import experiment_of
+from jaxmp.training.parallel import actions_of
 from tests.runs import config_of, known_model
 
 EDGES = (0, 1), (1, 2), (2, 1), (1, 0)

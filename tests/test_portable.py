@@ -8,6 +8,7 @@ import pytest
 
 from jaxmp.distributed import process_group
 from jaxmp.training import checkpoint, experiment, loop
+from jaxmp.training.trainer import Trainer
 from tests.runs import config_of, known_model
 
 RUNTIMES = ('local', 'spmd', 'mpmd')
@@ -41,10 +42,10 @@ def small(runtime, replicas, channels):
     return config_of('digits_dataparallel', **words, runtime=runtime, replicas=replicas)
 
 
-def steps(engine, state, order):
-    """Losses of the steps over ``order``, and the state after them."""
+def steps(trainer, state, order, epoch=0):
+    """Losses of the steps of an epoch over ``order``, and the state after them."""
     losses = []
-    for after, values, _ in engine.epoch(0)(state, order, lambda: False):
+    for after, values, _ in trainer.epoch(epoch, state, order):
         state = after
         losses += np.ravel(values['loss']).astype(float).tolist()
     return losses, state
@@ -56,22 +57,22 @@ def steps(engine, state, order):
     ids=['one replica', 'two replicas', 'bases'],
 )
 def saved(request, tmp_path_factory):
-    """By runtime: engine, setting, folder of a checkpoint, and the losses of a whole run."""
+    """By runtime: trainer, setting, folder of a checkpoint, and the losses of a whole run."""
     found, order = {}, np.random.default_rng(0).permutation(160)
     with pytest.MonkeyPatch.context() as patch:
         known_model(patch, 'flat', made)
         for runtime in RUNTIMES if request.param[1] is BUFFERS else ('local', 'mpmd'):
             s = experiment.experiment_of(small(runtime, *request.param))
-            engine, folder = (
-                loop.engine_of(s, process_group.ProcessGroup()),
+            trainer, folder = (
+                Trainer(s, process_group.ProcessGroup()),
                 tmp_path_factory.mktemp(runtime),
             )
-            first, state = steps(engine, engine.create(s), order[:CUT])
+            first, state = steps(trainer, trainer.create(), order[:CUT])
             kept = checkpoint.Checkpoints(folder)
-            kept.save(2, engine.export(state), {})
+            kept.save(2, trainer.export(state), {})
             kept.close()
-            rest, _ = steps(engine, state, order[CUT:])
-            found[runtime] = engine, s, folder, first + rest
+            rest, _ = steps(trainer, state, order[CUT:])
+            found[runtime] = trainer, s, folder, first + rest
         yield found, order, 1e-4 if request.param[1] is BUFFERS else 2e-3  # of rounded bases
 
 
@@ -83,19 +84,19 @@ def test_a_run_goes_on_under_another_runtime(saved, of, to):
     if {of, to} - found.keys():
         pytest.skip('spmd refuses bases, see below')
     _, _, folder, want = found[of]
-    engine, s, _, there = found[to]
+    trainer, _, _, there = found[to]
     kept = checkpoint.Checkpoints(folder)
-    read, _ = kept.restore(engine.export(engine.create(s)))
+    read, _ = kept.restore(trainer.export(trainer.create()))
     kept.close()
-    state = engine.load(engine.create(s), read)
+    state = trainer.load(trainer.create(), read)
     assert int(state.step) == 2
-    engine.check(state)
-    again = checkpoint.portable.to_bytes(engine.export(state))
+    trainer.check(state)
+    again = checkpoint.portable.to_bytes(trainer.export(state))
     again = checkpoint.portable.from_bytes([again])
     jax.tree.map(np.testing.assert_array_equal, again, read)
     memory = [part[k] for part in read.parts.values() for k in ('feedback', 'opt_state')]
     assert all(np.any(a) for tree in memory for a in jax.tree.leaves(tree) if np.size(a) > 30)
-    losses, _ = steps(engine, state, order[CUT:])
+    losses, _ = steps(trainer, state, order[CUT:])
     if of == to:
         assert losses == want[2:]
     np.testing.assert_allclose(losses, want[2:], rtol=rtol)
@@ -130,4 +131,4 @@ def test_a_state_without_a_row_per_sample_is_not_for_spmd(monkeypatch):
     known_model(monkeypatch, 'flat', made)
     exp = experiment.experiment_of(small('spmd', 1, BASES))
     with pytest.raises(ValueError, match=r'not a row per sample \(16\).*use mpmd or local'):
-        loop.engine_of(exp, process_group.ProcessGroup()).create(exp)
+        Trainer(exp, process_group.ProcessGroup()).create()

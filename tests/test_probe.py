@@ -15,7 +15,9 @@ from jaxmp.config import complete
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.metrics import ACCURACY
 from jaxmp.training import experiment, loop, summary, trackers
+from jaxmp.training.probe import prober
 from jaxmp.training.task import score_classes
+from jaxmp.training.trainer import Trainer
 from tests.runs import records
 
 COUNT, WIDE, CLASSES = 48, 30, 5
@@ -49,10 +51,10 @@ def config(**changes):
 def after_an_epoch(settings):
     """Engine and state."""
     exp = experiment.experiment_of(settings, task())
-    engine = loop.engine_of(exp, ProcessGroup())
+    trainer = Trainer(exp, ProcessGroup())
     order = np.arange(COUNT)[::-1]
-    *_, (state, _, _) = engine.epoch(0)(engine.create(exp), order, lambda: False)
-    return exp, engine, state
+    *_, (state, _, _) = trainer.epoch(0, trainer.create(), order)
+    return exp, trainer, state
 
 
 def top_tenth(p):
@@ -84,10 +86,10 @@ def by_hand(exp, part, size):
 
 def test_the_probe_is_what_one_computes_by_hand():
     count, ways = 2, {'fwd': 'ef(top_k(0.1))', 'bwd': 'uniform(4)'}
-    exp, engine, state = after_an_epoch(config(**ways, runtime='mpmd', num_microbatches=count))
+    exp, trainer, state = after_an_epoch(config(**ways, runtime='mpmd', num_microbatches=count))
     before = jax.tree.map(np.array, state.model)
-    rows = engine.probe(state)
-    found = engine.export(state)
+    rows = prober(exp)(trainer.export(state))
+    found = trainer.export(state)
     loss, *crossings = by_hand(exp, [found.parts[f'{s}.0'] for s in (0, 1)], 16 // count)
     assert [(r['boundary'], r['direction']) for r in rows] == [(1, 'forward'), (1, 'backward')]
     for row, (x, y) in zip(rows, crossings, strict=True):
@@ -106,9 +108,9 @@ def test_the_probe_is_what_one_computes_by_hand():
 
 def test_shared_states_count_once_and_raw_has_no_error():
     text = f'aqsgd(uniform(4), examples={COUNT})'
-    _, engine, state = after_an_epoch(config(fwd=text, bwd='raw', num_microbatches=2))
-    sent, gradient = engine.probe(state)
-    table = engine.export(state).parts['0.0']['feedback'].right_tx
+    exp, trainer, state = after_an_epoch(config(fwd=text, bwd='raw', num_microbatches=2))
+    sent, gradient = prober(exp)(trainer.export(state))
+    table = trainer.export(state).parts['0.0']['feedback'].right_tx
     assert table.shape == (COUNT, WIDE)
     assert sent['feedback'] == pytest.approx(np.sqrt(np.sum(table**2)), rel=1e-5)
     assert 0 < sent['error'] < 0.2  # of an activation the table knows already

@@ -8,7 +8,8 @@ import pytest
 
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.runtimes import worker
-from jaxmp.training import experiment, loop, profile, profile_page, sizes
+from jaxmp.training import experiment, profile, profile_page, sizes
+from jaxmp.training.trainer import Trainer
 from tests.test_probe import COUNT, config, task
 
 RATE = 0.5  # Mbit/s
@@ -17,15 +18,14 @@ RATE = 0.5  # Mbit/s
 def run(tmp_path=None, **own):
     """The losses of 6 steps."""
     settings = config(probe='off', fwd='uniform(4)', bwd='raw', runtime='mpmd', num_microbatches=2)
-    settings.parallel.update({'link_rate': RATE, **own})
+    settings.parallel.update({'link_rate': RATE, 'profile': tmp_path is not None, **own})
     exp = experiment.experiment_of(settings, task())
-    engine, found = loop.engine_of(exp, ProcessGroup()), []
-    state, order = engine.create(exp), np.arange(COUNT)
-    if tmp_path:
-        engine.profile(tmp_path)
-    for epoch in (0, 1):
-        for after, values, _ in engine.epoch(epoch)(state, order, lambda: False):
-            state, found = after, found + list(values['loss'])
+    trainer, found = Trainer(exp, ProcessGroup()), []
+    state, order = trainer.create(), np.arange(COUNT)
+    with profile.profiled(trainer, tmp_path):
+        for epoch in (0, 1):
+            for after, values, _ in trainer.epoch(epoch, state, order):
+                state, found = after, found + list(values['loss'])
     return exp, found
 
 

@@ -28,10 +28,11 @@ from jaxmp.distributed import monitor as monitor
 from jaxmp.distributed.rendezvous import Meeting
 from jaxmp.exchange.copies import Copies
 from jaxmp.runtimes import lanes
-from jaxmp.training import agreement, by_stage, elastic, loop, replicated
+from jaxmp.training import across, agreement, elastic, loop, parallel
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.fingerprint import fingerprint, own_files
 from jaxmp.training.loop import process_group_of
+from jaxmp.training.trainer import Trainer
 from tests.runs import (
     ENV,
     LAUNCH,
@@ -458,7 +459,7 @@ def test_processes_that_compute_other_numbers_are_named(three, switch):
 
 def test_what_computes_is_compared_before_a_run(monkeypatch):
     """Between the processes of a group, and of an elastic run by the hub."""
-    monkeypatch.setattr(loop, 'engine_of', lambda exp, group: None)
+    monkeypatch.setattr(loop, 'Trainer', lambda exp, group: None)
     other = lambda value: [value, {**value, 'random bits': '0'} if value else value]
     several = SimpleNamespace(names=NAMES[:2], share=other)
     group = process_group.ProcessGroup(0, 2, several)
@@ -514,17 +515,17 @@ def test_every_link_is_opened_before_anything_compiles(monkeypatch):
     place = make_dataclass('Place', ['process_index', 'platform'], frozen=True)
     places, opened = [place(i, 'cpu') for i in range(4)], []
     note = lambda *ends: opened.append(tuple(d.process_index for d in ends))
-    monkeypatch.setattr(by_stage, 'place', lambda replicas, stages: [places])
+    monkeypatch.setattr(parallel, 'place', lambda replicas, stages: [places])
     monkeypatch.setattr(Copies, 'mesh', property(lambda self: self.devices))
     monkeypatch.setattr(lanes, 'pair', lambda *ends: ends)
     monkeypatch.setattr(lanes, 'streamed_move', lambda ends, way, like: (note(*ends), None))
-    monkeypatch.setattr(by_stage, 'open_links', lambda mesh: note(*mesh))
-    by_stage.by_stage(experiment_of(config), process_group.ProcessGroup())
+    monkeypatch.setattr(across, 'open_links', lambda mesh: note(*mesh))
+    Trainer(experiment_of(config), process_group.ProcessGroup())
     assert opened == [(0, 1), (1, 0), (0, 3)]
-    monkeypatch.setattr(replicated, 'open_links', lambda mesh: opened.append(mesh.size))
-    replicated.replicated(
-        experiment_of(config_of('digits_dataparallel')), process_group.ProcessGroup(0, 2)
-    )
+    monkeypatch.setattr(parallel, 'open_links', lambda mesh: opened.append(mesh.size))
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(parallel, 'device_mesh', lambda **axes: jax.make_mesh((2,), tuple(axes)))
+    Trainer(experiment_of(config_of('digits_dataparallel')), process_group.ProcessGroup(0, 2))
     assert opened[3:] == [2]
 
 

@@ -22,17 +22,16 @@ from jaxmp.models import resnet18
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training import (
     checkpoint,
-    engine,
     experiment,
     files,
     generate,
     loop,
-    one_program,
     sizes,
     task,
 )
 from jaxmp.training.optimizer import optimizer_of
 from jaxmp.training.step import TrainState
+from jaxmp.training.trainer import Trainer
 from tests.runs import (
     ROOT,
     SMALL,
@@ -61,9 +60,9 @@ def small(**changes):
 
 
 def alone(s):
-    return functools.partial(
-        one_program.step_of(s, s.model.boundaries, engine.rules_of(s, 0)), None
-    )
+    """A trainer in one program, and its step, not compiled."""
+    made = Trainer(s, process_group.ProcessGroup())
+    return made, functools.partial(made.step(made.rules(0)), made.training.local)
 
 
 def batch_of(s, rows=slice(0, 32)):
@@ -72,9 +71,10 @@ def batch_of(s, rows=slice(0, 32)):
 
 
 def last_state(workdir, s):
-    state = one_program.create(s)
-    found, _ = checkpoint.Checkpoints(workdir).restore(one_program.export(s, state))
-    return one_program.load(s, state, found)
+    made = Trainer(s, process_group.ProcessGroup())
+    state = made.create()
+    found, _ = checkpoint.Checkpoints(workdir).restore(made.export(state))
+    return made.load(state, found)
 
 
 def leaves_equal(a, b):
@@ -88,11 +88,12 @@ def leaves_equal(a, b):
 )
 def test_a_step_changes_parameters_statistics_and_links(fwd, bwd):
     s = experiment.experiment_of(small(fwd=fwd, bwd=bwd))
-    before = one_program.create(s)
-    after, metrics = jax.jit(alone(s))(before, batch_of(s))
+    made, step = alone(s)
+    before = made.create()
+    after, metrics = jax.jit(step)(before, batch_of(s))
     assert int(after.step) == 1
     assert np.isfinite(metrics['loss'])
-    pairs = zip(one_program.variables_of(before), one_program.variables_of(after), strict=True)
+    pairs = zip(made.weights(before), made.weights(after), strict=True)
     for old, new in pairs:
         assert not leaves_equal(old['params'], new['params'])
         assert not leaves_equal(old['batch_stats'], new['batch_stats'])
@@ -104,14 +105,22 @@ def test_a_step_changes_parameters_statistics_and_links(fwd, bwd):
         assert not table[32:].any()
 
 
-def test_scan_and_loop_are_the_same_epoch():
+def test_scan_and_loop_are_the_same_epoch(monkeypatch):
     s = experiment.experiment_of(small(fwd='ef21(uniform(2))', bwd='uniform(8)', train_examples=64))
     order = np.arange(64, dtype=np.int32)[::-1]
-    *_, (looped, a, _) = one_program.epoch_by_step(s, alone(s))(one_program.create(s), order)
-    [(scanned, b, _)] = one_program.epoch_by_scan(s, alone(s))(one_program.create(s), order)
-    assert int(scanned.step) == 2 == len(b['loss'])
-    assert np.allclose(a['loss'], b['loss'][1], rtol=1e-2)
-    ends = (jax.tree.leaves(one_program.variables_of(state)) for state in (looped, scanned))
+    ends, losses = [], []
+    for backend in ('cpu', 'gpu'):
+        made = Trainer(s, process_group.ProcessGroup())
+        state = made.create()
+        monkeypatch.setattr(jax, 'default_backend', lambda backend=backend: backend)
+        steps = list(made.epoch(0, state, order))
+        losses.append(np.concatenate([values['loss'] for _, values, _ in steps]))
+        assert made.scans == (backend == 'gpu')
+        assert int(steps[-1][0].step) == 2
+        ends.append(jax.tree.leaves(made.weights(steps[-1][0])))
+    assert len(steps) == 1
+    assert losses[0].shape == losses[1].shape == (2,)
+    np.testing.assert_allclose(*losses, rtol=1e-2)
     for x, y in zip(*ends, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-3)
 
@@ -147,10 +156,10 @@ def test_evaluation_sees_every_example_and_leaves_the_state_alone():
     scores, states, given = {}, {}, {'fwd': 'ef(uniform(1))', 'bwd': 'raw', 'test_examples': 0}
     for mode in KEYS['eval_feedback'].words:
         s = experiment.experiment_of(small(**given, eval_feedback=mode))
-        state = one_program.create(s)
-        *_, (state, _, _) = one_program.epoch_by_step(s, alone(s))(state, np.arange(64))
+        made = Trainer(s, process_group.ProcessGroup())
+        *_, (state, _, _) = made.epoch(0, made.create(), np.arange(64))
         before = jax.tree.map(np.array, state.model)
-        seen = one_program.evaluator(s)
+        seen = made.evaluate
         scores[mode], scores['off'] = seen(state, True)['loss'], seen(state, False)['loss']
         accuracy = seen(state, True)['accuracy']
         assert round(accuracy * 360) == pytest.approx(accuracy * 360, abs=1e-3)  # of 360 images
@@ -162,8 +171,8 @@ def test_evaluation_sees_every_example_and_leaves_the_state_alone():
 def test_aqsgd_evaluates_without_buffers():
     s = experiment.experiment_of(small(fwd='aqsgd(uniform(2), examples=examples)', bwd='raw'))
     plain = experiment.experiment_of(small(fwd='uniform(2)', bwd='raw'))
-    state, other = one_program.create(s), one_program.create(plain)
-    assert one_program.evaluator(s)(state, True) == one_program.evaluator(plain)(other, True)
+    one, other = (Trainer(e, process_group.ProcessGroup()) for e in (s, plain))
+    assert one.evaluate(one.create(), True) == other.evaluate(other.create(), True)
 
 
 def test_warm_up_sends_raw_and_primes(tmp_path):
@@ -234,8 +243,9 @@ def test_only_resnet18_reads_a_normaliser():
 
 def test_the_step_lowers_for_cuda():
     s = experiment.experiment_of(small(model='resnet18', fwd='ef21(top_k(0.1))', bwd='uniform(4)'))
-    state = jax.eval_shape(lambda: one_program.create(s))
-    step = jax.jit(lambda m, o, e, batch: alone(s)(make(m, o, e), batch)[1])
+    made, run = alone(s)
+    state = jax.eval_shape(made.create)
+    step = jax.jit(lambda m, o, e, batch: run(make(m, o, e), batch)[1])
     make = lambda m, o, e: TrainState(jnp.int32(0), ModelState(*m), o, e, jax.random.key(0))
     args = tuple(state.model), state.opt_state, state.exchange, batch_of(s)
     exported = jax.export.export(step, platforms=['cuda'])(*args)
@@ -256,8 +266,9 @@ GOLDEN_LOSSES = {  # five steps, width 4, batch 32 of digits; a change here is a
 )
 def test_five_step_losses(what, losses):
     s = experiment.experiment_of(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
-    ran = one_program.epoch_by_step(s, alone(s))(one_program.create(s), np.arange(160))
-    np.testing.assert_allclose([float(m['loss']) for _, m, _ in ran], losses, rtol=5e-3)
+    made = Trainer(s, process_group.ProcessGroup())
+    ran = made.epoch(0, made.create(), np.arange(160))
+    np.testing.assert_allclose(np.concatenate([m['loss'] for _, m, _ in ran]), losses, rtol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +311,8 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
         found.append(records(tmp_path / runtime))
         s = experiment.experiment_of(config)
         if s.task.tied:
-            made = loop.engine_of(s, process_group.ProcessGroup())
-            before = made.export(made.create(s))
+            made = Trainer(s, process_group.ProcessGroup())
+            before = made.export(made.create())
             after, _ = checkpoint.Checkpoints(tmp_path / runtime).restore(before)
             a, b, c, d = (
                 np.asarray(state.parts[name]['params']['wte'])
@@ -340,7 +351,7 @@ def test_the_memory_of_feedback_is_what_a_run_keeps(runtime, fwd, bwd):
     """With both ends apart a table per example is there twice; spmd pads to the largest."""
     changes = {'fwd': fwd, 'bwd': bwd, 'runtime': runtime, 'num_microbatches': 2}
     exp = experiment.experiment_of(small(**changes))
-    state = loop.engine_of(exp, process_group.ProcessGroup()).create(exp)
+    state = Trainer(exp, process_group.ProcessGroup()).create()
     kept = sum(a.nbytes for a in jax.tree.leaves(state.model.feedback))
     assert sizes.feedback_bytes(exp) == kept
     rows = sum(sizes.feedback_rows(exp))
@@ -355,10 +366,10 @@ def test_anchors_of_tokens_train_alike():
         bwd = 'anchored(block(4), vocabulary, target=True)'
         changes = {**ALIKE, 'fwd': fwd, 'bwd': bwd, 'runtime': runtime}
         exp = experiment.experiment_of(config_of('text_gpt2', **TEXT, **changes))
-        engine = loop.engine_of(exp, process_group.ProcessGroup())
+        trainer = Trainer(exp, process_group.ProcessGroup())
         order = data.order(0, 0, TEXT['train_examples'])
-        *_, (state, _, _) = engine.epoch(0)(engine.create(exp), order, lambda: False)
-        found.append((state.model.feedback, engine.evaluate(state, True)['loss']))
+        *_, (state, _, _) = trainer.epoch(0, trainer.create(), order)
+        found.append((state.model.feedback, trainer.evaluate(state, True)['loss']))
         assert sizes.feedback_rows(exp) == [2 * 256 * (16 + 1) * 4 * (1 + (runtime == 'mpmd'))]
     (local, loss), (apart, same) = found
     sent, received = apart[0][0].right_tx, apart[1][0].left_rx
@@ -397,7 +408,7 @@ def test_anchors_are_for_tokens_and_not_for_one_program_over_a_mesh():
     spmd = {'fwd': 'anchored(raw, vocabulary)', 'runtime': 'spmd', 'bwd': 'raw'}
     exp = experiment.experiment_of(config_of('text_gpt2', **TEXT, **spmd))
     with pytest.raises(ValueError, match=r'a table per token, and runtime spmd .*; use mpmd'):
-        loop.engine_of(exp, process_group.ProcessGroup()).create(exp)
+        Trainer(exp, process_group.ProcessGroup()).create()
 
 
 def test_a_rule_of_ones_own_that_reads_tokens_is_for_tokens():

@@ -170,6 +170,31 @@ class ElasticTrainer(Trainer):
         """See `Trainer`."""
         return self.meetings.take(super().load(self.meetings.whole(state), saved))
 
+    # Membership.
+
+    def enter(self, state: TrainState) -> TrainState:
+        """The state with which this replica joins, after its program is compiled."""
+        meetings, number = self.meetings, int(state.step)
+        epoch = number // self.exp.epoch_steps
+        step = self.bound(self.during(self.exp.boundaries(epoch)), self.rules(epoch))
+        batch = next(self.batches(np.arange(self.exp.config.batch_size)))
+        step(jax.tree.map(jnp.copy, state), batch)
+        welcome = meetings.member.join(number, meetings.digest(), about(self.exp))
+        if welcome.state:
+            meetings.load(welcome.state)
+            params = meetings.shared(state.model.params)
+            state = state.replace(model=state.model._replace(params=params))
+        if welcome.step != number:
+            opt_state = at_step(state.opt_state, welcome.step)
+            state = state.replace(step=jnp.asarray(welcome.step, jnp.int32), opt_state=opt_state)
+        if welcome.provide:
+            meetings.member.provide(welcome.step, meetings.digest(), meetings.to_bytes())
+        return jax.tree.map(jnp.copy, state)  # the first step takes its buffers
+
+    def leave(self, state: TrainState, finished: bool) -> None:
+        """See `Trainer`."""
+        self.meetings.member.close(int(state.step), finished, self.meetings.to_bytes)
+
     def moved(self) -> dict[str, Any]:
         """See `Trainer`; each replica is a process."""
         return {**super().moved(), 'processes': self.exp.replicas}

@@ -24,7 +24,7 @@ from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
 from jaxmp.training.optimizer import Optimizer, optimizer_of
-from jaxmp.training.parallel import Parallel, parallel_of
+from jaxmp.training.parallel import RUNTIMES, Parallel, actions_of, parallel_of
 from jaxmp.training.phases import Phase, phases_of
 from jaxmp.training.task import Task, task_of
 from jaxmp.wire import Like
@@ -42,7 +42,6 @@ class Experiment(NamedTuple):
       groups: the parameters that are trained, and how each group is exchanged and updated.
       epoch_steps: steps per epoch.
       exchange: between replicas.
-      parallel: where replicas and stages are.
     """
 
     config: Config
@@ -53,12 +52,16 @@ class Experiment(NamedTuple):
     groups: Groups
     epoch_steps: int
     exchange: Exchange
-    parallel: Parallel
+
+    @property
+    def parallel(self) -> Parallel:
+        """Where replicas and stages are."""
+        return parallel_of(self.config, len(self.task.stages))
 
     @property
     def replicas(self) -> int:
         """Their number."""
-        return self.parallel.replicas
+        return self.config.parallel.replicas
 
     def boundaries(self, epoch: int) -> tuple[Boundary, ...]:
         """The boundaries of an epoch, counted from 0."""
@@ -78,8 +81,8 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     """
     schema.check(config)
     task = task_of(config) if task is None else task
-    parallel = parallel_of(config, len(task.stages))
-    between = tied_exchange(config, bool(task.copied) and parallel.apart)
+    actions_of(config, len(task.stages))
+    between = tied_exchange(config, bool(task.copied) and RUNTIMES[config.parallel.runtime].apart)
     examples = sized(task.data, config)
     data.check(examples, bool(vocabulary(task)))
     count = len(examples.train.y)
@@ -91,7 +94,7 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     phases = phases_of(config, model.boundaries, names)
     epoch_steps = count // config.batch_size
     groups = groups_of(task, optimizer_of(config, epoch_steps), shared, between)
-    return Experiment(config, task, examples, model, phases, groups, epoch_steps, shared, parallel)
+    return Experiment(config, task, examples, model, phases, groups, epoch_steps, shared)
 
 
 def groups_of(task: Task, optimizer: Optimizer, shared: Exchange, between: Exchange) -> Groups:

@@ -246,7 +246,7 @@ def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
     means = means_of(r, place)
     if place['steps'] > place['missed']:
         r.records.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
-    if r.probe and epoch > r.exp.config.warmup_epochs - 1:
+    if r.probe and epoch >= r.exp.config.warmup_epochs:
         for row in r.probe(r.trainer.export(state)):
             r.records.write({'kind': 'boundary', **base, **row})
     metric, tests = r.exp.task.metric, {}

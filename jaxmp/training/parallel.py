@@ -157,14 +157,8 @@ RUNTIMES = {'local': Parallel, 'spmd': OverMesh, 'mpmd': ByStage}
 
 
 def parallel_of(config: Config, stages: int) -> Parallel:
-    """The placement that ``config.parallel`` names.
-
-    Raises:
-      ValueError: if the schedule does not fit.
-    """
-    parallel = RUNTIMES[config.parallel.runtime](config, stages)
-    actions_of(config, stages)
-    return parallel
+    """The placement that ``config.parallel`` names."""
+    return RUNTIMES[config.parallel.runtime](config, stages)
 
 
 def actions_of(config: Config, stages: int) -> tuple[Action, ...]:

@@ -22,7 +22,7 @@ from jaxmp.config import Config
 from jaxmp.distributed.process_group import ProcessGroup, together
 from jaxmp.hlo import interface_bytes
 from jaxmp.runtimes.replicated import Replicated
-from jaxmp.runtimes.types import Batch, ModelState, Runtime, each
+from jaxmp.runtimes.types import Batch, ModelState, Runtime, Step, each
 from jaxmp.training import portable, replicas
 from jaxmp.training.across import Across, Between, within
 from jaxmp.training.evaluate import cuts_to_score, feedback_to_score, means, model_of, sums, totals
@@ -120,28 +120,31 @@ class Trainer:
 
         def start(stage: int, params: Any, key: Array) -> Any:
             rows = runtime.rows(params)
-            one = next(iter(rows.values()))
-            new = exp.task.start(stage, {'params': one}, key)['params']
-            return params if new is one else runtime.join(stage, params, dict.fromkeys(rows, new))
+            one = {'params': next(iter(rows.values()))}
+            new = exp.task.start(stage, one, key)['params']
+            return runtime.join(stage, params, dict.fromkeys(rows, new))
 
         state = create(Trainer.rules(self, 0), runtime, self.across, key, start)
         step, key = runtime.numbered(0, jax.random.key_data(key))
         return state.replace(step=step, key=key)
 
-    def step(self, runtime: Any, rules: Rules) -> Callable[..., tuple[TrainState, Values]]:
-        """The step over a runtime, ``(state, batch) -> (state, scores)``."""
+    def step(self, rules: Rules) -> Step:
+        """A step, as a pure function ``(runtime, state, batch) -> (state, scores)``."""
 
         def run(runtime: Runtime, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
             state, means = train_step(rules, runtime, self.across, (state, batch))
             return state, each(lambda pair: pair[1], means)
 
+        return run
+
+    def bound(self, runtime: Any, rules: Rules) -> Callable[..., tuple[TrainState, Values]]:
+        """The step over a runtime, or a scan over many; compiled once."""
         if (runtime, rules) not in self._steps:
-            train = self.exp.data.train
-            self._steps[runtime, rules] = (
-                runtime.scan(run, PER_REPLICA, {'x': train.x, 'y': train.y})
-                if self.scans
-                else runtime.bind(run, PER_REPLICA)
-            )
+            x, y = self.exp.data.train
+            bind = runtime.bind
+            if self.scans:
+                bind = functools.partial(runtime.scan, arrays={'x': x, 'y': y})
+            self._steps[runtime, rules] = bind(self.step(rules), PER_REPLICA)
         return self._steps[runtime, rules]
 
     @property
@@ -174,7 +177,7 @@ class Trainer:
         """
         runtime, exp = self.during(self.exp.boundaries(number)), self.exp
         configured = runtime is self.training
-        step, sent = self.step(runtime, self.rules(number)), interface_bytes()
+        step, sent = self.bound(runtime, self.rules(number)), interface_bytes()
         if self.scans:
             count = len(order) // exp.config.batch_size
             rows = order[: count * exp.config.batch_size].reshape(count, -1)
@@ -315,5 +318,5 @@ class Trainer:
     def _step_apart(self) -> None:
         """Makes a step with the configured boundaries and forgets it, where the run made none."""
         batch = next(self.batches(np.arange(self.exp.config.batch_size)))
-        self.step(self.training, self.rules(self.exp.config.epochs))(self.create(), batch)
+        self.bound(self.training, self.rules(self.exp.config.epochs))(self.create(), batch)
         self.sent['steps'] = 1
