@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import boundary, exchange, parse
-from jaxmp.distributed.placement import place
+from jaxmp.distributed.placement import device_mesh, place
 from jaxmp.exchange import over
 from jaxmp.feedback import per_microbatch
 from jaxmp.runtimes import lanes
@@ -30,11 +30,13 @@ from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.plans import SCHEDULES
+from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import place as devices_of
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model
+from jaxmp.training.across import Across
 from jaxmp.training.groups import rest
-from jaxmp.training.step import Across, Rules, create, train_step
+from jaxmp.training.step import PER_REPLICA, Rules, create, train_step
 from tests.runs import QUICK
 
 SAMPLES, STEPS, EXAMPLES = 4, 3, 70  # samples of a micro-batch
@@ -174,10 +176,11 @@ def local(case, n, replicas):
     return found, [at(r) for r in range(replicas)]
 
 
-def parts_of(feedback, s, links):
-    """What stage s holds of the one-program runtime's states, shared ones at both ends."""
+def parts_of(feedback, s, links, once=False):
+    """What stage s holds of the one-program runtime's states, shared ones at both ends or once."""
     ends = lambda b, way: getattr(feedback, way)[b]
-    receiver = lambda b, way, shared_state: ends(b, way)[0 if shared_state else 1]
+    shared = lambda b, way: () if once else ends(b, way)[0]
+    receiver = lambda b, way, both: shared(b, way) if both else ends(b, way)[1]
     left = right = ((), ())
     if s:
         fwd = links[s - 1].fwd
@@ -189,9 +192,11 @@ def parts_of(feedback, s, links):
 
 
 def built(kind, case, n, replicas, processes=1, schedule='1f1b', remat=False, **options):
-    """The runtime of stages that are apart, of this process."""
+    """The runtime of a kind, of this process."""
     stages = STAGES if replicas == 1 else SHORT
     whole = model(case, n, stages)._replace(remat=remat)
+    if kind == 'local':
+        return Replicated(whole, device_mesh(replica=replicas) if replicas > 1 else None)
     if kind == 'spmd':
         columns = Columns(place(replicas, len(stages), apart=True), OPTIONS)
         return Spmd(whole, columns, options=OPTIONS)
@@ -214,7 +219,7 @@ def added(mine, number, processes):
     return sum(np.frombuffer(bytes.fromhex(text)).reshape(mine.shape) for text in texts)
 
 
-def apart(kind, case, n, replicas, processes=1, **options):
+def run(kind, case, n, replicas, processes=1, **options):
     """Three steps by `built`: means, what they leave, the runtime, and the seconds of each."""
     runtime = built(kind, case, n, replicas, processes, **options)
     return (*steps(runtime, case, n, processes), runtime)
@@ -222,24 +227,31 @@ def apart(kind, case, n, replicas, processes=1, **options):
 
 def steps(runtime, case, n, processes=1):
     """Means, what is left, and the seconds of each step."""
-    columns, replicas, stages = runtime.columns, runtime.replicas, range(runtime.last + 1)
+    replicas, stages = runtime.replicas, range(runtime.last + 1)
 
     def total(squares):
+        if runtime.together:
+            return sum(x for row in squares.values() for x in row)
         mine = np.zeros((replicas, len(stages)))
         for s, rows in squares.items():
-            for r in columns.here[s]:
+            for r in runtime.columns.here[s]:
                 mine[r, s] = sum(float(row[r]) for row in rows)
         sums = jnp.sum(jnp.asarray(added(mine, next(counter), processes)), -1)
         return sums if replicas > 1 else sums[0]
 
     counter = itertools.count()
     rule, across = rules(case, replicas), Across(total, lambda grads, held, key: (grads, held))
-    state, found, seconds = create(rule, runtime, across, jax.random.key(0)), [], []
+    key = jax.random.key(0)
+    state, found, seconds = create(rule, runtime, across, key), [], []
+    number, key = runtime.numbered(0, jax.random.key_data(key))
+    state = state.replace(step=number, key=key)
+    one = lambda runtime, *given: train_step(rule, runtime, across, given)
+    step = runtime.bind(one, PER_REPLICA)
     for batch in batches(n, replicas):
         start = time.perf_counter()
-        state, means = jax.block_until_ready(train_step(rule, runtime, across, (state, batch)))
+        state, means = jax.block_until_ready(step(state, batch))
         seconds.append(time.perf_counter() - start)
-        found.append([flat(m) for m in means.values()] if means else None)
+        found.append([flat(m) for m in runtime.rows(means).values()] if means else None)
     memory = runtime.unpack(state.model.feedback)
     return found, state.model._replace(feedback=memory), seconds
 
@@ -267,7 +279,7 @@ def main(address, process, processes, case, n, replicas, schedule, delay, stream
     lanes.STREAMED = ('cpu',) if streamed == 'True' else ()
     jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
     slow = {'emulated': (0.0, float(delay)), 'schedule': schedule}
-    found, state, seconds, _ = apart('mpmd', case, int(n), int(replicas), int(processes), **slow)
+    found, state, seconds, _ = run('mpmd', case, int(n), int(replicas), int(processes), **slow)
     arrays = {
         f'{name}/{s}/{r}/{i}': a
         for name, part in state._asdict().items()
