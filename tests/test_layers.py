@@ -14,11 +14,12 @@ from importlib import metadata
 import pytest
 
 import jaxmp
+from jaxmp.config import KEYS
 
 ROOT = pathlib.Path(jaxmp.__file__).parent
 FILES = sorted(p for p in ROOT.rglob('*.py'))
 
-# ../shared/design.md section 4: what a room may import besides itself.
+# What a room may import besides itself.
 BELOW = {
     'version': '',
     'words': '',
@@ -136,6 +137,29 @@ def test_codecs_import_one_way(name):
         if isinstance(n, ast.ImportFrom) and (n.module or '').startswith('jaxmp.codecs')
     }
     assert others <= set(INSIDE_CODECS[: INSIDE_CODECS.index(name)])
+
+
+def asks_the_runtime(node):
+    """Whether a node compares, matches or looks up what ``config.parallel.runtime`` says."""
+    named = lambda n: (
+        isinstance(n, ast.Attribute | ast.Name) and 'runtime' in ast.unparse(n).split('.')
+    )
+    said = lambda n: isinstance(n, ast.Constant) and n.value in KEYS['parallel.runtime'].words
+    if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is):
+        return any(named(n) or said(n) for n in (node.left, *node.comparators))
+    if isinstance(node, ast.Match):
+        return named(node.subject)
+    return isinstance(node, ast.Subscript) and (named(node.slice) or said(node.slice))
+
+
+def test_one_module_knows_the_names_of_the_runtimes():
+    found = {
+        f'{path.relative_to(ROOT)}:{node.lineno}'
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if asks_the_runtime(node)
+    }
+    assert {name.partition(':')[0] for name in found} == {'training/parallel.py'}, sorted(found)
 
 
 def test_import_is_light():

@@ -30,7 +30,7 @@ from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.fingerprint import fingerprint
 from jaxmp.training.loop import train_and_evaluate
 from jaxmp.training.meetings import Meetings
-from jaxmp.training.parallel import RUNTIMES, Build
+from jaxmp.training.parallel import Build, apart
 from jaxmp.training.portable import Portable
 from jaxmp.training.step import Rules, TrainState
 from jaxmp.training.task import Task
@@ -86,7 +86,7 @@ def check(config: Config, address: Address) -> None:
     """Raises ValueError unless ``config`` can be elastic, with so many processes."""
     schema.check(config)
     runtime, n = config.parallel.runtime, config.parallel.replicas
-    if RUNTIMES[runtime].apart or n < 2:
+    if apart(config) or n < 2:
         raise ValueError(
             f'config.parallel.elastic=True takes several replicas of one program each, got '
             f'config.parallel.replicas={n} and config.parallel.runtime={runtime!r}; stages in '

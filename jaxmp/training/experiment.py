@@ -24,7 +24,7 @@ from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
 from jaxmp.training.optimizer import Optimizer, optimizer_of
-from jaxmp.training.parallel import RUNTIMES, Parallel, actions_of, parallel_of
+from jaxmp.training.parallel import Parallel, actions_of, apart, parallel_of
 from jaxmp.training.phases import Phase, phases_of
 from jaxmp.training.task import Task, task_of
 from jaxmp.wire import Like
@@ -82,7 +82,7 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     schema.check(config)
     task = task_of(config) if task is None else task
     actions_of(config, len(task.stages))
-    between = tied_exchange(config, bool(task.copied) and RUNTIMES[config.parallel.runtime].apart)
+    between = tied_exchange(config, bool(task.copied) and apart(config))
     examples = sized(task.data, config)
     data.check(examples, bool(vocabulary(task)))
     count = len(examples.train.y)

@@ -156,6 +156,11 @@ class ByStage(Parallel):
 RUNTIMES = {'local': Parallel, 'spmd': OverMesh, 'mpmd': ByStage}
 
 
+def apart(config: Config) -> bool:
+    """Whether the runtime of a configuration has stages on devices of their own."""
+    return RUNTIMES[config.parallel.runtime].apart
+
+
 def parallel_of(config: Config, stages: int) -> Parallel:
     """The placement that ``config.parallel`` names."""
     return RUNTIMES[config.parallel.runtime](config, stages)
