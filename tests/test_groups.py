@@ -15,7 +15,7 @@ from jaxmp.data import Dataset, Split
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.models.tied import TiedParameter
 from jaxmp.runtimes.types import ByReplica
-from jaxmp.training import experiment, groups, loop, portable
+from jaxmp.training import experiment, groups, loop, portable, sizes
 from jaxmp.training.elastic import ElasticTrainer
 from jaxmp.wire import nbytes
 from tests.runs import handed
@@ -128,6 +128,55 @@ def test_replicas_exchange_what_is_trained_and_copies_once():
     counts, shapes = handed(exp, {'x': X[:2], 'y': Y[:2], 'id': np.arange(2)})
     assert counts == {'all-reduce': nbytes(shapes)}
     assert nbytes(shapes) == 4 * (9 + 3 + 3)
+
+
+class Fixed(nn.Module):
+    """A dense layer whose one kernel `but_kernels` leaves as it is."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return jnp.tanh(x @ self.param('kernel', lambda key: jnp.asarray(NUMBERS['kernel'])))
+
+
+def first_is_frozen(runtime, **parallel):
+    """An epoch of three stages, of which the first is frozen: trainer, losses, state."""
+    config_ = settings(runtime, fwd='raw', bwd='uniform(8)', optimizer={'momentum': 0.9})
+    config_.parallel.update(num_microbatches=2, **parallel)
+    three = task()._replace(stages=(Fixed(), Layer(), Layer()), tied=None)
+    made = loop.prepare(config_, ProcessGroup(), three)
+    *_, (state, values, _) = made.epoch(0, made.create(), np.arange(12))
+    return made, values['loss'][-1], state
+
+
+@pytest.mark.parametrize(
+    ('runtime', 'parallel'),
+    [('mpmd', {}), ('mpmd', {'schedule': 'zb_h1', 'remat': True}), ('spmd', {})],
+    ids=str,
+)
+def test_below_what_is_trained_no_gradient_is_made_or_sent(runtime, parallel):
+    local, loss, state = first_is_frozen('local')
+    assert local.exp.first == 1
+    [first, second] = sizes.message_bytes(local.exp)
+    assert first['backward'] == 0 < second['backward']
+    made, found, apart = first_is_frozen(runtime, **parallel)
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    for s in (1, 2):
+        for name, a in state.model.params[s].items():
+            np.testing.assert_allclose(apart.model.params[s][0][name], a, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(apart.model.params[0][0]['kernel'], NUMBERS['kernel'])
+    assert not [a for a in jax.tree.leaves(apart.opt_state[0]) if a.ndim]  # but a count of steps
+    rows = [row['payload'] for row in made.moved()['moved']]
+    assert rows == [[r['forward'], r['backward']] for r in sizes.message_bytes(made.exp)]
+    if runtime == 'mpmd':
+        assert (1, 0) not in made.training.drivers[0].lanes
+        kinds = {(a.stage, a.kind) for a in made.training.drivers[0].actions}
+        assert not kinds & {(0, 'B'), (0, 'W')}
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused():
+    nothing = task(lambda path: path == ('scale',))._replace(tied=None)
+    with pytest.raises(ValueError, match='none of the parameters of 2 stages is trained; select'):
+        experiment.experiment_of(settings(), nothing)
 
 
 def test_a_frozen_table_is_no_copy_that_stages_share():

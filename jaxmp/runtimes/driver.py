@@ -61,6 +61,7 @@ class Driver:
       sizes: payload bytes of a message of each.
       actions: the schedule.
       num_microbatches: M.
+      first: number of the first stage that runs backwards.
       sending: messages of the last step that may still be on their way.
       measured: a list to which every action is added as it ran, with the times of
         `time.monotonic`. Each device then has a thread, which waits for the end of every action;
@@ -73,6 +74,7 @@ class Driver:
     sizes: Mapping[tuple[int, int], int]
     actions: Sequence[Action] = ()
     num_microbatches: int = 1
+    first: int = 0
     sending: list[Future[Any]] = field(default_factory=list)
     measured: list[Action] | None = None
 
@@ -80,14 +82,14 @@ class Driver:
     def order(self) -> tuple[list[Action], list[Message]]:
         """Actions of this process, and messages that it sends or receives, in their order."""
         here = self.stages.keys()
-        sent = [m for m in messages(self.actions) if here & {m.source, m.target}]
+        sent = [m for m in sent_by(self.actions, self.first) if here & {m.source, m.target}]
         return [a for a in self.actions if a.stage in here], sent
 
     @functools.cached_property
     def moved(self) -> Traffic:
         """Payload bytes of a step, forward and backward, of each link that ends here."""
         count = Counter((m.source, m.target) for m in self.order[1])
-        carried = lambda *edge: count[edge] * self.sizes[edge]
+        carried = lambda *edge: count[edge] * self.sizes.get(edge, 0)
         return {i: (carried(i, i + 1), carried(i + 1, i)) for i in {min(e) for e in self.lanes}}
 
     def init(self, key: Array) -> dict[int, StageState]:
@@ -113,11 +115,16 @@ class Driver:
         batch = x, y, (Ctx() if ctx is None else ctx).reading(x)
         actions, sent = self.order
         split = lambda s: {a.microbatch for a in actions if a.stage == s and a.kind == 'W'}
-        workers = {s: Worker(p, states[s], split(s)) for s, p in self.stages.items()}
+        frozen = {s: Reader(p, states[s]) for s, p in self.stages.items() if s < self.first}
+        workers = frozen | {
+            s: Worker(p, states[s], split(s)) for s, p in self.stages.items() if s >= self.first
+        }
         self._run(actions, sent, workers, batch)
         n = np.float32(self.num_microbatches)
-        totals = {s: w.stage.mean(w.total, n) for s, w in workers.items()}
-        grads = {s: in_dtypes(t.grads, workers[s].params) for s, t in totals.items()}
+        totals = {s: w.stage.mean(w.total, n) for s, w in workers.items() if s >= self.first}
+        like = lambda s: workers[s].stage.trained(workers[s].params)
+        grads = {s: in_dtypes(t.grads, like(s)) for s, t in totals.items()}
+        grads |= {s: {} for s in frozen}
         last = totals.get(len(self.devices) - 1)
         return Result(
             last.loss if last else None,
@@ -244,12 +251,18 @@ def _near(a: Any, device: Device) -> Any:
     return jax.device_put(a, device) if far else np.asarray(a)
 
 
+def sent_by(actions: Sequence[Action], first: int) -> list[Message]:
+    """The messages of a schedule whose stages before ``first`` run no backwards."""
+    return [m for m in messages(actions) if m.kind == 'F' or m.target >= first]
+
+
 def drive(
     programs: Sequence[StageProgram],
     devices: Sequence[Device],
     actions: Sequence[Action],
     lane: Callable[[int, int, Payload], Lane | None],
     compiler_options: Mapping[str, Any] | None = None,
+    first: int = 0,
 ) -> Driver:
     """The `Driver` of this process for a pipeline of unequal stages.
 
@@ -260,6 +273,7 @@ def drive(
       actions: a schedule of that many stages; it says how many micro-batches there are.
       lane: ``(stage that sends, stage that receives, shapes of a message)`` -> the lane.
       compiler_options: those of `jax.jit`, for every program of a stage.
+      first: number of the first stage that runs backwards.
 
     Raises:
       ValueError: if the schedule is broken, or stages, devices and schedule differ in number.
@@ -274,14 +288,15 @@ def drive(
             f'{n} stages and {microbatches} micro-batches need a schedule of as many, got '
             f'{scheduled} and {microbatches}'
         )
+    actions = [a for a in actions if a.kind == 'F' or a.stage >= first]
     here = [s for s, d in enumerate(devices) if d.process_index == jax.process_index()]
     stages = {s: CompiledStage(programs[s], compiler_options) for s in here}
     lanes, sizes = {}, {}
-    for a, b in sorted({(m.source, m.target) for m in messages(actions)}):
+    for a, b in sorted({(m.source, m.target) for m in sent_by(actions, first)}):
         boundary = programs[min(a, b)].right if max(a, b) < n else None
         if boundary and (a in stages or b in stages):
             like = boundary.messages(programs[min(a, b)].y)[a > b]
             framed = lambda t: jax.ShapeDtypeStruct((1, *t.shape), t.dtype)
             lanes[a, b] = lane(a, b, jax.tree.map(framed, like))
             sizes[a, b] = nbytes(like)
-    return Driver(stages, devices, lanes, sizes, tuple(actions), microbatches)
+    return Driver(stages, devices, lanes, sizes, tuple(actions), microbatches, first)

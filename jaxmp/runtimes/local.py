@@ -21,6 +21,7 @@ from jaxmp.exchange import Collectives
 from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes.microbatch import context, cut, loop
 from jaxmp.runtimes.state import Feedback, in_dtypes
+from jaxmp.runtimes.trained import part, whole
 from jaxmp.runtimes.types import Batch, Model, ModelState, StepKeys
 from jaxmp.wire import widened
 
@@ -53,11 +54,13 @@ class Local:
         """See `Runtime`."""
         keys = StepKeys.of(key, batch['id'], self.via and self.via.index)
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], keys.augment)
+        trained = {s: part(self.model.trained, p) for s, p in state.params.items()}
 
         def one(model_state: Any, feedback: FeedbackState, m: Any, x: Array, y: Array) -> Any:
             def loss(
                 params: Any, feedback: FeedbackState
             ) -> tuple[Array, tuple[FeedbackState, Any]]:
+                params = {s: whole(p, params[s]) for s, p in state.params.items()}
                 variables, ctx = join(params, model_state), context(keys.model, m, n)
                 out, after, feedback = self.pipe.apply(
                     variables, feedback, x, ctx, train=self.train
@@ -65,7 +68,7 @@ class Local:
                 value, aux = self.model.loss(out, y)
                 return value, (feedback, (aux, split(after)[1]))
 
-            (value, (aux, after)), grads, feedback = value_and_grad(loss)(state.params, feedback)
+            (value, (aux, after)), grads, feedback = value_and_grad(loss)(trained, feedback)
             return after, feedback, ((value, aux), grads)
 
         def add(carry: Any, at: Any) -> Any:
@@ -80,7 +83,7 @@ class Local:
         end = loop(add, (state.model_state, state.feedback, sums), parts)
         model_state, feedback, sums = end
         means, grads = jax.tree.map(lambda a: (a / n).astype(a.dtype), sums)
-        grads = in_dtypes(grads, state.params)
+        grads = in_dtypes(grads, trained)
         return means, grads, ModelState(state.params, model_state, feedback)
 
     def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:

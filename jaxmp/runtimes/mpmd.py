@@ -64,14 +64,14 @@ class Mpmd(OverColumns):
         self.stages, self.replicas = tuple(columns.here), columns.replicas
         self.programs = programs(
             model.stages, model.boundaries, model.loss if train else None, model.x,
-            {'train': train}, model.remat,
+            {'train': train}, model.remat, model.trained, model.first,
         )  # fmt: skip
         plan = actions or one_f_one_b(len(self.programs), model.num_microbatches)
         lane = opener(columns.devices, emulated)
         self.drivers: dict[int, Driver] = {}
         for r in sorted({r for here in columns.here.values() for r in here}):
             at, own = list(columns.devices[r]), functools.partial(lane, r)
-            self.drivers[r] = drive(self.programs, at, plan, own, dict(options))
+            self.drivers[r] = drive(self.programs, at, plan, own, dict(options), model.first)
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))

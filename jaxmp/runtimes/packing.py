@@ -58,6 +58,10 @@ class Packing:
     def _width(self, s: int, dtype: str) -> int:
         return sum(self._size(a) for a in self._leaves[s] if str(a.dtype) == dtype)
 
+    def zeros(self) -> Vectors:
+        """Vectors of zeros."""
+        return {name: jnp.zeros(width, name) for name, width in self.widths.items()}
+
     def pack(self, s: int, tree: Any, lead: tuple[int, ...] = (), wide: bool = False) -> Vectors:
         """Stage ``s``'s tree as vectors ``(*lead, width)``.
 

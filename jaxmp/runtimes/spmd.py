@@ -59,7 +59,7 @@ class Spmd(OverColumns):
             raise ValueError('runtime spmd is one process; use mpmd over several')
         stages = programs(
             model.stages, model.boundaries, model.loss if train else None, model.x,
-            {'train': train}, model.remat,
+            {'train': train}, model.remat, model.trained,
         )  # fmt: skip
         axes = (AxisType.Auto,) * 2
         self.mesh = Mesh(columns.devices, (REPLICA, AXIS), axis_types=axes)
@@ -167,7 +167,7 @@ class Spmd(OverColumns):
         self, state: ModelState, batch: Batch, key: Any
     ) -> tuple[Any, dict[int, Any], ModelState]:
         """See `Runtime`."""
-        params, statistics = self.program.packings
+        _, statistics = self.program.packings
         args = self._state(state), dict(batch), key
         if self._lowered is None:
             self._lowered = self.step.lower(*args)
@@ -176,7 +176,7 @@ class Spmd(OverColumns):
         row = lambda r: jax.tree.map(lambda a: a[r], means)
         rows = ByReplica({r: row(r) for r in range(self.replicas)})
         after = ModelState(state.params, self._trees(statistics, model_state), feedback)
-        return rows, self._trees(params, grads), after
+        return rows, self._trees(self.program.gradients, grads), after
 
     def predict(
         self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output

@@ -27,6 +27,7 @@ from jaxmp.runtimes.packing import Packing, Vectors
 from jaxmp.runtimes.plans import in_step
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes
+from jaxmp.runtimes.trained import part
 from jaxmp.runtimes.wires import AXIS, Messages, Wires
 from jaxmp.wire import Ctx, widened
 
@@ -79,6 +80,11 @@ class SpmdProgram:
         return packing('params'), packing('model_state')
 
     @functools.cached_property
+    def gradients(self) -> Packing:
+        """Layout of the gradients, and of sums of them."""
+        return Packing([part(self.stages[0].trained, s.params) for s in self.shapes])
+
+    @functools.cached_property
     def memory(self) -> FeedbackMemory:
         """Layout of the feedback states."""
         return FeedbackMemory(self.stages, [s.feedback for s in self.shapes])
@@ -118,7 +124,7 @@ class SpmdProgram:
         end, _ = lax.scan(device.tick, carry, jnp.asarray(plan))
         mean = lambda a: (a / self.num_microbatches).astype(a.dtype)
         means, grads = jax.tree.map(mean, (end.means, end.grads))
-        grads = in_dtypes(grads, state.params)
+        grads = in_dtypes(grads, self.gradients.zeros())
         after = Packed(state.params, end.model_state, end.feedback)
         return lax.psum(means, AXIS), grads, after
 
@@ -185,13 +191,13 @@ class _Device:
     def start(self, state: Packed, saved: int) -> _Carry:
         """The carry before the first tick."""
         residuals = {n: jnp.zeros((saved, w), n) for n, w in self.residuals.widths.items()}
-        grads = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, self.params))
+        grads = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, self.spmd.gradients.zeros()))
         y, means = self.spmd.stages[-1].y, ()
         outputs = jnp.zeros((0 if self.training else self.spmd.num_microbatches, *y.shape), y.dtype)
         arrived = self.spmd.wires[0].empty(), self.spmd.wires[1].empty()
         if self.training:
             last = self.spmd.one_slot[-1]
-            total = jax.eval_shape(last.init_accumulator, (), self.microbatch(0).y)
+            total = jax.eval_shape(last.init_accumulator, {}, self.microbatch(0).y)
             means = _zeros((total.loss, total.aux))
         return _Carry(arrived, *state[1:], residuals, means, grads, outputs)
 
@@ -262,6 +268,7 @@ class _Device:
         """Reads the gradient of micro-batch m, runs the stage back, sends its input's gradient."""
         at, memory, wires = self.crossing(m), self.spmd.memory, self.spmd.wires[1]
         params, last = self.spmd.packings[0], len(self.spmd.stages) - 1
+        gradients = self.spmd.gradients
 
         def run(s: int, rows: Rows, arrived: Messages, saved: Vectors, sums: Any) -> Any:
             state = StageState(params.unpack(s, self.params), {}, memory.read(s, rows))
@@ -269,12 +276,12 @@ class _Device:
             (loss, aux), grads = sums
             after, total, out = self.program(s).backward(
                 state,
-                Accumulator(loss, aux, params.unpack(s, grads)),
+                Accumulator(loss, aux, gradients.unpack(s, grads)),
                 self.residuals.unpack(s, saved)[0],
                 (self.microbatch(at.microbatch), message),
             )
             rows = memory.write(s, after.feedback, rows)
-            sums = (total.loss, total.aux), params.pack(s, total.grads, wide=True)
+            sums = (total.loss, total.aux), gradients.pack(s, total.grads, wide=True)
             return rows, wires.write(s - 1, out) if s else wires.empty(), sums
 
         def idle(rows: Rows, arrived: Messages, saved: Vectors, sums: Any) -> Any:

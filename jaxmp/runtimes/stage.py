@@ -29,6 +29,7 @@ from jaxmp.runtimes.state import (
     Residuals,
     StageState,
 )
+from jaxmp.runtimes.trained import Select, everything, part, whole
 from jaxmp.wire import Ctx, Like, Payload, like, widened
 
 Loss = Callable[[Array, Array], tuple[Array, Any]]
@@ -48,6 +49,8 @@ class StageProgram:
       loss: ``(y, target) -> (scalar, aux)``, in the last stage.
       kwargs: passed to the module, as sorted items.
       remat: whether the backward runs the module again, which costs a forward and saves residuals.
+      trained: whether the parameter of a path has a gradient.
+      returns: whether it sends the gradient of its input to the stage before.
     """
 
     index: Any
@@ -59,6 +62,8 @@ class StageProgram:
     loss: Loss | None
     kwargs: tuple[tuple[str, Any], ...]
     remat: bool = False
+    trained: Select = everything
+    returns: bool = True
 
     def init(self, key: Array) -> StageState:
         """State before the first step; variables as `jaxmp.pipeline` makes them of this key."""
@@ -79,7 +84,8 @@ class StageProgram:
     def init_accumulator(self, params: Any, target: Any) -> Accumulator:
         """Sums before the first micro-batch, in float32 or wider."""
         score = self.loss or (lambda y, target: (jnp.zeros(()), None))
-        added = jax.eval_shape(widened, (*jax.eval_shape(score, self.y, target), params))
+        trained = part(self.trained, params)
+        added = jax.eval_shape(widened, (*jax.eval_shape(score, self.y, target), trained))
         return Accumulator(*jax.tree.map(jnp.zeros_like, added))
 
     def predict(
@@ -130,12 +136,13 @@ class StageProgram:
         """Output (in the last stage the loss), collections after, and the map of gradients."""
         x, model_state = at
 
-        def run(params: Any, x: Array) -> tuple[Array, Any]:
-            y, after = self._apply(params, model_state, x, own)
+        def run(trained: Any, *x: Array) -> tuple[Array, Any]:
+            y, after = self._apply(whole(params, trained), model_state, x[0] if x else at[0], own)
             y, aux = self.loss(y, batch.y) if self.loss else (y, None)
             return y, (aux, after)
 
-        y, pull, (aux, after) = jax.vjp(run, params, x, has_aux=True)
+        inputs = part(self.trained, params), *((x,) if self.returns else ())
+        y, pull, (aux, after) = jax.vjp(run, *inputs, has_aux=True)
         means = () if self.right else (y, aux)
         return y, after, Linear(Pullback.of(pull, params), means)
 
@@ -155,7 +162,7 @@ class StageProgram:
           arrived: the micro-batch, and the message from the stage after (not read in the last).
         """
         linear, g, f = self._read_gradient(state, residuals, arrived)
-        grads, gx = linear.pull(state.params, g)
+        grads, *gx = linear.pull(state.params, g)
         total = total.add(grads, *linear.means)
         f, out = self._write_gradient(gx, f, residuals, arrived[0])
         return state._replace(feedback=f), total, out
@@ -169,7 +176,7 @@ class StageProgram:
         """
         linear, g, f = self._read_gradient(state, residuals, arrived)
         before = jax.tree.leaves(residuals.kept)
-        gx, later = linear.pull.halves(state.params, g, not self.left, before)
+        gx, later = linear.pull.halves(state.params, g, before)
         f, out = self._write_gradient(gx, f, residuals, arrived[0])
         return state._replace(feedback=f), Linear(later, linear.means), out
 
@@ -179,7 +186,8 @@ class StageProgram:
 
     def backward_weights(self, params: Any, total: Accumulator, later: Linear) -> Accumulator:
         """The other part: the sums with this micro-batch added."""
-        grads = jax.tree.unflatten(jax.tree.structure(params), later.pull(params))
+        form = jax.tree.structure(part(self.trained, params))
+        grads = jax.tree.unflatten(form, later.pull(params))
         return total.add(grads, *later.means)
 
     def _read_gradient(
@@ -198,13 +206,13 @@ class StageProgram:
         return linear, g, f._replace(right_rx=rx)
 
     def _write_gradient(
-        self, gradient: Array, f: Feedback, residuals: Residuals, batch: MicroBatch
+        self, gradient: Sequence[Array], f: Feedback, residuals: Residuals, batch: MicroBatch
     ) -> tuple[Feedback, Payload | None]:
-        """The feedback after, and the message to the stage before."""
-        if not self.left:
+        """The feedback after, and the message to the stage before, if it gets one."""
+        if not (self.left and gradient):
             return f, None
         at = self._contexts(batch.ctx)[0]._replace(indices=residuals.received)
-        out, tx, _ = self.left.send('bwd', gradient, f.left_tx, at)
+        out, tx, _ = self.left.send('bwd', gradient[0], f.left_tx, at)
         return f._replace(left_tx=tx), out
 
     def _contexts(self, ctx: Ctx) -> tuple[Ctx, Ctx, Ctx]:
@@ -231,6 +239,8 @@ def programs(
     x: Array | Like,
     kwargs: Mapping[str, Any],
     remat: bool = False,
+    trained: Select = everything,
+    first: int = 0,
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages.
 
@@ -241,6 +251,8 @@ def programs(
       x: a micro-batch of the input, or its shape and dtype.
       kwargs: passed to every stage's ``__call__``, for example ``train=True``.
       remat: see `StageProgram`.
+      trained: likewise.
+      first: number of the first stage with trained parameters.
 
     Raises:
       TypeError: if an object is not a stage.
@@ -258,7 +270,7 @@ def programs(
     return tuple(
         StageProgram(
             s, stage, cuts[s], cuts[s + 1], shapes[s], shapes[s + 1],
-            loss if s == n - 1 else None, items, remat,
+            loss if s == n - 1 else None, items, remat, trained, s > first,
         )
         for s, stage in enumerate(stages)
     )  # fmt: skip

@@ -138,9 +138,9 @@ class Pullback:
         return jax.tree.unflatten(self.form, leaves)(*gradient)
 
     def halves(
-        self, params: Any, gradient: Any, first: bool, before: Sequence[Any]
-    ) -> tuple[Any, Pullback]:
-        """Gradient of the input (None in the first stage), and the map to the parameters' leaves.
+        self, params: Any, gradient: Any, before: Sequence[Any]
+    ) -> tuple[list[Any], Pullback]:
+        """Gradient of the input, if the function has it, and the map to the parameters' leaves.
 
         See `jaxmp.runtimes.halves.cut`; the second result is called with the parameters alone, once
         it is `joined` with ``before``, which it leaves out: a program would copy what it only
@@ -148,8 +148,8 @@ class Pullback:
         """
 
         def gradients(kept: Any, params: Any, g: Any) -> tuple[Any, Any]:
-            of_params, of_input = Pullback(kept, self.form, self.places)(params, g)
-            return (None if first else of_input), of_params
+            of_params, *of_input = Pullback(kept, self.form, self.places)(params, g)
+            return of_input, of_params
 
         gx, rest, values = cut(gradients, self.kept, params, gradient)
         return gx, Pullback.of(jax.tree_util.Partial(rest, *values), params, before)

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
 from jaxmp.pipeline import Stage
+from jaxmp.runtimes.trained import Select, everything
 from jaxmp.wire import Ctx, Like
 
 Batch = Mapping[str, Any]  # x, y and id of a step's examples, axis 0 the example
@@ -61,6 +62,8 @@ class Model(NamedTuple):
       x: shape and dtype of a micro-batch of the input, of one replica.
       num_microbatches: M.
       remat: whether the backward runs each stage again instead of reading its residuals.
+      trained: whether the parameter of a path in a stage's parameters has a gradient.
+      first: number of the first stage with such parameters; those before it run no backward.
     """
 
     stages: tuple[Stage, ...]
@@ -70,6 +73,8 @@ class Model(NamedTuple):
     x: Like
     num_microbatches: int = 1
     remat: bool = False
+    trained: Select = everything
+    first: int = 0
 
 
 class ModelState(NamedTuple):
@@ -106,7 +111,10 @@ class Runtime(Protocol):
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any
     ) -> tuple[Any, dict[int, Any], ModelState]:
-        """Means of each replica (perhaps none here), gradients per stage, and the next state."""
+        """Means of each replica (perhaps none here), gradients per stage, and the next state.
+
+        Gradients are those of the parameters that are trained.
+        """
         ...
 
     def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState
+from jaxmp.runtimes.trained import part
 from jaxmp.wire import Payload
 
 
@@ -32,6 +33,7 @@ class CompiledStage:
         self.program = program
         jit = functools.partial(jax.jit, compiler_options=dict(options or {}) or None)
         self.init = jit(program.init)
+        self.trained = functools.partial(part, program.trained)
         self.forward = jit(self._forward, donate_argnums=1)
         self.predict = jit(self._predict)
         backward = lambda run: functools.partial(self._backward, run)

@@ -93,8 +93,8 @@ def model_of(exp: Experiment, cuts: tuple[Boundary, ...]) -> Model:
         scores = {k: jnp.mean(v) for k, v in scored(exp, output, y).items()}
         return scores['loss'], scores
 
-    remat = exp.config.parallel.remat
-    return Model(exp.task.stages, cuts, exp.task.prepare, loss, microbatch_like(exp), n, remat)
+    remat, x, task = exp.config.parallel.remat, microbatch_like(exp), exp.task
+    return Model(task.stages, cuts, task.prepare, loss, x, n, remat, task.trained, exp.first)
 
 
 def evaluation_key(key: Array, batch: int) -> Array:

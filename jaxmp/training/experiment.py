@@ -6,21 +6,24 @@ anything else happens.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from jaxmp import config as schema
 from jaxmp import data, exchange
-from jaxmp.boundary import Boundary
+from jaxmp.boundary import Boundary, FeedbackState
 from jaxmp.config import Config
 from jaxmp.exchange import Exchange
 from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
 from jaxmp.pipeline import Pipeline, pipeline
+from jaxmp.runtimes.trained import everything, part
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
 from jaxmp.training.optimizer import Optimizer, optimizer_of
@@ -42,6 +45,7 @@ class Experiment(NamedTuple):
       groups: the parameters that are trained, and how each group is exchanged and updated.
       epoch_steps: steps per epoch.
       exchange: between replicas.
+      first: number of the first stage that has trained parameters, before which no gradient goes.
     """
 
     config: Config
@@ -52,6 +56,7 @@ class Experiment(NamedTuple):
     groups: Groups
     epoch_steps: int
     exchange: Exchange
+    first: int = 0
 
     @property
     def parallel(self) -> Parallel:
@@ -94,7 +99,34 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     phases = phases_of(config, model.boundaries, names)
     epoch_steps = count // config.batch_size
     groups = groups_of(task, optimizer_of(config, epoch_steps), shared, between)
-    return Experiment(config, task, examples, model, phases, groups, epoch_steps, shared)
+    exp = Experiment(config, task, examples, model, phases, groups, epoch_steps, shared)
+    return exp._replace(first=first_trained(exp) if exp.parallel.skips else 0)
+
+
+def first_trained(exp: Experiment) -> int:
+    """The number of the first stage with a parameter that is trained.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    select = exp.task.trained
+    if select is everything:
+        return 0
+    params = [v.get('params', {}) for v in variables_like(exp.model, microbatch_like(exp))[0]]
+    trained = [s for s, tree in enumerate(params) if jax.tree.leaves(part(select, tree))]
+    if not trained:
+        names = ['/'.join(path) for tree in params for path in flatten_dict(tree)]
+        raise ValueError(
+            f'none of the parameters of {len(params)} stages is trained; select some of '
+            f'{", ".join(dict.fromkeys(names[:6]))}{", ..." if len(names) > 6 else ""}'
+        )
+    return trained[0]
+
+
+@functools.lru_cache(maxsize=4)  # many ask, and to trace a network takes a second
+def variables_like(model: Pipeline, x: Like) -> tuple[Any, FeedbackState]:
+    """Variables of all stages and states of all boundaries, as shapes, for micro-batches ``x``."""
+    return jax.eval_shape(functools.partial(model.init, train=True), jax.random.key(0), x)
 
 
 def groups_of(task: Task, optimizer: Optimizer, shared: Exchange, between: Exchange) -> Groups:

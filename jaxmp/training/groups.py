@@ -20,10 +20,9 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp.exchange import Exchange
+from jaxmp.runtimes.trained import Path, everything, whole
 from jaxmp.runtimes.types import ByReplica, each
 from jaxmp.training.optimizer import Optimizer
-
-Path = tuple[str, ...]
 
 
 class Group(NamedTuple):
@@ -53,11 +52,6 @@ class Group(NamedTuple):
 
 Groups = tuple[Group, ...]
 Home = tuple[int, Group]  # a group in one of its stages
-
-
-def everything(path: Path) -> bool:
-    """True: the parameter of any path is trained."""
-    return True
 
 
 def rest(
@@ -166,12 +160,7 @@ def _whole(tree: Any, parts: list[Any]) -> Any:
     """``tree`` with the leaves of ``parts`` in their places."""
     if isinstance(tree, ByReplica):
         return ByReplica({r: _whole(t, [p[r] for p in parts]) for r, t in tree.items()})
-    if len(parts) == 1 and jax.tree.structure(tree) == jax.tree.structure(parts[0]):
-        return parts[0]
-    leaves = _flat(tree)
-    for part in parts:
-        leaves |= _flat(part)
-    return unflatten_dict(leaves) if parts else tree
+    return whole(tree, *parts)
 
 
 _flat = functools.partial(flatten_dict, keep_empty_nodes=True)

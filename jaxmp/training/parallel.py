@@ -35,6 +35,7 @@ class Parallel:
       config: of the run.
       stages: their number S.
       apart: whether stages are on devices of their own.
+      skips: whether stages below all that is trained run no backward.
       spans: whether the stages of a replica may be in several processes.
       part: what processes divide among themselves.
     """
@@ -43,6 +44,7 @@ class Parallel:
     stages: int
 
     apart: ClassVar[bool] = False
+    skips: ClassVar[bool] = True
     spans: ClassVar[bool] = False
     part: ClassVar[str] = 'replica'
 
@@ -91,6 +93,7 @@ class OverMesh(Parallel):
     """One program over a mesh of replicas and stages; a device is as large as the largest stage."""
 
     apart = True
+    skips = False
 
     def devices(self, processes: int) -> int:
         """See `Parallel`."""

@@ -16,7 +16,7 @@ from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes.stage import StageProgram, programs
 from jaxmp.runtimes.state import MicroBatch
 from jaxmp.training.evaluate import model_of
-from jaxmp.training.experiment import Experiment, microbatch_like
+from jaxmp.training.experiment import Experiment, microbatch_like, variables_like
 from jaxmp.training.groups import copied, split
 from jaxmp.wire import Ctx, Like, nbytes
 
@@ -79,7 +79,10 @@ def residual_rows(exp: Experiment) -> list[tuple[int, int]]:
     Where stages are apart, they keep them from a forward to its backward.
     """
     model, c = model_of(exp, exp.model.boundaries), exp.config.parallel
-    stages = programs(model.stages, model.boundaries, model.loss, model.x, {'train': True}, c.remat)
+    stages = programs(
+        model.stages, model.boundaries, model.loss, model.x, {'train': True}, c.remat,
+        model.trained, model.first,
+    )  # fmt: skip
     x, rows = exp.data.train, microbatch_like(exp).shape[0]
     y = jax.eval_shape(lambda: jnp.zeros((rows, *x.y.shape[1:]), x.y.dtype))
     ids = jax.eval_shape(lambda: jnp.zeros(rows, jnp.int32))
@@ -127,6 +130,7 @@ def message_bytes(exp: Experiment, cuts: Sequence[Boundary] | None = None) -> li
     count, rows = exp.config.parallel.num_microbatches, []
     for i, (b, x) in enumerate(zip(cuts, likes(exp), strict=True), 1):
         forward, backward = (count * n // 8 for n in b.bits(x))
+        backward *= i > exp.first  # below what is trained no gradient is sent
         full = count * nbytes(x)
         row = {'boundary': i, 'uncompressed': full, 'forward': forward, 'backward': backward}
         rows.append(row)
@@ -165,12 +169,7 @@ def table_bytes(exp: Experiment) -> dict[str, Any]:
 
 def shapes(exp: Experiment) -> tuple[Any, FeedbackState]:
     """Variables of all stages and states of all boundaries, as shapes."""
-    return _shapes(exp.model, microbatch_like(exp))
-
-
-@functools.lru_cache(maxsize=4)  # many ask, and to trace a network takes a second
-def _shapes(model: Pipeline, x: Like) -> tuple[Any, FeedbackState]:
-    return jax.eval_shape(functools.partial(model.init, train=True), jax.random.key(0), x)
+    return variables_like(exp.model, microbatch_like(exp))
 
 
 def likes(exp: Experiment) -> tuple[Like, ...]:
@@ -180,7 +179,7 @@ def likes(exp: Experiment) -> tuple[Like, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _likes(model: Pipeline, x: Like) -> tuple[Like, ...]:
-    return tuple(model.likes(_shapes(model, x)[0], x, train=True))
+    return tuple(model.likes(variables_like(model, x)[0], x, train=True))
 
 
 def parameters(exp: Experiment) -> int:

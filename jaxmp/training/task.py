@@ -24,7 +24,7 @@ from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
 from jaxmp.models.tied import WTE, TiedParameter, table
 from jaxmp.pipeline import Stage
 from jaxmp.plugins import called, imported
-from jaxmp.training.groups import everything
+from jaxmp.runtimes.trained import everything
 from jaxmp.wire import Like, like
 
 
