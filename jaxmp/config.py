@@ -56,8 +56,15 @@ KEYS: Mapping[str, Key] = {
     'seed': Key(0, 'of everything random'),
     # What is learned from what.
     'data.name': Key(
-        'digits', 'data set or text', words=('digits', 'mnist', 'cifar10', 'alice', 'wikitext-2',
-        'wikitext-2-raw'), own='load(config) -> jaxmp.data.Dataset'),
+        'digits', 'data set or text; owner/name of the hub, or a folder/, by the package datasets',
+        words=('digits', 'mnist', 'cifar10', 'alice', 'wikitext-2', 'wikitext-2-raw'),
+        pattern=r'[^:]*/[^:]*', own='load(config) -> jaxmp.data.Dataset'),
+    'data.files': Key('', "text in place of data.name: a glob of .txt and .jsonl, 'notes/*.txt'"),
+    'data.test_files': Key('', 'a glob of those to test on; empty: the end of each of data.files'),
+    'data.test_share': Key(0.05, 'of a text without a test of its own that is held out for one'),
+    'data.field': Key('text', 'of each line of a .jsonl: its text, or its chat messages'),
+    'data.cache': Key(
+        '~/.cache/jaxmp/text', 'folder where the tokens of a text are kept', idle=True, free=True),
     'data.dir': Key('', 'folder of its files; digits and alice need none', idle=True, free=True),
     'data.download': Key(False, 'fetch it into data.dir if missing', idle=True, free=True),
     'data.train_examples': Key(0, 'how many of the training split; 0: all'),
@@ -66,8 +73,8 @@ KEYS: Mapping[str, Key] = {
     'data.augment': Key('none', 'of training images', words=('none', 'crop_flip')),
     'data.sequence_length': Key(128, 'tokens per example', 2, model='gpt2'),
     'data.tokenizer': Key(
-        'bytes', 'bytes, bpe-N to learn N tokens, or a folder of a byte-level BPE', model='gpt2',
-        idle=True),
+        'bytes', 'bytes, bpe-N to learn N tokens, a folder with tokenizer.json, or a .gguf file',
+        model='gpt2', idle=True),
     'model.name': Key(
         'resnet18', 'network', words=('resnet18', 'lenet', 'gpt2'),
         own='build(config, dataset) -> a sequence of stages, or a jaxmp.Task'),

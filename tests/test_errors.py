@@ -16,7 +16,7 @@ import pytest
 
 from jaxmp import Ctx, boundary, data, models, spec
 from jaxmp import config as schema
-from jaxmp.data import Dataset, Split, text
+from jaxmp.data import Dataset, Split, text, tokenizer
 from jaxmp.models import weights
 from jaxmp.runtimes import stage
 from jaxmp.training import command, dry_run, experiment, generate, loop, resume, sizes, task
@@ -69,7 +69,7 @@ def test_a_setting_that_makes_no_sense(case):
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'model': 'lenet'}, r"no data set 'alice'"),
+        ({'model': 'lenet'}, r"'lenet' is for images, and alice is a text; take gpt2"),
         ({'heads': 2, 'model': 'lenet'}, r"heads=2 is read by config.model.name='gpt2' alone"),
         ({'optimizer.schedule': 'cosine'}, r'cosine. needs config\.optimizer\.cosine_epochs'),
         ({'data': 'allice'}, r"'allice' is not one of .*mean alice.* load\(config\)"),
@@ -236,7 +236,7 @@ def test_a_vocabulary_of_wrong_kinds(tmp_path):
         (tmp_path / 'vocab.json').write_text(json.dumps(found))
         if found:
             with pytest.raises(ValueError, match='does not number its tokens'):
-                text.bpe(str(tmp_path))
+                tokenizer.from_folder(str(tmp_path))
 
 
 @pytest.mark.parametrize('name', ['cifar10', 'mnist', 'wikitext-2'])

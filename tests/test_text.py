@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from jaxmp import data
-from jaxmp.data import text, wikitext
+from jaxmp.data import text, tokenizer, wikitext
 from jaxmp.models import huggingface
 
 ROWS = [' \n', ' = Title = \n', ' \n', ' Some words , né .\n', ' \n', ' = = Part = = \n', 'x' * 40]
 
 
 def test_alice():
-    alice, _ = text.load('alice', 128)
+    alice = text.load('alice', 128)
     assert (alice.name, alice.classes, alice.mean) == ('alice', 256, ())
     assert alice.train.x.shape == (982, 128)
     assert alice.test.x.shape == (177, 128)
     assert alice.train.x.dtype == np.int32
     assert alice.train.x is alice.train.y
-    t = text.byte_level()
+    t = tokenizer.byte_level()
     assert 'Alice was beginning to get very tired' in t.decode(alice.train.x[:9].reshape(-1))
     assert 'CHAPTER XI\n' in t.decode(alice.test.x[0])
 
@@ -36,12 +36,12 @@ def test_notice_is_of_this_file():
 
 
 def test_ids_never_move():
-    x = text.load('alice', 64)[0].train.x
+    x = text.load('alice', 64).train.x
     assert hashlib.sha256(x.tobytes()).hexdigest()[:16] == '030a3f73b1a234a8'
 
 
 def test_batches_of_text():
-    alice, _ = text.load('alice', 64)
+    alice = text.load('alice', 64)
     order = data.order(0, 0, len(alice.train.y))
     first = next(data.batches(alice.train, 8, order))
     assert first['x'].shape == first['y'].shape == (8, 64)
@@ -52,7 +52,7 @@ def test_batches_of_text():
 
 @pytest.mark.parametrize('sample', ['', 'plain', 'né 漢字 \U0001f600', '\x00\r\n'])
 def test_bytes_go_out_and_in(sample):
-    t = text.byte_level()
+    t = tokenizer.byte_level()
     (ids,) = t.encode([sample])
     assert ids.dtype == np.int32
     assert len(ids) == len(sample.encode())
@@ -76,8 +76,11 @@ def test_blocks_by_hand():
         ),
         (lambda: text.blocks([np.arange(3)] * 9, 4, rows=1), 'has 3 tokens in every 1 rows'),
         (lambda: text.blocks([], 4), 'the text has 0 tokens'),
-        (lambda: text.load('alice', 9, 'bpe-256'), 'a tokeniser of 256 tokens from 1 rows'),
-        (lambda: text.tokenizer_of('bpe-500'), 'a tokeniser of 500 tokens from 0 rows of text'),
+        (
+            lambda: text.load('alice', 9, 'bpe-256'),
+            'a tokeniser of 256 tokens from some text; give',
+        ),
+        (lambda: tokenizer.tokenizer_of('bpe-500'), 'a tokeniser of 500 tokens from no text; give'),
         (lambda: text.load('alice', 1), 'blocks of 1 tokens have no prediction'),
         (lambda: text.load('wikitext-2', 8), 'data_dir is None; pass the folder that holds'),
     ],
@@ -100,7 +103,7 @@ def write_bpe(folder, **extra):
 
 def test_bpe(tmp_path):
     vocabulary = write_bpe(tmp_path)
-    t = text.bpe(str(tmp_path))
+    t = tokenizer.from_folder(str(tmp_path))
     assert t.size == len(vocabulary) == 258
     samples = ['the né 漢\n', '', 'h e', 'he<|endoftext|>']
     found = t.encode(samples)
@@ -113,16 +116,17 @@ def test_bpe(tmp_path):
 
 def test_bpe_of_a_text(tmp_path):
     write_bpe(tmp_path)
-    alice, _ = text.load('alice', 64, str(tmp_path))
+    alice = text.load('alice', 64, str(tmp_path))
     assert alice.classes == 258
     assert 0 < len(alice.train.y) < 125802 // 64
 
 
 def test_a_learned_bpe_is_read_back(tmp_path):
-    found, t = text.load('alice', 64, 'bpe-500')
+    found = text.load('alice', 64, 'bpe-500')
+    t = found.tokenizer
     assert found.classes == t.size == 500
     t.save(tmp_path)
-    again = text.tokenizer_of(str(tmp_path))
+    again = tokenizer.tokenizer_of(str(tmp_path))
     samples = ['Alice was né 漢<|endoftext|>\n', '']
     assert [a.tolist() for a in again.encode(samples)] == [a.tolist() for a in t.encode(samples)]
     assert [again.decode(ids) for ids in again.encode(samples)] == samples
@@ -130,7 +134,11 @@ def test_a_learned_bpe_is_read_back(tmp_path):
 
 
 BROKEN = {
-    'nothing': (lambda d: None, FileNotFoundError, 'no vocab.json and no merges.txt in .*bytes'),
+    'nothing': (
+        lambda d: None,
+        FileNotFoundError,
+        'no tokenizer.json, and no vocab.json and no merges.txt in .*bytes',
+    ),
     'no merges': (
         lambda d: (write_bpe(d), (d / 'merges.txt').unlink()),
         FileNotFoundError,
@@ -164,17 +172,17 @@ def test_a_tokenizer_that_transformers_saved(tmp_path):
     made = GPT2TokenizerFast.from_pretrained(str(tmp_path / 'two'), local_files_only=True)
     made.save_pretrained(str(tmp_path / 'one'))
     assert not (tmp_path / 'one' / 'vocab.json').exists()
-    two, one = (text.bpe(str(tmp_path / n)) for n in ('two', 'one'))
+    two, one = (tokenizer.from_folder(str(tmp_path / n)) for n in ('two', 'one'))
     rows = ['hehe', 'eh', '']
     for a, b in zip(two.encode(rows), one.encode(rows), strict=True):
         assert a.tolist() == b.tolist()
     assert one.decode(one.encode(['hehe'])[0]) == 'hehe'
     (tmp_path / 'again').mkdir()
     one.save(tmp_path / 'again')
-    assert text.bpe(str(tmp_path / 'again')).size == one.size
+    assert tokenizer.from_folder(str(tmp_path / 'again')).size == one.size
     (tmp_path / 'one' / 'tokenizer.json').write_text('{')
-    with pytest.raises(ValueError, match='is not a tokenizer that transformers can read'):
-        text.bpe(str(tmp_path / 'one'))
+    with pytest.raises(ValueError, match='tokenizer.json is not a tokenizer .*download it again'):
+        tokenizer.from_folder(str(tmp_path / 'one'))
 
 
 @pytest.mark.parametrize('case', BROKEN)
@@ -182,7 +190,7 @@ def test_broken_bpe(tmp_path, case):
     damage, error, message = BROKEN[case]
     damage(tmp_path)
     with pytest.raises(error, match=message):
-        text.bpe(str(tmp_path))
+        tokenizer.from_folder(str(tmp_path))
 
 
 def contents(suffix):
@@ -217,13 +225,13 @@ FORMS = {
 @pytest.mark.parametrize('name', NAMES)
 def test_all_forms_of_wikitext_are_equal(tmp_path, form, name):
     FORMS[form](tmp_path, name)
-    found, _ = text.load(name, 16, data_dir=str(tmp_path))
+    found = text.load(name, 16, data_dir=str(tmp_path))
     rows = ['', ROWS[1], '', ROWS[3], '', ROWS[5]] * 350
     groups = [''.join(rows[i : i + 1000]).encode() for i in range(0, 2100, 1000)]
     wanted = [list(g[i : i + 16]) for g in groups for i in range(0, len(g) - 15, 16)]
     assert found.name == name
     assert found.train.x.tolist() == wanted
-    tail = text.byte_level().decode(found.test.x.reshape(-1))[-20:]
+    tail = tokenizer.byte_level().decode(found.test.x.reshape(-1))[-20:]
     assert set(tail) == {'x'}
 
 

@@ -17,13 +17,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxmp.data.tokenizer import Tokenizer
+
+NO_LOSS = -1  # the target of a token that is not predicted
+PART = 2**24  # bytes of an array that are read at once, where all of it is
+
 
 class Split(NamedTuple):
-    """One split in memory; the position of an example is its id.
+    """One split; the position of an example is its id.
 
     Attributes:
-      x: images, uint8 of shape ``(N, H, W, C)``.
-      y: labels, int32 of shape ``(N,)``.
+      x: images, uint8 of shape ``(N, H, W, C)``; of a text tokens, int32 of shape ``(N, T)``.
+      y: labels, int32 of shape ``(N,)``; of a text the tokens again, or -1 where there is no loss.
     """
 
     x: np.ndarray
@@ -40,6 +45,7 @@ class Dataset(NamedTuple):
       classes: number of classes; labels are 0 to ``classes - 1``.
       mean: mean of ``x / 255`` for each of the C channels.
       std: standard deviation of ``x / 255`` for each of the C channels.
+      tokenizer: of a text, whose next tokens a model learns; None if the data set is none.
     """
 
     name: str
@@ -48,6 +54,7 @@ class Dataset(NamedTuple):
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    tokenizer: Tokenizer | None = None
 
 
 def _loaders() -> dict[str, Callable[[str | None, bool], Dataset]]:
@@ -101,18 +108,33 @@ from 0, or give the Dataset as many classes (0 if y is read by a score of your o
     """
     if not dataset.classes:
         return
-    for part in ('train', 'test'):
-        for name, a in getattr(dataset, part)._asdict().items():
-            a, read = np.asarray(a), tokens if name == 'x' else True
-            if not (read and a.size and np.issubdtype(a.dtype, np.integer)):
-                continue
-            if a.min() < 0 or a.max() >= dataset.classes:
+    for part, split in (('train', dataset.train), ('test', dataset.test)):
+        arrays = {'x': split.x} if tokens else {}
+        arrays |= {} if tokens and split.y is split.x else {'y': split.y}
+        for name, a in arrays.items():
+            least = NO_LOSS if name == 'y' and dataset.tokenizer else 0
+            low, high = extremes(a)
+            if low < least or high >= dataset.classes:
                 raise ValueError(
-                    f'{dataset.name}: {name} of the {part} split has {a.min()} to {a.max()}, and '
-                    f'classes={dataset.classes} allows 0 to {dataset.classes - 1}; number them '
-                    'from 0, or give the Dataset as many classes (0 if y is read by a score of '
-                    'your own)'
+                    f'{dataset.name}: {name} of the {part} split has {low} to {high}, and '
+                    f'classes={dataset.classes} allows {least} to {dataset.classes - 1}; number '
+                    'them from 0, or give the Dataset as many classes (0 if y is read by a score '
+                    'of your own)'
                 )
+
+
+def extremes(a: np.ndarray) -> tuple[int, int]:
+    """The least and the largest of integers, read in parts; 0 and 0 if there are none.
+
+    >>> extremes(np.array([[3, -1], [2, 5]]))
+    (-1, 5)
+    """
+    a = np.asarray(a)
+    if not (a.size and np.issubdtype(a.dtype, np.integer)):
+        return 0, 0
+    rows = max(1, PART * len(a) // a.nbytes)
+    parts = [a[i : i + rows] for i in range(0, len(a), rows)]
+    return min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
 
 
 @contextmanager

@@ -154,6 +154,21 @@ def next_token_loss(
     >>> round(float(nats[0]), 4)
     1.3863
     """
+    return next_token_nats(logits_BTV, tokens_BT).mean(-1)
+
+
+def next_token_nats(
+    logits_BTV: Float[Array, 'B T V'], tokens_BT: Int[Array, 'B T']
+) -> Float[Array, 'B T1']:
+    """Nats of each predicted token: ``-log p(token_{t+1})`` at all positions ``t`` but the last.
+
+    Args:
+      logits_BTV: logits, ``(B, T, V)``.
+      tokens_BT: the tokens; where one is -1, its nats have no meaning.
+
+    Raises:
+      ValueError: if a sequence has only one token.
+    """
     if tokens_BT.shape[1] < 2:
         raise ValueError('a sequence of one token has nothing to predict; give two or more')
     # All T positions are computed, the last one is dropped at the end, and the token is chosen by a
@@ -162,4 +177,21 @@ def next_token_loss(
     targets = jnp.roll(tokens_BT, -1, axis=1)[..., None]
     here = jnp.arange(logits_BTV.shape[-1], dtype=targets.dtype) == targets
     true = jnp.where(here, logits_BTV, 0).sum(-1)
-    return (jax.nn.logsumexp(logits_BTV, axis=-1) - true)[:, :-1].mean(-1)
+    return (jax.nn.logsumexp(logits_BTV, axis=-1) - true)[:, :-1]
+
+
+def mean_of_targets(
+    values: Float[Array, 'B T1'], tokens_BT: Int[Array, 'B T']
+) -> Float[Array, ' B']:
+    """Means over the positions whose next token is not -1; 0 where there is none.
+
+    Args:
+      values: of all positions but the last.
+      tokens_BT: the tokens, or -1 where one is not predicted.
+
+    >>> mean_of_targets(jnp.array([[1.0, 2.0, 6.0]]), jnp.array([[0, 1, 1, -1]])).tolist()
+    [1.5]
+    """
+    predicted = tokens_BT[:, 1:] >= 0
+    count = jnp.maximum(predicted.sum(-1), 1).astype(values.dtype)
+    return jnp.where(predicted, values, 0).sum(-1) / count

@@ -112,13 +112,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--temperature', type=float, default=0.7)
     parser.add_argument('--seed', type=int, default=0)
     args = parser.parse_args(argv)
-    from jaxmp.data.text import tokenizer_of
-
     try:
         exp, variables = load(args.workdir)
-        words = tokenizer_of(exp.config.data.tokenizer)
     except (OSError, ValueError) as error:
         sys.exit(f'jaxmp generate: {error}')
+    words = exp.data.tokenizer
+    assert words, 'a run of a language model reads a text'
     [start] = words.encode([args.prompt])
     if not len(start):
         sys.exit('jaxmp generate: an empty prompt; give --prompt a text of at least one token')

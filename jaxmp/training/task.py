@@ -107,12 +107,18 @@ def _task(config: Config) -> Task:
         return language(config)
     dataset = dataset_of(config)
     if ':' not in name:
+        if dataset.tokenizer:
+            raise ValueError(
+                f'config.model.name={name!r} is for images, and {dataset.name} is a text; take '
+                'gpt2, or a model of your own'
+            )
         return classifier(config, dataset, MODELS[name](dataset.classes, config.model))
     wanted = KEYS['model.name'].own
     result = called('model.name', name, wanted, config, dataset)
     if isinstance(result, Task):
         return result
-    return classifier(config, dataset, checked(result, name))
+    stages = checked(result, name)
+    return reader(dataset, stages) if dataset.tokenizer else classifier(config, dataset, stages)
 
 
 def narrow(task: Task, channels: int) -> Task:
@@ -164,6 +170,13 @@ def dataset_of(config: Config) -> data.Dataset:
       ValueError: if a function of the user does not return a `jaxmp.data.Dataset`.
     """
     name = config.data.name
+    if config.data.test_files and not config.data.files:
+        raise ValueError(
+            f'config.data.test_files={config.data.test_files!r} is read with config.data.files '
+            'alone; name the files to train on too'
+        )
+    if is_text(config):
+        return text_of(config)
     if ':' not in name:
         dataset = data.load(name, config.data.dir or None, config.data.download)
     else:
@@ -174,6 +187,54 @@ def dataset_of(config: Config) -> data.Dataset:
                 f'{KEYS["data.name"].own}'
             )
     return data.pool(dataset, config.data.pool) if config.data.pool > 1 else dataset
+
+
+def is_text(config: Config) -> bool:
+    """Whether ``config.data`` names a text of the package, of files, or of the hub."""
+    from jaxmp.data import text
+
+    name = config.data.name
+    return bool(config.data.files) or name in text.NAMES or ('/' in name and ':' not in name)
+
+
+def text_of(config: Config, tokenizer: str = '') -> data.Dataset:
+    """The text that ``config.data`` names, as blocks of tokens.
+
+    Args:
+      config: with ``data.files``, or a ``data.name`` of a text.
+      tokenizer: in place of ``data.tokenizer``.
+
+    Raises:
+      ValueError: if the text or the tokenizer cannot be used; the message names the key.
+    """
+    from jaxmp.data import documents, hub, text
+
+    words = config.data
+    length, tokenizer = words.sequence_length, tokenizer or words.tokenizer
+    if not words.files and '/' not in words.name:
+        return text.load(words.name, length, tokenizer, words.dir or None, words.download)
+    if not 0 < words.test_share < 1:
+        raise ValueError(f'config.data.test_share={words.test_share} is not between 0 and 1')
+    how = words.field, words.test_share
+    if words.files:
+        sources = documents.load(words.files, words.test_files, *how, words.dir)
+    else:
+        sources = hub.load(words.name, *how)
+    return text.from_sources(sources, length, tokenizer, words.cache)
+
+
+def reader(dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
+    """The task of stages that predict the next token of a text: its loss and its perplexity.
+
+    Args:
+      dataset: a text.
+      stages: from tokens, int32 ``(B, T)``, to logits ``(B, T, classes)``.
+    """
+    prepare = lambda x, key: jnp.asarray(x, jnp.int32)
+    masked = any(y is not x and data.extremes(y)[0] < 0 for x, y in (dataset.train, dataset.test))
+    # Two functions, since a sum divided by a count rounds otherwise than a mean.
+    score = score_targets if masked else score_tokens
+    return Task(dataset, tuple(stages), prepare, score, PERPLEXITY)
 
 
 def classifier(config: Config, dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
@@ -226,16 +287,14 @@ def check_width(c: Any, width: int) -> None:
 
 def language(config: Config) -> Task:
     """The task of a GPT-2 on text, with random initial parameters or weights from a folder."""
-    from jaxmp.data import text
+    from jaxmp.data.tokenizer import tokenizer_of
     from jaxmp.models import gpt2, principal, weights
 
     c, words = config.model, config.data
-    if ':' in words.name:
-        dataset, tokenizer = dataset_of(config), text.tokenizer_of(words.tokenizer)
-    else:
-        dataset, tokenizer = text.load(
-            words.name, words.sequence_length, words.tokenizer, words.dir or None, words.download
-        )
+    own = ':' in words.name and not words.files
+    dataset = dataset_of(config) if own else text_of(config)
+    tokenizer = dataset.tokenizer or tokenizer_of(words.tokenizer)
+    dataset = dataset._replace(tokenizer=tokenizer)
     dropout = (c.dropout,) * 3
     if c.init_from:
         sizes = weights.read_config(c.init_from, dropout=dropout)
@@ -277,12 +336,9 @@ def language(config: Config) -> Task:
         weights.write(folder, stages, variables)
         tokenizer.save(Path(folder))
 
-    prepare = lambda x, key: jnp.asarray(x, jnp.int32)
     tied = WTE if len(stages) > 1 else None
-    return Task(
-        dataset, stages, prepare, score_tokens, PERPLEXITY, start=start, tied=tied,
-        export=None if c.embed_every_stage else export,
-    )  # fmt: skip
+    task = reader(dataset, stages)._replace(start=start, tied=tied)
+    return task if c.embed_every_stage else task._replace(export=export)
 
 
 def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:
@@ -292,6 +348,15 @@ def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:
     right = jnp.argmax(logits[:, :-1], -1) == tokens[:, 1:]
     nll = next_token_loss(logits, tokens)
     return {'loss': nll, 'accuracy': jnp.mean(right.astype(jnp.float32), -1)}
+
+
+def score_targets(logits: Array, targets: Int[Array, 'B T']) -> dict[str, Array]:
+    """As `score_tokens`, over the tokens that are not -1 in ``targets``."""
+    from jaxmp.models.layers import mean_of_targets, next_token_nats
+
+    right = (jnp.argmax(logits[:, :-1], -1) == targets[:, 1:]).astype(jnp.float32)
+    nats = next_token_nats(logits, targets)
+    return {'loss': mean_of_targets(nats, targets), 'accuracy': mean_of_targets(right, targets)}
 
 
 MODELS: dict[str, Callable[[int, Config], Sequence[Stage]]] = {

@@ -1,0 +1,119 @@
+"""Chat messages as a text, by the template of a tokenizer, and where in it the answers are.
+
+A template is a program of jinja2, in ``tokenizer_config.json``, ``chat_template.jinja`` or a GGUF
+file. It is run in jinja2's sandbox. It cannot ask for today's date, so that equal messages are
+equal tokens on every day.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Messages = Sequence[Mapping[str, Any]]  # each with 'role' and 'content'
+ANSWERS = 'assistant'  # the role whose messages a model learns to write
+
+
+class Template(NamedTuple):
+    """How chat messages become a text.
+
+    Attributes:
+      source: the program.
+      tokens: special tokens that it may name, such as ``{'bos_token': '<s>'}``.
+    """
+
+    source: str
+    tokens: tuple[tuple[str, str], ...] = ()
+
+
+def render(template: Template, messages: Messages, prompt: bool = False) -> str:
+    """The text of a conversation.
+
+    Args:
+      template: of the tokenizer.
+      messages: each with ``role`` and ``content``.
+      prompt: whether the text ends where an answer is to begin.
+
+    Raises:
+      ValueError: if the template refuses the messages.
+
+    >>> t = Template('{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}'
+    ...              '{% endfor %}', (('eos_token', '|'),))
+    >>> render(t, [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}])
+    'user: Hi|assistant: Ho|'
+    """
+    from jinja2 import TemplateError
+
+    try:
+        program = _compiled(template.source)
+        said = {**dict(template.tokens), 'messages': list(messages)}
+        return program.render(**said, add_generation_prompt=prompt)
+    except TemplateError as error:
+        raise ValueError(f'the chat template refuses the messages: {error}') from error
+
+
+@functools.lru_cache(8)
+def _compiled(source: str) -> Any:
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(x: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(x, ensure_ascii=False, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', _marks()]
+    )
+    environment.filters['tojson'] = tojson  # jinja2's own also escapes HTML
+    environment.globals['raise_exception'] = refuse
+    return environment.from_string(source)
+
+
+def _marks() -> Any:
+    """An extension that reads over ``{% generation %}``, with which some templates mark answers."""
+    from jinja2.ext import Extension
+
+    class Marks(Extension):
+        tags = {'generation'}  # noqa: RUF012, the base class declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(('name:endgeneration',), drop_needle=True)
+
+    return Marks
+
+
+def answers(template: Template, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and where in it the answers begin and end, in characters.
+
+    An answer is what follows the text at whose end the template asks for one.
+
+    Raises:
+      ValueError: if there is no answer, or the template renders what was before an answer otherwise
+        once the conversation goes on.
+
+    >>> t = Template('{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}'
+    ...              '{% if add_generation_prompt %}<assistant>{% endif %}')
+    >>> answers(t, [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}])
+    ('<user>Hi;<assistant>Ho;', [(20, 23)])
+    """
+    text, spans = render(template, messages), []
+    for i, message in enumerate(messages):
+        if message['role'] == ANSWERS:
+            before = render(template, messages[:i], prompt=True)
+            through = render(template, messages[: i + 1])
+            if not (text.startswith(through) and through.startswith(before)):
+                raise ValueError(
+                    f'the chat template renders message {i + 1} of {len(messages)} otherwise once '
+                    'the conversation goes on, so that its answer has no place; give each answer '
+                    'as the end of a conversation of its own'
+                )
+            spans.append((len(before), len(through)))
+    if not spans:
+        roles = ', '.join(sorted({str(m['role']) for m in messages}))
+        raise ValueError(f'a conversation without a message of the {ANSWERS} (it has {roles})')
+    return text, spans

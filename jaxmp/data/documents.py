@@ -1,0 +1,271 @@
+"""Documents of text files: a ``.txt`` file is one, and so is each line of a ``.jsonl`` file.
+
+Files are read in pieces of about a megabyte, so that none has to fit into memory. The place after
+each piece is known, so that reading can go on there.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from jaxmp.data.chat import Messages
+
+PIECE = 2**20  # bytes that are read, and tokenised, at once
+_ENDS = (
+    re.compile(rb'\n(?=\S)'),
+    re.compile(rb'(?<=\S)(?= \S)'),
+    re.compile(rb'.(?=[^\x80-\xbf])', re.S),
+)
+
+
+class Document(NamedTuple):
+    """A text or a conversation, or a part of a text.
+
+    Attributes:
+      content: the text, or chat messages.
+      where: where it stands, for messages about it.
+      first: whether it is the beginning of a document.
+      last: whether it is the end of one.
+    """
+
+    content: str | Messages
+    where: str
+    first: bool = True
+    last: bool = True
+
+
+Place = tuple[int, int]  # the number of a file, or of a row's group, and the position in it
+Pieces = Iterator[tuple[list[Document], Place]]
+
+
+class Source(NamedTuple):
+    """Documents in their order.
+
+    Attributes:
+      name: for messages.
+      read: ``place -> (documents, the place after them), ...``: those from a place on.
+      size: of all that is read, in bytes or rows.
+      before: ``place -> the size of what is before it``.
+      identity: a text that differs where the documents do.
+    """
+
+    name: str
+    read: Callable[[Place], Pieces]
+    size: int
+    before: Callable[[Place], int]
+    identity: str
+
+
+class Span(NamedTuple):
+    """The bytes of a file from ``start`` to before ``stop``."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+def matching(pattern: str, folder: str = '', key: str = 'data.files') -> list[Path]:
+    """The text files of a glob, sorted.
+
+    Args:
+      pattern: such as ``'notes/*.txt'``; ``**`` is any number of folders.
+      folder: which the pattern starts from, if it is not absolute.
+      key: of the configuration, for messages.
+
+    Raises:
+      FileNotFoundError: if there are none.
+      ValueError: if one is neither ``.txt`` nor ``.jsonl``, or all are empty.
+    """
+    root = Path(folder).expanduser() / Path(pattern).expanduser()
+    paths = sorted(Path(p) for p in glob.glob(str(root), recursive=True) if Path(p).is_file())
+    if not paths:
+        raise FileNotFoundError(
+            f'config.{key}={pattern!r} matches no file in {Path(folder or ".").absolute()}; give '
+            "the path of a .txt or .jsonl file, or a pattern in quotes such as 'notes/*.txt'"
+        )
+    for path in paths:
+        if path.suffix not in ('.txt', '.jsonl'):
+            raise ValueError(
+                f'config.{key}={pattern!r} matches {path}, and text is read from .txt and .jsonl '
+                'files; give a narrower pattern'
+            )
+    if not any(path.stat().st_size for path in paths):
+        raise ValueError(f'config.{key}={pattern!r}: all of its {len(paths)} files are empty')
+    return paths
+
+
+def halves(path: Path, share: float) -> tuple[Span, Span]:
+    """A file but for its end, and its end: about ``share`` of its bytes, from a line's start on."""
+    size = path.stat().st_size
+    with path.open('rb') as file:
+        border = _line(file, size - int(size * share), size, path.suffix == '.jsonl')
+    return Span(path, 0, border), Span(path, border, size)
+
+
+def digest(path: Path) -> str:
+    """Of the content of a file, as text."""
+    with path.open('rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def load(
+    pattern: str, tests: str, field: str, share: float, folder: str = ''
+) -> tuple[Source, Source]:
+    """The documents of files for training and for the test.
+
+    Args:
+      pattern: glob of ``.txt`` and ``.jsonl`` files.
+      tests: glob of those of the test, which are none of the training; empty: the end of each file.
+      field: of each line of a ``.jsonl`` file: its text, or its chat messages.
+      share: of the bytes of each file that are its end.
+      folder: which the globs start from.
+
+    Raises:
+      FileNotFoundError: if a glob matches no file.
+      ValueError: if a file is no text, or nothing is left for the training or the test.
+    """
+    paths = matching(pattern, folder)
+    if tests:
+        test = [_all(p) for p in matching(tests, folder, 'data.test_files')]
+        train = [_all(p) for p in paths if p.absolute() not in {t.path.absolute() for t in test}]
+    else:
+        train, test = (list(part) for part in zip(*(halves(p, share) for p in paths), strict=True))
+    if not train:
+        raise ValueError(
+            f'config.data.files={pattern!r} matches only files of config.data.test_files='
+            f'{tests!r}; give files that are not tested on'
+        )
+    names = (
+        f'data.files={pattern}',
+        f'data.test_files={tests}' if tests else f'data.files={pattern}',
+    )
+    return of_files(names[0], train, field), of_files(names[1], test, field)
+
+
+def _all(path: Path) -> Span:
+    return Span(path, 0, path.stat().st_size)
+
+
+def of_files(name: str, spans: Sequence[Span], field: str) -> Source:
+    """The documents of spans of files.
+
+    Args:
+      name: for messages.
+      spans: of ``.txt`` and ``.jsonl`` files, from lines' starts on.
+      field: of each line of a ``.jsonl`` file: its text, or its chat messages.
+    """
+    sizes = [s.stop - s.start for s in spans]
+    parts = [f'{s.path.suffix} {s.start} {s.stop} {digest(s.path)}' for s in spans]
+
+    def read(place: Place) -> Pieces:
+        number, position = place
+        for i in range(number, len(spans)):
+            kind = _lines if spans[i].path.suffix == '.jsonl' else _text
+            for documents, after in kind(spans[i], position, field):
+                yield documents, (i, after)
+            position = 0
+
+    before = lambda place: sum(sizes[: place[0]]) + place[1]
+    return Source(name, read, sum(sizes), before, f'{field} {parts}')
+
+
+def _text(span: Span, position: int, field: str) -> Iterator[tuple[list[Document], int]]:
+    """The pieces of a file that is one document, and the position after each."""
+    size = span.path.stat().st_size
+    with span.path.open('rb') as file:
+        for start, stop in _cuts(file, span, position, whole_lines=False):
+            file.seek(start)
+            try:
+                text = file.read(stop - start).decode('utf-8')
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f'{span.path} is not UTF-8 text ({error}); convert it, such as with iconv'
+                ) from error
+            yield [Document(text, str(span.path), start == 0, stop == size)], stop - span.start
+
+
+def _lines(span: Span, position: int, field: str) -> Iterator[tuple[list[Document], int]]:
+    """The documents of some lines of a ``.jsonl`` file, and the position after them."""
+    with span.path.open('rb') as file:
+        number = _count_lines(file, span.start + position)
+        for start, stop in _cuts(file, span, position, whole_lines=True):
+            file.seek(start)
+            documents = []
+            for line in file.read(stop - start).splitlines():
+                number += 1
+                if line.strip():
+                    documents.append(_document(line, f'{span.path}, line {number}', field))
+            yield documents, stop - span.start
+
+
+def _document(line: bytes, where: str, field: str) -> Document:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f'{where} is not JSON ({error}); mend or remove the line') from error
+    if not isinstance(entry, dict) or field not in entry:
+        fields = ', '.join(entry) if isinstance(entry, dict) else f'a {type(entry).__name__}'
+        raise ValueError(
+            f'{where} has no field {field!r}, but {fields}; name it: config.data.field'
+        )
+    return document(entry[field], where, field)
+
+
+def document(content: Any, where: str, field: str) -> Document:
+    """A document of a field's content.
+
+    Raises:
+      ValueError: if it is neither a text nor chat messages.
+    """
+    if isinstance(content, str):
+        return Document(content, where)
+    known = lambda m: isinstance(m, dict) and 'role' in m and 'content' in m
+    if isinstance(content, list) and content and all(map(known, content)):
+        return Document(content, where)
+    raise ValueError(
+        f'{where}: the field {field!r} is neither a text nor chat messages, a list of objects with '
+        f'role and content, but {str(content)[:40]!r}; name another field: config.data.field'
+    )
+
+
+def _cuts(
+    file: BinaryIO, span: Span, position: int, whole_lines: bool
+) -> Iterator[tuple[int, int]]:
+    """Starts and stops of pieces of a span, which begin lines, from a position in it on."""
+    start = span.start + position
+    while start < span.stop:
+        stop = min(_line(file, start + PIECE, span.stop, whole_lines), span.stop)
+        yield start, stop
+        start = stop
+
+
+def _line(file: BinaryIO, position: int, stop: int, whole_lines: bool) -> int:
+    """The start of a line, at ``position`` or after it and at most at ``stop``.
+
+    Without ``whole_lines``, after a line end that no tokenizer joins with what follows it; where
+    lines are very long, before a word, or at a character.
+    """
+    if position <= 0 or position >= stop:
+        return max(0, min(position, stop))
+    file.seek(position - 1)
+    if whole_lines:
+        file.readline()
+        return min(file.tell(), stop)
+    window = file.read(PIECE // 8)
+    found = next(filter(None, (end.search(window) for end in _ENDS)), None)
+    return min(position - 1 + (found.end() if found else len(window)), stop)
+
+
+def _count_lines(file: BinaryIO, stop: int) -> int:
+    """The number of line ends before a position."""
+    file.seek(0)
+    count, left = 0, stop
+    while left and (part := file.read(min(left, PIECE))):
+        count, left = count + part.count(b'\n'), left - len(part)
+    return count

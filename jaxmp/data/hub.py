@@ -1,0 +1,91 @@
+"""Text of a data set that the package datasets loads: by its name on the hub, or from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxmp.data.documents import Pieces, Place, Source, document
+
+_ROWS = 1000  # that are read at once
+_TESTS = ('validation', 'valid', 'dev', 'test')  # names of splits, the first of which is the test
+
+
+def load(name: str, field: str, share: float) -> tuple[Source, Source]:
+    """The documents of a data set for training and for the test.
+
+    Args:
+      name: ``'owner/name'`` or ``'owner/name/configuration'`` on the hub, or a folder.
+      field: of each row: its text, or its chat messages.
+      share: of the rows of its split ``train``, from the end, that is the test if it has no other.
+
+    Raises:
+      ImportError: if the package datasets is not installed.
+      FileNotFoundError: if there is no such data set.
+      ConnectionError: if the hub does not answer.
+      ValueError: if it has no split ``train``, or no such field.
+    """
+    splits = _splits(name)
+    if 'train' not in splits:
+        raise ValueError(
+            f"config.data.name={name!r} has the splits {', '.join(splits)} and no 'train'; name a "
+            'data set with one'
+        )
+    train = splits['train']
+    if field not in train.column_names:
+        raise ValueError(
+            f'config.data.name={name!r} has no field {field!r}, but '
+            f'{", ".join(train.column_names)}; name it: config.data.field'
+        )
+    test = next((splits[k] for k in _TESTS if k in splits), None)
+    if test is None:
+        border = len(train) - int(len(train) * share)
+        train, test = train.select(range(border)), train.select(range(border, len(train)))
+    return _source(f'{name}, train', train, field), _source(f'{name}, test', test, field)
+
+
+def _splits(name: str) -> Any:
+    """The splits by name."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f'config.data.name={name!r} is read by the package datasets, which is not installed; '
+            "pip install 'jaxmp[datasets]'"
+        ) from error
+    folder = Path(name).expanduser()
+    parts = [str(folder)] if folder.exists() else ['/'.join(name.split('/')[:2])]
+    parts += [] if folder.exists() else name.split('/')[2:3]
+    load: Any = datasets.load_dataset  # whose overloads differ in what further arguments mean
+    once = datasets.DownloadConfig(max_retries=1)
+    try:
+        return load(*parts, download_config=once)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f'config.data.name={name!r} is no folder here, and the hub does not answer '
+            f'({_line(error)}); check the network, or give a folder'
+        ) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f'config.data.name={name!r}: {_line(error)}; give owner/name of a data set on the hub, '
+            'or a folder with its files'
+        ) from error
+    except Exception as error:  # a builder raises almost any exception
+        raise ValueError(
+            f'config.data.name={name!r} cannot be loaded ({type(error).__name__}: {_line(error)})'
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    return ' '.join(str(error).split())[:300]
+
+
+def _source(name: str, rows: Any, field: str) -> Source:
+    def read(place: Place) -> Pieces:
+        for start in range(place[1], len(rows), _ROWS):
+            stop = min(start + _ROWS, len(rows))
+            where = (f'{name}, row {i}' for i in range(start, stop))
+            contents = zip(rows[start:stop][field], where, strict=True)
+            yield [document(c or '', place, field) for c, place in contents], (0, stop)
+
+    return Source(name, read, len(rows), lambda place: place[1], f'{rows._fingerprint} {field}')

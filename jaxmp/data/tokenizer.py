@@ -1,0 +1,288 @@
+"""Tokenizers: bytes, a BPE learned from the text, one in a folder or in a GGUF file.
+
+A folder is one of Hugging Face's layout, with ``tokenizer.json``, or one of GPT-2's, with
+``vocab.json`` and ``merges.txt``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp.data.chat import Template
+
+Located = tuple[np.ndarray, np.ndarray]  # ids, and where in the text each of them begins
+
+_END = '<|endoftext|>'
+_FILES = (
+    'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja'
+)  # fmt: skip
+
+
+class Tokenizer(NamedTuple):
+    """A tokeniser: a map from text to token ids and back.
+
+    Attributes:
+      size: number of tokens; ids are 0 to ``size - 1``.
+      encode: maps a list of texts to a list of int32 arrays of ids, one per text.
+      decode: maps ids to a text.
+      save: writes the tokeniser's files to a folder.
+      locate: as ``encode``, with the position of each token in its text, in characters.
+      begin: the tokens before a document.
+      end: the tokens after a document.
+      template: how chat messages become a text, or None.
+      identity: a text that differs where the tokens of a text may, by which a cache finds them.
+    """
+
+    size: int
+    encode: Callable[[Sequence[str]], list[np.ndarray]]
+    decode: Callable[[Sequence[int]], str]
+    save: Callable[[Path], object] = lambda folder: None
+    locate: Callable[[Sequence[str]], list[Located]] | None = None
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    template: Template | None = None
+    identity: str = ''
+
+
+def tokenizer_of(name: str, rows: Iterable[str] = ()) -> Tokenizer:
+    """The tokeniser of a given name.
+
+    Args:
+      name: ``'bytes'``; ``'bpe-4096'`` to train one of 4,096 tokens; a folder with the files of a
+        tokeniser; or a ``.gguf`` file.
+      rows: the training text.
+
+    Raises:
+      ValueError: if there is no training text, the number of tokens is less than 257, or the files
+        are damaged.
+      FileNotFoundError: if a file is missing.
+      ImportError: if a GGUF file is named and the package gguf is not installed.
+    """
+    if name == 'bytes':
+        return byte_level()
+    if size := learned_size(name):
+        return learn(rows, size)
+    if name.endswith('.gguf'):
+        from jaxmp.data.gguf_tokenizer import from_gguf  # it imports the type above
+
+        return from_gguf(Path(name).expanduser())
+    return from_folder(name)
+
+
+def learned_size(name: str) -> int:
+    """N of ``'bpe-N'``, a tokeniser that is learned from the text; 0 of any other.
+
+    >>> learned_size('bpe-4096'), learned_size('bytes')
+    (4096, 0)
+    """
+    size = name.removeprefix('bpe-')
+    return int(size) if size != name and size.isdigit() else 0
+
+
+def byte_level() -> Tokenizer:
+    """The tokeniser of UTF-8 bytes: 256 tokens, no files.
+
+    >>> t = byte_level()
+    >>> t.size, t.decode(t.encode(['Alice'])[0])
+    (256, 'Alice')
+    """
+    encode = lambda texts: [np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts]
+    decode = lambda ids: bytes(map(int, ids)).decode(errors='replace')
+    return Tokenizer(256, encode, decode, identity='bytes')
+
+
+def learn(rows: Iterable[str], size: int) -> Tokenizer:
+    """A byte-level BPE of GPT-2's kind with ``size`` tokens, trained deterministically on a text.
+
+    Raises:
+      ValueError: if ``rows`` is empty or ``size`` below 257 (the bytes and the end of a text).
+
+    >>> learn(['the cat, the hat, the mat'], 261).decode([260, 257])
+    ' theat'
+
+    References:
+      Neural Machine Translation of Rare Words with Subword Units, arXiv 1508.07909.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    rows = iter(rows)
+    first = next(rows, None)
+    if first is None or size < 257:
+        raise ValueError(
+            f'a tokeniser of {size} tokens from {"no" if first is None else "some"} text; give a '
+            "text and at least 257 tokens, or the folder of a tokeniser, or tokenizer='bytes'"
+        )
+    made = ByteLevelBPETokenizer()
+    texts = itertools.chain([first], rows)
+    made.train_from_iterator(texts, size, show_progress=False, special_tokens=[_END])
+    return _of_gpt2(made)
+
+
+def from_folder(directory: str) -> Tokenizer:
+    """The tokenizer in a folder.
+
+    Args:
+      directory: folder with ``tokenizer.json``, as published with most checkpoints, or with
+        ``vocab.json`` and ``merges.txt``, as published with GPT-2's weights.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: if the files are damaged or do not belong together.
+    """
+    root = Path(directory).expanduser()
+    if (root / 'tokenizer.json').is_file():
+        return whole(root)
+    files = [root / 'vocab.json', root / 'merges.txt']
+    missing = [f.name for f in files if not f.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f'no tokenizer.json, and no {" and no ".join(missing)} in {root}; give a folder with '
+            "the first, or with the two files of GPT-2's tokeniser, a .gguf file, or "
+            "tokenizer='bytes', which needs none"
+        )
+    return _bpe(root, _vocabulary(files[0]), files[1])
+
+
+def whole(root: Path) -> Tokenizer:
+    """The tokenizer of a folder with ``tokenizer.json``, and its chat template, if it has one.
+
+    Raises:
+      ValueError: if a file is damaged.
+    """
+    from tokenizers import Tokenizer as Whole
+
+    file = root / 'tokenizer.json'
+    try:
+        tokenizer = Whole.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ValueError(f'{file} is not a tokenizer ({error}); download it again') from error
+    tokenizer.no_truncation()  # some files keep the settings of a training
+    tokenizer.no_padding()
+    about = {k: v for name in _FILES[2:0:-1] for k, v in _json(root / name).items()}
+    content = lambda v: str((v.get('content') if isinstance(v, dict) else v) or '')
+    tokens = {k: content(v) for k, v in about.items() if k.endswith('_token') and content(v)}
+    end = tokenizer.token_to_id(tokens.get('eos_token', ''))
+    begin, after = _around(tokenizer)
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=16)
+    source = _template(root, about)
+    digest.update(f'{source} {tokens}'.encode())
+
+    def save(folder: Path) -> None:
+        for name in _FILES:
+            if (root / name).is_file():
+                shutil.copyfile(root / name, folder / name)
+
+    return wrapped(
+        tokenizer,
+        save=save,
+        begin=begin,
+        end=after or (() if end is None else (end,)),
+        template=Template(source, tuple(sorted(tokens.items()))) if source else None,
+        identity=digest.hexdigest(),
+    )
+
+
+def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that a tokenizer puts before a text, and those behind it."""
+    text = tokenizer.encode('a', add_special_tokens=False).ids
+    ids = tokenizer.encode('a').ids
+    start = next((i for i in range(len(ids)) if ids[i : i + len(text)] == text), None)
+    if start is None:
+        return (), ()
+    return tuple(ids[:start]), tuple(ids[start + len(text) :])
+
+
+def _template(root: Path, about: dict[str, Any]) -> str:
+    """The chat template of a folder; empty if it has none."""
+    file = root / 'chat_template.jinja'
+    if file.is_file():
+        return file.read_text(encoding='utf-8')
+    source = about.get('chat_template') or ''
+    if isinstance(source, list):  # several, by name
+        source = {t['name']: t['template'] for t in source}.get('default', '')
+    return source
+
+
+def wrapped(tokenizer: Any, **about: Any) -> Tokenizer:
+    """A `Tokenizer` from one of the tokenizers library.
+
+    Args:
+      tokenizer: of that library.
+      **about: further fields.
+    """
+
+    def encoded(texts: Sequence[str]) -> list[Any]:
+        return tokenizer.encode_batch(list(texts), add_special_tokens=False)
+
+    def locate(texts: Sequence[str]) -> list[Located]:
+        starts = lambda e: np.array([start for start, _ in e.offsets], np.int32)
+        return [(np.array(e.ids, np.int32), starts(e)) for e in encoded(texts)]
+
+    encode = lambda texts: [np.array(e.ids, np.int32) for e in encoded(texts)]
+    decode = lambda ids: tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
+    size = 1 + max(tokenizer.get_vocab().values())
+    return Tokenizer(size, encode, decode, locate=locate, **about)
+
+
+def _of_gpt2(tokenizer: Any) -> Tokenizer:
+    """A `Tokenizer` that is saved as GPT-2's two files."""
+    end = tokenizer.token_to_id(_END)
+    return wrapped(
+        tokenizer,
+        save=lambda folder: tokenizer.save_model(str(folder)),
+        end=() if end is None else (end,),
+        identity=hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest(),
+    )
+
+
+def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
+    from tokenizers import ByteLevelBPETokenizer
+
+    try:
+        lines = merges.read_text(encoding='utf-8').splitlines()
+        pairs = [
+            tuple(line.split(' ')) for line in lines if line and not line.startswith('#version')
+        ]
+        made = ByteLevelBPETokenizer(vocabulary, pairs)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ValueError(
+            f'{merges} does not belong to the vocab.json beside it ({error}); download both again'
+        ) from error
+    if _END in vocabulary:
+        made.add_special_tokens([_END])
+    if made.get_vocab_size() != len(vocabulary):
+        raise ValueError(
+            f'the tokeniser in {root} has {made.get_vocab_size()} tokens and its vocab.json '
+            f'{len(vocabulary)}; download both files again'
+        )
+    return _of_gpt2(made)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in a file of JSON; empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{file} is not JSON ({error}); download it again') from error
+    return found if isinstance(found, dict) else {}
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    try:
+        found = json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{file} is not JSON ({error}); download it again') from error
+    ids = [i for i in found.values() if type(i) is int] if isinstance(found, dict) else []
+    if len(ids) != len(found) or sorted(ids) != list(range(len(ids))):
+        raise ValueError(f'{file} does not number its tokens from 0 without gaps; fetch it again')
+    return found
