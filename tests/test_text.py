@@ -181,7 +181,7 @@ def test_a_tokenizer_that_transformers_saved(tmp_path):
     one.save(tmp_path / 'again')
     assert tokenizer.from_folder(str(tmp_path / 'again')).size == one.size
     (tmp_path / 'one' / 'tokenizer.json').write_text('{')
-    with pytest.raises(ValueError, match='tokenizer.json is not a tokenizer .*download it again'):
+    with pytest.raises(ValueError, match=r'tokenizer.json is not a tokenizer .*download it again'):
         tokenizer.from_folder(str(tmp_path / 'one'))
 
 

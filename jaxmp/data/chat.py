@@ -90,7 +90,8 @@ def _marks() -> Any:
 def answers(template: Template, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and where in it the answers begin and end, in characters.
 
-    An answer is what follows the text at whose end the template asks for one.
+    An answer is what follows the text at whose end the template asks for one, up to the token that
+    ends it; the white space from there to the next message is not.
 
     Raises:
       ValueError: if there is no answer, or the template renders what was before an answer otherwise
@@ -112,7 +113,7 @@ def answers(template: Template, messages: Messages) -> tuple[str, list[tuple[int
                     'the conversation goes on, so that its answer has no place; give each answer '
                     'as the end of a conversation of its own'
                 )
-            spans.append((len(before), len(through)))
+            spans.append((len(before), len(through.rstrip())))
     if not spans:
         roles = ', '.join(sorted({str(m['role']) for m in messages}))
         raise ValueError(f'a conversation without a message of the {ANSWERS} (it has {roles})')

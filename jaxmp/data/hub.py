@@ -21,8 +21,8 @@ def load(name: str, field: str, share: float) -> tuple[Source, Source]:
 
     Raises:
       ImportError: if the package datasets is not installed.
-      FileNotFoundError: if there is no such data set.
-      ConnectionError: if the hub does not answer.
+      FileNotFoundError: if there is no such folder.
+      OSError: if the hub does not answer, or has no such data set.
       ValueError: if it has no split ``train``, or no such field.
     """
     splits = _splits(name)
@@ -54,21 +54,21 @@ def _splits(name: str) -> Any:
             "pip install 'jaxmp[datasets]'"
         ) from error
     folder = Path(name).expanduser()
-    parts = [str(folder)] if folder.exists() else ['/'.join(name.split('/')[:2])]
-    parts += [] if folder.exists() else name.split('/')[2:3]
+    owner, repository, *configuration = name.split('/', 2)
+    parts = [str(folder)] if folder.is_dir() else [f'{owner}/{repository}', *configuration]
+    if not folder.is_dir() and (name[0] in '/.~' or not repository):
+        raise FileNotFoundError(
+            f'config.data.name={name!r} is no folder; give one with text that the package datasets '
+            'can load, or owner/name of a data set on the hub'
+        )
     load: Any = datasets.load_dataset  # whose overloads differ in what further arguments mean
     once = datasets.DownloadConfig(max_retries=1)
     try:
         return load(*parts, download_config=once)
-    except ConnectionError as error:
-        raise ConnectionError(
-            f'config.data.name={name!r} is no folder here, and the hub does not answer '
-            f'({_line(error)}); check the network, or give a folder'
-        ) from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f'config.data.name={name!r}: {_line(error)}; give owner/name of a data set on the hub, '
-            'or a folder with its files'
+    except OSError as error:  # of the network, or there is no such data set
+        raise OSError(
+            f'config.data.name={name!r} cannot be loaded ({_line(error)}); check the name and the '
+            'network, or give a folder'
         ) from error
     except Exception as error:  # a builder raises almost any exception
         raise ValueError(

@@ -107,11 +107,11 @@ def packed(
     files = folder / 'train.blocks', folder / 'test.blocks'
     if not all(f.is_file() for f in files):
         with alone(folder):
-            chats = any(map(_has_chats, sources))
-            for i in (1, 0):
-                if not files[i].is_file():
-                    seen = _digests(sources[1]) if i == 0 else frozenset()
-                    _write(files[i], sources[i], seen, chats, tokenizer, length)
+            missing = [i for i in (1, 0) if not files[i].is_file()]
+            chats = bool(missing) and any(map(_has_chats, sources))
+            for i in missing:
+                seen = _digests(sources[1]) if i == 0 else frozenset()
+                _write(files[i], sources[i], seen, chats, tokenizer, length)
     train, test = (_mapped(f, length) for f in files)
     return train, test
 
