@@ -19,6 +19,7 @@ import ml_collections
 Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
 Summary = dict[str, Any]  # of a finished run, as summary.json holds it
 ALIKE = 0.7  # least likeness of a misspelt key to the one that is meant, as difflib counts it
+TEXTS = ('alice', 'wikitext-2', 'wikitext-2-raw')  # of the package, by data.name
 LARGEST = {'seed': 2**32 - 1}  # of a key; JAX keeps 32 bits of a seed
 
 
@@ -57,7 +58,7 @@ KEYS: Mapping[str, Key] = {
     # What is learned from what.
     'data.name': Key(
         'digits', 'data set or text; owner/name of the hub, or a folder/, by the package datasets',
-        words=('digits', 'mnist', 'cifar10', 'alice', 'wikitext-2', 'wikitext-2-raw'),
+        words=('digits', 'mnist', 'cifar10', *TEXTS),
         pattern=r'[^:]*/[^:]*', own='load(config) -> jaxmp.data.Dataset'),
     'data.files': Key('', "text in place of data.name: a glob of .txt and .jsonl, 'notes/*.txt'"),
     'data.test_files': Key('', 'a glob of those to test on; empty: the end of each of data.files'),
@@ -198,6 +199,17 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
                 yield f'{before}{name}', value
 
     return dict(items(config, ''))
+
+
+def is_text(name: str, files: str) -> bool:
+    """Whether ``data.name`` and ``data.files`` name a text: of the package, in files, of the hub.
+
+    >>> is_text('alice', ''), is_text('digits', '*.txt'), is_text('owner/name', '')
+    (True, True, True)
+    >>> is_text('digits', ''), is_text('folder/mine.py:load', '')
+    (False, False)
+    """
+    return bool(files) or name in TEXTS or ('/' in name and ':' not in name)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,10 @@ def test_runs_are_compared(tmp_path, capsys, monkeypatch):
     assert re.search(rf'top10, seed 0 .* {last:.2%} ', out)
     assert 'top10, seed 1' in out
     assert re.search(r'begun .* 25\.00% .* not ended', out)
+    reads = {**config['data'], 'files': '*.txt'}
+    (begun / 'config.json').write_text(json.dumps({**config, 'name': 'reads', 'data': reads}))
+    out, _, _ = run(['compare', str(begun)], capsys)
+    assert re.search(r'reads .* perplexity .* 7\.389 .* not ended', out)
     old = shutil.copy(kept[0], tmp_path / 'old.json')
     (tmp_path / 'old.json').write_text(
         json.dumps({**json.loads(kept[0].read_text()), 'config': {'lr': 0.1}})

@@ -26,7 +26,6 @@ from jaxmp.data.tokenizer import Tokenizer, learned_size, tokenizer_of
 
 _LAST_CHAPTERS = 'CHAPTER XI\n'
 CACHE = '~/.cache/jaxmp/text'
-NAMES = ('alice', 'wikitext-2', 'wikitext-2-raw')  # that `load` takes
 
 
 class Corpus(NamedTuple):
@@ -78,10 +77,11 @@ def load(
     >>> load('alice', length=128).train.x.shape
     (982, 128)
     """
-    if name not in NAMES:
-        raise ValueError(f'no text {name!r}; allowed are {", ".join(NAMES)}')
+    corpora = _corpora()
+    if name not in corpora:
+        raise ValueError(f'no text {name!r}; allowed are {", ".join(sorted(corpora))}')
     with readable(name, data_dir):
-        corpus = _corpora()[name](data_dir, download)
+        corpus = corpora[name](data_dir, download)
         chosen = tokenizer_of(tokenizer, corpus.train)
     splits = []
     for part, rows in (('train', corpus.train), ('test', corpus.test)):

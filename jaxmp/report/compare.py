@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.config import KEYS, flat, settings
+from jaxmp.config import KEYS, flat, is_text, settings
 from jaxmp.metrics import ACCURACY, METRICS, Metric, of_summary
 from jaxmp.report import style
 from jaxmp.report.curves import sent, value
@@ -83,7 +83,8 @@ def begun(workdir: Path) -> dict[str, Any]:
     names = [k for k in first if k not in ('kind', 'step', 'epoch', 'compression', 'seconds')]
     history = {part: {k: [r[k] for r in rows] for k in names} for part, rows in parts.items()}
     values = settings(config)  # of an older version too
-    usual = 'perplexity' if values['model.name'] == 'gpt2' else 'accuracy'
+    text = values['model.name'] == 'gpt2' or is_text(values['data.name'], values['data.files'])
+    usual = 'perplexity' if text else 'accuracy'
     own = values['metric'].rpartition(':')[2]  # a Metric may have another name than its variable
     scored = {*names, *(m.name for m in METRICS.values() if m.score in names)}
     return {

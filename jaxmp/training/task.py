@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmp import data, models
-from jaxmp.config import KEYS, Config
+from jaxmp.config import KEYS, Config, is_text
 from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
 from jaxmp.models.tied import WTE, TiedParameter, table
 from jaxmp.pipeline import Stage
@@ -175,7 +175,7 @@ def dataset_of(config: Config) -> data.Dataset:
             f'config.data.test_files={config.data.test_files!r} is read with config.data.files '
             'alone; name the files to train on too'
         )
-    if is_text(config):
+    if is_text(name, config.data.files):
         return text_of(config)
     if ':' not in name:
         dataset = data.load(name, config.data.dir or None, config.data.download)
@@ -187,14 +187,6 @@ def dataset_of(config: Config) -> data.Dataset:
                 f'{KEYS["data.name"].own}'
             )
     return data.pool(dataset, config.data.pool) if config.data.pool > 1 else dataset
-
-
-def is_text(config: Config) -> bool:
-    """Whether ``config.data`` names a text of the package, of files, or of the hub."""
-    from jaxmp.data import text
-
-    name = config.data.name
-    return bool(config.data.files) or name in text.NAMES or ('/' in name and ':' not in name)
 
 
 def text_of(config: Config, tokenizer: str = '') -> data.Dataset:

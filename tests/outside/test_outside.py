@@ -120,6 +120,67 @@ def test_a_model_of_ones_own_has_plain_defaults_and_neighbours(tmp_path):
     assert configs[0] == configs[1]
 
 
+def llama(folder):
+    """The small Llama of docs/own_model.md as a file, and its lines of code."""
+    page = (ROOT / 'docs' / 'own_model.md').read_text()
+    [code] = re.findall(r'^```python title="llama.py"\n(.*?)^```', page, re.MULTILINE | re.DOTALL)
+    (folder / 'llama.py').write_text(code)
+    return sum(bool(line.strip()) for line in code.splitlines())
+
+
+def notes(folder):
+    """Keys of a text in files: lines of a kind that is learned in a few steps."""
+    (folder / 'notes').mkdir()
+    for i in range(3):
+        (folder / 'notes' / f'{i}.txt').write_text('the cat sat on the mat\n' * 200)
+    keys = {'dir': folder, 'files': 'notes/*.txt', 'cache': folder / 'cache', 'sequence_length': 32}
+    return {f'data.{k}': v if isinstance(v, int) else str(v) for k, v in keys.items()}
+
+
+def test_stages_of_ones_own_read_a_text(tmp_path):
+    """With no more than the stages: next tokens, perplexity, the keys of texts, -1 for no loss."""
+    from jaxmp.data import Split
+    from jaxmp.data.tokenizer import byte_level
+    from jaxmp.training.experiment import experiment_of
+
+    llama(tmp_path)
+    keys = {'model.name': str(tmp_path / 'llama.py:build'), 'batch_size': 8, 'model.width': 8}
+    make = lambda more: experiment_of(schema.complete(schema.nested({**keys, **more})))
+    for more in (notes(tmp_path), {'data.name': 'alice', 'data.sequence_length': 32}):
+        exp = make(more)
+        assert exp.task.metric.name == 'perplexity'
+        assert exp.task.score.__name__ == 'score_tokens'
+        assert (exp.task.like.shape, exp.task.like.dtype) == ((32,), jnp.int32)
+        assert exp.data.classes == 256
+    with pytest.raises(
+        ValueError, match=r'test_files=.a.txt. is read with config.data.files alone'
+    ):
+        make({'data.test_files': 'a.txt'})
+    with pytest.raises(ValueError, match=r'data.test_share=1.5 is not between 0 and 1'):
+        make({'data.files': '*.txt', 'data.test_share': 1.5})
+    x = np.arange(64, dtype=np.int32).reshape(8, 8)
+    split = Split(x, np.where(x % 3, x, -1))
+    own = jaxmp.data.Dataset('own', split, split, 256, (), (), byte_level())
+    assert jaxmp.training.task.reader(own, ()).score.__name__ == 'score_targets'
+
+
+@pytest.mark.slow
+def test_a_llama_of_ones_own_in_25_lines_trains_on_files(tmp_path):
+    assert llama(tmp_path) <= 25
+    keys = {**notes(tmp_path), 'model.name': 'llama.py:build', 'model.width': 32, 'epochs': 4}
+    keys |= {'batch_size': 16, 'optimizer.name': 'adamw', 'optimizer.lr': 0.01, 'fwd': 'block(4)'}
+    flags = [f'--config.{k}={v}' for k, v in keys.items()]
+    command = [sys.executable, '-m', 'jaxmp', 'train', *flags, '--workdir=run', '--nocurves']
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+    assert summary['measure'] == 'perplexity'
+    assert summary['history']['on']['loss'][-1] < 1 < summary['history']['train']['loss'][0]
+    assert len([*(tmp_path / 'cache').glob('*/train.blocks')]) == 1
+
+
 WRONG = {
     'no module': ({'model.name': 'nowhere:build'}, "cannot import 'nowhere' .*it must name build"),
     'no file': ({'data.name': 'nowhere.py:load'}, 'no such Python file.*must name load'),
