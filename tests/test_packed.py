@@ -1,8 +1,10 @@
 """Text of one's own: documents of files and of the hub, chats, tokenizers, blocks in a cache."""
 
 import json
+import re
 import threading
 import tracemalloc
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -234,7 +236,6 @@ def test_what_compares_data_reads_it_in_parts(monkeypatch):
     a = np.zeros((4096, 2, 256), np.int32)
     a[:, 1] = np.arange(4096)[:, None]
     y = a[:, 1]
-    monkeypatch.setattr(agreement, 'PART', 2**16)
     monkeypatch.setattr(data, 'PART', 2**16)
     whole = data.Dataset('a', data.Split(a[:, 0], y), data.Split(a[:, 0], y), 4096, (), ())
     tracemalloc.start()
@@ -243,12 +244,35 @@ def test_what_compares_data_reads_it_in_parts(monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found == 'int32[4096, 256] ' + agreement.digest(y.copy()).split()[-1]
-    monkeypatch.setattr(agreement, 'PART', 2**40)
+    monkeypatch.setattr(data, 'PART', 2**40)
     assert found == agreement.digest(y)
     assert peak < 2**19 < y.nbytes
     y[7, 3] = -2
     with pytest.raises(ValueError, match='y of the train split has -2 to 4095, and classes=4096'):
         data.check(whole._replace(tokenizer=tokenizer.byte_level()), tokens=True)
+
+
+def test_a_mapped_file_is_not_kept_in_memory(tmp_path, monkeypatch):
+    """Neither by the check of its range, nor by comparing it, nor by the batches of an epoch."""
+    monkeypatch.setattr(data, 'PART', 2**20)
+    file = tmp_path / 'a'
+    file.write_bytes(np.arange(2**23, dtype=np.int32).tobytes())  # 32 MB
+    x = np.memmap(file, np.int32, 'r').view(np.ndarray).reshape(-1, 1024)
+    mapped = data.Dataset('a', data.Split(x, x), data.Split(x, x), 2**23, (), ())
+    status = lambda: Path('/proc/self/status').read_text()
+    resident = lambda: int(re.search(r'RssFile:\s+(\d+)', status())[1]) * 1024
+    before = resident()
+    uses = {
+        'check': lambda: data.check(mapped, tokens=True),
+        'digest': lambda: agreement.digest(x),
+        'batches': lambda: list(data.batches(mapped.train, 64)) and None,
+        'order': lambda: [
+            b['id'] for b in data.batches(mapped.train, 64, data.order(0, 0, len(x)))
+        ],
+    }
+    for use in uses.values():
+        use()
+        assert resident() - before < 2**23 < x.nbytes / 3
 
 
 def test_a_gguf_has_the_tokens_and_the_template_of_the_folder(tmp_path):

@@ -1,9 +1,11 @@
-"""Data sets in memory: loading by name, shuffling, batches.
+"""Data sets: loading by name, shuffling, batches.
 
-A split is two arrays: images as bytes, and labels. An epoch is a permutation of the examples, and a
-batch is an indexed selection. No iterator has a hidden state, so that resuming at (epoch, step) is
-exact. The id of an example is its position in the split, whatever file it was read from; feedback
-rules with a state per example (AQ-SGD) depend on that. Augmentation and scaling run on the device.
+A split is two arrays: images as bytes, and labels; or twice the tokens of a text. Those of the
+package are in memory, and a text of one's own is a file that is mapped into it. An epoch is a
+permutation of the examples, and a batch is an indexed selection. No iterator has a hidden state, so
+that resuming at (epoch, step) is exact. The id of an example is its position in the split, whatever
+file it was read from; feedback rules with a state per example (AQ-SGD) depend on that. Augmentation
+and scaling run on the device.
 
 To add a data set, write a file with ``load(data_dir, download) -> Dataset`` and add a line to
 ``_loaders``.
@@ -11,9 +13,10 @@ To add a data set, write a file with ``load(data_dir, download) -> Dataset`` and
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -132,9 +135,29 @@ def extremes(a: np.ndarray) -> tuple[int, int]:
     a = np.asarray(a)
     if not (a.size and np.issubdtype(a.dtype, np.integer)):
         return 0, 0
-    rows = max(1, PART * len(a) // a.nbytes)
-    parts = [a[i : i + rows] for i in range(0, len(a), rows)]
-    return min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
+    ends = [(int(p.min()), int(p.max())) for p in parts(a)]
+    return min(low for low, _ in ends), max(high for _, high in ends)
+
+
+def parts(a: np.ndarray) -> Iterator[np.ndarray]:
+    """Runs of rows of an array, about 16 MB each; of a mapped file only one is in memory.
+
+    >>> [len(part) for part in parts(np.zeros((9, 2**20), np.float32))]
+    [4, 4, 1]
+    """
+    rows = max(1, PART * len(a) // max(1, a.nbytes))
+    for start in range(0, len(a), rows):
+        yield a[start : start + rows]
+        release(a)
+
+
+def release(a: np.ndarray) -> None:
+    """Gives back the memory of what was read, if the array is a file that is mapped into memory."""
+    base: Any = a
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 @contextmanager
@@ -268,6 +291,7 @@ def _cut(
         real = len(rows)
         rows = np.pad(rows, (0, batch_size - real))
         batch = {'x': split.x[rows], 'y': split.y[rows], 'id': rows}
+        release(split.x)
         if pad:
             batch['mask'] = (np.arange(batch_size) < real).astype(np.float32)
         yield batch

@@ -1,7 +1,7 @@
 """Documents of text files: a ``.txt`` file is one, and so is each line of a ``.jsonl`` file.
 
-Files are read in pieces of about a megabyte, so that none has to fit into memory. The place after
-each piece is known, so that reading can go on there.
+Files are read in pieces of 256 KiB, so that none has to fit into memory. The place after each piece
+is known, so that reading can go on there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from jaxmp.data.chat import Messages
 
-PIECE = 2**20  # bytes that are read, and tokenised, at once
+PIECE = 2**18  # bytes that are read, and tokenised, at once
 _ENDS = (
     re.compile(rb'\n(?=\S)'),
     re.compile(rb'(?<=\S)(?= \S)'),
@@ -257,7 +257,7 @@ def _line(file: BinaryIO, position: int, stop: int, whole_lines: bool) -> int:
     if whole_lines:
         file.readline()
         return min(file.tell(), stop)
-    window = file.read(PIECE // 8)
+    window = file.read(PIECE // 4)
     found = next(filter(None, (end.search(window) for end in _ENDS)), None)
     return min(position - 1 + (found.end() if found else len(window)), stop)
 

@@ -27,7 +27,7 @@ from jaxmp.data.documents import Document, Place, Source
 from jaxmp.data.tokenizer import Tokenizer
 
 FORMAT = 1  # of the files; another one is another entry of the cache
-_SECONDS = 2.0  # between two lines about progress
+_SECONDS = 5.0  # between two lines about progress
 
 
 class Note(NamedTuple):

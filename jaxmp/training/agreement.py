@@ -18,7 +18,7 @@ import numpy as np
 from jaxmp import config as schema
 from jaxmp import version
 from jaxmp.config import Config
-from jaxmp.data import PART, Dataset
+from jaxmp.data import Dataset, parts
 from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.training.experiment import Experiment
@@ -107,9 +107,8 @@ def digest(a: Any) -> str:
     False
     """
     a, hashed = np.asarray(a), hashlib.blake2b(digest_size=8)
-    rows = max(1, PART * len(a) // max(1, a.nbytes))
-    for i in range(0, len(a), rows):  # of a text in a file, only so many are in memory
-        hashed.update(np.ascontiguousarray(a[i : i + rows]).reshape(-1).view(np.uint8).data)
+    for rows in parts(a):
+        hashed.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
     return f'{a.dtype}{list(a.shape)} {hashed.hexdigest()}'
 
 
