@@ -89,6 +89,7 @@ def test_what_is_tested_is_not_trained_on(tmp_path):
     """Neither a file that both globs match, nor a document that equals one of the test."""
     lines(tmp_path / 'a.jsonl', 'text', ['abcd', 'efgh', 'ijkl', ' ', 'efgh\n'])
     lines(tmp_path / 'b.jsonl', 'text', ['efgh', 'mnop'])
+    lines(tmp_path / 'copy_of_b.jsonl', 'text', ['efgh', 'mnop'])
     (tmp_path / 'c.txt').write_text('efgh')
     found = load(tmp_path, '*.*[tl]', tests='b.*')
     assert said(found) == 'abcdijkl'
@@ -210,11 +211,18 @@ def test_the_answers_of_chats_are_what_transformers_says(tmp_path):
     np.testing.assert_array_equal(learnt, rows[:, :, 1] > 0)
     np.testing.assert_array_equal(found.train.y[learnt], found.train.x[learnt])
     data.check(found, tokens=True)
-    assert task.reader(found, ()).score is task.score_targets
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(*rows.shape[:2], found.classes)))
     plain = found._replace(
         train=data.Split(*[found.train.x] * 2), test=data.Split(*[found.test.x] * 2)
     )
-    assert task.reader(plain, ()).score is task.score_tokens
+    for dataset, wanted in ((found, task.score_targets), (plain, task.score_tokens)):
+        scores = task.reader(dataset, ()).score(logits, dataset.train.y)
+        np.testing.assert_array_equal(scores['loss'], wanted(logits, dataset.train.y)['loss'])
+    assert not np.allclose(
+        *(task.reader(d, ()).score(logits, d.train.y)['loss'] for d in (found, plain))
+    )
+    with pytest.raises(ValueError, match=r'gives float32.*, and a text of 261 tokens needs'):
+        task.reader(found, ()).score(logits[..., :-1], found.train.y)
 
 
 def test_scores_are_means_over_targets():

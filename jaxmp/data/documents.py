@@ -63,11 +63,12 @@ class Source(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The bytes of a file from ``start`` to before ``stop``."""
+    """The bytes of a file from ``start`` to before ``stop``, and a digest of all of the file."""
 
     path: Path
     start: int
     stop: int
+    digest: str
 
 
 def matching(pattern: str, folder: str = '', key: str = 'data.files') -> list[Path]:
@@ -105,13 +106,15 @@ def halves(path: Path, share: float) -> tuple[Span, Span]:
     size = path.stat().st_size
     with path.open('rb') as file:
         border = _line(file, size - int(size * share), size, path.suffix == '.jsonl')
-    return Span(path, 0, border), Span(path, border, size)
+    whole = all_of(path)
+    return whole._replace(stop=border), whole._replace(start=border)
 
 
-def digest(path: Path) -> str:
-    """Of the content of a file, as text."""
+def all_of(path: Path) -> Span:
+    """A whole file."""
     with path.open('rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()
+        digest = hashlib.file_digest(file, 'sha256').hexdigest()
+    return Span(path, 0, path.stat().st_size, digest)
 
 
 def load(
@@ -132,8 +135,9 @@ def load(
     """
     paths = matching(pattern, folder)
     if tests:
-        test = [_all(p) for p in matching(tests, folder, 'data.test_files')]
-        train = [_all(p) for p in paths if p.absolute() not in {t.path.absolute() for t in test}]
+        test = [all_of(p) for p in matching(tests, folder, 'data.test_files')]
+        digests = {span.digest for span in test}
+        train = [span for span in map(all_of, paths) if span.digest not in digests]
     else:
         train, test = (list(part) for part in zip(*(halves(p, share) for p in paths), strict=True))
     if not train:
@@ -141,15 +145,9 @@ def load(
             f'config.data.files={pattern!r} matches only files of config.data.test_files='
             f'{tests!r}; give files that are not tested on'
         )
-    names = (
-        f'data.files={pattern}',
-        f'data.test_files={tests}' if tests else f'data.files={pattern}',
-    )
-    return of_files(names[0], train, field), of_files(names[1], test, field)
-
-
-def _all(path: Path) -> Span:
-    return Span(path, 0, path.stat().st_size)
+    name = f'data.files={pattern}'
+    tested = f'data.test_files={tests}' if tests else name
+    return of_files(name, train, field), of_files(tested, test, field)
 
 
 def of_files(name: str, spans: Sequence[Span], field: str) -> Source:
@@ -161,7 +159,7 @@ def of_files(name: str, spans: Sequence[Span], field: str) -> Source:
       field: of each line of a ``.jsonl`` file: its text, or its chat messages.
     """
     sizes = [s.stop - s.start for s in spans]
-    parts = [f'{s.path.suffix} {s.start} {s.stop} {digest(s.path)}' for s in spans]
+    parts = [f'{s.path.suffix} {s.start} {s.stop} {s.digest}' for s in spans]
 
     def read(place: Place) -> Pieces:
         number, position = place

@@ -54,6 +54,10 @@ def _splits(name: str) -> Any:
             "pip install 'jaxmp[datasets]'"
         ) from error
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise ValueError(
+            f'config.data.name={name!r} is a file; give it as config.data.files={name!r}'
+        )
     owner, repository, *configuration = name.split('/', 2)
     parts = [str(folder)] if folder.is_dir() else [f'{owner}/{repository}', *configuration]
     if not folder.is_dir() and (name[0] in '/.~' or not repository):

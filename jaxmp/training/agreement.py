@@ -95,8 +95,10 @@ def cure_of(name: str) -> str:
 
 def digests(dataset: Dataset) -> dict[str, str]:
     """The constants of a data set and a `digest` of each array, as text by name."""
-    parts = {'train': dataset.train, 'test': dataset.test}
-    arrays = {f'{k}.{n}': digest(getattr(v, n)) for k, v in parts.items() for n in ('x', 'y')}
+    arrays = {}
+    for name, (x, y) in (('train', dataset.train), ('test', dataset.test)):
+        arrays[f'{name}.x'] = digest(x)
+        arrays[f'{name}.y'] = arrays[f'{name}.x'] if y is x else digest(y)
     return {**arrays, **{n: str(getattr(dataset, n)) for n in ('classes', 'mean', 'std')}}
 
 

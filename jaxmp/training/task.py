@@ -225,7 +225,17 @@ def reader(dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
     prepare = lambda x, key: jnp.asarray(x, jnp.int32)
     masked = any(y is not x and data.extremes(y)[0] < 0 for x, y in (dataset.train, dataset.test))
     # Two functions, since a sum divided by a count rounds otherwise than a mean.
-    score = score_targets if masked else score_tokens
+    scores = score_targets if masked else score_tokens
+
+    def score(logits: Array, y: Array) -> dict[str, Array]:
+        if logits.ndim != 3 or logits.shape[-1] < dataset.classes:
+            raise ValueError(
+                f'the last stage gives {logits.dtype.name}{list(logits.shape)}, and a text of '
+                f'{dataset.classes} tokens needs (B, T, {dataset.classes}) logits or more; give it '
+                'dataset.classes, or config.data.tokenizer the tokenizer of the model'
+            )
+        return scores(logits, y)
+
     return Task(dataset, tuple(stages), prepare, score, PERPLEXITY)
 
 

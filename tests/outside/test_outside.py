@@ -137,19 +137,30 @@ def notes(folder):
     return {f'data.{k}': v if isinstance(v, int) else str(v) for k, v in keys.items()}
 
 
+OWN_TEXT = """
+import numpy as np
+from jaxmp.data import Dataset, Split
+from jaxmp.data.tokenizer import byte_level
+def load(config):
+    x = np.arange(512, dtype=np.int32).reshape(16, 32) % 256
+    split = Split(x, np.where(x % 3, x, -1))
+    return Dataset('own', split, split, 256, (), (), byte_level())
+"""
+
+
 def test_stages_of_ones_own_read_a_text(tmp_path):
-    """With no more than the stages: next tokens, perplexity, the keys of texts, -1 for no loss."""
-    from jaxmp.data import Split
-    from jaxmp.data.tokenizer import byte_level
+    """With no more than the stages: next tokens, perplexity, the keys of texts; an own text too."""
     from jaxmp.training.experiment import experiment_of
 
     llama(tmp_path)
+    (tmp_path / 'texts.py').write_text(OWN_TEXT)
+    own = {'data.name': str(tmp_path / 'texts.py:load')}
     keys = {'model.name': str(tmp_path / 'llama.py:build'), 'batch_size': 8, 'model.width': 8}
     make = lambda more: experiment_of(schema.complete(schema.nested({**keys, **more})))
-    for more in (notes(tmp_path), {'data.name': 'alice', 'data.sequence_length': 32}):
+    alice = {'data.name': 'alice', 'data.sequence_length': 32}
+    for more in (notes(tmp_path), alice, own):
         exp = make(more)
         assert exp.task.metric.name == 'perplexity'
-        assert exp.task.score.__name__ == 'score_tokens'
         assert (exp.task.like.shape, exp.task.like.dtype) == ((32,), jnp.int32)
         assert exp.data.classes == 256
     with pytest.raises(
@@ -158,10 +169,6 @@ def test_stages_of_ones_own_read_a_text(tmp_path):
         make({'data.test_files': 'a.txt'})
     with pytest.raises(ValueError, match=r'data.test_share=1.5 is not between 0 and 1'):
         make({'data.files': '*.txt', 'data.test_share': 1.5})
-    x = np.arange(64, dtype=np.int32).reshape(8, 8)
-    split = Split(x, np.where(x % 3, x, -1))
-    own = jaxmp.data.Dataset('own', split, split, 256, (), (), byte_level())
-    assert jaxmp.training.task.reader(own, ()).score.__name__ == 'score_targets'
 
 
 @pytest.mark.slow
