@@ -6,6 +6,7 @@ is known, so that reading can go on there.
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import json
@@ -112,9 +113,15 @@ def halves(path: Path, share: float) -> tuple[Span, Span]:
 
 def all_of(path: Path) -> Span:
     """A whole file."""
+    about = path.stat()
+    return Span(path, 0, about.st_size, _digest(path, about.st_size, about.st_mtime_ns))
+
+
+@functools.cache  # of an own model the data set is made again to count its stages
+def _digest(path: Path, size: int, changed: int) -> str:
+    """Of the content of a file, which is read again if size or time have changed."""
     with path.open('rb') as file:
-        digest = hashlib.file_digest(file, 'sha256').hexdigest()
-    return Span(path, 0, path.stat().st_size, digest)
+        return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def load(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,6 @@ def from_gguf(path: Path) -> Tokenizer:
 
 def _save(whole: Any, folder: Path, tokens: dict[str, str], template: str | None) -> None:
     """Writes the files that transformers reads."""
-    import json
-
     whole.save(str(folder / 'tokenizer.json'))
     about = {'tokenizer_class': 'PreTrainedTokenizerFast', **tokens}
     about |= {'chat_template': template} if template else {}
@@ -91,6 +91,11 @@ def _fields(path: Path) -> dict[str, Any]:
     """The entries of a GGUF file that say how it cuts text into tokens, by name."""
     if not path.is_file():
         raise FileNotFoundError(f'there is no file {path}; give a .gguf file, or a folder')
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(2)  # the package takes seconds for it
+def _read(path: Path, changed: int) -> dict[str, Any]:
     try:
         from gguf import GGUFReader
     except ImportError as error:
