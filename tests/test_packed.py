@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -18,7 +19,7 @@ TALK = [
     {'role': 'user', 'content': 'hehe?'},
     {'role': 'assistant', 'content': 'he he'},
     {'role': 'user', 'content': 'eh'},
-    {'role': 'assistant', 'content': '\nheh'},
+    {'role': 'assistant', 'content': '\n漢heh'},
 ]
 TEMPLATE = (
     "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -33,8 +34,8 @@ def write_tokenizer(folder, template=TEMPLATE, begin=False):
     """A byte-level BPE in ``tokenizer.json``, with a chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), 'he', 'Ġhe']
-    merges = [('h', 'e'), ('Ġ', 'he')]
+    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), 'he', 'Ġhe', 'ĊĊ']
+    merges = [('h', 'e'), ('Ġ', 'he'), ('Ċ', 'Ċ')]
     made = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -85,15 +86,18 @@ def test_the_end_of_each_file_is_the_test(tmp_path):
     np.testing.assert_array_equal(first['x'], found.train.x[[3, 1]])
 
 
-def test_what_is_tested_is_not_trained_on(tmp_path):
+def test_what_is_tested_is_not_trained_on(tmp_path, monkeypatch):
     """Neither a file that both globs match, nor a document that equals one of the test."""
     lines(tmp_path / 'a.jsonl', 'text', ['abcd', 'efgh', 'ijkl', ' ', 'efgh\n'])
     lines(tmp_path / 'b.jsonl', 'text', ['efgh', 'mnop'])
     lines(tmp_path / 'copy_of_b.jsonl', 'text', ['efgh', 'mnop'])
     (tmp_path / 'c.txt').write_text('efgh')
+    for name in ('b.txt', 'copy_of_b.txt'):  # each is read in several pieces
+        (tmp_path / name).write_text('qrst uv\nwxyz')
+    monkeypatch.setattr(documents, 'PIECE', 4)
     found = load(tmp_path, '*.*[tl]', tests='b.*')
     assert said(found) == 'abcdijkl'
-    assert said(found, 'test') == 'efghmnop'
+    assert said(found, 'test') == 'efghmnopqrst uv\nwxyz'
 
 
 @pytest.mark.parametrize('words', ['bytes', 'folder'])
@@ -153,6 +157,7 @@ def test_a_text_is_written_once_by_one_of_many(tmp_path):
 
     def counted(place):
         reads.append(place)
+        time.sleep(0.05)
         yield from sources[0].read(place)
 
     own = sources[0]._replace(read=counted), sources[1]
@@ -221,7 +226,7 @@ def test_the_answers_of_chats_are_what_transformers_says(tmp_path):
     assert not np.allclose(
         *(task.reader(d, ()).score(logits, d.train.y)['loss'] for d in (found, plain))
     )
-    with pytest.raises(ValueError, match=r'gives float32.*, and a text of 261 tokens needs'):
+    with pytest.raises(ValueError, match=r'gives float32.*, and a text of 262 tokens needs'):
         task.reader(found, ()).score(logits[..., :-1], found.train.y)
 
 

@@ -77,10 +77,10 @@ def _conversations(
             rendered.append(answers(template, messages))
         except ValueError as error:
             raise ValueError(f'{where}: {error}') from error
-    for (ids, starts), (_, spans) in zip(locate([t for t, _ in rendered]), rendered, strict=True):
+    for (ids, places), (_, spans) in zip(locate([t for t, _ in rendered]), rendered, strict=True):
         learnt = np.zeros(len(ids), bool)
         for start, stop in spans:
-            learnt |= (start <= starts) & (starts < stop)
+            learnt |= (places[:, 0] < stop) & (start < places[:, 1])
         yield np.stack([ids, np.where(learnt, ids, np.int32(NO_LOSS))])
 
 

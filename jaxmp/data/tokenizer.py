@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmp.data.chat import Template
 
-Located = tuple[np.ndarray, np.ndarray]  # ids, and where in the text each of them begins
+Located = tuple[np.ndarray, np.ndarray]  # ids (n,), and (n, 2): where each begins and ends
 
 _END = '<|endoftext|>'
 _FILES = (
@@ -34,7 +34,7 @@ class Tokenizer(NamedTuple):
       encode: maps a list of texts to a list of int32 arrays of ids, one per text.
       decode: maps ids to a text.
       save: writes the tokeniser's files to a folder.
-      locate: as ``encode``, with the position of each token in its text, in characters.
+      locate: as ``encode``, with the place of each token in its text, in characters.
       begin: the tokens before a document.
       end: the tokens after a document.
       template: how chat messages become a text, or None.
@@ -223,8 +223,8 @@ def wrapped(tokenizer: Any, **about: Any) -> Tokenizer:
         return tokenizer.encode_batch(list(texts), add_special_tokens=False)
 
     def locate(texts: Sequence[str]) -> list[Located]:
-        starts = lambda e: np.array([start for start, _ in e.offsets], np.int32)
-        return [(np.array(e.ids, np.int32), starts(e)) for e in encoded(texts)]
+        places = lambda e: np.array(e.offsets, np.int32).reshape(-1, 2)
+        return [(np.array(e.ids, np.int32), places(e)) for e in encoded(texts)]
 
     encode = lambda texts: [np.array(e.ids, np.int32) for e in encoded(texts)]
     decode = lambda ids: tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
