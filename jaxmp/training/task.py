@@ -19,12 +19,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmp import data, models
-from jaxmp.config import KEYS, Config, is_text
+from jaxmp.config import KEYS, Config
 from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
 from jaxmp.models.tied import WTE, TiedParameter, table
 from jaxmp.pipeline import Stage
 from jaxmp.plugins import called, imported
 from jaxmp.runtimes.trained import everything
+from jaxmp.training.datasets import dataset_of, text_of
 from jaxmp.wire import Like, like
 
 
@@ -163,58 +164,6 @@ def checked(stages: Any, name: str) -> tuple[Stage, ...]:
     )
 
 
-def dataset_of(config: Config) -> data.Dataset:
-    """The data set that ``config.data`` names, with images pooled by ``data.pool``.
-
-    Raises:
-      ValueError: if a function of the user does not return a `jaxmp.data.Dataset`.
-    """
-    name = config.data.name
-    if config.data.test_files and not config.data.files:
-        raise ValueError(
-            f'config.data.test_files={config.data.test_files!r} is read with config.data.files '
-            'alone; name the files to train on too'
-        )
-    if is_text(name, config.data.files):
-        return text_of(config)
-    if ':' not in name:
-        dataset = data.load(name, config.data.dir or None, config.data.download)
-    else:
-        dataset = called('data.name', name, KEYS['data.name'].own, config)
-        if not isinstance(dataset, data.Dataset):
-            raise ValueError(
-                f'config.data.name={name!r} returned {type(dataset).__name__}; it must be '
-                f'{KEYS["data.name"].own}'
-            )
-    return data.pool(dataset, config.data.pool) if config.data.pool > 1 else dataset
-
-
-def text_of(config: Config, tokenizer: str = '') -> data.Dataset:
-    """The text that ``config.data`` names, as blocks of tokens.
-
-    Args:
-      config: with ``data.files``, or a ``data.name`` of a text.
-      tokenizer: in place of ``data.tokenizer``.
-
-    Raises:
-      ValueError: if the text or the tokenizer cannot be used; the message names the key.
-    """
-    from jaxmp.data import documents, hub, text
-
-    words = config.data
-    length, tokenizer = words.sequence_length, tokenizer or words.tokenizer
-    if not words.files and '/' not in words.name:
-        return text.load(words.name, length, tokenizer, words.dir or None, words.download)
-    if not 0 < words.test_share < 1:
-        raise ValueError(f'config.data.test_share={words.test_share} is not between 0 and 1')
-    how = words.field, words.test_share
-    if words.files:
-        sources = documents.load(words.files, words.test_files, *how, words.dir)
-    else:
-        sources = hub.load(words.name, *how)
-    return text.from_sources(sources, length, tokenizer, words.cache)
-
-
 def reader(dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
     """The task of stages that predict the next token of a text: its loss and its perplexity.
 
@@ -289,14 +238,10 @@ def check_width(c: Any, width: int) -> None:
 
 def language(config: Config) -> Task:
     """The task of a GPT-2 on text, with random initial parameters or weights from a folder."""
-    from jaxmp.data.tokenizer import tokenizer_of
     from jaxmp.models import gpt2, principal, weights
 
     c, words = config.model, config.data
-    own = ':' in words.name and not words.files
-    dataset = dataset_of(config) if own else text_of(config)
-    tokenizer = dataset.tokenizer or tokenizer_of(words.tokenizer)
-    dataset = dataset._replace(tokenizer=tokenizer)
+    dataset = text_of(config)
     dropout = (c.dropout,) * 3
     if c.init_from:
         sizes = weights.read_config(c.init_from, dropout=dropout)
@@ -336,7 +281,8 @@ def language(config: Config) -> Task:
 
     def export(folder: str, variables: Any) -> None:
         weights.write(folder, stages, variables)
-        tokenizer.save(Path(folder))
+        assert dataset.tokenizer, 'a text has one'
+        dataset.tokenizer.save(Path(folder))
 
     tied = WTE if len(stages) > 1 else None
     task = reader(dataset, stages)._replace(start=start, tied=tied)

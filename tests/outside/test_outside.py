@@ -166,7 +166,7 @@ def test_stages_of_ones_own_read_a_text(tmp_path):
     with pytest.raises(
         ValueError, match=r'test_files=.a.txt. is read with config.data.files alone'
     ):
-        make({'data.test_files': 'a.txt'})
+        make({**alice, 'data.test_files': 'a.txt'})
     with pytest.raises(ValueError, match=r'data.test_share=1.5 is not between 0 and 1'):
         make({'data.files': '*.txt', 'data.test_share': 1.5})
 
