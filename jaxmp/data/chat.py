@@ -1,14 +1,12 @@
 """Chat messages as a text, by the template of a tokenizer, and where in it the answers are.
 
 A template is a program of jinja2, in ``tokenizer_config.json``, ``chat_template.jinja`` or a GGUF
-file. It is run in jinja2's sandbox. It cannot ask for today's date, so that equal messages are
-equal tokens on every day.
+file, which transformers runs in a sandbox. It cannot ask for today's date, so that equal messages
+are equal tokens on every day.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,46 +43,19 @@ def render(template: Template, messages: Messages, prompt: bool = False) -> str:
     'user: Hi|assistant: Ho|'
     """
     from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
 
+    def strftime_now(_: str) -> str:
+        raise TemplateError("it asks for today's date, and equal messages are to be equal tokens")
+
+    said = {**dict(template.tokens), 'strftime_now': strftime_now}
     try:
-        program = _compiled(template.source)
-        said = {**dict(template.tokens), 'messages': list(messages)}
-        return program.render(**said, add_generation_prompt=prompt)
+        [text], _ = render_jinja_template(
+            [list(messages)], chat_template=template.source, add_generation_prompt=prompt, **said
+        )
     except TemplateError as error:
         raise ValueError(f'the chat template refuses the messages: {error}') from error
-
-
-@functools.lru_cache(8)
-def _compiled(source: str) -> Any:
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(x: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(x, ensure_ascii=False, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=['jinja2.ext.loopcontrols', _marks()]
-    )
-    environment.filters['tojson'] = tojson  # jinja2's own also escapes HTML
-    environment.globals['raise_exception'] = refuse
-    return environment.from_string(source)
-
-
-def _marks() -> Any:
-    """An extension that reads over ``{% generation %}``, with which some templates mark answers."""
-    from jinja2.ext import Extension
-
-    class Marks(Extension):
-        tags = {'generation'}  # noqa: RUF012, the base class declares it
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(('name:endgeneration',), drop_needle=True)
-
-    return Marks
+    return text
 
 
 def answers(template: Template, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
