@@ -1,0 +1,151 @@
+"""`Sockets`: the encrypted sockets of one thread, and the door at which strangers are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.net.keys import Keys, Pair
+
+HANDSHAKE = 5000  # ms after which a connection without the key is closed
+LINGER = 1000  # ms for which what was sent last may still leave
+WAITING = 1024  # connections that the system holds until they are accepted
+ROUND = 100  # messages read from a socket before the next one has its turn
+
+Frames = list[zmq.Frame]
+Head = dict[str, Any]
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """The address of a socket.
+
+    >>> endpoint('::1', 80)
+    'tcp://[::1]:80'
+    """
+    return f'tcp://[{host}]:{port}' if ':' in host else f'tcp://{host}:{port}'
+
+
+def address_of(socket: zmq.Socket) -> str:
+    """The address at which a socket listens."""
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def head(**words: Any) -> bytes:
+    """The first frame of a message, as JSON."""
+    return json.dumps(words).encode()
+
+
+def words_of(frame: zmq.Frame) -> Head:
+    """Inverse of `head`."""
+    return json.loads(frame.bytes)
+
+
+class Sockets:
+    """Sockets in a context of their own, since a context has one door (RFC 27, ZAP)."""
+
+    def __init__(self, keys: Keys) -> None:
+        """Opens the door, which `answer` serves."""
+        self.keys, self.context = keys, zmq.Context()
+        self.poller, self.sockets = zmq.Poller(), []
+        self.door = self._new(zmq.REP)
+        self.door.bind('inproc://zeromq.zap.01')
+
+    def _new(self, kind: int, **options: int | bytes) -> zmq.Socket:
+        socket = self.context.socket(kind)
+        common = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
+        keep = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
+        for name, value in {**common, **keep, **options}.items():
+            setattr(socket, name, value)
+        self.poller.register(socket, zmq.POLLIN)
+        self.sockets.append(socket)
+        return socket
+
+    def listening(self, pair: Pair, host: str, port: int | str = '*') -> zmq.Socket:
+        """A socket to which those connect who have the key of a caller; '' for all addresses.
+
+        Raises:
+          ProcessGroupError: if the port is in use.
+        """
+        curve = {'curve_server': 1, 'curve_secretkey': pair.private, 'zap_domain': b'jaxmp'}
+        doors = {'zap_enforce_domain': 1, 'handshake_ivl': HANDSHAKE, 'backlog': WAITING}
+        socket = self._new(zmq.ROUTER, **curve, **doors, router_mandatory=1, router_handover=1)
+        try:
+            socket.bind(endpoint(host or '*', port))
+        except zmq.ZMQError as error:
+            raise ProcessGroupError(
+                f'port {port} cannot be used: {error.strerror}; give another port'
+            ) from error
+        return socket
+
+    def calling(self, address: str, server: bytes, identity: bytes, patience: float) -> zmq.Socket:
+        """A socket that connects, again and again, to who has the private key of ``server``.
+
+        Args:
+          address: see `endpoint`.
+          server: public key.
+          identity: by which the listening socket tells its callers apart.
+          patience: seconds without a sign of life after which it connects anew.
+        """
+        pair, ms = self.keys.caller, round(1e3 * patience)
+        curve = {'curve_publickey': pair.public, 'curve_secretkey': pair.private}
+        beats = {'heartbeat_ivl': max(100, ms // 10), 'heartbeat_timeout': ms}
+        again = {'reconnect_ivl': 100, 'reconnect_ivl_max': 1000, 'connect_timeout': HANDSHAKE}
+        options = {**curve, **beats, **again, 'handshake_ivl': HANDSHAKE}
+        socket = self._new(zmq.DEALER, curve_serverkey=server, identity=identity, **options)
+        socket.connect(address)
+        return socket
+
+    def inside(self, name: str, kind: int) -> zmq.Socket:
+        """An end of a connection between two threads: PULL binds, PUSH connects."""
+        socket = self._new(kind, immediate=0)
+        (socket.bind if kind == zmq.PULL else socket.connect)(f'inproc://{name}')
+        return socket
+
+    def answer(self) -> None:
+        """Answers the door: the key of a caller is let in, every other one is refused."""
+        version, request, _, _, _, *credentials = self.door.recv_multipart()
+        known = credentials == [b'CURVE', z85.decode(self.keys.caller.public)]
+        status = (b'200', b'OK') if known else (b'400', b'no key of this run')
+        self.door.send_multipart([version, request, *status, b'', b''])
+
+    def arrived(self, seconds: float) -> Iterator[tuple[zmq.Socket, Frames]]:
+        """The messages that come within some seconds, the door's excepted."""
+        for socket, _ in self.poller.poll(round(1e3 * seconds)):
+            if socket is self.door:
+                self.answer()
+                continue
+            with contextlib.suppress(zmq.Again):
+                for _ in range(ROUND):
+                    yield socket, socket.recv_multipart(zmq.NOBLOCK, copy=False)
+
+    def drop(self, socket: zmq.Socket) -> None:
+        """Closes a socket."""
+        self.poller.unregister(socket)
+        self.sockets.remove(socket)
+        socket.close()
+
+    def close(self) -> None:
+        """Closes all sockets, after what was sent has left or `LINGER` is over."""
+        for socket in self.sockets:
+            socket.close()
+        self.context.term()
+
+
+def put(socket: zmq.Socket, *frames: Any) -> bool:
+    """Sends a message without waiting; False if nobody is connected who would get it.
+
+    Frames of 64 KiB and more are not copied: they must not change until they have arrived.
+    """
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.ZMQError as error:
+        if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            return False
+        raise
+    return True

@@ -1,0 +1,120 @@
+"""`Switch`: the one open port of a run, where its processes meet and send what has no other way.
+
+    python -m jaxmp.net.switch --address 10.0.0.1:9876
+
+It needs no accelerator and keeps nothing: killed and started again, it learns from the processes
+where they are, and they go on. What is forwarded is encrypted between each process and the switch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from jaxmp.distributed.address import TOKEN, host_and_port, own_address, token_of
+from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.net.keys import Keys, keys_of
+from jaxmp.net.register import Register
+from jaxmp.net.sockets import Frames, Sockets, address_of, head, put, words_of
+
+TICK = 0.25  # seconds between two looks at the time
+DATA = b'/d'  # ends the identity of the connection that carries messages between processes
+
+
+def said_aside(say: Callable[[str], None]) -> Callable[[str], None]:
+    """``say`` in a thread of its own: a log that takes no more lines does not stop the switch."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def run() -> None:
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                say(lines.get())
+
+    threading.Thread(target=run, daemon=True).start()
+    return lines.put
+
+
+class Switch:
+    """The switch of one run after another; `serve` runs until `stop`."""
+
+    def __init__(
+        self, keys: Keys, host: str, port: int, say: Callable[[str], None] = print
+    ) -> None:
+        """Listens.
+
+        Args:
+          keys: of the run.
+          host: the address by which this machine is reached; '' for all that it has.
+          port: the port; 0 for a free one.
+          say: called with a line for every view that begins or ends.
+
+        Raises:
+          ProcessGroupError: if the port is in use.
+        """
+        self._sockets, self._register = Sockets(keys), Register(said_aside(say))
+        try:
+            self._port = self._sockets.listening(keys.switch, host, port or '*')
+        except ProcessGroupError:
+            self._sockets.close()
+            raise
+        self.port = int(address_of(self._port).rpartition(':')[2])
+        self._running = True
+
+    def serve(self) -> None:
+        """Serves all processes."""
+        while self._running:
+            for _, frames in self._sockets.arrived(TICK):
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    self._take(frames)
+            self._register.look(time.monotonic())
+            self._speak()
+        self._sockets.close()
+
+    def stop(self) -> None:
+        """Ends `serve` within a fraction of a second."""
+        self._running = False
+
+    def _take(self, frames: Frames) -> None:
+        """Forwards a message, or acts on one that is for the switch."""
+        identity = frames[0].bytes
+        if identity.endswith(DATA):
+            put(self._port, frames[1], identity, *frames[2:])
+        else:
+            self._register.take(identity, words_of(frames[1]), time.monotonic())
+            self._speak()
+
+    def _speak(self) -> None:
+        """Sends what the register has to say."""
+        while self._register.out:
+            identity, message = self._register.out.popleft()
+            if not put(self._port, identity, head(**message)):
+                self._register.unreachable(identity, time.monotonic())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog='python -m jaxmp.net.switch',
+        description='The place where the processes of a run meet.',
+    )
+    parser.add_argument('--address', required=True, help='host:port by which all reach it')
+    parser.add_argument('--token_file', help=f'file with the secret; default ${TOKEN}')
+    args = parser.parse_args(argv)
+    try:
+        host, port = host_and_port(args.address)
+        keys = keys_of(token_of(args.token_file, host))
+        switch = Switch(keys, own_address(host), port, lambda text: print(text, flush=True))
+    except (ProcessGroupError, ValueError) as error:
+        parser.error(str(error))
+    with contextlib.suppress(KeyboardInterrupt):
+        switch.serve()
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What processes agree on before and while they work: terms, views, and who waits for whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+BEAT = 1.0  # seconds between two signs of life
+WORKING = 'working'
+
+
+class Terms(NamedTuple):
+    """What is the same for all processes of a run; the switch learns it from the first.
+
+    Attributes:
+      names: of the processes in messages.
+      least: how many make a view: all, or fewer where processes may come and go.
+      start: seconds to wait for all at the start.
+      silent: seconds without a sign of life, or without any work done, after which a process is
+        given up. It is longer than the longest message takes.
+      back: seconds to wait for a process that was given up, or another in its place.
+    """
+
+    names: tuple[str, ...]
+    least: int
+    start: float = 50.0
+    silent: float = 60.0
+    back: float = 60.0
+
+
+class View(NamedTuple):
+    """Processes that work together until one leaves or joins.
+
+    Attributes:
+      number: larger than that of every earlier view.
+      members: numbers of the processes, in order.
+      values: what each member said when it was ready; JSON.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    values: Mapping[int, Any]
+
+
+class ViewChangedError(Exception):
+    """The view of a message has ended; call `Peer.ready` for the next one."""
+
+
+class Wait(NamedTuple):
+    """A message that a process waits for; waits are ordered by their steps.
+
+    Attributes:
+      step: number of the step, -1 for what all decide together.
+      source: number of the process that owes the message.
+      tag: name of the message.
+      since: `time.monotonic` when the wait began.
+    """
+
+    step: int
+    source: int
+    tag: str
+    since: float
+
+
+class Work(NamedTuple):
+    """What a process does, as the switch knows it.
+
+    Attributes:
+      changed: when its work last went on.
+      phase: the name of what it does.
+      limit: seconds in which that has to go on.
+      wait: its wait of the earliest step.
+    """
+
+    changed: float
+    phase: str = WORKING
+    limit: float = Terms((), 0).silent
+    wait: Wait | None = None
+
+
+def blamed(work: Mapping[int, Work], names: tuple[str, ...], now: float) -> tuple[set[int], str]:
+    """The processes for which nothing goes on, and a line that says what they owe since when.
+
+    Who does not work and does not wait is to blame; or else who owes the message of the earliest
+    step, and does nothing. A thread that moves messages waits ahead of those that compute, so
+    that a later wait is no excuse.
+
+    >>> work = {0: Work(0, wait=Wait(7, 1, 'gradient', 0)), 1: Work(0, 'working')}
+    >>> blamed(work, ('a', 'b'), now=50), blamed(work, ('a', 'b'), now=61)[0]
+    ((set(), ''), {1})
+    """
+    idle = {i: w for i, w in work.items() if now - w.changed > w.limit}
+    waits = [(w.wait, i) for i, w in idle.items() if w.wait]
+    guilty = {i for i, w in idle.items() if not w.wait}
+    if not guilty and waits:
+        first = min(wait.step for wait, _ in waits)
+        guilty = {wait.source for wait, _ in waits if wait.step == first} & idle.keys()
+    if not guilty:
+        return set(), ''
+    said = [
+        f'{names[i]} has done nothing since {clock(now - work[i].changed)} ({work[i].phase}, at '
+        f'most {work[i].limit:g} s)'
+        for i in sorted(guilty)
+    ]
+    owed = [
+        f'owes {names[i]} {w.tag!r} of {stepped(w.step)} since {clock(now - w.since)}'
+        for w, i in waits
+        if w.source in guilty
+    ]
+    return guilty, ' and '.join([*said, *owed])
+
+
+def stepped(step: int) -> str:
+    """A step in a message.
+
+    >>> stepped(7), stepped(-1)
+    ('step 7', 'what all decide')
+    """
+    return f'step {step}' if step >= 0 else 'what all decide'
+
+
+def clock(ago: float) -> str:
+    """The time of day some seconds ago."""
+    return time.strftime('%H:%M:%S', time.localtime(time.time() - ago))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence.
+
+    >>> listed(['a', 'b', 'c'])
+    'a, b and c'
+    """
+    *some, last = names
+    return f'{", ".join(some)} and {last}' if some else last
