@@ -31,7 +31,6 @@ from jaxmp.net.views import (
     Terms,
     View,
     ViewChangedError,
-    Wait,
     clock,
     stepped,
 )
@@ -95,10 +94,10 @@ class Peer:
         self._places: dict[int, list[str]] = {}  # identity and address of each member
         self._left: set[int] = set()
         self._ready, self._value = False, None
-        self._done, self._phase, self._limit = 0, WORKING, terms.silent
-        self._waits: dict[int, Wait] = {}
+        self._worked, self._phase, self._limit = time.monotonic(), WORKING, terms.silent
+        self._waits: dict[int, tuple[int, int, str, float]] = {}
         self._error, self._closing, self._closed = '', False, threading.Event()
-        self._mail: dict[Address, deque[Frames]] = {}
+        self._mail: dict[Address, Frames] = {}
         self._arrivals: dict[tuple[int, int], Arrivals] = {}
         self._deliveries: dict[int, Delivery] = {}
         self._paths: dict[tuple[str, int], Path] = {}
@@ -166,22 +165,20 @@ class Peer:
 
         def arrived() -> Frames | None:
             self._check(view)
-            frames = self._mail.get(address)
-            if not frames and source in self._left:
+            frames = self._mail.pop(address, None)
+            if frames is None and source in self._left:
                 owed = f'{tag!r} of {stepped(step)}'
                 raise ProcessGroupError(f'{self._name(source)} has left, and owes {owed}')
-            return frames.popleft() if frames else None
+            return frames
 
-        frames = self._wait(arrived, Wait(step, source, tag, time.monotonic()))
-        with self._changed:
-            if not self._mail.get(address):
-                self._mail.pop(address, None)
+        with self.waiting(step, source, tag):
+            frames = self._wait(arrived)
         self.progress()
         return [memoryview(frame.buffer) for frame in frames]
 
     def progress(self) -> None:
         """Says that the work of this process goes on; messages say so too."""
-        self._done += 1
+        self._worked = time.monotonic()
 
     @contextlib.contextmanager
     def phase(self, name: str, seconds: float) -> Iterator[None]:
@@ -196,10 +193,10 @@ class Peer:
             self.progress()
 
     @contextlib.contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
+    def waiting(self, step: int, source: int, tag: str) -> Iterator[None]:
         """Says what this thread waits for, such as a message that another thread receives."""
         number = next(self._ids)
-        self._waits[number] = wait
+        self._waits[number] = step, source, tag, time.monotonic()
         try:
             yield
         finally:
@@ -213,6 +210,8 @@ class Peer:
 
     def close(self) -> None:
         """Leaves when the others have all that was sent to them, or after some seconds."""
+        if not self._thread.is_alive():
+            return
         end = time.monotonic() + GRACE
         while self._under_way() and time.monotonic() < end and not self._error:
             time.sleep(0.01)
@@ -236,9 +235,9 @@ class Peer:
         if not self._inside or view.number != self._view.number:
             raise ViewChangedError(self._why)
 
-    def _wait(self, found: Callable[[], T | None], wait: Wait | None = None) -> T:
+    def _wait(self, found: Callable[[], T | None]) -> T:
         """What ``found`` gives, as soon as that is not None."""
-        with self.waiting(wait) if wait else contextlib.nullcontext(), self._changed:
+        with self._changed:
             while (result := found()) is None:
                 if self._error:
                     raise ProcessGroupError(self._error)
@@ -312,11 +311,11 @@ class Peer:
 
     def _say(self, kind: str, **words: Any) -> None:
         """Sends what the switch is always told, and more."""
-        wait = min(self._waits.copy().values(), default=None)
-        wait = wait and [*wait[:3], time.monotonic() - wait.since]
-        work = {'done': self._done, 'phase': self._phase, 'limit': self._limit, 'wait': wait}
+        now, wait = time.monotonic(), min(self._waits.copy().values(), default=None)
+        wait = wait and (*wait[:3], now - wait[3])
+        work = now - self._worked, self._phase, self._limit, wait
         state = {'view': self._view.number, 'ready': self._ready}
-        put(self._control, head(kind=kind, **state, **work, **words))
+        put(self._control, head(kind=kind, work=work, **state, **words))
 
     def _take(self, socket: zmq.Socket, frames: Frames) -> None:
         """Acts on a message of the switch or of another process."""
@@ -340,7 +339,7 @@ class Peer:
         if kind == 'message' and arrivals.new(words['number']):
             address = view, source, words['step'], words['tag']
             with self._changed:
-                self._mail.setdefault(address, deque()).append(frames[1:])
+                self._mail[address] = frames[1:]
                 self._changed.notify_all()
         if kind == 'ask' and socket is self._listener and words['path'] == 'link':
             back = self._paths.setdefault(('back', source), Path(socket, prefix))
@@ -368,6 +367,7 @@ class Peer:
             self._left = set(state['left'])
             if self._inside and not (state['on'] and state['view'] == self._view.number):
                 self._inside, self._why = False, state['why'] or 'the switch has begun another view'
+                self.progress()
             elif self._ready and self._once in _newer(state, self._view.number):
                 self._enter(state)
             for process in self._left & self._deliveries.keys():
@@ -380,6 +380,7 @@ class Peer:
         values = {int(k): value for k, value in state['values'].items()}
         self._view = View(number, tuple(sorted(members)), values)
         self._inside, self._ready = True, False
+        self.progress()
         for name, process in list(self._paths):
             if self._places.get(process) != members.get(process):
                 path = self._paths.pop((name, process))

@@ -34,7 +34,6 @@ class Seat:
       address: at which other processes may reach it directly.
       heard: when it last gave a sign of life.
       work: what it does.
-      done: number of things that it has done.
       ready: whether it waits for the next view.
       value: what it says to the others then.
       lost: when its connection was lost.
@@ -45,7 +44,6 @@ class Seat:
     address: str
     heard: float
     work: Work
-    done: int = -1
     ready: bool = False
     value: Any = None
     lost: float | None = None
@@ -103,45 +101,36 @@ class Register:
         seat = self.seats[i]
         seat.heard, seat.lost = now, None
         if seat.rival and now - seat.rival[1] > GRACE / 2:
-            self._refuse(
-                seat.rival[0],
-                f'two processes are {self._name(i)}; give each its own number',
-            )
+            two = f'two processes are {self._name(i)}; give each its own number'
+            self._refuse(seat.rival[0], two)
             seat.rival = None
         if message['ready'] != seat.ready:
             return self.out.append((seat.identity, {'kind': 'who'}))
-        self._note(seat, message, now)
+        seat.work = _work(message)
         return self._tell(i, full=message['view'] != self.number)
-
-    def _note(self, seat: Seat, message: Message, now: float) -> None:
-        """Takes down the work of a process."""
-        moved = seat.done != message['done'] or seat.work.phase != message['phase']
-        changed = now if moved or seat.ready else seat.work.changed
-        step, source, tag, ago = message['wait'] or (0, 0, '', 0.0)
-        wait = Wait(step, source, tag, now - ago) if message['wait'] else None
-        seat.done = message['done']
-        seat.work = Work(changed, message['phase'], message['limit'], wait)
 
     def _greet(self, i: int, identity: bytes, hello: Message, now: float) -> None:
         """Gives a process its seat, or says why not."""
         terms = Terms(tuple(hello['terms'][0]), *hello['terms'][1:])
+        about = {**hello['about'], **terms._asdict()}
         if self.terms is None:
-            self.terms, self.about, self.since = terms, hello['about'], now
-        if problem := self._problem(i, terms, hello['about']):
-            return self._refuse(identity, problem)
+            self.terms, self.about, self.since = terms, about, now
+        if differ := {k for k in {*about, *self.about} if about.get(k) != self.about.get(k)}:
+            said = (f'{k}={about.get(k)!r} (first: {self.about.get(k)!r})' for k in sorted(differ))
+            return self._refuse(
+                identity,
+                f'{self._name(i)} was started with {", ".join(said)}; start all with the same '
+                'settings',
+            )
         seat = self.seats.get(i)
         if seat and seat.identity != identity:
             if seat.lost is None:
                 seat.rival = seat.rival or (identity, now)
                 return self._tell(i)
             self._remove(i, 'was started again', now)
-            seat = None
-        if seat is None:
-            work = Work(now, hello['phase'], hello['limit'])
-            seat = self.seats[i] = Seat(identity, hello['address'], now, work)
-        seat.heard, seat.lost, seat.value, seat.ready = now, None, hello['value'], hello['ready']
-        self._note(seat, hello, now)
-        view = hello['view']
+        rest = hello['ready'], hello['value']
+        self.seats[i] = Seat(identity, hello['address'], now, _work(hello), *rest)
+        seat, view = self.seats[i], hello['view']
         if hello['members'] and view > self.number:  # this switch is newer than the view
             self.on, self.began, self.since, self.left = True, True, now, set(hello['left'])
             self.members = {int(k): member for k, member in hello['members'].items()}
@@ -152,21 +141,6 @@ class Register:
         self.number = max(self.number, view)
         self._begin(now)
         return self._tell(i, full=True)
-
-    def _problem(self, i: int, terms: Terms, about: Message) -> str:
-        """The reason why a process cannot take part, or nothing."""
-        assert self.terms
-        if terms != self.terms:
-            pairs = zip(Terms._fields, terms, self.terms, strict=True)
-            differ = [(name, new, old) for name, new, old in pairs if new != old]
-        else:
-            keys = sorted({*about, *self.about})
-            rows = ((k, about.get(k), self.about.get(k)) for k in keys)
-            differ = [row for row in rows if row[1] != row[2]]
-        if not differ:
-            return ''
-        said = ', '.join(f'{k}={new!r} (the first: {old!r})' for k, new, old in differ)
-        return f'process {i} was started with {said}; start all with the same settings'
 
     def _refuse(self, identity: bytes, why: str) -> None:
         """Turns a process away; before the first view this ends all, as one would be missing."""
@@ -205,7 +179,7 @@ class Register:
         self.values = {i: seat.value for i, seat in ready.items()}
         self.left, self.gone = set(), {}
         for seat in ready.values():
-            seat.ready, seat.work = False, seat.work._replace(changed=now, wait=None)
+            seat.ready = False
         self.say(f'view {self.number}: {listed(map(self._name, ready))}')
         self._tell_all(full=True)
 
@@ -215,7 +189,6 @@ class Register:
             self.on, self.why, self.since = False, why, now
             for i, seat in self.seats.items():
                 seat.ready = seat.ready and i == but
-                seat.work = seat.work._replace(changed=now)
             self.say(f'view {self.number} has ended: {why}')
             self._tell_all()
 
@@ -242,7 +215,7 @@ class Register:
         """Gives up who is lost, silent or does nothing, and begins what can begin."""
         if now - self.seen > SUSPENDED:
             for seat in self.seats.values():
-                seat.heard, seat.work = now, seat.work._replace(changed=now)
+                seat.heard = now
             self.since = now
         self.seen = now
         if self.terms is None:
@@ -264,8 +237,8 @@ class Register:
     def _watch(self, now: float) -> None:
         """Gives up those for whom nothing goes on; a line says what they owe."""
         assert self.terms
-        work = {i: s.work for i, s in self.seats.items() if not s.ready}
-        guilty, why = blamed(work, self.terms.names, now)
+        work = {i: seat.work for i, seat in self.seats.items() if not seat.ready}
+        guilty, why = blamed(work, self.terms.names)
         if len(guilty) > 1:  # each may be waiting for the other
             self.fail(why)
         for i in guilty & self.seats.keys():
@@ -310,3 +283,8 @@ class Register:
     def _name(self, i: int) -> str:
         names = self.terms.names if self.terms else ()
         return names[i] if i < len(names) else f'process {i}'
+
+
+def _work(message: Message) -> Work:
+    idle, phase, limit, wait = message['work']
+    return Work(idle, phase, limit, wait and Wait(*wait))

@@ -54,43 +54,44 @@ class Wait(NamedTuple):
       step: number of the step, -1 for what all decide together.
       source: number of the process that owes the message.
       tag: name of the message.
-      since: `time.monotonic` when the wait began.
+      seconds: for which it has waited.
     """
 
     step: int
     source: int
     tag: str
-    since: float
+    seconds: float
 
 
 class Work(NamedTuple):
-    """What a process does, as the switch knows it.
+    """What a process does, as of its last sign of life.
 
     Attributes:
-      changed: when its work last went on.
+      idle: seconds since its work last went on.
       phase: the name of what it does.
       limit: seconds in which that has to go on.
       wait: its wait of the earliest step.
     """
 
-    changed: float
-    phase: str = WORKING
-    limit: float = Terms((), 0).silent
-    wait: Wait | None = None
+    idle: float
+    phase: str
+    limit: float
+    wait: Wait | None
 
 
-def blamed(work: Mapping[int, Work], names: tuple[str, ...], now: float) -> tuple[set[int], str]:
+def blamed(work: Mapping[int, Work], names: tuple[str, ...]) -> tuple[set[int], str]:
     """The processes for which nothing goes on, and a line that says what they owe since when.
 
     Who does not work and does not wait is to blame; or else who owes the message of the earliest
     step, and does nothing. A thread that moves messages waits ahead of those that compute, so
     that a later wait is no excuse.
 
-    >>> work = {0: Work(0, wait=Wait(7, 1, 'gradient', 0)), 1: Work(0, 'working')}
-    >>> blamed(work, ('a', 'b'), now=50), blamed(work, ('a', 'b'), now=61)[0]
-    ((set(), ''), {1})
+    >>> idle, late = Work(50, 'working', 60, None), Work(61, 'working', 60, None)
+    >>> waits = late._replace(wait=Wait(7, 1, 'gradient', 61))
+    >>> [blamed({0: waits, 1: other}, ('a', 'b'))[0] for other in (idle, late)]
+    [set(), {1}]
     """
-    idle = {i: w for i, w in work.items() if now - w.changed > w.limit}
+    idle = {i: w for i, w in work.items() if w.idle > w.limit}
     waits = [(w.wait, i) for i, w in idle.items() if w.wait]
     guilty = {i for i, w in idle.items() if not w.wait}
     if not guilty and waits:
@@ -99,12 +100,12 @@ def blamed(work: Mapping[int, Work], names: tuple[str, ...], now: float) -> tupl
     if not guilty:
         return set(), ''
     said = [
-        f'{names[i]} has done nothing since {clock(now - work[i].changed)} ({work[i].phase}, at '
-        f'most {work[i].limit:g} s)'
+        f'{names[i]} has done nothing since {clock(work[i].idle)} ({work[i].phase}, at most '
+        f'{work[i].limit:g} s)'
         for i in sorted(guilty)
     ]
     owed = [
-        f'owes {names[i]} {w.tag!r} of {stepped(w.step)} since {clock(now - w.since)}'
+        f'owes {names[i]} {w.tag!r} of {stepped(w.step)} since {clock(w.seconds)}'
         for w, i in waits
         if w.source in guilty
     ]

@@ -1,0 +1,738 @@
+"""Messages between processes: what arrives, who is told what, and what strangers get (nothing)."""
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+import zmq
+
+from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.net.arrays import ALIGNMENT, buffers, filled
+from jaxmp.net.delivery import Arrivals, Delivery, Path
+from jaxmp.net.group import Group
+from jaxmp.net.keys import keys_of
+from jaxmp.net.peer import Peer
+from jaxmp.net.register import GRACE, RETURN, Register
+from jaxmp.net.sockets import HANDSHAKE
+from jaxmp.net.switch import Switch
+from jaxmp.net.views import Terms, ViewChangedError
+
+KEYS = keys_of('the-secret-of-this-test')
+NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'
+TERMS = Terms(NAMES, 3, start=20.0, silent=20.0, back=20.0)
+TWO = TERMS._replace(names=NAMES[:2], least=2)
+
+
+def together(*calls):
+    """What calls give that wait for each other, or the text of their errors."""
+    got = [None] * len(calls)
+
+    def run(i, call):
+        try:
+            got[i] = call()
+        except (ProcessGroupError, ViewChangedError) as error:
+            got[i] = str(error)
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(calls)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    return got
+
+
+class Run:
+    """A switch and its peers, in this process."""
+
+    def __init__(self):
+        self.said, self.peers = [], []
+        self.switch = Switch(KEYS, '127.0.0.1', 0, self.said.append)
+        self.place = '127.0.0.1', self.switch.port
+        self.thread = threading.Thread(target=self.switch.serve, daemon=True)
+        self.thread.start()
+
+    def peer(self, i, terms=TERMS, **given):
+        self.peers.append(Peer(given.pop('place', self.place), KEYS, i, terms, **given))
+        return self.peers[-1]
+
+    def groups(self, terms=TERMS, **given):
+        peers = [self.peer(i, terms, **given) for i in range(len(terms.names))]
+        return [
+            Group(p, v) for p, v in zip(peers, together(*(p.ready for p in peers)), strict=True)
+        ]
+
+    def close(self):
+        together(*(p.close for p in self.peers))
+        self.switch.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def run():
+    made = Run()
+    yield made
+    made.close()
+
+
+def up(peer, to, name='link'):
+    """Waits until a path is used."""
+    end = time.monotonic() + 10
+    while not (path := peer._paths.get((name, to))) or not path.up:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# Messages.
+
+
+def test_messages_arrive_by_step_and_tag_whatever_their_order(run):
+    a, b, c = run.groups()
+    for step in (2, 1):
+        for tag in ('gradient', 'activation'):
+            a.peer.send(a.view, 1, step, tag, f'{step} {tag}'.encode(), b'', b'more')
+    c.peer.send(c.view, 1, 1, 'activation', b'of another')
+    for step in (1, 2):
+        for tag in ('activation', 'gradient'):
+            message = b.peer.receive(b.view, 0, step, tag)
+            assert [bytes(m) for m in message] == [f'{step} {tag}'.encode(), b'', b'more']
+    assert bytes(b.peer.receive(b.view, 2, 1, 'activation')[0]) == b'of another'
+    assert not b.peer._mail
+
+
+@pytest.mark.parametrize('direct', [True, False])
+def test_arrays_travel_without_a_copy_on_the_way_out(run, direct, monkeypatch):
+    a, b = run.groups(TWO, direct=direct)
+    array = np.arange(300_000, dtype=np.float32).reshape(3, -1)
+    a.peer.send(a.view, 1, 0, 'first', b'')
+    b.peer.receive(b.view, 0, 0, 'first')
+    if direct:
+        up(a.peer, 1)
+    sent = []
+    put = lambda socket, *frames: sent.append(frames) or True
+    monkeypatch.setattr('jaxmp.net.delivery.put', put)
+    a.peer.send(a.view, 1, 1, 'x', *buffers([array]))
+    while a.peer._under_way() and not sent:
+        time.sleep(0.01)
+    assert np.shares_memory(np.frombuffer(sent[0][-1], np.uint8), array)
+    monkeypatch.undo()  # lost until now, so it goes again
+    [got] = filled(b.peer.receive(b.view, 0, 1, 'x'), [array])
+    assert np.array_equal(got, array)
+    assert got.ctypes.data % ALIGNMENT == 0
+
+
+def test_a_message_may_be_shorter_than_its_array_and_not_longer():
+    like = [np.zeros((2, 2), np.float32), np.zeros(3, np.uint8)]
+    words = buffers([np.float32([1, 2]), np.zeros(0, np.uint8)])
+    a, b = filled(words, like)
+    assert a.tolist() == [[1, 2], [0, 0]]
+    assert b.tolist() == [0, 0, 0]
+    for wrong in (buffers([np.zeros(5, np.float32), b[:0]]), words[:1]):
+        with pytest.raises(ValueError, match=r'a message of .* bytes came for arrays of \[16, 3\]'):
+            filled(wrong, like)
+
+
+def test_decisions_are_the_same_in_all(run):
+    groups = run.groups()
+    rng = np.random.default_rng(0).standard_normal((3, 2, 3))
+    want = np.sum(rng, 0)
+    for got in together(*(lambda g=g: g.total(rng[g.index]) for g in groups)):
+        assert got.tobytes() == want.tobytes()
+    rows = [[i, {'text': 'ä\n'}] for i in range(3)]
+    assert together(*(lambda g=g: g.share(rows[g.index]) for g in groups)) == [rows] * 3
+    for asked in ((), (2,)):
+        calls = (lambda g=g, a=asked: g.any(g.index in a) for g in groups)
+        assert together(*calls) == [bool(asked)] * 3
+    assert together(*(g.barrier for g in groups)) == [None] * 3
+    assert groups[1].names == NAMES
+    assert together(*(g.close for g in groups)) == [None] * 3
+
+
+# Who comes, who does not, and who goes.
+
+
+def test_settings_that_differ_are_named_to_all(run):
+    a, b = run.peer(0, about={'lr': 0.1, 'x': [1]}), run.peer(1, about={'lr': 0.2, 'x': [1]})
+    said = together(a.ready, b.ready)
+    text = (
+        'process 1 (stage 1) was started with lr=0.2 (first: 0.1); start all with the same settings'
+    )
+    other = (
+        'process 0 (stage 0) was started with lr=0.1 (first: 0.2); start all with the same settings'
+    )
+    assert said in ([text] * 2, [other] * 2)
+
+
+def test_who_does_not_come_is_named(run):
+    terms, ended = TERMS._replace(start=1.0), []
+    a, b = (run.peer(i, terms, end=ended.append) for i in (0, 2))
+    text = 'process 1 (stage 1) did not connect within 1 s'
+    assert together(a.ready, b.ready) == [text] * 2
+    assert ended == [text] * 2
+    with pytest.raises(ProcessGroupError, match='did not connect'):
+        a.send(None, 1, 0, 'x')
+
+
+def test_two_of_one_number_are_told_so(run):
+    peers = [run.peer(i) for i in (0, 1, 1)]
+    text = 'two processes are process 1 (stage 1); give each its own number'
+    assert together(*(p.ready for p in peers)) == [text] * 3
+
+
+def test_nobody_at_the_port_is_said():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    with pytest.raises(ProcessGroupError, match=f'nobody answers at 127.0.0.1:{port} .*check'):
+        Peer(('127.0.0.1', port), KEYS, 0, TWO._replace(start=0.3))
+
+
+def test_a_cause_ends_all(run):
+    groups = run.groups()
+    waits = [lambda g=g: g.peer.receive(g.view, 0, 1, 'x') for g in groups[:2]]
+    text = 'process 2 (stages 2, 3): out of memory'
+    assert together(*waits, lambda: groups[2].fail('out of memory')) == [text, text, None]
+    assert f'the run has ended: {text}' in run.said
+
+
+def test_who_has_left_owes_nothing_but_what_is_missing(run):
+    a, b = run.groups(TWO)
+    a.peer.send(a.view, 1, 3, 'x', b'last')
+    a.peer.close()
+    assert bytes(b.peer.receive(b.view, 0, 3, 'x')[0]) == b'last'
+    with pytest.raises(ProcessGroupError, match=r"process 0 \(stage 0\) has left, and owes 'y' of"):
+        b.peer.receive(b.view, 0, 3, 'y')
+
+
+def test_processes_come_and_go(run):
+    """Fewer than all make a view: who leaves ends it, and so does who comes, when it is ready."""
+    terms = TERMS._replace(least=1)
+    groups = run.groups(terms)
+    wait = lambda g: g.peer.receive(g.view, 0, 1, 'x')
+    calls = [lambda g=g: wait(g) for g in groups[:2]]
+    changed = 'process 2 (stages 2, 3) has left'
+    assert together(*calls, groups[2].peer.close) == [changed, changed, None]
+    with pytest.raises(ViewChangedError):
+        groups[0].peer.send(groups[0].view, 1, 1, 'x')
+    views = together(*(lambda g=g: g.peer.ready(g.index) for g in groups[:2]))
+    assert [v.members for v in views] == [(0, 1)] * 2
+    groups = [Group(p, v) for p, v in zip(run.peers, views, strict=False)]
+    late = run.peer(2, terms)
+    time.sleep(0.3)  # it is there, compiles, and stops nobody
+    assert together(*(lambda g=g: g.any(False) for g in groups)) == [False] * 2
+
+    def again(g):
+        with pytest.raises(ViewChangedError, match=r'process 2 \(stages 2, 3\) came'):
+            wait(g)
+        return g.peer.ready('old')
+
+    views = together(*(lambda g=g: again(g) for g in groups), lambda: late.ready('new'))
+    assert [v.members for v in views] == [(0, 1, 2)] * 3
+    assert views[2].values == {0: 'old', 1: 'old', 2: 'new'}
+    assert views[2].number > groups[0].view.number
+
+
+# Connections that are lost, and ways that open and close.
+
+
+class Relay:
+    """A port that hands on to another one, notes all bytes, and can lose them or cut."""
+
+    def __init__(self, target):
+        self.target, self.seen, self.pairs, self.deaf = target, bytearray(), [], False
+        self.server = socket.create_server(('127.0.0.1', 0))
+        self.port = self.server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                a = self.server.accept()[0]
+                b = socket.create_connection(('127.0.0.1', self.target))
+                self.pairs.append((a, b))
+                for x, y in ((a, b), (b, a)):
+                    threading.Thread(target=self._hand, args=(x, y), daemon=True).start()
+
+    def _hand(self, x, y):
+        with contextlib.suppress(OSError):
+            while part := x.recv(65536):
+                self.seen += part
+                if not self.deaf:
+                    y.sendall(part)
+
+    def cut(self):
+        """Ends all connections; new ones are made."""
+        pairs, self.pairs = self.pairs, []
+        for pair in pairs:
+            for s in pair:
+                with contextlib.suppress(OSError):
+                    s.shutdown(socket.SHUT_RDWR)
+                s.close()
+
+    def close(self):
+        self.server.close()
+        self.cut()
+
+
+@pytest.fixture
+def relay():
+    made = []
+    yield lambda port: made.append(Relay(port)) or made[-1]
+    for r in made:
+        r.close()
+
+
+def ring(groups, steps, between=lambda step: None, size=1000, first=0):
+    """Each sends to the next, and receives what was sent, each step."""
+
+    def go(g):
+        slowest, n = 0.0, len(groups)
+        for step in range(first, first + steps):
+            start = time.monotonic()
+            g.peer.send(g.view, (g.index + 1) % n, step, 'x', bytes([step % 256]) * size)
+            [got] = g.peer.receive(g.view, (g.index - 1) % n, step, 'x')
+            assert got == bytes([step % 256]) * size
+            slowest = max(slowest, time.monotonic() - start)
+            if g.index == 0:
+                between(step)
+        return slowest
+
+    return together(*(lambda g=g: go(g) for g in groups))
+
+
+def test_what_a_lost_connection_to_the_switch_lost_goes_again(relay, run):
+    line = relay(run.switch.port)
+    a, b = (run.peer(i, TWO, direct=False, place=('127.0.0.1', line.port)) for i in (0, 1))
+    groups = [Group(p, v) for p, v in zip((a, b), together(a.ready, b.ready), strict=True)]
+    lost = ring(groups, 4, lambda step: line.cut(), size=200_000)
+    assert max(lost) < 10
+    assert all(p._view.number == groups[0].view.number and p._inside for p in (a, b))
+
+
+def test_a_cut_between_neighbours_is_mended_by_way_of_the_switch(relay, run):
+    terms = TWO._replace(silent=4.0)
+    peers = [run.peer(i, terms) for i in (0, 1)]
+    lines = [relay(int(p._address.rpartition(':')[2])) for p in peers]
+    for p, line in zip(peers, lines, strict=True):
+        p._address = f'tcp://127.0.0.1:{line.port}'
+    groups = [Group(p, v) for p, v in zip(peers, together(*(p.ready for p in peers)), strict=True)]
+    assert max(ring(groups, 2)) < 2
+    for p in peers:
+        up(p, 1 - p.process)
+    before = len(lines[0].seen), len(lines[1].seen)
+    ring(groups, 3, size=50_000, first=2)
+    assert all(
+        len(line.seen) - n > 100_000 for line, n in zip(lines, before, strict=True)
+    )  # direct
+    for line in lines:
+        line.deaf = True  # not closed: packets are lost, and nobody is told
+    assert 0.3 < max(ring(groups, 3, first=5)) < terms.silent
+    assert not peers[0]._paths['link', 1].up
+    for line in lines:
+        line.deaf = False
+        line.cut()
+    for p in peers:
+        up(p, 1 - p.process)  # it is used again
+    assert max(ring(groups, 3, first=8)) < 1
+
+
+def test_messages_take_the_way_that_the_other_has_opened(run):
+    a, b = run.peer(0, TWO), run.peer(1, TWO, direct=False)  # none may connect to process 1
+    groups = [Group(p, v) for p, v in zip((a, b), together(a.ready, b.ready), strict=True)]
+    ring(groups, 1)
+    up(b, 0)
+    up(a, 1, 'back')
+    assert ('link', 1) not in a._paths
+    before = groups[0].peer._deliveries[1]
+    ring(groups, 2, first=1)
+    assert not before.sent or all(s.path is a._paths['back', 1] for s in before.sent.values())
+
+
+def test_arrivals_and_delivery_by_themselves(monkeypatch):
+    """A path's answer confirms what came, and what went before the question and did not come."""
+    out = []
+    monkeypatch.setattr('jaxmp.net.delivery.put', lambda s, *f: out.append((s, f)) or s != 'shut')
+    link, switch = Path('link', up=True), Path('switch', (b'to',), up=True)
+    delivery = Delivery(lambda: {'link': link, 'switch': switch}, {'view': 1})
+    for n in range(3):
+        delivery.send({'n': n}, [b'x'])
+    assert [s for s, _ in out] == ['link'] * 3
+    came = Arrivals()
+    assert came.new(0)
+    assert came.new(2)
+    delivery.look(0.0, 5.0)
+    out.clear()
+    delivery.confirm({'path': 'link', 'asked': 1, **came.has()})
+    assert [(s, b'"number": 1' in f[0]) for s, f in out] == [('link', True)]
+    delivery.look(10.0, 5.0)
+    delivery.look(20.0, 5.0)  # no answer for too long: by the switch
+    assert not link.up
+    assert delivery.sent[1].path is switch
+    assert not came.new(2)
+    assert came.new(1)
+    assert came.has() == {'below': 3, 'and': []}
+
+
+# Strangers.
+
+
+BAD = [
+    b'', b'GET / HTTP/1.1\r\n\r\n', b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',
+    b'\xff\0\0\0\0\0\0\0\x01\x7f', b'\xff' * 64, b'[' * 60000,
+    b'\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE' + b'\0' * 47 + b'\x06' + struct.pack('>Q', 2**62),
+    b'\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL' + b'\0' * 48 + b'\x04\x26\x05READY' + b'\0' * 31,
+]  # fmt: skip
+
+
+def flood(port, count):
+    """Connections that are silent, drip, or send garbage."""
+    held = []
+    for i in range(count):
+        held.append(socket.create_connection(('127.0.0.1', port), 5))
+        with contextlib.suppress(OSError):
+            held[-1].sendall(BAD[i % len(BAD)] or os.urandom(500) * (i % 3))
+    return held
+
+
+def guests(port, context):
+    """Sockets without a key, with a wrong one, and that expect another server; each says hello."""
+    other = keys_of('another secret')
+    for pair, server in ((None, None), (other.caller, KEYS.switch), (KEYS.caller, other.switch)):
+        guest = context.socket(zmq.DEALER)
+        guest.linger, guest.identity = 0, b'1.guest'
+        if pair:
+            guest.curve_publickey, guest.curve_secretkey = pair
+            guest.curve_serverkey = server.public
+        guest.connect(f'tcp://127.0.0.1:{port}')
+        guest.send(b'{"kind": "hello"}')
+        yield guest
+
+
+def is_closed(connection):
+    """Whether the other end closes a connection within the time of a handshake."""
+    connection.settimeout(HANDSHAKE / 1e3 + 3)
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(65536):
+            pass
+    connection.close()
+    return True
+
+
+@pytest.mark.parametrize(
+    ('count', 'direct'),
+    [(40, True), pytest.param(500, True, marks=pytest.mark.slow),
+     pytest.param(500, False, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_strangers_are_let_in_nowhere_and_delay_nobody(run, count, direct, monkeypatch):
+    """At the switch and, where messages go directly, at a peer."""
+    groups = run.groups(TWO, direct=direct)
+    ring(groups, 1)
+    taken, take, victim = [], run.switch._take, groups[1].peer
+    monkeypatch.setattr(run.switch, '_take', lambda frames: taken.append(frames) or take(frames))
+    ports = [run.switch.port]
+    if direct:
+        up(groups[0].peer, 1)
+        ports.append(int(victim._address.rpartition(':')[2]))
+    held, context, stop = [], zmq.Context(), threading.Event()
+
+    def drip():
+        while not stop.wait(0.2):
+            for s in held[:: 1 + len(held) // 10]:
+                with contextlib.suppress(OSError):
+                    s.sendall(b' ')
+
+    def come():
+        for port in ports:
+            held.extend(flood(port, count))
+
+    dripping = threading.Thread(target=drip, daemon=True)
+    flooding = threading.Thread(target=come, daemon=True)
+    strangers = [guest for port in ports for guest in guests(port, context)]
+    dripping.start()
+    flooding.start()
+    slowest, step, end = 0.0, 1, time.monotonic() + (2 if count < 100 else 8)
+    while time.monotonic() < end:
+        slowest = max(slowest, *ring(groups, 10, first=step))
+        step += 10
+    flooding.join(20)
+    late = Peer(run.place, KEYS, 0, TWO)  # an honest one meanwhile, which is told of its rival
+    with pytest.raises(ProcessGroupError, match='two processes are process 0'):
+        late.ready()
+    late.close()
+    assert slowest < 1
+    assert len(held) == count * len(ports)
+    assert taken
+    assert not any(b'guest' in frames[0].bytes for frames in taken)
+    assert not any(guest.poll(0) for guest in strangers)
+    assert victim._mail == {}
+    assert all(map(is_closed, held))  # the dripping too
+    stop.set()
+    dripping.join(5)
+    context.destroy(0)
+
+
+def test_a_squatter_is_told_nothing_and_believed_nothing():
+    """Whoever listens at the switch's port before it does, even with keys of its own."""
+    false = keys_of('another secret')
+    switch = Switch(false, '127.0.0.1', 0, lambda text: None)
+    serving = threading.Thread(target=switch.serve, daemon=True)
+    serving.start()
+    relay = Relay(switch.port)  # records what is said to the false one
+    with pytest.raises(
+        ProcessGroupError, match=f'port {relay.port} cannot be used: .*give another'
+    ):
+        Switch(KEYS, '127.0.0.1', relay.port)
+    terms = TWO._replace(start=2.0)
+    peer = Peer(('127.0.0.1', relay.port), KEYS, 0, terms, {'lr': 'a setting'})
+    with pytest.raises(
+        ProcessGroupError, match=r'has not answered since .*another token, or is no'
+    ):
+        peer.ready('a value')
+    peer.close()
+    switch.stop()
+    serving.join(5)
+    relay.close()
+    assert len(relay.seen) > 100
+    for word in (b'secret', b'setting', b'value', *KEYS.caller, *KEYS.switch):
+        assert word not in relay.seen
+
+
+def test_a_sniffer_reads_neither_the_token_nor_what_is_sent(relay, run):
+    """All bytes that pass: at the switch, and between neighbours."""
+    line = relay(run.switch.port)
+    peers = [
+        run.peer(i, TWO, place=('127.0.0.1', line.port), about={'lr': 'setting'}) for i in (0, 1)
+    ]
+    inner = [relay(int(p._address.rpartition(':')[2])) for p in peers]
+    for p, r in zip(peers, inner, strict=True):
+        p._address = f'tcp://127.0.0.1:{r.port}'
+    views = together(*(lambda p=p: p.ready('value') for p in peers))
+    groups = [Group(p, v) for p, v in zip(peers, views, strict=True)]
+    together(*(lambda g=g: g.share('a decision') for g in groups))
+    payload = b'payload' * 10_000
+    for step in range(2):
+        for p, v in zip(peers, views, strict=True):
+            p.send(v, 1 - p.process, step, 'tagged', payload)
+        for p, v in zip(peers, views, strict=True):
+            assert p.receive(v, 1 - p.process, step, 'tagged')[0] == payload
+            up(p, 1 - p.process)
+    seen = [bytes(r.seen) for r in (line, *inner)]
+    assert all(len(s) > len(payload) for s in seen)
+    words = b'secret', b'setting', b'value', b'decision', b'payload', b'tagged', b'process 1'
+    for word in (*words, *KEYS.caller, *KEYS.listener, *KEYS.switch):
+        assert not any(word in s for s in seen)
+
+
+def test_a_log_that_takes_no_lines_does_not_stop_the_switch():
+    block = threading.Event()
+
+    def say(text):
+        block.wait(30)
+
+    switch = Switch(KEYS, '127.0.0.1', 0, say)
+    thread = threading.Thread(target=switch.serve, daemon=True)
+    thread.start()
+    peers = [Peer(('127.0.0.1', switch.port), KEYS, i, TWO) for i in (0, 1)]
+    views = together(*(p.ready for p in peers))
+    assert views[0].members == (0, 1)
+    together(*(p.close for p in peers))
+    switch.stop()
+    thread.join(5)
+    block.set()
+
+
+# The register, without sockets or a clock.
+
+
+class Desk:
+    """A register, and what it has told each identity last."""
+
+    def __init__(self, terms=TERMS):
+        self.terms, self.said, self.told, self.now = terms, [], {}, 100.0
+        self.register = Register(self.said.append)
+        self.register.look(self.now)
+
+    def hear(self, identity, kind='hello', view=0, ready=False, idle=0.0, wait=None, **words):
+        work = words.pop('work', None) or (idle, 'working', self.terms.silent, wait)
+        base = {'kind': kind, 'view': view, 'ready': ready, 'work': work}
+        hello = {'terms': [[*self.terms.names], *self.terms[1:]], 'about': {}, 'address': 'a',
+                 'value': None, 'left': [], 'members': {}, 'values': {}}  # fmt: skip
+        whole = {**base, **(hello if kind == 'hello' else {}), **words}
+        self.register.take(identity.encode(), whole, self.now)
+        self.read()
+
+    def look(self, seconds=0.0, lost=(), heard=()):
+        """Time goes on in small steps, in which ``heard`` give signs of life."""
+        end = self.now + seconds
+        while True:
+            for identity in heard:
+                state = self.told.get(identity, {})
+                self.hear(identity, 'beat', view=state.get('view', 0))
+            for identity in lost:
+                self.register.unreachable(identity.encode(), self.now)
+            self.register.look(self.now)
+            self.read()
+            if self.now >= end:
+                return
+            self.now += 0.5
+
+    def read(self):
+        while self.register.out:
+            identity, message = self.register.out.popleft()
+            self.told[identity.decode()] = message
+
+    def begin(self, identities=('0.a', '1.a', '2.a')):
+        for identity in identities:
+            self.hear(identity, ready=True, value=identity)
+        assert self.register.on
+
+
+def test_a_view_begins_when_all_are_ready_and_says_what_each_said():
+    desk = Desk()
+    for identity in ('0.a', '1.a'):
+        desk.hear(identity, ready=True, value=identity)
+    desk.hear('2.a')
+    assert not desk.told['0.a']['on']
+    desk.hear('2.a', ready=True, value='2.a')
+    for state in desk.told.values():
+        assert (state['view'], state['on']) == (1, True)
+        assert state['values'] == {0: '0.a', 1: '1.a', 2: '2.a'}
+
+
+@pytest.mark.parametrize('how', ['killed', 'silent'])
+def test_a_lost_process_ends_the_view_and_another_takes_its_place(how):
+    desk = Desk()
+    desk.begin()
+    alive, limit = ('0.a', '2.a'), GRACE if how == 'killed' else TERMS.silent
+    desk.look(limit, lost=['1.a'] if how == 'killed' else (), heard=alive)
+    assert desk.register.on
+    desk.look(1.5, lost=['1.a'] if how == 'killed' else (), heard=alive)
+    why = 'has lost its connection: it was killed' if how == 'killed' else 'was silent for 20 s'
+    assert not desk.told['0.a']['on']
+    assert desk.told['0.a']['why'].startswith(f'process 1 (stage 1) {why}')
+    for identity in alive:
+        desk.hear(identity, view=1, ready=True)
+    desk.hear('1.b', ready=True)
+    assert (desk.told['1.b']['view'], desk.told['1.b']['on']) == (2, True)
+    desk.hear('1.a', 'beat', view=1)  # it was only stopped
+    assert desk.told['1.a'] == {'kind': 'who'}
+
+
+def test_one_that_was_killed_is_replaced_at_once():
+    desk = Desk()
+    desk.begin()
+    desk.hear('1.b', ready=True)
+    assert desk.register.on
+    desk.look(lost=['1.a'])
+    desk.hear('1.b', ready=True)
+    assert desk.told['0.a']['why'] == 'process 1 (stage 1) was started again'
+
+
+def test_who_does_not_come_back_ends_all():
+    desk = Desk()
+    desk.begin()
+    alive = '0.a', '2.a'
+    desk.look(GRACE + 1, lost=['1.a'], heard=alive)
+    for identity in alive:
+        desk.hear(identity, view=1, ready=True)
+    desk.look(TERMS.back + 2)
+    why = desk.told['0.a']['why']
+    assert 'process 1 (stage 1) has lost its connection' in why
+    assert why.endswith('nobody came in its place within 20 s')
+    desk.hear('2.a', 'beat')
+    assert desk.told['2.a'] == {'kind': 'failed', 'why': why}
+    desk.begin(('0.b', '1.b', '2.b'))  # another run at the same switch
+
+
+def test_a_new_switch_learns_the_view_from_its_members():
+    old, new = Desk(), Desk()
+    old.begin()
+    state = {'members': old.register.members, 'values': old.register.values}
+    for identity in ('0.a', '1.a'):
+        new.hear(identity, view=1, **state)
+        assert (new.told[identity]['view'], new.told[identity]['on']) == (1, True)
+    new.look(RETURN / 2, heard=('0.a', '1.a'))
+    assert new.register.on
+    new.look(RETURN, heard=('0.a', '1.a'))
+    assert new.told['0.a']['why'] == 'process 2 (stages 2, 3) did not come to the new switch'
+
+
+def test_a_new_switch_that_hears_of_two_views_has_the_later():
+    """The old one was killed when it had told one of two that the view has begun."""
+    desk = Desk(TWO)
+    place = {'members': {0: ['0.a', ''], 1: ['1.a', '']}, 'values': {0: 'x', 1: 'y'}}
+    desk.hear('0.a', view=5, **place)
+    desk.hear('1.a', view=6, **place)
+    desk.hear('0.a', 'beat', view=5)
+    assert desk.told['0.a']['view'] == 6
+    desk.hear('0.a', view=5, ready=True)
+    assert desk.told['0.a']['on']
+    assert desk.told['0.a']['values'] == {0: 'x', 1: 'y'}
+
+
+def test_a_switch_that_was_stopped_itself_blames_nobody():
+    desk = Desk()
+    desk.begin()
+    desk.now += 1000
+    desk.look()
+    assert desk.register.on
+
+
+WAITS = {0: (7, 1, 'gradient', 30.0), 1: (8, 0, 'activation', 30.0)}
+
+
+def test_who_does_nothing_is_given_up_by_name_and_may_be_replaced():
+    """Process 1 hangs; a thread of it waits for the next step's message, which is no excuse."""
+    desk = Desk(TWO)
+    desk.begin(('0.a', '1.a'))
+    for i, identity in enumerate(('0.a', '1.a')):
+        desk.hear(identity, 'beat', view=1, idle=30.0, wait=WAITS[i])
+    desk.look()
+    why = desk.told['1.a']['why']
+    assert why.startswith('process 1 (stage 1) has done nothing since ')
+    assert "(working, at most 20 s) and owes process 0 (stage 0) 'gradient' of step 7" in why
+    assert desk.told['1.a']['kind'] == 'failed'
+    assert desk.told['0.a']['kind'] == 'state'
+    assert desk.told['0.a']['why'] in why
+    desk.hear('0.a', view=1, ready=True)
+    desk.hear('1.b', ready=True)
+    assert desk.told['0.a']['on']
+
+
+def test_processes_that_wait_for_each_other_are_ended_by_name():
+    desk = Desk(TWO)
+    desk.begin(('0.a', '1.a'))
+    for i, identity in enumerate(('0.a', '1.a')):
+        desk.hear(identity, 'beat', view=1, idle=30.0, wait=(7, 1 - i, 'x', 30.0))
+    desk.look()
+    for i, identity in enumerate(('0.a', '1.a')):
+        assert desk.told[identity]['kind'] == 'failed'
+        assert f"owes {NAMES[i]} 'x' of step 7 since" in desk.told[identity]['why']
+
+
+def test_an_announced_phase_has_its_own_limit():
+    desk = Desk(TWO)
+    desk.begin(('0.a', '1.a'))
+    for idle in (100.0, 301.0):
+        desk.hear('0.a', 'beat', view=1, idle=idle, wait=(1, 1, 'x', idle))
+        desk.hear('1.a', 'beat', view=1, work=(idle, 'compiling', 300.0, None))
+        desk.look()
+        assert desk.register.on == (idle < 300)
+    assert '(compiling, at most 300 s)' in desk.told['1.a']['why']
+
+
+def test_keys_follow_from_the_whole_token_and_are_all_different():
+    pairs = {*KEYS, *keys_of('the-secret-of-this-tesT'), *keys_of('')}
+    assert len({pair.private for pair in pairs}) == 9
+
+
+def test_a_failed_network_thread_is_said(run, monkeypatch):
+    a, _ = run.groups(TWO)
+    monkeypatch.setattr(a.peer, '_look', lambda now: 1 / 0)
+    with pytest.raises(ProcessGroupError, match='its network thread failed: ZeroDivisionError'):
+        a.peer.receive(a.view, 1, 0, 'x')
