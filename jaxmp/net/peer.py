@@ -284,8 +284,9 @@ class Peer:
 
     def _look(self, now: float) -> None:
         """Each second: a sign of life, and a look at who gives none."""
-        if now - self._looked > 5 * BEAT:  # this process was suspended itself
+        if now - self._looked > 2 * BEAT:  # this process was suspended itself
             self._heard = now
+            self.progress()
         self._looked = now
         quiet, limit = now - self._heard, self.terms.silent if self._known else self.terms.start
         if quiet > limit:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmp.net.views import Terms, Wait, Work, blamed, clock, listed
+from jaxmp.net.views import BEAT, Terms, Wait, Work, blamed, clock, listed
 
 GRACE = 3.0  # seconds in which a lost connection is made again
 RETURN = 10.0  # seconds in which the members of a view come to a new switch
@@ -64,7 +64,7 @@ class Register:
         self.say, self.number = say, 0
         self.out: deque[tuple[bytes, Message]] = deque()
         self.failed: dict[bytes, str] = {}
-        self.seen = 0.0
+        self.seen = self.told = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -107,7 +107,7 @@ class Register:
         if message['ready'] != seat.ready:
             return self.out.append((seat.identity, {'kind': 'who'}))
         seat.work = _work(message)
-        return self._tell(i, full=message['view'] != self.number)
+        return self._tell(i, full=True) if message['view'] != self.number else None
 
     def _greet(self, i: int, identity: bytes, hello: Message, now: float) -> None:
         """Gives a process its seat, or says why not."""
@@ -136,8 +136,8 @@ class Register:
             self.members = {int(k): member for k, member in hello['members'].items()}
             self.values = {int(k): value for k, value in hello['values'].items()}
             self.say(f'view {view} goes on at a new switch')
-        elif self.on and seat.ready and (i not in self.members or view == self.number):
-            self._end(f'{self._name(i)} {"begins again" if i in self.members else "came"}', now, i)
+        elif self.on and seat.ready and self._inside(i) and view == self.number:
+            self._end(f'{self._name(i)} begins again', now, again=i)
         self.number = max(self.number, view)
         self._begin(now)
         return self._tell(i, full=True)
@@ -166,7 +166,9 @@ class Register:
     # Views.
 
     def _begin(self, now: float) -> None:
-        """Begins a view if all who are present are ready, and are enough."""
+        """Begins a view if all who are present are ready, and are enough; a newcomer ends one."""
+        if new := [i for i in self.seats if self.seats[i].ready and not self._inside(i)]:
+            self._end(f'{listed(map(self._name, new))} came', now)
         ready = {i: seat for i, seat in sorted(self.seats.items()) if seat.ready}
         busy = self.members.keys() & self.seats.keys() - ready.keys()
         if self.on or self.terms is None or not ready or busy:
@@ -183,12 +185,12 @@ class Register:
         self.say(f'view {self.number}: {listed(map(self._name, ready))}')
         self._tell_all(full=True)
 
-    def _end(self, why: str, now: float, but: int | None = None) -> None:
-        """Ends the view; all must say that they are ready for the next, ``but`` who said it."""
+    def _end(self, why: str, now: float, again: int | None = None) -> None:
+        """Ends the view; its members, but one who begins ``again``, are not ready for the next."""
         if self.on:
             self.on, self.why, self.since = False, why, now
             for i, seat in self.seats.items():
-                seat.ready = seat.ready and i == but
+                seat.ready = seat.ready and (i == again or not self._inside(i))
             self.say(f'view {self.number} has ended: {why}')
             self._tell_all()
 
@@ -228,11 +230,14 @@ class Register:
                 silent = 'it is suspended, hangs or swaps, or the network failed'
                 self._remove(i, f'was silent for {self.terms.silent:g} s: {silent}', now)
         self._watch(now)
-        missing = sorted(self.members.keys() - self.seats.keys() - self.left)
+        missing = [i for i in self.members if not (self._inside(i) or i in self.left)]
         if self.on and missing and now - self.since > RETURN:  # only where it is older than this
             self._end(f'{listed(map(self._name, missing))} did not come to the new switch', now)
         self._begin(now)
         self._count(now)
+        if now - self.told > BEAT:  # which also finds the connections that are lost
+            self.told = now
+            self._tell_all()
 
     def _watch(self, now: float) -> None:
         """Gives up those for whom nothing goes on; a line says what they owe."""
@@ -279,6 +284,11 @@ class Register:
         state = {'kind': 'state', 'view': self.number, 'on': self.on, 'why': self.why}
         more = {'members': self.members, 'values': self.values} if full and self.on else {}
         self.out.append((self.seats[i].identity, {**state, 'left': [*left], **more}))
+
+    def _inside(self, i: int) -> bool:
+        """Whether a process that is present is a member, and not another one in its place."""
+        seat, member = self.seats.get(i), self.members.get(i)
+        return bool(seat and member and seat.identity.decode() == member[0])
 
     def _name(self, i: int) -> str:
         names = self.terms.names if self.terms else ()

@@ -14,6 +14,7 @@ from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.net.keys import Keys, Pair
 
 HANDSHAKE = 5000  # ms after which a connection without the key is closed
+RETRY = 200  # ms between two attempts to connect
 LINGER = 1000  # ms for which what was sent last may still leave
 WAITING = 1024  # connections that the system holds until they are accepted
 ROUND = 100  # messages read from a socket before the next one has its turn
@@ -95,7 +96,7 @@ class Sockets:
         pair, ms = self.keys.caller, round(1e3 * patience)
         curve = {'curve_publickey': pair.public, 'curve_secretkey': pair.private}
         beats = {'heartbeat_ivl': max(100, ms // 10), 'heartbeat_timeout': ms}
-        again = {'reconnect_ivl': 100, 'reconnect_ivl_max': 1000, 'connect_timeout': HANDSHAKE}
+        again = {'reconnect_ivl': RETRY, 'connect_timeout': HANDSHAKE}
         options = {**curve, **beats, **again, 'handshake_ivl': HANDSHAKE}
         socket = self._new(zmq.DEALER, curve_serverkey=server, identity=identity, **options)
         socket.connect(address)

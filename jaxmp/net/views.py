@@ -82,9 +82,9 @@ class Work(NamedTuple):
 def blamed(work: Mapping[int, Work], names: tuple[str, ...]) -> tuple[set[int], str]:
     """The processes for which nothing goes on, and a line that says what they owe since when.
 
-    Who does not work and does not wait is to blame; or else who owes the message of the earliest
-    step, and does nothing. A thread that moves messages waits ahead of those that compute, so
-    that a later wait is no excuse.
+    Who does not work and does not wait is to blame; or else where the chain of those ends who wait
+    for the message of the earliest step. A thread that moves messages waits ahead of those that
+    compute, so that a later wait is no excuse.
 
     >>> idle, late = Work(50, 'working', 60, None), Work(61, 'working', 60, None)
     >>> waits = late._replace(wait=Wait(7, 1, 'gradient', 61))
@@ -96,7 +96,7 @@ def blamed(work: Mapping[int, Work], names: tuple[str, ...]) -> tuple[set[int], 
     guilty = {i for i, w in idle.items() if not w.wait}
     if not guilty and waits:
         first = min(wait.step for wait, _ in waits)
-        guilty = {wait.source for wait, _ in waits if wait.step == first} & idle.keys()
+        guilty = _ends({i: wait.source for wait, i in waits if wait.step == first}) & idle.keys()
     if not guilty:
         return set(), ''
     said = [
@@ -110,6 +110,22 @@ def blamed(work: Mapping[int, Work], names: tuple[str, ...]) -> tuple[set[int], 
         if w.source in guilty
     ]
     return guilty, ' and '.join([*said, *owed])
+
+
+def _ends(owes: Mapping[int, int]) -> set[int]:
+    """Where the chains of who waits for whom end: processes that do not wait, or a circle.
+
+    >>> _ends({2: 0, 0: 1}), _ends({2: 0, 0: 1, 1: 0})
+    ({1}, {0, 1})
+    """
+    ends = set()
+    for i in owes:
+        chain = [i]
+        while chain[-1] in owes and owes[chain[-1]] not in chain:
+            chain.append(owes[chain[-1]])
+        last = chain[-1]
+        ends |= {last} if last not in owes else set(chain[chain.index(owes[last]) :])
+    return ends
 
 
 def stepped(step: int) -> str:

@@ -1,0 +1,221 @@
+"""Processes and their switch are killed, stopped and hang: the same bits follow, or a sentence."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.runs import ROOT
+
+WORKER = str(ROOT / 'tests' / 'net_worker.py')
+COUNT = 3
+
+
+class Processes:
+    """A switch, and processes that train, each with a file of what it says."""
+
+    def __init__(self, folder, **options):
+        self.folder, self.options = folder, [f'{k}={v}' for k, v in options.items()]
+        self.snapshots = folder / 'snapshots'
+        self.snapshots.mkdir()
+        with socket.socket() as s:
+            s.bind(('127.0.0.1', 0))
+            self.port = str(s.getsockname()[1])
+        self.running = {}
+        for name in ('switch', *range(COUNT)):
+            self.start(name)
+
+    def start(self, name, *options):
+        """Starts the switch or a process, perhaps again."""
+        env = {**os.environ, 'JAXMP_TOKEN': 'secret'}
+        if name == 'switch':
+            command = ['switch', '--address', f'127.0.0.1:{self.port}']
+        else:
+            command = [str(name), str(COUNT), self.port, str(self.snapshots)]
+            command += [*self.options, *options]
+        with open(self.folder / str(name), 'a') as out:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, WORKER, *command], stdout=out, stderr=out, env=env
+            )
+
+    def signal(self, name, number):
+        """Sends a signal; a killed process is waited for."""
+        self.running[name].send_signal(number)
+        if number == signal.SIGKILL:
+            self.running[name].wait(10)
+
+    def text(self, name):
+        """What a process has said."""
+        return (self.folder / str(name)).read_text()
+
+    def step(self, name):
+        """The last step of a process."""
+        return max([0, *map(int, re.findall(r'^step (\d+)$', self.text(name), re.MULTILINE))])
+
+    def reach(self, step, names=range(COUNT)):
+        """Waits for a step of some processes."""
+        self.until(lambda: all(self.step(name) >= step for name in names))
+
+    def until(self, condition, limit=40):
+        """Waits for a condition."""
+        end = time.monotonic() + limit
+        while not condition():
+            assert time.monotonic() < end, {n: self.text(n)[-600:] for n in self.running}
+            time.sleep(0.02)
+
+    def digests(self, names=range(COUNT), limit=60):
+        """The states at the end, when all have ended without an error."""
+        self.until(lambda: all(self.running[n].poll() is not None for n in names), limit)
+        assert [self.running[n].returncode for n in names] == [0] * len(names), self.texts()
+        return [re.findall(r'^digest (\w+)$', self.text(n), re.MULTILINE)[-1] for n in names]
+
+    def endings(self, names, limit):
+        """The errors of processes that end within a limit, and after how long."""
+        start = time.monotonic()
+        self.until(lambda: all(self.running[n].poll() is not None for n in names), limit)
+        assert not any('Traceback' in self.text(n) for n in names), self.texts()
+        said = [re.findall('^ended: (.*)$', self.text(n), re.MULTILINE)[-1] for n in names]
+        return said, time.monotonic() - start
+
+    def texts(self):
+        """What all have said, at the end of it."""
+        return {name: self.text(name)[-800:] for name in self.running}
+
+    def close(self):
+        """Ends all."""
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def begin(tmp_path):
+    made = []
+    yield lambda **options: made.append(Processes(tmp_path, **options)) or made[-1]
+    for processes in made:
+        processes.close()
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+    """The states at the end of a run in which nothing happens."""
+    processes = Processes(tmp_path_factory.mktemp('undisturbed'))
+    try:
+        return processes.digests()
+    finally:
+        processes.close()
+
+
+def killed(p, *names, at=12, again=True):
+    """Kills some at a step; those that are started again take their place."""
+    p.reach(at)
+    for name in names:
+        p.signal(name, signal.SIGKILL)
+    for name in names if again else ():
+        p.start(name)
+
+
+def stopped(p, name, seconds, at=12):
+    """Stops a process for some seconds."""
+    p.reach(at)
+    p.signal(name, signal.SIGSTOP)
+    time.sleep(seconds)
+    p.signal(name, signal.SIGCONT)
+
+
+def killed_thrice(p):
+    for at in (8, 25, 40):
+        killed(p, 'switch', at=at)
+
+
+def killed_at_the_start(p):
+    p.until(lambda: 'view' in p.text('switch'))
+    killed(p, 1, at=0)
+
+
+def killed_before_the_view(p):
+    p.signal(2, signal.SIGKILL)
+    p.signal('switch', signal.SIGKILL)
+    time.sleep(1)
+    p.start('switch')
+    p.start(2)
+
+
+def killed_while_it_saves(p):
+    p.until(lambda: (p.snapshots / '10.1').exists())
+    killed(p, 1, at=0)
+
+
+def killed_one_by_one(p):
+    for name in range(COUNT):
+        killed(p, name, at=12 + 15 * name)
+
+
+def hung(p):
+    """Its heartbeats go on; it is given up, ends, and is started again."""
+    p.signal(1, signal.SIGKILL)
+    p.start(1, 'hang=17')
+    p.until(lambda: p.running[1].poll() is not None)
+    p.start(1)
+
+
+slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
+FAULTS = {
+    'a process killed': lambda p: killed(p, 1),
+    'the switch killed': lambda p: killed(p, 'switch'),
+    'the first process killed': lambda p: killed(p, 0),
+    'two processes killed': lambda p: killed(p, 0, 2),
+    'all processes killed': lambda p: killed(p, 0, 1, 2),
+    'a process and the switch killed': lambda p: killed(p, 1, 'switch'),
+    'the switch killed thrice': killed_thrice,
+    'one after another killed': killed_one_by_one,
+    'killed at the start': killed_at_the_start,
+    'killed before the first view': killed_before_the_view,
+    'killed while it saves': killed_while_it_saves,
+    'a process stopped for a while': lambda p: stopped(p, 1, 2.5),
+    'a process stopped for too long': lambda p: stopped(p, 1, 9),
+    'the switch stopped for a while': lambda p: stopped(p, 'switch', 2.5),
+    'a process hangs': hung,
+}
+
+
+@pytest.mark.parametrize('fault', [k if i < 2 else slow(k) for i, k in enumerate(FAULTS)])
+def test_the_run_goes_on_to_the_same_bits(begin, undisturbed, fault):
+    processes = begin(direct='no' if 'switch' in fault else 'yes')
+    FAULTS[fault](processes)
+    assert processes.digests() == undisturbed
+    if fault == 'the switch killed':  # messages that it lost go again, and nobody repeats a step
+        assert 'goes on at a new switch' in processes.text('switch')
+        assert all('changed' not in processes.text(i) for i in range(COUNT))
+    if fault == 'a process hangs':
+        owed = 'process 1 .stage 1. has done nothing since .* and owes process . .* of'
+        assert re.search(f'ended: {owed}', processes.text(1))
+        assert re.search(f'changed: {owed}', processes.text(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('name', 'number', 'limit', 'sentence'),
+    [
+        (1, signal.SIGKILL, 14, r'process 1 \(stage 1\) has lost its connection: it was killed, '
+         r'ran out of memory, or the network failed, at \S+; nobody came in its place within 8 s'),
+        (1, signal.SIGSTOP, 16, r'process 1 \(stage 1\) was silent for 4 s: it is suspended, hangs '
+         r'or swaps, or the network failed, at \S+; nobody came in its place within 8 s'),
+        ('switch', signal.SIGKILL, 8, 'the switch at .* has not answered since .* .4 s.: it is '
+         'stopped, swaps, or the network failed'),
+        ('switch', signal.SIGSTOP, 8, 'the switch at .* has not answered since .* .4 s.: it is '
+         'stopped, swaps, or the network failed'),
+    ],
+)  # fmt: skip
+def test_a_sentence_says_what_does_not_return(begin, name, number, limit, sentence):
+    processes = begin(direct='no', silent=4, back=8)
+    processes.reach(12)
+    processes.signal(name, number)
+    said, seconds = processes.endings([i for i in range(COUNT) if i != name], limit)
+    assert all(re.fullmatch(sentence, text) for text in said), said
+    assert seconds > 3
