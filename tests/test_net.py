@@ -117,7 +117,7 @@ def test_arrays_travel_without_a_copy_on_the_way_out(run, direct, monkeypatch):
     put = lambda socket, *frames: sent.append(frames) or True
     monkeypatch.setattr('jaxmp.net.delivery.put', put)
     a.peer.send(a.view, 1, 1, 'x', *buffers([array]))
-    while a.peer._under_way() and not sent:
+    while not sent:
         time.sleep(0.01)
     assert np.shares_memory(np.frombuffer(sent[0][-1], np.uint8), array)
     monkeypatch.undo()  # lost until now, so it goes again
@@ -227,7 +227,7 @@ def test_processes_come_and_go(run):
     assert together(*(lambda g=g: g.any(False) for g in groups)) == [False] * 2
 
     def again(g):
-        with pytest.raises(ViewChangedError, match=r'process 2 \(stages 2, 3\) came'):
+        with pytest.raises(ViewChangedError, match=r'process 2 \(stages 2, 3\) asks for'):
             wait(g)
         return g.peer.ready('old')
 
@@ -317,9 +317,9 @@ def test_what_a_lost_connection_to_the_switch_lost_goes_again(relay, run):
 def test_a_cut_between_neighbours_is_mended_by_way_of_the_switch(relay, run):
     terms = TWO._replace(silent=4.0)
     peers = [run.peer(i, terms) for i in (0, 1)]
-    lines = [relay(int(p._address.rpartition(':')[2])) for p in peers]
+    lines = [relay(int(p._about['address'].rpartition(':')[2])) for p in peers]
     for p, line in zip(peers, lines, strict=True):
-        p._address = f'tcp://127.0.0.1:{line.port}'
+        p._about['address'] = f'tcp://127.0.0.1:{line.port}'
     groups = [Group(p, v) for p, v in zip(peers, together(*(p.ready for p in peers)), strict=True)]
     assert max(ring(groups, 2)) < 2
     for p in peers:
@@ -368,7 +368,7 @@ def test_arrivals_and_delivery_by_themselves(monkeypatch):
     delivery.look(0.0, 5.0)
     out.clear()
     delivery.confirm({'path': 'link', 'asked': 1, **came.has()})
-    assert [(s, b'"number": 1' in f[0]) for s, f in out] == [('link', True)]
+    assert [(s, f[0].get('number') == 1) for s, f in out] == [('link', True)]
     delivery.look(10.0, 5.0)
     delivery.look(20.0, 5.0)  # no answer for too long: by the switch
     assert not link.up
@@ -437,7 +437,7 @@ def test_strangers_are_let_in_nowhere_and_delay_nobody(run, count, direct, monke
     ports = [run.switch.port]
     if direct:
         up(groups[0].peer, 1)
-        ports.append(int(victim._address.rpartition(':')[2]))
+        ports.append(int(victim._about['address'].rpartition(':')[2]))
     held, context, stop = [], zmq.Context(), threading.Event()
 
     def drip():
@@ -508,9 +508,9 @@ def test_a_sniffer_reads_neither_the_token_nor_what_is_sent(relay, run, direct):
     line = relay(run.switch.port)
     given = {'place': ('127.0.0.1', line.port), 'about': {'lr': 'setting'}, 'direct': direct}
     peers = [run.peer(i, TWO, **given) for i in (0, 1)]
-    inner = [relay(int(p._address.rpartition(':')[2])) for p in peers if direct]
+    inner = [relay(int(p._about['address'].rpartition(':')[2])) for p in peers if direct]
     for p, r in zip(peers, inner, strict=False):
-        p._address = f'tcp://127.0.0.1:{r.port}'
+        p._about['address'] = f'tcp://127.0.0.1:{r.port}'
     views = together(*(lambda p=p: p.ready('value') for p in peers))
     groups = [Group(p, v) for p, v in zip(peers, views, strict=True)]
     together(*(lambda g=g: g.share('a decision') for g in groups))
@@ -554,13 +554,12 @@ class Desk:
         self.register = Register(self.said.append)
         self.register.look(self.now)
 
-    def hear(self, identity, kind='hello', view=0, ready=False, idle=0.0, wait=None, **words):
+    def hear(self, identity, kind='here', view=0, ready=False, idle=0.0, wait=None, **words):
         work = words.pop('work', None) or (idle, 'working', self.terms.silent, wait)
         base = {'kind': kind, 'view': view, 'ready': ready, 'work': work}
-        hello = {'terms': [[*self.terms.names], *self.terms[1:]], 'about': {}, 'address': 'a',
-                 'value': None, 'left': [], 'members': {}, 'values': {}}  # fmt: skip
-        whole = {**base, **(hello if kind == 'hello' else {}), **words}
-        self.register.take(identity.encode(), whole, self.now)
+        rest = {'terms': [[*self.terms.names], *self.terms[1:]], 'about': {}, 'address': 'a',
+                'value': None, 'left': [], 'members': {}, 'values': {}}  # fmt: skip
+        self.register.take(identity.encode(), {**base, **rest, **words}, self.now)
         self.read()
 
     def look(self, seconds=0.0, lost=(), heard=()):
@@ -569,7 +568,7 @@ class Desk:
         while True:
             for identity in heard:
                 state = self.told.get(identity, {})
-                self.hear(identity, 'beat', view=state.get('view', 0))
+                self.hear(identity, view=state.get('view', 0))
             for identity in lost:
                 self.register.unreachable(identity.encode(), self.now)
             self.register.look(self.now)
@@ -616,8 +615,8 @@ def test_a_lost_process_ends_the_view_and_another_takes_its_place(how):
         desk.hear(identity, view=1, ready=True)
     desk.hear('1.b', ready=True)
     assert (desk.told['1.b']['view'], desk.told['1.b']['on']) == (2, True)
-    desk.hear('1.a', 'beat', view=1)  # it was only stopped
-    assert desk.told['1.a'] == {'kind': 'who'}
+    desk.hear('1.a', view=1)  # it was only stopped
+    assert desk.register.seats[1].identity == b'1.b'
 
 
 def test_one_that_was_killed_is_replaced_at_once():
@@ -641,7 +640,7 @@ def test_who_does_not_come_back_ends_all():
     why = desk.told['0.a']['why']
     assert 'process 1 (stage 1) has lost its connection' in why
     assert why.endswith('nobody came in its place within 20 s')
-    desk.hear('2.a', 'beat')
+    desk.hear('2.a')
     assert desk.told['2.a'] == {'kind': 'failed', 'why': why}
     desk.begin(('0.b', '1.b', '2.b'))  # another run at the same switch
 
@@ -665,9 +664,10 @@ def test_a_new_switch_that_hears_of_two_views_has_the_later():
     place = {'members': {0: ['0.a', ''], 1: ['1.a', '']}, 'values': {0: 'x', 1: 'y'}}
     desk.hear('0.a', view=5, **place)
     desk.hear('1.a', view=6, **place)
-    desk.hear('0.a', 'beat', view=5)
+    desk.look(1.5)
     assert desk.told['0.a']['view'] == 6
     desk.hear('0.a', view=5, ready=True)
+    desk.look(1.5)
     assert desk.told['0.a']['on']
     assert desk.told['0.a']['values'] == {0: 'x', 1: 'y'}
 
@@ -688,7 +688,7 @@ def test_who_does_nothing_is_given_up_by_name_and_may_be_replaced():
     desk = Desk(TWO)
     desk.begin(('0.a', '1.a'))
     for i, identity in enumerate(('0.a', '1.a')):
-        desk.hear(identity, 'beat', view=1, idle=30.0, wait=WAITS[i])
+        desk.hear(identity, view=1, idle=30.0, wait=WAITS[i])
     desk.look()
     why = desk.told['1.a']['why']
     assert why.startswith('process 1 (stage 1) has done nothing since ')
@@ -705,7 +705,7 @@ def test_processes_that_wait_for_each_other_are_ended_by_name():
     desk = Desk(TWO)
     desk.begin(('0.a', '1.a'))
     for i, identity in enumerate(('0.a', '1.a')):
-        desk.hear(identity, 'beat', view=1, idle=30.0, wait=(7, 1 - i, 'x', 30.0))
+        desk.hear(identity, view=1, idle=30.0, wait=(7, 1 - i, 'x', 30.0))
     desk.look()
     for i, identity in enumerate(('0.a', '1.a')):
         assert desk.told[identity]['kind'] == 'failed'
@@ -716,8 +716,8 @@ def test_an_announced_phase_has_its_own_limit():
     desk = Desk(TWO)
     desk.begin(('0.a', '1.a'))
     for idle in (100.0, 301.0):
-        desk.hear('0.a', 'beat', view=1, idle=idle, wait=(1, 1, 'x', idle))
-        desk.hear('1.a', 'beat', view=1, work=(idle, 'compiling', 300.0, None))
+        desk.hear('0.a', view=1, idle=idle, wait=(1, 1, 'x', idle))
+        desk.hear('1.a', view=1, work=(idle, 'compiling', 300.0, None))
         desk.look()
         assert desk.register.on == (idle < 300)
     assert '(compiling, at most 300 s)' in desk.told['1.a']['why']

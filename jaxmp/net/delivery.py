@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
-from jaxmp.net.sockets import Head, head, put
+from jaxmp.net.sockets import Head, put
 
 
 @dataclass
@@ -35,11 +35,11 @@ class Path:
     since: float | None = None
 
 
-@dataclass
-class Sent:
-    """A message that has not been confirmed: its frames, its path, how often that was asked."""
+class Sent(NamedTuple):
+    """A message that is not confirmed: its parts, its path, and how often that had been asked."""
 
-    frames: tuple[Any, ...]
+    words: Head
+    buffers: Sequence[Any]
     path: Path
     asked: int
 
@@ -60,18 +60,20 @@ class Delivery:
 
     def send(self, words: Head, buffers: Sequence[Any]) -> None:
         """Sends a message."""
-        number, self._count = self._count, self._count + 1
-        self._put(number, (head(**words, number=number), *buffers))
+        self._put({**words, 'number': self._count}, buffers)
+        self._count += 1
 
-    def _put(self, number: int, frames: tuple[Any, ...]) -> None:
+    def _put(self, words: Head, buffers: Sequence[Any]) -> None:
         *others, last = self.paths().values()
-        for path in others:
-            if path.up and put(path.socket, *path.prefix, *frames):
-                break
-        else:
-            path = last
-            put(path.socket, *path.prefix, *frames)
-        self.sent[number] = Sent(frames, path, path.asked)
+        sent = lambda path: put(path.socket, *path.prefix, words, *buffers)
+        path = next((path for path in others if path.up and sent(path)), None)
+        if path is None:  # if this is lost too, an answer will tell
+            path, _ = last, sent(last)
+        self.sent[words['number']] = Sent(words, buffers, path, path.asked)
+
+    def _again(self, lost: Callable[[Sent], bool]) -> None:
+        for sent in filter(lost, list(self.sent.values())):
+            self._put(sent.words, sent.buffers)
 
     def confirm(self, answer: Head) -> None:
         """Forgets what has arrived; sends again what was lost.
@@ -83,27 +85,22 @@ class Delivery:
             del self.sent[number]
         if path := self.paths().get(answer['path']):
             path.up, path.since = True, None
-            for number, sent in list(self.sent.items()):
-                if sent.path is path and sent.asked < answer['asked']:
-                    self._put(number, sent.frames)
+            self._again(lambda sent: sent.path is path and sent.asked < answer['asked'])
 
     def look(self, now: float, patience: float) -> None:
         """Asks the paths that are not up, or by which something is under way."""
-        paths = self.paths()
-        last = [*paths.values()][-1]
-        for path in paths.values():
+        *others, last = self.paths().items()
+        for _, path in others:
             if path.since is not None and now - path.since > patience:
                 path.up, path.since = False, None
-        for number, sent in list(self.sent.items()):
-            if not sent.path.up and sent.path is not last:
-                self._put(number, sent.frames)
-        for name, path in paths.items():
+        self._again(lambda sent: not sent.path.up)
+        for name, path in (*others, last):
             if not path.up or any(sent.path is path for sent in self.sent.values()):
                 path.asked += 1
-                ask = head(kind='ask', path=name, asked=path.asked, **self._words)
+                ask = {'kind': 'ask', 'path': name, 'asked': path.asked, **self._words}
                 if put(path.socket, *path.prefix, ask):
                     path.since = path.since or now
-                else:
+                elif name != last[0]:
                     path.up = False
 
 

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import zmq
@@ -23,17 +23,8 @@ from jaxmp.distributed.address import reach
 from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.net.delivery import Arrivals, Delivery, Path
 from jaxmp.net.keys import Keys
-from jaxmp.net.sockets import Frames, Head, Sockets, address_of, endpoint, head, put, words_of
-from jaxmp.net.switch import DATA
-from jaxmp.net.views import (
-    BEAT,
-    WORKING,
-    Terms,
-    View,
-    ViewChangedError,
-    clock,
-    stepped,
-)
+from jaxmp.net.sockets import DATA, Frames, Head, Sockets, address_of, endpoint, put
+from jaxmp.net.views import BEAT, WORKING, Terms, View, ViewChangedError, clock, stepped
 
 GRACE = 5.0  # seconds to wait for the others at the end
 CUT = 4  # a path is given up after this part of the time after which a process is
@@ -50,15 +41,9 @@ class Peer:
     """
 
     def __init__(
-        self,
-        switch: tuple[str, int],
-        keys: Keys,
-        process: int,
-        terms: Terms,
-        about: dict[str, Any] | None = None,
-        end: Callable[[str], None] = lambda why: None,
-        direct: bool = True,
-    ) -> None:
+        self, switch: tuple[str, int], keys: Keys, process: int, terms: Terms,
+        about: Mapping[str, Any] = {}, end: Callable[[str], Any] = len, direct: bool = True,
+    ) -> None:  # fmt: skip
         """Connects to the switch.
 
         Args:
@@ -73,37 +58,35 @@ class Peer:
         Raises:
           ProcessGroupError: if nobody listens at the port for as long as the start may take.
         """
-        self.process, self.terms = process, terms
-        self._end, self._about = end, json.loads(json.dumps(about or {}))
         advice = 'check that the switch runs, and that its port is open'
         with reach(switch, terms.start, 'nobody answers', advice) as trial:
             own, host = trial.getsockname()[0], trial.getpeername()[0]
-        self._where = f'{switch[0]}:{switch[1]}'
-        self._sockets, self._once = Sockets(keys), f'{process}.{secrets.token_hex(8)}'
+        self.process, self.terms, self._end = process, terms, end
+        self._where, self._once = endpoint(*switch), f'{process}.{secrets.token_hex(8)}'
+        self._sockets, name = Sockets(keys), self._once.encode()
+        place, key = endpoint(host, switch[1]), keys.switch.public
         self._listener = self._sockets.listening(keys.listener, own) if direct else None
-        self._address = address_of(self._listener) if self._listener else ''
-        call = lambda identity: self._sockets.calling(
-            endpoint(host, switch[1]), keys.switch.public, identity, terms.silent
-        )
-        self._control, self._data = call(self._once.encode()), call(self._once.encode() + DATA)
-        self._woken = self._sockets.inside('tasks', zmq.PULL)
-        self._waker = self._sockets.inside('tasks', zmq.PUSH)
+        self._control = self._sockets.calling(place, key, name, terms.silent)
+        self._data = self._sockets.calling(place, key, name + DATA, terms.silent)
+        self._bell, self._ring = self._sockets.bell()
+        address = address_of(self._listener) if self._listener else ''
+        self._about: Head = {'terms': terms, 'about': dict(about), 'address': address}
         self._tasks: deque[Callable[[], Any]] = deque()
         self._lock, self._changed = threading.Lock(), threading.Condition()
         self._view, self._inside, self._why = View(0, (), {}), False, ''
         self._places: dict[int, list[str]] = {}  # identity and address of each member
         self._left: set[int] = set()
-        self._ready, self._value = False, None
-        self._worked, self._phase, self._limit = time.monotonic(), WORKING, terms.silent
+        self._seen, self._ready, self._value = 0, False, None
+        self._phase, self._limit = WORKING, terms.silent
         self._waits: dict[int, tuple[int, int, str, float]] = {}
-        self._error, self._closing, self._closed = '', False, threading.Event()
+        self._ids, self._error, self._closing = itertools.count(), '', False
         self._mail: dict[Address, Frames] = {}
         self._arrivals: dict[tuple[int, int], Arrivals] = {}
         self._deliveries: dict[int, Delivery] = {}
         self._paths: dict[tuple[str, int], Path] = {}
-        self._heard, self._looked, self._known = time.monotonic(), time.monotonic(), False
-        self._hurry = 0.0  # until when paths are asked more often
-        self._ids = itertools.count()
+        self._worked = self._heard = self._looked = time.monotonic()
+        self._known, self._hurry = False, 0.0  # until when paths are asked more often
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -118,16 +101,11 @@ class Peer:
         Raises:
           ProcessGroupError: if the run has ended; the message names who owes what since when.
         """
-
-        def begin() -> None:
-            with self._changed:  # other threads may wait for messages of the last view
-                self._inside, self._ready, self._value = False, True, value
-                self._why = f'{self._name(self.process)} begins again'
-                self._changed.notify_all()
-            self._hello()
-
-        last = self._view.number
-        self._do(begin)
+        with self._changed:  # other threads may wait for messages of the last view
+            last, self._why = self._view.number, 'this process asks for the next view'
+            self._inside, self._ready, self._value = False, True, value
+            self._changed.notify_all()
+        self._do(self._say)
         return self._wait(lambda: self._view if self._view.number > last else None)
 
     def send(self, view: View, to: int, step: int, tag: str, *buffers: Any) -> None:
@@ -145,11 +123,11 @@ class Peer:
           ProcessGroupError: if the run has ended.
         """
         self._check(view)
-        words = {'kind': 'message', 'view': view.number, 'from': self.process}
+        words = {'kind': 'message', 'from': self.process, 'step': step, 'tag': tag}
 
         def deliver() -> None:
             if self._inside and view.number == self._view.number:
-                self._delivery(to).send({**words, 'step': step, 'tag': tag}, buffers)
+                self._delivery(to).send({**words, 'view': view.number}, buffers)
 
         self._do(deliver)
         self.progress()
@@ -161,14 +139,13 @@ class Peer:
           ViewChangedError: if the view has ended.
           ProcessGroupError: if the run has ended, or the process has left.
         """
-        address = view.number, source, step, tag
 
         def arrived() -> Frames | None:
             self._check(view)
-            frames = self._mail.pop(address, None)
+            frames = self._mail.pop((view.number, source, step, tag), None)
             if frames is None and source in self._left:
-                owed = f'{tag!r} of {stepped(step)}'
-                raise ProcessGroupError(f'{self._name(source)} has left, and owes {owed}')
+                owed = f'has left, and owes {tag!r} of {stepped(step)}'
+                raise ProcessGroupError(f'{self.terms.names[source]} {owed}')
             return frames
 
         with self.waiting(step, source, tag):
@@ -185,7 +162,7 @@ class Peer:
         """Announces work that may take so many seconds, such as compiling, saving, evaluating."""
         before = self._phase, self._limit
         self._phase, self._limit = name, max(seconds, self.terms.silent)
-        self._do(self._beat)
+        self._do(self._say)
         try:
             yield
         finally:
@@ -204,29 +181,21 @@ class Peer:
 
     def fail(self, why: str) -> None:
         """Ends the run for all, with the cause; returns when they are told."""
-        self._do(lambda: put(self._control, head(kind='fail', why=why)))
+        self._do(lambda: put(self._control, {'kind': 'fail', 'why': why}))
         with self._changed:
             self._changed.wait_for(lambda: self._error, GRACE)
 
     def close(self) -> None:
         """Leaves when the others have all that was sent to them, or after some seconds."""
-        if not self._thread.is_alive():
-            return
+        under_way = lambda: self._tasks or any(d.sent for d in list(self._deliveries.values()))
         end = time.monotonic() + GRACE
-        while self._under_way() and time.monotonic() < end and not self._error:
-            time.sleep(0.01)
-        self._do(self._bye)
+        while self._thread.is_alive() and under_way() and time.monotonic() < end:
+            self._closed.wait(0.01)
+        self._closing = True
+        self._do(lambda: put(self._control, {'kind': 'bye'}))
         self._closed.wait(GRACE)
         self._closed.set()
-        self._do(lambda: None)
         self._thread.join(GRACE)
-
-    def _under_way(self) -> bool:
-        return bool(self._tasks) or any(d.sent for d in list(self._deliveries.values()))
-
-    def _bye(self) -> None:
-        self._closing = True
-        put(self._control, head(kind='bye'))
 
     def _check(self, view: View) -> None:
         """Raises if a view has ended, or the run."""
@@ -247,12 +216,9 @@ class Peer:
     def _do(self, task: Callable[[], Any]) -> None:
         """Runs ``task`` in the thread of the sockets."""
         with self._lock:
-            self._tasks.append(task)
-            if not self._waker.closed:
-                put(self._waker, b'')
-
-    def _name(self, process: int) -> str:
-        return self.terms.names[process]
+            if not self._ring.closed:
+                self._tasks.append(task)
+                put(self._ring, b'')
 
     # The thread of the sockets.
 
@@ -268,8 +234,9 @@ class Peer:
                 while self._tasks:
                     self._tasks.popleft()()
         except Exception as error:  # or all who wait would wait for ever
-            self._stop(f'{self._name(self.process)}: its network thread failed: {error!r}')
+            self._stop(f'{self.terms.names[self.process]}: its network thread failed: {error!r}')
         with self._lock:
+            self._tasks.clear()
             self._sockets.close()
 
     def _stop(self, why: str) -> None:
@@ -285,101 +252,96 @@ class Peer:
     def _look(self, now: float) -> None:
         """Each second: a sign of life, and a look at who gives none."""
         if now - self._looked > 2 * BEAT:  # this process was suspended itself
-            self._heard = now
-            self.progress()
-        self._looked = now
-        quiet, limit = now - self._heard, self.terms.silent if self._known else self.terms.start
-        if quiet > limit:
-            key = 'it is stopped, swaps, or the network failed'
-            key = key if self._known else 'it has another token, or is no switch of this run'
+            self._heard = self._worked = now
+        self._looked, quiet = now, now - self._heard
+        if quiet > (limit := self.terms.silent if self._known else self.terms.start):
+            stopped, other = 'is stopped, swaps, or the network failed', 'has another token'
+            cause = stopped if self._known else f'{other}, or is no switch of this run'
             since = f'since {clock(quiet)} ({limit:g} s)'
-            return self._stop(f'the switch at {self._where} has not answered {since}: {key}')
-        self._beat() if self._known else self._hello()
+            self._stop(f'the switch at {self._where} has not answered {since}: it {cause}')
+        self._say()
         for delivery in self._deliveries.values():
             delivery.look(now, self.terms.silent / CUT)
-        return None
 
-    def _hello(self) -> None:
-        inside = self._inside
-        place = {'members': self._places, 'values': self._view.values} if inside else {}
-        self._say('hello', terms=self.terms, about=self._about, address=self._address,
-                  value=self._value, left=sorted(self._left),
-                  **{'members': {}, 'values': {}, **place})  # fmt: skip
-
-    def _beat(self) -> None:
-        if not self._closing:
-            self._say('beat')
-
-    def _say(self, kind: str, **words: Any) -> None:
-        """Sends what the switch is always told, and more."""
+    def _say(self) -> None:
+        """Tells the switch all that it may have to know."""
         now, wait = time.monotonic(), min(self._waits.copy().values(), default=None)
         wait = wait and (*wait[:3], now - wait[3])
-        work = now - self._worked, self._phase, self._limit, wait
-        state = {'view': self._view.number, 'ready': self._ready}
-        put(self._control, head(kind=kind, work=work, **state, **words))
+        inside = self._inside
+        words = {
+            'kind': 'here',
+            'view': self._seen,
+            'ready': self._ready,
+            'value': self._value,
+            'members': self._places if inside else {},
+            'values': self._view.values if inside else {},
+            'left': sorted(self._left),
+            'work': (now - self._worked, self._phase, self._limit, wait),
+        }
+        if not self._closing:
+            put(self._control, words | self._about)
 
     def _take(self, socket: zmq.Socket, frames: Frames) -> None:
         """Acts on a message of the switch or of another process."""
-        if socket is self._woken:
-            return None
-        if socket is self._control:
-            return self._obey(words_of(frames[0]))
+        if socket is self._bell:
+            return
+        prefix = ()
         if socket in (self._listener, self._data):  # the first frame says from whom
             prefix, frames = (frames[0].bytes,), frames[1:]
-        else:
-            prefix = ()
-        words = words_of(frames[0])
-        kind, view, source = words['kind'], words['view'], words['from']
-        if kind == 'has':
-            if view == self._view.number and source in self._deliveries:
-                self._deliveries[source].confirm(words)
-            return None
-        if view < self._view.number or (kind == 'ask' and words['to'] != self._once):
-            return None
+        words = json.loads(frames[0].bytes)
+        if socket is self._control:
+            self._obey(words)
+        elif words['kind'] == 'has':
+            if words['view'] == self._view.number and words['from'] in self._deliveries:
+                self._deliveries[words['from']].confirm(words)
+        elif words['view'] >= self._view.number and words.get('to', self._once) == self._once:
+            self._accept(Path(socket, prefix), words, frames[1:])
+
+    def _accept(self, path: Path, words: Head, buffers: Frames) -> None:
+        """Takes a message, or a question what has arrived, and answers it."""
+        view, source = words['view'], words['from']
         arrivals = self._arrivals.setdefault((view, source), Arrivals())
-        if kind == 'message' and arrivals.new(words['number']):
-            address = view, source, words['step'], words['tag']
+        if words['kind'] == 'message' and arrivals.new(words['number']):
             with self._changed:
-                self._mail[address] = frames[1:]
+                self._mail[view, source, words['step'], words['tag']] = buffers
                 self._changed.notify_all()
-        if kind == 'ask' and socket is self._listener and words['path'] == 'link':
-            back = self._paths.setdefault(('back', source), Path(socket, prefix))
-            back.prefix = prefix
-        answer = {'kind': 'has', 'view': view, 'from': self.process, 'path': words.get('path')}
-        put(socket, *prefix, head(**answer, asked=words.get('asked'), **arrivals.has()))
-        return None
+        if path.socket is self._listener:
+            self._paths.setdefault(('back', source), path).prefix = path.prefix
+        asked = {'path': words.get('path'), 'asked': words.get('asked')}
+        answer = {'kind': 'has', 'view': view, 'from': self.process, **asked, **arrivals.has()}
+        put(path.socket, *path.prefix, answer)
 
     def _obey(self, words: Head) -> None:
         """Acts on what the switch says."""
-        self._heard, kind = time.monotonic(), words['kind']
-        if kind == 'failed':
+        self._heard = time.monotonic()
+        if words['kind'] == 'failed':
             self._stop(words['why'])
-        elif kind == 'bye':
+        elif words['kind'] == 'bye':
             self._closed.set()
-        elif kind == 'who' and not self._closing:
-            self._hello()
-        elif kind == 'state':
-            self._known = True
+        else:
             self._see(words)
 
     def _see(self, state: Head) -> None:
         """Enters or leaves a view, as the switch says it is."""
+        members = {int(k): place for k, place in state.get('members', {}).items()}
         with self._changed:
-            self._left = set(state['left'])
+            self._known, self._left = True, set(state['left'])
             if self._inside and not (state['on'] and state['view'] == self._view.number):
-                self._inside, self._why = False, state['why'] or 'the switch has begun another view'
+                self._inside, self._why = False, state['why']
                 self.progress()
-            elif self._ready and self._once in _newer(state, self._view.number):
-                self._enter(state)
+            if members.get(self.process, [''])[0] == self._once and self._ready:
+                if state['view'] > self._view.number:
+                    self._enter(state, members)
+            elif not state['on']:
+                self._seen = state['view']
             for process in self._left & self._deliveries.keys():
                 self._deliveries[process].sent.clear()
             self._changed.notify_all()
 
-    def _enter(self, state: Head) -> None:
+    def _enter(self, state: Head, members: dict[int, list[str]]) -> None:
         """Begins a view."""
-        number, members = state['view'], {int(k): place for k, place in state['members'].items()}
-        values = {int(k): value for k, value in state['values'].items()}
-        self._view = View(number, tuple(sorted(members)), values)
+        number, values = state['view'], {int(k): v for k, v in state['values'].items()}
+        self._view, self._seen = View(number, tuple(sorted(members)), values), number
         self._inside, self._ready = True, False
         self.progress()
         for name, process in list(self._paths):
@@ -397,20 +359,12 @@ class Peer:
             identity, address = self._places[to]
             self._hurry = time.monotonic() + BEAT
             if address and ('link', to) not in self._paths:
-                key, own = self._sockets.keys.listener.public, self._once.encode()
-                link = self._sockets.calling(address, key, own, self.terms.silent / CUT)
+                key, name = self._sockets.keys.listener.public, self._once.encode()
+                link = self._sockets.calling(address, key, name, self.terms.silent / CUT)
                 self._paths['link', to] = Path(link)
-            self._paths.setdefault(
-                ('switch', to), Path(self._data, (identity.encode() + DATA,), up=True)
-            )
+            self._paths['switch', to] = Path(self._data, (identity.encode() + DATA,), True)
             names = 'link', 'back', 'switch'
             paths = lambda: {n: self._paths[n, to] for n in names if (n, to) in self._paths}
             words = {'view': self._view.number, 'from': self.process, 'to': identity}
             self._deliveries[to] = Delivery(paths, words)
         return self._deliveries[to]
-
-
-def _newer(state: Head, number: int) -> Sequence[str]:
-    """The identities of the members of a view later than ``number``, if such a view is on."""
-    members = state.get('members', {}) if state['on'] and state['view'] > number else {}
-    return [identity for identity, _ in members.values()]

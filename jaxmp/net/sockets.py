@@ -17,6 +17,7 @@ HANDSHAKE = 5000  # ms after which a connection without the key is closed
 RETRY = 200  # ms between two attempts to connect
 LINGER = 1000  # ms for which what was sent last may still leave
 WAITING = 1024  # connections that the system holds until they are accepted
+DATA = b'/d'  # ends the identity of the connection that carries messages between processes
 ROUND = 100  # messages read from a socket before the next one has its turn
 
 Frames = list[zmq.Frame]
@@ -35,16 +36,6 @@ def endpoint(host: str, port: int | str) -> str:
 def address_of(socket: zmq.Socket) -> str:
     """The address at which a socket listens."""
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-def head(**words: Any) -> bytes:
-    """The first frame of a message, as JSON."""
-    return json.dumps(words).encode()
-
-
-def words_of(frame: zmq.Frame) -> Head:
-    """Inverse of `head`."""
-    return json.loads(frame.bytes)
 
 
 class Sockets:
@@ -102,11 +93,12 @@ class Sockets:
         socket.connect(address)
         return socket
 
-    def inside(self, name: str, kind: int) -> zmq.Socket:
-        """An end of a connection between two threads: PULL binds, PUSH connects."""
-        socket = self._new(kind, immediate=0)
-        (socket.bind if kind == zmq.PULL else socket.connect)(f'inproc://{name}')
-        return socket
+    def bell(self) -> tuple[zmq.Socket, zmq.Socket]:
+        """Two ends, of which another thread may use the second to end the wait of `arrived`."""
+        heard, rung = self._new(zmq.PULL), self._new(zmq.PUSH)
+        heard.bind('inproc://bell')
+        rung.connect('inproc://bell')
+        return heard, rung
 
     def answer(self) -> None:
         """Answers the door: the key of a caller is let in, every other one is refused."""
@@ -141,10 +133,14 @@ class Sockets:
 def put(socket: zmq.Socket, *frames: Any) -> bool:
     """Sends a message without waiting; False if nobody is connected who would get it.
 
-    Frames of 64 KiB and more are not copied: they must not change until they have arrived.
+    Args:
+      socket: where it leaves.
+      *frames: a head as JSON, and buffers. Those of 64 KiB and more are not copied: they must not
+        change until they have arrived.
     """
+    parts = [json.dumps(f).encode() if isinstance(f, dict) else f for f in frames]
     try:
-        socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
     except zmq.ZMQError as error:
         if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
             return False

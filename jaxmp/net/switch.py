@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import queue
 import sys
 import threading
@@ -20,10 +21,9 @@ from jaxmp.distributed.address import TOKEN, host_and_port, own_address, token_o
 from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.net.keys import Keys, keys_of
 from jaxmp.net.register import Register
-from jaxmp.net.sockets import Frames, Sockets, address_of, head, put, words_of
+from jaxmp.net.sockets import DATA, Frames, Sockets, address_of, put
 
 TICK = 0.25  # seconds between two looks at the time
-DATA = b'/d'  # ends the identity of the connection that carries messages between processes
 
 
 def said_aside(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -69,8 +69,7 @@ class Switch:
         """Serves all processes."""
         while self._running:
             for _, frames in self._sockets.arrived(TICK):
-                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                    self._take(frames)
+                self._take(frames)
             self._register.look(time.monotonic())
             self._speak()
         self._sockets.close()
@@ -85,14 +84,14 @@ class Switch:
         if identity.endswith(DATA):
             put(self._port, frames[1], identity, *frames[2:])
         else:
-            self._register.take(identity, words_of(frames[1]), time.monotonic())
+            self._register.take(identity, json.loads(frames[1].bytes), time.monotonic())
             self._speak()
 
     def _speak(self) -> None:
         """Sends what the register has to say."""
         while self._register.out:
             identity, message = self._register.out.popleft()
-            if not put(self._port, identity, head(**message)):
+            if not put(self._port, identity, message):
                 self._register.unreachable(identity, time.monotonic())
 
 
