@@ -25,7 +25,7 @@ from jaxmp.net.peer import Peer  # noqa: E402
 from jaxmp.net.switch import main as switch  # noqa: E402
 from jaxmp.net.views import Terms, ViewChangedError  # noqa: E402
 
-EVERY, LAST, SIZE = 5, 60, 2000
+HOST, EVERY, LAST, SIZE = '127.0.0.1', 5, 60, 2000
 
 
 def say(*words):
@@ -77,7 +77,7 @@ def train(i, n, port, folder, **options):
     x = np.linspace(0, 1, SIZE) + i
     if not saved(folder, i):
         save(folder, i, 0, x)
-    place, direct = ('127.0.0.1', port), options.get('direct') != 'no'
+    place, direct = (options.get('host', HOST), port), options.get('direct') != 'no'
     peer = Peer(place, keys_of('secret'), i, Terms(names, n, *limits), {'steps': LAST}, end, direct)
     while True:
         view = peer.ready(saved(folder, i))

@@ -37,6 +37,7 @@ BELOW = {
     'nnx': 'wire boundary',
     'hlo': '',
     'distributed': '',
+    'net': 'distributed',
     'exchange': 'wire codecs feedback transport spec hlo words',
     'grammar': 'wire codecs spec exchange words plugins',
     'codecs.__main__': 'grammar',  # an entry point; nothing imports one

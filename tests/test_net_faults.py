@@ -1,7 +1,9 @@
 """Processes and their switch are killed, stopped and hang: the same bits follow, or a sentence."""
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,16 +18,22 @@ WORKER = str(ROOT / 'tests' / 'net_worker.py')
 COUNT = 3
 
 
+def free_port():
+    """A port that nobody uses."""
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
 class Processes:
     """A switch, and processes that train, each with a file of what it says."""
 
-    def __init__(self, folder, **options):
+    def __init__(self, folder, inside=lambda name: [], port=None, **options):
         self.folder, self.options = folder, [f'{k}={v}' for k, v in options.items()]
+        self.inside, self.host = inside, options.get('host', '127.0.0.1')
         self.snapshots = folder / 'snapshots'
         self.snapshots.mkdir()
-        with socket.socket() as s:
-            s.bind(('127.0.0.1', 0))
-            self.port = str(s.getsockname()[1])
+        self.port = str(port or free_port())
         self.running = {}
         for name in ('switch', *range(COUNT)):
             self.start(name)
@@ -34,13 +42,16 @@ class Processes:
         """Starts the switch or a process, perhaps again."""
         env = {**os.environ, 'JAXMP_TOKEN': 'secret'}
         if name == 'switch':
-            command = ['switch', '--address', f'127.0.0.1:{self.port}']
+            command = ['switch', '--address', f'{self.host}:{self.port}']
         else:
             command = [str(name), str(COUNT), self.port, str(self.snapshots)]
             command += [*self.options, *options]
         with open(self.folder / str(name), 'a') as out:
             self.running[name] = subprocess.Popen(
-                [sys.executable, WORKER, *command], stdout=out, stderr=out, env=env
+                [*self.inside(name), sys.executable, WORKER, *command],
+                stdout=out,
+                stderr=out,
+                env=env,
             )
 
     def signal(self, name, number):
@@ -219,3 +230,58 @@ def test_a_sentence_says_what_does_not_return(begin, name, number, limit, senten
     said, seconds = processes.endings([i for i in range(COUNT) if i != name], limit)
     assert all(re.fullmatch(sentence, text) for text in said), said
     assert seconds > 3
+
+
+NAMESPACES = 'jaxmp-test-a', 'jaxmp-test-b'
+HOSTS = '10.99.0.1', '10.99.0.2'
+
+
+def ip(words):
+    """Runs `ip`."""
+    subprocess.run(['ip', *words.split()], check=True, capture_output=True)
+
+
+def can_make_namespaces():
+    """Whether this machine lets this user make network namespaces."""
+    if not shutil.which('ip') or os.geteuid():
+        return False
+    made = subprocess.run(['ip', 'netns', 'add', NAMESPACES[0]], capture_output=True).returncode
+    subprocess.run(['ip', 'netns', 'delete', NAMESPACES[0]], capture_output=True)
+    return made == 0
+
+
+@contextlib.contextmanager
+def one_open_port(port):
+    """Two hosts; of all ports the second reaches one of the first, and the first none."""
+    a, b = NAMESPACES
+    try:
+        for name in NAMESPACES:
+            ip(f'netns add {name}')
+        ip(f'-n {a} link add link0 type veth peer name link0 netns {b}')
+        for name, own, other, end in ((a, *HOSTS, 'sport'), (b, *HOSTS[::-1], 'dport')):
+            ip(f'-n {name} address add {own}/24 dev link0')
+            for device in ('lo', 'link0'):
+                ip(f'-n {name} link set {device} up')
+            ip(f'-n {name} rule add pref 10 to {other} ipproto tcp {end} {port} lookup main')
+            ip(f'-n {name} rule add pref 20 to {other} ipproto tcp blackhole')
+        yield
+    finally:
+        for name in NAMESPACES:
+            subprocess.run(['ip', 'netns', 'delete', name], capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_namespaces(), reason='network namespaces need root and Linux')
+def test_one_open_port_of_one_host_is_enough(tmp_path, undisturbed):
+    """The switch and process 0 are on one host, the others on another."""
+    inside = lambda name: ['ip', 'netns', 'exec', NAMESPACES[name in (1, 2)]]
+    port = free_port()
+    with one_open_port(port):
+        way = f'ip -n {NAMESPACES[1]} route get {HOSTS[0]} ipproto tcp dport'.split()
+        assert not subprocess.run([*way, str(port)], capture_output=True).returncode
+        assert subprocess.run([*way, str(port - 1)], capture_output=True).returncode
+        processes = Processes(tmp_path, inside, port, host=HOSTS[0])
+        try:
+            assert processes.digests() == undisturbed
+        finally:
+            processes.close()
