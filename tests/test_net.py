@@ -558,7 +558,7 @@ class Desk:
         work = words.pop('work', None) or (idle, 'working', self.terms.silent, wait)
         base = {'kind': kind, 'view': view, 'ready': ready, 'work': work}
         rest = {'terms': [[*self.terms.names], *self.terms[1:]], 'about': {}, 'address': 'a',
-                'value': None, 'left': [], 'members': {}, 'values': {}}  # fmt: skip
+                'value': None, 'left': [], 'members': []}  # fmt: skip
         self.register.take(identity.encode(), {**base, **rest, **words}, self.now)
         self.read()
 
@@ -597,7 +597,7 @@ def test_a_view_begins_when_all_are_ready_and_says_what_each_said():
     desk.hear('2.a', ready=True, value='2.a')
     for state in desk.told.values():
         assert (state['view'], state['on']) == (1, True)
-        assert state['values'] == {0: '0.a', 1: '1.a', 2: '2.a'}
+        assert [value for _, (_, _, value) in state['members']] == ['0.a', '1.a', '2.a']
 
 
 @pytest.mark.parametrize('how', ['killed', 'silent'])
@@ -648,7 +648,7 @@ def test_who_does_not_come_back_ends_all():
 def test_a_new_switch_learns_the_view_from_its_members():
     old, new = Desk(), Desk()
     old.begin()
-    state = {'members': old.register.members, 'values': old.register.values}
+    state = {'members': [*old.register.members.items()]}
     for identity in ('0.a', '1.a'):
         new.hear(identity, view=1, **state)
         assert (new.told[identity]['view'], new.told[identity]['on']) == (1, True)
@@ -661,7 +661,7 @@ def test_a_new_switch_learns_the_view_from_its_members():
 def test_a_new_switch_that_hears_of_two_views_has_the_later():
     """The old one was killed when it had told one of two that the view has begun."""
     desk = Desk(TWO)
-    place = {'members': {0: ['0.a', ''], 1: ['1.a', '']}, 'values': {0: 'x', 1: 'y'}}
+    place = {'members': [[0, ['0.a', '', 'x']], [1, ['1.a', '', 'y']]]}
     desk.hear('0.a', view=5, **place)
     desk.hear('1.a', view=6, **place)
     desk.look(1.5)
@@ -669,7 +669,7 @@ def test_a_new_switch_that_hears_of_two_views_has_the_later():
     desk.hear('0.a', view=5, ready=True)
     desk.look(1.5)
     assert desk.told['0.a']['on']
-    assert desk.told['0.a']['values'] == {0: 'x', 1: 'y'}
+    assert dict(desk.told['0.a']['members']) == dict(place['members'])
 
 
 def test_a_switch_that_was_stopped_itself_blames_nobody():

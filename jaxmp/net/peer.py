@@ -74,7 +74,7 @@ class Peer:
         self._tasks: deque[Callable[[], Any]] = deque()
         self._lock, self._changed = threading.Lock(), threading.Condition()
         self._view, self._inside, self._why = View(0, (), {}), False, ''
-        self._places: dict[int, list[str]] = {}  # identity and address of each member
+        self._places: dict[int, list[Any]] = {}  # identity, address and value of each member
         self._left: set[int] = set()
         self._seen, self._ready, self._value = 0, False, None
         self._phase, self._limit = WORKING, terms.silent
@@ -267,19 +267,15 @@ class Peer:
         """Tells the switch all that it may have to know."""
         now, wait = time.monotonic(), min(self._waits.copy().values(), default=None)
         wait = wait and (*wait[:3], now - wait[3])
-        inside = self._inside
-        words = {
-            'kind': 'here',
-            'view': self._seen,
-            'ready': self._ready,
-            'value': self._value,
-            'members': self._places if inside else {},
-            'values': self._view.values if inside else {},
+        words = {'view': self._seen, 'ready': self._ready, 'value': self._value}
+        words |= {'members': [*self._places.items()] if self._inside else []}
+        words |= {
             'left': sorted(self._left),
             'work': (now - self._worked, self._phase, self._limit, wait),
+            **self._about,
         }
         if not self._closing:
-            put(self._control, words | self._about)
+            put(self._control, {'kind': 'here', **words})
 
     def _take(self, socket: zmq.Socket, frames: Frames) -> None:
         """Acts on a message of the switch or of another process."""
@@ -323,7 +319,7 @@ class Peer:
 
     def _see(self, state: Head) -> None:
         """Enters or leaves a view, as the switch says it is."""
-        members = {int(k): place for k, place in state.get('members', {}).items()}
+        members = dict(state.get('members', ()))
         with self._changed:
             self._known, self._left = True, set(state['left'])
             if self._inside and not (state['on'] and state['view'] == self._view.number):
@@ -331,16 +327,16 @@ class Peer:
                 self.progress()
             if members.get(self.process, [''])[0] == self._once and self._ready:
                 if state['view'] > self._view.number:
-                    self._enter(state, members)
+                    self._enter(state['view'], members)
             elif not state['on']:
                 self._seen = state['view']
             for process in self._left & self._deliveries.keys():
                 self._deliveries[process].sent.clear()
             self._changed.notify_all()
 
-    def _enter(self, state: Head, members: dict[int, list[str]]) -> None:
+    def _enter(self, number: int, members: dict[int, list[Any]]) -> None:
         """Begins a view."""
-        number, values = state['view'], {int(k): v for k, v in state['values'].items()}
+        values = {i: value for i, (_, _, value) in members.items()}
         self._view, self._seen = View(number, tuple(sorted(members)), values), number
         self._inside, self._ready = True, False
         self.progress()
@@ -356,7 +352,7 @@ class Peer:
     def _delivery(self, to: int) -> Delivery:
         """The messages to a process, and the ways by which they go."""
         if to not in self._deliveries:
-            identity, address = self._places[to]
+            identity, address, _ = self._places[to]
             self._hurry = time.monotonic() + BEAT
             if address and ('link', to) not in self._paths:
                 key, name = self._sockets.keys.listener.public, self._once.encode()

@@ -64,8 +64,7 @@ class Register:
         self.terms: Terms | None = None
         self.about: Message = {}
         self.seats: dict[int, Seat] = {}
-        self.members: dict[int, list[str]] = {}  # identity and address
-        self.values: dict[int, Any] = {}
+        self.members: dict[int, list[Any]] = {}  # identity, address and value
         self.gone: dict[int, str] = {}
         self.left: set[int] = set()
 
@@ -76,7 +75,7 @@ class Register:
         kind, i = message['kind'], int(identity.split(b'.')[0])
         known = i in self.seats and self.seats[i].identity == identity
         if identity in self.failed:
-            self._dismiss(identity, self.failed[identity])
+            self.out.append((identity, {'kind': 'failed', 'why': self.failed[identity]}))
         elif kind == 'here':
             self._here(i, identity, message, now)
         elif kind == 'fail' and known:
@@ -95,7 +94,7 @@ class Register:
         if differ := {k for k in {*about, *self.about} if about.get(k) != self.about.get(k)}:
             said = (f'{k}={about.get(k)!r} (first: {self.about.get(k)!r})' for k in sorted(differ))
             why = f'was started with {", ".join(said)}; start all with the same settings'
-            return self._refuse(identity, f'{self._name(i)} {why}')
+            return self.fail(f'{self._name(i)} {why}', identity)
         seat = self.seats.get(i)
         if seat and seat.identity != identity:
             if seat.lost is None:
@@ -105,12 +104,11 @@ class Register:
             seat = None
         if seat and seat.rival and now - seat.rival[1] > GRACE / 2:
             why, rival, seat.rival = 'give each its own number', seat.rival[0], None
-            return self._refuse(rival, f'two processes are {self._name(i)}; {why}')
+            return self.fail(f'two processes are {self._name(i)}; {why}', rival)
         self.seats[i] = Seat(identity, message, now, None, seat and seat.rival)
         if message['members'] and message['view'] > self.number:  # of a switch before this one
             self.on, self.began, self.since, self.left = True, True, now, set(message['left'])
-            self.members = {int(k): member for k, member in message['members'].items()}
-            self.values = {int(k): value for k, value in message['values'].items()}
+            self.members = dict(message['members'])
             self.say(f'view {message["view"]} goes on at a new switch')
         self.number = max(self.number, message['view'])
         self._begin(now)
@@ -153,8 +151,8 @@ class Register:
             {},
         )
         seats = {i: self.seats[i] for i in ready}
-        self.members = {i: [s.identity.decode(), s.said['address']] for i, s in seats.items()}
-        self.values = {i: seat.said['value'] for i, seat in seats.items()}
+        place = lambda seat: [seat.identity.decode(), seat.said['address'], seat.said['value']]
+        self.members = {i: place(seat) for i, seat in seats.items()}
         self.say(f'view {self.number}: {listed(map(self._name, ready))}')
         self._tell_all()
 
@@ -173,23 +171,15 @@ class Register:
         if member:
             self._end(f'{self._name(i)} {why}', now)
 
-    def _dismiss(self, identity: bytes, why: str) -> None:
-        """Ends one process with a cause."""
-        self.failed[identity] = why
-        self.out.append((identity, {'kind': 'failed', 'why': why}))
-
-    def _refuse(self, identity: bytes, why: str) -> None:
-        """Dismisses a process; before the first view this ends all, as one would be missing."""
-        self._dismiss(identity, why)
-        if not self.began:
-            self.fail(why)
-
-    def fail(self, why: str) -> None:
-        """Ends all with a cause."""
-        self.say(f'the run has ended: {why}')
-        for seat in self.seats.values():
-            self._dismiss(seat.identity, why)
-        self._reset()
+    def fail(self, why: str, only: bytes | None = None) -> None:
+        """Ends all with a cause, or one process; before the first view one is as needed as all."""
+        if all_ := only is None or not self.began:
+            self.say(f'the run has ended: {why}')
+        for identity in {only, *(seat.identity for seat in self.seats.values() if all_)} - {None}:
+            self.failed[identity] = why
+            self.out.append((identity, {'kind': 'failed', 'why': why}))
+        if all_:
+            self._reset()
 
     # Time.
 
@@ -225,8 +215,9 @@ class Register:
         if len(guilty) > 1:  # each may be waiting for the other
             return self.fail(why)
         for i in guilty & self.seats.keys():
-            self._dismiss(self.seats[i].identity, why)
-            self._remove(i, why.removeprefix(f'{self._name(i)} '), now)
+            identity, short = self.seats[i].identity, why.removeprefix(f'{self._name(i)} ')
+            self._remove(i, short, now)
+            self.fail(why, identity)
         return None
 
     def _count(self, now: float) -> None:
@@ -257,7 +248,7 @@ class Register:
         seat, left = self.seats[i], sorted(self.left)
         state = {'kind': 'state', 'view': self.number, 'on': self.on, 'why': self.why, 'left': left}
         if self.on and seat.said['view'] != self.number:
-            state |= {'members': self.members, 'values': self.values}
+            state['members'] = [*self.members.items()]
         self.out.append((seat.identity, state))
 
     def _inside(self, i: int) -> bool:

@@ -70,6 +70,7 @@ class Sockets:
         try:
             socket.bind(endpoint(host or '*', port))
         except zmq.ZMQError as error:
+            self.close()
             raise ProcessGroupError(
                 f'port {port} cannot be used: {error.strerror}; give another port'
             ) from error

@@ -1,25 +1,19 @@
 """`Switch`: the one open port of a run, where its processes meet and send what has no other way.
 
-    python -m jaxmp.net.switch --address 10.0.0.1:9876
-
 It needs no accelerator and keeps nothing: killed and started again, it learns from the processes
 where they are, and they go on. What is forwarded is encrypted between each process and the switch.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import queue
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from jaxmp.distributed.address import TOKEN, host_and_port, own_address, token_of
-from jaxmp.distributed.monitor import ProcessGroupError
-from jaxmp.net.keys import Keys, keys_of
+from jaxmp.net.keys import Keys
 from jaxmp.net.register import Register
 from jaxmp.net.sockets import DATA, Frames, Sockets, address_of, put
 
@@ -57,11 +51,7 @@ class Switch:
           ProcessGroupError: if the port is in use.
         """
         self._sockets, self._register = Sockets(keys), Register(said_aside(say))
-        try:
-            self._port = self._sockets.listening(keys.switch, host, port or '*')
-        except ProcessGroupError:
-            self._sockets.close()
-            raise
+        self._port = self._sockets.listening(keys.switch, host, port or '*')
         self.port = int(address_of(self._port).rpartition(':')[2])
         self._running = True
 
@@ -93,27 +83,3 @@ class Switch:
             identity, message = self._register.out.popleft()
             if not put(self._port, identity, message):
                 self._register.unreachable(identity, time.monotonic())
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='python -m jaxmp.net.switch',
-        description='The place where the processes of a run meet.',
-    )
-    parser.add_argument('--address', required=True, help='host:port by which all reach it')
-    parser.add_argument('--token_file', help=f'file with the secret; default ${TOKEN}')
-    args = parser.parse_args(argv)
-    try:
-        host, port = host_and_port(args.address)
-        keys = keys_of(token_of(args.token_file, host))
-        switch = Switch(keys, own_address(host), port, lambda text: print(text, flush=True))
-    except (ProcessGroupError, ValueError) as error:
-        parser.error(str(error))
-    with contextlib.suppress(KeyboardInterrupt):
-        switch.serve()
-    return 0
-
-
-if __name__ == '__main__':
-    sys.exit(main())
