@@ -80,10 +80,15 @@ def run():
     made.close()
 
 
+def path_of(peer, to, name='link'):
+    """A way of a peer to another process."""
+    return peer._paths.get((name, peer._places[to][0]))
+
+
 def up(peer, to, name='link'):
     """Waits until a path is used."""
     end = time.monotonic() + 10
-    while not (path := peer._paths.get((name, to))) or not path.up:
+    while not (path := path_of(peer, to, name)) or not path.up:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -332,7 +337,7 @@ def test_a_cut_between_neighbours_is_mended_by_way_of_the_switch(relay, run):
     for line in lines:
         line.deaf = True  # not closed: packets are lost, and nobody is told
     assert 0.3 < max(ring(groups, 3, first=5)) < terms.silent
-    assert not peers[0]._paths['link', 1].up
+    assert not path_of(peers[0], 1).up
     for line in lines:
         line.deaf = False
         line.cut()
@@ -347,10 +352,10 @@ def test_messages_take_the_way_that_the_other_has_opened(run):
     ring(groups, 1)
     up(b, 0)
     up(a, 1, 'back')
-    assert ('link', 1) not in a._paths
+    assert not path_of(a, 1)
     before = groups[0].peer._deliveries[1]
     ring(groups, 2, first=1)
-    assert not before.sent or all(s.path is a._paths['back', 1] for s in before.sent.values())
+    assert not before.sent or all(s.path is path_of(a, 1, 'back') for s in before.sent.values())
 
 
 def test_arrivals_and_delivery_by_themselves(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,14 @@ class Group:
       view: the members.
       index: number of this process.
       count: number of members.
+      names: of all processes in messages.
     """
 
     def __init__(self, peer: Peer, view: View) -> None:
         """The members of ``view``."""
         self.peer, self.view = peer, view
-        self.index, self.count = peer.process, len(view.members)
+        self.index, self.count, self.names = peer.process, len(view.members), peer.terms.names
         self._calls = 0
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The name of each process in messages."""
-        return self.peer.terms.names
 
     def gathered(self, content: bytes) -> list[bytes]:
         """The bytes of all members, in their order.

@@ -83,7 +83,7 @@ class Peer:
         self._mail: dict[Address, Frames] = {}
         self._arrivals: dict[tuple[int, int], Arrivals] = {}
         self._deliveries: dict[int, Delivery] = {}
-        self._paths: dict[tuple[str, int], Path] = {}
+        self._paths: dict[tuple[str, str], Path] = {}  # by kind, and identity of the other end
         self._worked = self._heard = self._looked = time.monotonic()
         self._known, self._hurry = False, 0.0  # until when paths are asked more often
         self._closed = threading.Event()
@@ -267,15 +267,12 @@ class Peer:
         """Tells the switch all that it may have to know."""
         now, wait = time.monotonic(), min(self._waits.copy().values(), default=None)
         wait = wait and (*wait[:3], now - wait[3])
-        words = {'view': self._seen, 'ready': self._ready, 'value': self._value}
-        words |= {'members': [*self._places.items()] if self._inside else []}
-        words |= {
-            'left': sorted(self._left),
-            'work': (now - self._worked, self._phase, self._limit, wait),
-            **self._about,
-        }
+        work = now - self._worked, self._phase, self._limit, wait
+        words = {'view': self._seen, 'ready': self._ready, 'value': self._value, 'work': work}
+        members, left = [*self._places.items()] if self._inside else [], sorted(self._left)
+        words |= {'kind': 'here', 'members': members, 'left': left, **self._about}
         if not self._closing:
-            put(self._control, {'kind': 'here', **words})
+            put(self._control, words)
 
     def _take(self, socket: zmq.Socket, frames: Frames) -> None:
         """Acts on a message of the switch or of another process."""
@@ -302,7 +299,7 @@ class Peer:
                 self._mail[view, source, words['step'], words['tag']] = buffers
                 self._changed.notify_all()
         if path.socket is self._listener:
-            self._paths.setdefault(('back', source), path).prefix = path.prefix
+            self._paths.setdefault(('back', path.prefix[0].decode()), path)
         asked = {'path': words.get('path'), 'asked': words.get('asked')}
         answer = {'kind': 'has', 'view': view, 'from': self.process, **asked, **arrivals.has()}
         put(path.socket, *path.prefix, answer)
@@ -340,11 +337,11 @@ class Peer:
         self._view, self._seen = View(number, tuple(sorted(members)), values), number
         self._inside, self._ready = True, False
         self.progress()
-        for name, process in list(self._paths):
-            if self._places.get(process) != members.get(process):
-                path = self._paths.pop((name, process))
-                if name == 'link':
-                    self._sockets.drop(path.socket)
+        present = {identity for identity, *_ in members.values()}
+        for name, identity in [key for key in self._paths if key[1] not in present]:
+            path = self._paths.pop((name, identity))
+            if name == 'link':
+                self._sockets.drop(path.socket)
         self._places, self._deliveries = members, {}
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] >= number}
         self._arrivals = {key: a for key, a in self._arrivals.items() if key[0] >= number}
@@ -354,13 +351,13 @@ class Peer:
         if to not in self._deliveries:
             identity, address, _ = self._places[to]
             self._hurry = time.monotonic() + BEAT
-            if address and ('link', to) not in self._paths:
+            if address and ('link', identity) not in self._paths:
                 key, name = self._sockets.keys.listener.public, self._once.encode()
                 link = self._sockets.calling(address, key, name, self.terms.silent / CUT)
-                self._paths['link', to] = Path(link)
-            self._paths['switch', to] = Path(self._data, (identity.encode() + DATA,), True)
-            names = 'link', 'back', 'switch'
-            paths = lambda: {n: self._paths[n, to] for n in names if (n, to) in self._paths}
+                self._paths['link', identity] = Path(link)
+            self._paths['switch', identity] = Path(self._data, (identity.encode() + DATA,), True)
+            keys = [(name, identity) for name in ('link', 'back', 'switch')]
+            paths = lambda: {key[0]: self._paths[key] for key in keys if key in self._paths}
             words = {'view': self._view.number, 'from': self.process, 'to': identity}
             self._deliveries[to] = Delivery(paths, words)
         return self._deliveries[to]

@@ -61,8 +61,8 @@ class Register:
 
     def _reset(self) -> None:
         self.on, self.began, self.why, self.since = False, False, '', 0.0
-        self.terms: Terms | None = None
-        self.about: Message = {}
+        self.terms = Terms((), 0)
+        self.about: Message = {}  # the terms too; empty until the first has come
         self.seats: dict[int, Seat] = {}
         self.members: dict[int, list[Any]] = {}  # identity, address and value
         self.gone: dict[int, str] = {}
@@ -89,7 +89,7 @@ class Register:
         """Gives a process its seat, or says why not."""
         terms = Terms(tuple(message['terms'][0]), *message['terms'][1:])
         about = {**message['about'], **terms._asdict()}
-        if self.terms is None:
+        if not self.about:
             self.terms, self.about, self.since = terms, about, now
         if differ := {k for k in {*about, *self.about} if about.get(k) != self.about.get(k)}:
             said = (f'{k}={about.get(k)!r} (first: {self.about.get(k)!r})' for k in sorted(differ))
@@ -116,12 +116,12 @@ class Register:
 
     def _leave(self, i: int, now: float) -> None:
         """A process has finished."""
-        member, terms = self._inside(i), self.terms
+        member = self._inside(i)
         del self.seats[i]
-        if not self.seats or not terms:
+        if not self.seats:
             return self._reset()
         self.left.add(i)
-        if member and terms.least < len(terms.names):
+        if member and self.terms.least < len(self.terms.names):
             self._end(f'{self._name(i)} has left', now)
         self._tell_all()
         return self._begin(now)
@@ -136,23 +136,17 @@ class Register:
     def _begin(self, now: float) -> None:
         """Ends a view for whoever waits for the next; begins it if all present wait, and enough."""
         ready = sorted(filter(self._ready, self.seats))
-        if self.terms is None or not ready:
+        if not ready:
             return
         self._end(f'{listed(map(self._name, ready))} asks for the next view', now)
         patient = self.began or now - self.since > self.terms.start
         enough = self.terms.least if patient else len(self.terms.names)
         if len(ready) < enough or {i for i in self.seats if self._inside(i)} - {*ready}:
             return
-        self.number, self.on, self.began, self.left, self.gone = (
-            self.number + 1,
-            True,
-            True,
-            set(),
-            {},
-        )
-        seats = {i: self.seats[i] for i in ready}
-        place = lambda seat: [seat.identity.decode(), seat.said['address'], seat.said['value']]
-        self.members = {i: place(seat) for i, seat in seats.items()}
+        self.number, self.on, self.began = self.number + 1, True, True
+        self.members, self.left, self.gone = {}, set(), {}
+        for i, seat in ((i, self.seats[i]) for i in ready):
+            self.members[i] = [seat.identity.decode(), seat.said['address'], seat.said['value']]
         self.say(f'view {self.number}: {listed(map(self._name, ready))}')
         self._tell_all()
 
@@ -191,12 +185,12 @@ class Register:
             self.since = now
         self.seen = now
         for i, seat in list(self.seats.items()):
-            silent = self.terms.silent if self.terms else 0.0
+            why, silent = '', self.terms.silent
             if seat.lost is not None and now - seat.lost > GRACE:
                 why = 'has lost its connection: it was killed, ran out of memory'
-                self._remove(i, f'{why}, or the network failed', now)
             elif now - seat.heard > silent:
                 why = f'was silent for {silent:g} s: it is suspended, hangs or swaps'
+            if why:
                 self._remove(i, f'{why}, or the network failed', now)
         missing = [i for i in self.members if not (self._inside(i) or i in self.left)]
         if missing and now - self.since > RETURN:
@@ -211,7 +205,7 @@ class Register:
     def _watch(self, now: float) -> None:
         """Gives up those for whom nothing goes on; a line says what they owe."""
         work = {i: _work(seat.said) for i, seat in self.seats.items() if not seat.said['ready']}
-        guilty, why = blamed(work, self.terms.names if self.terms else ())
+        guilty, why = blamed(work, self.terms.names)
         if len(guilty) > 1:  # each may be waiting for the other
             return self.fail(why)
         for i in guilty & self.seats.keys():
@@ -222,7 +216,7 @@ class Register:
 
     def _count(self, now: float) -> None:
         """Ends all if those who are absent do not come."""
-        if self.on or self.terms is None or not 0 < len(self.seats) < self.terms.least:
+        if self.on or not 0 < len(self.seats) < self.terms.least:
             return
         absent = (self._name(i) for i in range(len(self.terms.names)) if i not in self.seats)
         gone, seconds = '; '.join(self.gone.values()), now - self.since
@@ -257,8 +251,7 @@ class Register:
         return bool(seat and member and seat.identity.decode() == member[0])
 
     def _name(self, i: int) -> str:
-        names = self.terms.names if self.terms else ()
-        return names[i] if i < len(names) else f'process {i}'
+        return self.terms.names[i] if i < len(self.terms.names) else f'process {i}'
 
 
 def _work(said: Message) -> Work:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,6 @@ RETRY = 200  # ms between two attempts to connect
 LINGER = 1000  # ms for which what was sent last may still leave
 WAITING = 1024  # connections that the system holds until they are accepted
 DATA = b'/d'  # ends the identity of the connection that carries messages between processes
-ROUND = 100  # messages read from a socket before the next one has its turn
 
 Frames = list[zmq.Frame]
 Head = dict[str, Any]
@@ -71,9 +69,8 @@ class Sockets:
             socket.bind(endpoint(host or '*', port))
         except zmq.ZMQError as error:
             self.close()
-            raise ProcessGroupError(
-                f'port {port} cannot be used: {error.strerror}; give another port'
-            ) from error
+            why = f'{error.strerror}; give another port'
+            raise ProcessGroupError(f'port {port} cannot be used: {why}') from error
         return socket
 
     def calling(self, address: str, server: bytes, identity: bytes, patience: float) -> zmq.Socket:
@@ -113,10 +110,8 @@ class Sockets:
         for socket, _ in self.poller.poll(round(1e3 * seconds)):
             if socket is self.door:
                 self.answer()
-                continue
-            with contextlib.suppress(zmq.Again):
-                for _ in range(ROUND):
-                    yield socket, socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            else:
+                yield socket, socket.recv_multipart(copy=False)
 
     def drop(self, socket: zmq.Socket) -> None:
         """Closes a socket."""

@@ -97,19 +97,15 @@ def blamed(work: Mapping[int, Work], names: tuple[str, ...]) -> tuple[set[int], 
     if not guilty and waits:
         first = min(wait.step for wait, _ in waits)
         guilty = _ends({i: wait.source for wait, i in waits if wait.step == first}) & idle.keys()
-    if not guilty:
-        return set(), ''
-    said = [
-        f'{names[i]} has done nothing since {clock(work[i].idle)} ({work[i].phase}, at most '
-        f'{work[i].limit:g} s)'
-        for i in sorted(guilty)
-    ]
-    owed = [
-        f'owes {names[i]} {w.tag!r} of {stepped(w.step)} since {clock(w.seconds)}'
-        for w, i in waits
-        if w.source in guilty
-    ]
-    return guilty, ' and '.join([*said, *owed])
+    lines = []
+    for i in sorted(guilty):
+        waits = [(names[j], w.wait) for j, w in work.items() if w.wait and w.wait.source == i]
+        owed = (
+            f'{who} {w.tag!r} of {stepped(w.step)} since {clock(w.seconds)}' for who, w in waits
+        )
+        since = f'since {clock(work[i].idle)} ({work[i].phase}, at most {work[i].limit:g} s)'
+        lines.append(' and owes '.join([f'{names[i]} has done nothing {since}', *owed]))
+    return guilty, '; '.join(lines)
 
 
 def _ends(owes: Mapping[int, int]) -> set[int]:
