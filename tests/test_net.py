@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import socket
 import struct
 import threading
@@ -444,6 +445,7 @@ def test_strangers_are_let_in_nowhere_and_delay_nobody(run, count, direct, monke
         up(groups[0].peer, 1)
         ports.append(int(victim._about['address'].rpartition(':')[2]))
     held, context, stop = [], zmq.Context(), threading.Event()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def drip():
         while not stop.wait(0.2):
@@ -470,6 +472,7 @@ def test_strangers_are_let_in_nowhere_and_delay_nobody(run, count, direct, monke
         late.ready()
     late.close()
     assert slowest < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200 << 10  # KiB
     assert len(held) == count * len(ports)
     assert taken
     assert not any(b'guest' in frames[0].bytes for frames in taken)
@@ -726,6 +729,15 @@ def test_an_announced_phase_has_its_own_limit():
         desk.look()
         assert desk.register.on == (idle < 300)
     assert '(compiling, at most 300 s)' in desk.told['1.a']['why']
+
+
+def test_a_process_that_was_stopped_does_not_count_that_as_idleness(run):
+    a, _ = run.groups(TWO)
+    a.peer._worked -= 100
+    a.peer._looked -= 10  # its threads have not run since
+    while time.monotonic() - a.peer._looked > 2:
+        time.sleep(0.01)
+    assert time.monotonic() - a.peer._worked < 2
 
 
 def test_keys_follow_from_the_whole_token_and_are_all_different():
