@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.net.__main__ import main as command
 from jaxmp.net.arrays import ALIGNMENT, buffers, filled
 from jaxmp.net.delivery import Arrivals, Delivery, Path
 from jaxmp.net.group import Group
@@ -141,6 +142,30 @@ def test_a_message_may_be_shorter_than_its_array_and_not_longer():
     for wrong in (buffers([np.zeros(5, np.float32), b[:0]]), words[:1]):
         with pytest.raises(ValueError, match=r'a message of .* bytes came for arrays of \[16, 3\]'):
             filled(wrong, like)
+
+
+def test_only_other_members_are_sent_messages(run):
+    a, _ = run.groups(TWO)
+    for to in (0, 2):
+        with pytest.raises(ValueError, match=rf'process {to} is not in the view; send to .* \[1\]'):
+            a.peer.send(a.view, to, 0, 'x')
+
+
+def test_the_switch_is_told_of_phases_and_waits(run):
+    a, _ = run.groups(TWO)
+    work = lambda: run.switch._register.seats[0].said['work']
+
+    def until(condition):
+        end = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end, work()
+            time.sleep(0.01)
+
+    with a.peer.phase('compiling', 300):
+        until(lambda: work()[1:3] == ['compiling', 300])
+        with a.peer.waiting(8, 1, 'later'), a.peer.waiting(7, 1, 'gradient'):
+            until(lambda: work()[3] and work()[3][:3] == [7, 1, 'gradient'])
+    until(lambda: work()[1:] == ['working', TWO.silent, None])
 
 
 def test_decisions_are_the_same_in_all(run):
@@ -498,7 +523,7 @@ def test_a_squatter_is_told_nothing_and_believed_nothing():
     terms = TWO._replace(start=2.0)
     peer = Peer(('127.0.0.1', relay.port), KEYS, 0, terms, {'lr': 'a setting'})
     with pytest.raises(
-        ProcessGroupError, match=r'has not answered since .*another token, or is no'
+        ProcessGroupError, match=r'has not answered since .*another token, is stopped, or'
     ):
         peer.ready('a value')
     peer.close()
@@ -729,6 +754,17 @@ def test_an_announced_phase_has_its_own_limit():
         desk.look()
         assert desk.register.on == (idle < 300)
     assert '(compiling, at most 300 s)' in desk.told['1.a']['why']
+
+
+@pytest.mark.parametrize(
+    ('address', 'said'),
+    [('nowhere', 'is not host:port'), ('192.0.2.1:80', 'could join this run: give all processes')],
+)
+def test_the_command_says_what_is_wrong(monkeypatch, capsys, address, said):
+    monkeypatch.delenv('JAXMP_TOKEN', raising=False)
+    with pytest.raises(SystemExit, match='2'):
+        command(['--address', address])
+    assert said in capsys.readouterr().err
 
 
 def test_a_process_that_was_stopped_does_not_count_that_as_idleness(run):

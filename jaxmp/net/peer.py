@@ -27,6 +27,7 @@ from jaxmp.net.sockets import DATA, Frames, Head, Sockets, address_of, endpoint,
 from jaxmp.net.views import BEAT, WORKING, Terms, View, ViewChangedError, clock, stepped
 
 GRACE = 5.0  # seconds to wait for the others at the end
+ANSWER = 15.0  # seconds in which a switch that listens answers the first time
 CUT = 4  # a path is given up after this part of the time after which a process is
 T = TypeVar('T')
 Address = tuple[int, int, int, str]  # view, source, step and tag of a message
@@ -42,7 +43,8 @@ class Peer:
 
     def __init__(
         self, switch: tuple[str, int], keys: Keys, process: int, terms: Terms,
-        about: Mapping[str, Any] = {}, end: Callable[[str], Any] = len, direct: bool = True,
+        about: Mapping[str, Any] = {}, end: Callable[[str], Any] = lambda why: None,
+        direct: bool = True,
     ) -> None:  # fmt: skip
         """Connects to the switch.
 
@@ -119,10 +121,14 @@ class Peer:
           *buffers: bytes, memoryviews and other contiguous buffers.
 
         Raises:
+          ValueError: if the process is not another member.
           ViewChangedError: if the view has ended.
           ProcessGroupError: if the run has ended.
         """
         self._check(view)
+        if to == self.process or to not in view.members:
+            others = [i for i in view.members if i != self.process]
+            raise ValueError(f'process {to} is not in the view; send to one of {others}')
         words = {'kind': 'message', 'from': self.process, 'step': step, 'tag': tag}
 
         def deliver() -> None:
@@ -254,9 +260,9 @@ class Peer:
         if now - self._looked > 2 * BEAT:  # this process was suspended itself
             self._heard = self._worked = now
         self._looked, quiet = now, now - self._heard
-        if quiet > (limit := self.terms.silent if self._known else self.terms.start):
+        if quiet > (limit := self.terms.silent if self._known else min(ANSWER, self.terms.start)):
             stopped, other = 'is stopped, swaps, or the network failed', 'has another token'
-            cause = stopped if self._known else f'{other}, or is no switch of this run'
+            cause = stopped if self._known else f'{other}, is stopped, or is no switch of this run'
             since = f'since {clock(quiet)} ({limit:g} s)'
             self._stop(f'the switch at {self._where} has not answered {since}: it {cause}')
         self._say()

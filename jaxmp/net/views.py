@@ -18,7 +18,7 @@ class Terms(NamedTuple):
       least: how many make a view: all, or fewer where processes may come and go.
       start: seconds to wait for all at the start.
       silent: seconds without a sign of life, or without any work done, after which a process is
-        given up. It is longer than the longest message takes.
+        given up; four times as long as the longest message takes, or longer.
       back: seconds to wait for a process that was given up, or another in its place.
     """
 
