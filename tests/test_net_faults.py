@@ -232,7 +232,7 @@ def test_a_sentence_says_what_does_not_return(begin, name, number, limit, senten
     assert seconds > 3
 
 
-NAMESPACES = 'jaxmp-test-a', 'jaxmp-test-b'
+NAMESPACES = f'jaxmp-test-{os.getpid()}-a', f'jaxmp-test-{os.getpid()}-b'
 HOSTS = '10.99.0.1', '10.99.0.2'
 
 
