@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Any
 from jaxmp import codecs
 from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback, value_and_grad
 from jaxmp.codecs import *  # noqa: F403
-from jaxmp.feedback import Channel, anchored, aqsgd, direct, ef, ef21, ef_mixed, klt, warm
+from jaxmp.feedback import (
+    Channel,
+    anchored,
+    aqsgd,
+    direct,
+    ef,
+    ef21,
+    ef_mixed,
+    klt,
+    outliers,
+    warm,
+)
 from jaxmp.metrics import Metric
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import SpecError, canonical, parse
@@ -55,6 +66,7 @@ __all__ = [
     'like',
     'local',
     'nbytes',
+    'outliers',
     'parse',
     'pipeline',
     'ppermute',

@@ -74,6 +74,7 @@ ARGUMENTS = {  # what stands for a parameter in an example
     'high': 'lloyd(4)',
     'levels': '4',
     'elements': '10000',
+    'outliers.codec': 'lloyd(4)',
     'large': 'all_gather(ef(one_bit))',
     'low': 'lloyd(3)',
     'lr': '0.7',
@@ -118,7 +119,8 @@ def kind_of(thing: Any) -> str | None:
     if inspect.isfunction(thing) and thing in spec.ROUNDINGS:
         return 'rounding'
     made = inspect.signature(thing).return_annotation if inspect.isfunction(thing) else type(thing)
-    name = getattr(made, '__name__', str(made)).rpartition('.')[2]
+    said = getattr(made, '__name__', str(made)).partition(' | ')[0]  # a codec over a codec, first
+    name = said.rpartition('.')[2]
     return next((k for k, kind in KINDS.items() if name in kind.types), None)
 
 

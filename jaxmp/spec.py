@@ -24,6 +24,7 @@ RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt')
 NAMES: Mapping[str, Any] = {
     **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
     **{name: getattr(feedback, name) for name in RULES},
+    'outliers': feedback.outliers,  # a codec over a codec, a rule over a rule
 }
 
 

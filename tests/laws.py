@@ -175,6 +175,8 @@ SPECS: dict[str, Law] = {
     'aqsgd(max_scaled(6), examples=9)': Law(scaled(6), feature),
     'klt(3, refresh=2)': Law(),
     'klt(2, refresh=2, entropy=True)': Law(),
+    'outliers(lloyd(4))': Law(alone=True),
+    'outliers(klt(2, refresh=2), scaled=False)': Law(),
 }
 FLOAT32_SPECS: dict[str, Law] = {
     **{f'uniform({b})': Law(steps(b), tensor, True) for b in (1, 2, 3, 5, 6, 7, 8)},
@@ -193,6 +195,11 @@ FLOAT32_SPECS: dict[str, Law] = {
     'spikes(max_scaled(4), 3, values=fp16)': Law(None, element),
     'spikes(uniform(4), 2)': Law(steps(4), element),
     'spikes(uniform(4), 1000)': Law(nothing, element, True, 1.0),
+    'outliers(uniform(4), tokens=1, channels=0, scaled=False)': Law(),
+    'outliers(trellis(2), causal=True)': Law(alone=True),
+    'outliers(raw, 3, 10, values=raw, scaled=False)': Law(
+        half_ulp(8, 1e-38, float(jnp.finfo(jnp.bfloat16).max))
+    ),
     'trellis(1)': Law(None, sample, kept=0.0),
     'trellis(3, unbiased=True)': Law(None, sample),
     'rotate(lloyd(2), 64)': Law(None, blocks(64)),
@@ -237,6 +244,7 @@ CHANNELS = (
     *('anchored(fp16, 7)', 'anchored(block(3, 32), 7, window=4, pairs=14, triples=9)'),
     *('anchored(raw, 7, target=True)', 'klt(2, refresh=2)', 'klt(2, refresh=1, by_sample=True)'),
     *('klt(2, refresh=2, entropy=True, patch=2)', 'klt(2, refresh=2, by_gradient=0.3)'),
+    *('outliers(klt(2, refresh=2), scaled=False)', 'outliers(ef(lloyd(2)))'),
 )
 # Every word of `jaxmp.exchange.RULES`.
 EXCHANGES = (
@@ -265,7 +273,12 @@ DRAWING = tuple(
         *('top_k(0.3, values={})', 'random_k(0.3, values={})', 'unbiased_random_k(0.3, values={})'),
         *('per_sample({})', 'per_token({})', 'per_chunk({}, 10)', 'dct({}, 8)', 'spikes({}, 2)'),
         *('spikes(raw, 2, values={})', 'adaptive(raw, {})', 'adaptive({}, raw)', 'rotate({}, 8)'),
-        *('same_support(values={})', 'ef_mixed(top_k(0.2, values={}))', 'aqsgd({}, 9, table=4)'),
+        *(
+            'outliers({})',
+            'same_support(values={})',
+            'ef_mixed(top_k(0.2, values={}))',
+            'aqsgd({}, 9, table=4)',
+        ),
     )
 )
 

@@ -51,14 +51,14 @@ E2M1 = Minifloat(2, 1, 6.0)
 ELEMENTS = {8: E4M3, 6: E2M3, 4: E2M1}
 
 
-def _exponent(x: Float[Array, '...']) -> Int[Array, '...']:
+def exponent(x: Float[Array, '...']) -> Int[Array, '...']:
     """``floor(log2 x)`` of normal numbers ``x > 0``, from their bits."""
     info = jnp.finfo(x.dtype)
     words = jax.lax.bitcast_convert_type(x, f'int{info.bits}')
     return (words >> info.nmant) + (info.minexp - 1)
 
 
-def _power(e: Int[Array, '...'], dtype: jnp.dtype) -> Float[Array, '...']:
+def power(e: Int[Array, '...'], dtype: jnp.dtype) -> Float[Array, '...']:
     """``2**e``, exactly."""
     info = jnp.finfo(dtype)
     words = (e.astype(f'int{info.bits}') - (info.minexp - 1)) << info.nmant
@@ -69,8 +69,8 @@ def code(x: Float[Array, '...'], of: Minifloat) -> UInt8[Array, '...']:
     """The nearest numbers of a format, halves to even; what is beyond its largest becomes that."""
     a = jnp.abs(x)
     a = jnp.where(a < of.most, a, of.most)  # NaN too: the scale says that it is one
-    e = jnp.maximum(_exponent(a), of.least)
-    steps = jnp.round(a / _power(e - of.mantissa, x.dtype))
+    e = jnp.maximum(exponent(a), of.least)
+    steps = jnp.round(a / power(e - of.mantissa, x.dtype))
     q = ((e - of.least) << of.mantissa) + steps.astype(e.dtype)
     return jnp.where(x < 0, q + 2 ** (of.bits - 1), q).astype(jnp.uint8)
 
@@ -85,7 +85,7 @@ def value(codes: UInt8[Array, '...'], of: Minifloat, dtype: jnp.dtype) -> Float[
     whole = 2**of.mantissa
     e = jnp.maximum(q >> of.mantissa, 1) - 1
     steps = jnp.where(q < whole, q, (q & (whole - 1)) + whole).astype(dtype)
-    y = steps * _power(e + (of.least - of.mantissa), dtype)
+    y = steps * power(e + (of.least - of.mantissa), dtype)
     return jnp.where(codes >> (of.bits - 1) == 1, -y, y)
 
 
@@ -137,14 +137,14 @@ def mx(bits: int) -> Codec:
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
         x = _rows(x)
         most = largest(x, 1)
-        s = jnp.clip(_exponent(most) - high, finest, BIAS)
-        u = x / _power(s, x.dtype)[:, None]
+        s = jnp.clip(exponent(most) - high, finest, BIAS)
+        u = x / power(s, x.dtype)[:, None]
         scale = jnp.where(jnp.isfinite(most), s + BIAS, NAN['E8M0'])
         return {'codes': pack(code(u, of), bits), 'scale': scale.astype(jnp.uint8)}
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         s = m['scale'].astype(jnp.int32) - BIAS
-        scales = jnp.where(m['scale'] == NAN['E8M0'], jnp.nan, _power(s, compute_dtype(like)))
+        scales = jnp.where(m['scale'] == NAN['E8M0'], jnp.nan, power(s, compute_dtype(like)))
         return _joined(m['codes'], of, scales, like)
 
     return Codec(encode, decode)

@@ -11,6 +11,7 @@ inside one process keeps a single copy.
 from jaxmp.feedback.anchored import anchored
 from jaxmp.feedback.channel import Channel, Slots, check_codec
 from jaxmp.feedback.klt import klt
+from jaxmp.feedback.outliers import outliers
 from jaxmp.feedback.rules import aqsgd, direct, ef, ef21, ef_mixed, warm
 from jaxmp.feedback.slots import per_microbatch, put, take
 
@@ -25,6 +26,7 @@ __all__ = [
     'ef21',
     'ef_mixed',
     'klt',
+    'outliers',
     'per_microbatch',
     'put',
     'take',
