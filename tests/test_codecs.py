@@ -278,6 +278,26 @@ def test_the_wider_codec_is_for_wide_ranges():
     assert jaxmp.bits(channel, jaxmp.Like((64, 64), 'float32')) == 64 * (3.5 * 64 + 16 + 1)
 
 
+SPIKY = (
+    *('lloyd(1)', 'lloyd(2)', 'lloyd(3)', 'lloyd(4)', 'lloyd(5)', 'lloyd(2, unbiased=True)'),
+    *('trellis(1)', 'trellis(2)', 'trellis(3)', 'trellis(2, 4)', 'trellis(2, unbiased=True)'),
+)
+
+
+def test_a_spike_spoils_no_more_than_the_size_of_the_others_after_a_rotation():
+    """It becomes plus or minus a constant everywhere, which may lie on a threshold."""
+    block = 256
+    forms = {text: jaxmp.parse(f'rotate({text}, {block})').codec for text in SPIKY}
+    cross = laws.all_together(forms)
+    normal = np.random.default_rng(0).standard_normal((4, block)).astype(np.float32)
+    for spike in (0, 3, 10, 30, 100, 1000, 1e5):
+        x = normal.copy()
+        x[:, 7] += spike
+        for text, y in cross(x, Ctx(jax.random.key(1))).items():
+            error = np.delete(np.asarray(y) - x, 7, 1)
+            assert np.sqrt(np.square(error).mean()) < 2, (text, spike)
+
+
 def test_real_activations_need_a_range_for_few_elements():
     """The first token of a sequence sets the range of the tensor, and the others get no level.
 

@@ -47,6 +47,11 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
     signs. The codec gets the blocks as samples of ``block`` elements; it gets no ids. A range per
     block is ``rotate(per_sample(uniform(4)))``.
 
+    A large element is spread over its block. If there is one, `lloyd` and `trellis` leave the
+    others an error of no more than their own size. Where there are more, as in a pretrained
+    language model, the others of the block are lost: send the large ones apart first, by
+    ``outliers(rotate(trellis(2)))``.
+
     Args:
       codec: codec of the rotated tensor.
       block: number of elements that are mixed, a power of two. The last block is padded with zeros,

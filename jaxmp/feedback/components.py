@@ -11,10 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxmp.codecs.lloyd import normal_levels, scale_of, scale_words, scaled, unit_rms
+from jaxmp.codecs.lloyd import (
+    ERRORS,
+    normal_levels,
+    scale_of,
+    scale_words,
+    scaled,
+    unit_rms,
+)
 from jaxmp.wire import Like, Payload, half_bytes, pack, unpack
 
-ERRORS = (1.0, 0.3634, 0.1175, 0.0345, 0.0095, 0.0025)  # of Lloyd-Max quantisers, by bits
 WIDEST = len(ERRORS) - 1
 
 
