@@ -597,6 +597,25 @@ def smooth(steps, sizes):
     return np.float32(x * np.array(sizes)[:, None, None, None])
 
 
+def test_klt_that_is_fixed_goes_on_with_what_both_ends_know():
+    """Its messages have no part of a basis, and it is the basis that was learned."""
+    r = np.random.default_rng(3)
+    xs = (r.standard_normal((8, 60, 2)) @ r.standard_normal((2, 12))).astype(np.float32)
+    like = jaxmp.like(xs[0])
+    learning, fixed = (jaxmp.parse(f'klt(1, refresh=2{t})') for t in ('', ', fixed=True'))
+    assert learning.form == fixed.form
+    (tx, rx), ctx = learning.init(like), Ctx()
+    for x in xs[:6]:
+        m, tx = learning.send(x, tx, ctx)
+        rx = learning.recv(m, rx, like, ctx)[1]
+    parts = {n: jaxmp.bits(c, like) for n, c in (('learning', learning), ('fixed', fixed))}
+    assert parts['learning'] - parts['fixed'] == 16 * -(-13 * 12 // 2)
+    m, after = fixed.send(xs[6], tx, ctx)
+    y, known = fixed.recv(m, rx, like, ctx)
+    assert float(jnp.mean((y - xs[6]) ** 2)) < 0.05 * float(jnp.mean(xs[6] ** 2))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, (after, known), (tx, rx))))
+
+
 def test_klt_of_patches_codes_what_neighbours_have_in_common():
     """Four pixels of two channels have two large components of eight: five bits each for 1.25."""
     xs = smooth(6, [1.0] * 16)

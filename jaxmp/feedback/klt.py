@@ -66,6 +66,7 @@ def klt(
     signed: bool = True,
     by_gradient: float = 0.0,
     entropy: bool = False,
+    fixed: bool = False,
 ) -> Channel:
     r"""Karhunen-Loeve transform of the channels: ``y = U^T (m + Q(U x - m))``.
 
@@ -104,9 +105,12 @@ def klt(
       by_gradient: r in [0, 1]; above 0 for an activation whose gradient returns through a ``klt``
         of the same patch.
       entropy: whether components have bits by their entropy instead of widths.
+      fixed: whether U and the widths stay as they are, and no message has a part of the next: for a
+        phase of a run after one that has learned them. The components of a pretrained model hardly
+        change in fine-tuning.
 
     Raises:
-      TypeError: if ``by_sample``, ``signed`` or ``entropy`` is not a bool.
+      TypeError: if ``by_sample``, ``signed``, ``entropy`` or ``fixed`` is not a bool.
       ValueError: if another argument is out of range, or ``patch`` does not divide an axis.
 
     >>> import jaxmp
@@ -128,7 +132,7 @@ def klt(
       Perspectives on the Natural Gradient Method, arXiv 1412.1193.
     """
     _check(bits, refresh, patch, by_gradient)
-    check_bools('klt', by_sample=by_sample, signed=signed, entropy=entropy)
+    check_bools('klt', by_sample=by_sample, signed=signed, entropy=entropy, fixed=fixed)
     coder = by_entropy if entropy else by_width
     first = functools.partial(_first, bits=bits, refresh=refresh, patch=patch)
 
@@ -151,20 +155,24 @@ def klt(
             y = y * scale_of(m['norm'], like).reshape(-1, *[1] * (y.ndim - 1))
         return saturated(y if signed else jnp.maximum(y, 0), like.dtype)
 
+    def message_of(x: Array, tx: Sender) -> dict[str, Array]:
+        return encode(x, tx.known.book[0], tx.inverse if by_gradient else tx.known.book[1:])
+
     def send(x: Array, before: Sender, ctx: Ctx) -> tuple[Payload, Sender]:
+        if fixed:
+            return message_of(x, before), before
         tx = estimated(x, before)
         spread = _fit(ctx.spread, tx.known.book) if by_gradient else None
         new = lambda: _parts(_components(tx, bits, spread, by_gradient), refresh)
         coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
         part = half_bytes(coming[tx.known.step.astype(int)].astype(jnp.bfloat16))
-        widths, matrix = tx.known.book[0], tx.inverse if by_gradient else tx.known.book[1:]
-        message = {**encode(x, widths, matrix), 'part': part}
+        message = {**message_of(x, tx), 'part': part}
         after = tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
         after = _inverted(after) if by_gradient else after
         return message, kept_if(_sound(message), after, before)
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
-        after = kept_if(_sound(m), _advanced(rx, m['part']), rx)
+        after = rx if fixed else kept_if(_sound(m), _advanced(rx, m['part']), rx)
         return decode(m, rx.book, like), after
 
     warm_start = lambda x, state, ctx: estimated(x, state) if isinstance(state, Sender) else state

@@ -68,7 +68,7 @@ def outliers(
     >>> for C in jaxmp.lloyd(4), outliers(jaxmp.lloyd(4), tokens=1, channels=0):
     ...     error = (C.decode(C.encode(x, ctx), like, ctx) - x)[0, 1:]
     ...     print(round(float(jnp.sqrt(jnp.mean(error**2))), 1))
-    16.1
+    43.5
     0.1
 
     References:
