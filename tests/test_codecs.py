@@ -11,7 +11,7 @@ import pytest
 import scipy.fft
 
 import jaxmp
-from jaxmp import Ctx, codecs, testing
+from jaxmp import Ctx, codecs, sinks, testing
 from jaxmp.codecs import extremes, polarsearch, rans, select
 from jaxmp.codecs.dct import cosines, of_cosines
 from jaxmp.codecs.polarcode import Code
@@ -303,7 +303,7 @@ def test_real_activations_need_a_range_for_few_elements():
 
     Random numbers do not show it: there, 8 bits of `uniform` are finer than 4 of any codec.
     """
-    with np.load(ROOT / 'tests' / 'data' / 'smollm2.npz') as data:
+    with np.load(sinks.SAMPLE) as data:
         tensors = {name: data[name].astype(np.float32) for name in data}
     most = {'block(8)': 0.012, 'per_token(uniform(8))': 0.04, 'nvfp4': 0.12, 'mx(4)': 0.18}
     codecs = {text: jaxmp.parse(text).codec for text in (*most, 'uniform(8)')}

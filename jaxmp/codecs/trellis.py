@@ -86,7 +86,8 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
     sample, and the :math:`l_j` are ``2**(bits + 1)`` levels; :math:`\sigma` is the sample's root
     mean square. On normal data it spends 0.15, 0.23 and 0.30 bits more per element than Shannon's
     bound at 1, 2 and 3 bits. The scale is sent as bfloat16. A sample that holds NaN or an infinity
-    decodes to NaN. Magnitudes that are all alike get one level, as in `lloyd`. Put it in `rotate` for data that is not normal: ``rotate(trellis(2))``.
+    decodes to NaN. Magnitudes that are all alike get one level, as in `lloyd`. Put it in `rotate`
+    for data that is not normal: ``rotate(trellis(2))``.
 
     Args:
       bits: 1 to 3.

