@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxmp import codecs, exchange, spec
 from jaxmp.plugins import module_of
+from jaxmp.sinks import errors
 from jaxmp.wire import Ctx, bits, like
 from jaxmp.words import form
 
@@ -228,6 +229,11 @@ def above_shannon(example: str, names: Mapping[str, Any] = KNOWN) -> float | Non
     lost = float(error(x))
     spent = bits(channel, x, jax.eval_shape(_context, x)) / x.size
     return spent - math.log2(1 / lost) / 2 if lost else None
+
+
+def on_text(example: str, names: Mapping[str, Any] = KNOWN) -> str:
+    """The errors of a codec on a language model's activations, as `jaxmp.sinks` measures them."""
+    return str(errors(spec.parse(example, names).codec))
 
 
 def _context(x: jax.Array) -> Ctx:

@@ -1,7 +1,7 @@
 """What a codec leaves of a language model's activations, on a sample that the package holds.
 
-The first token of a sequence, the attention sink, has up to 140 times the norm of the others. Random
-numbers have no such token, so a codec may be good on them and lose everything here.
+The first token of a sequence, the attention sink, has up to 140 times the norm of the others.
+Random numbers have no such token, so a codec may be good on them and lose everything here.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from jaxmp.codecs.dct import cosines, of_cosines
 from jaxmp.codecs.polarcode import Code
 from jaxmp.wire import pack, unpack
 from tests import laws
-from tests.runs import ROOT, slow
+from tests.runs import slow
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from jaxmp.grammar import (
     Word,
     above_shannon,
     imported,
+    on_text,
     ours,
     own,
     words_of,
@@ -51,13 +52,14 @@ def table(words: list[Word], names: Mapping[str, Any] = KNOWN) -> str:
     """Words of one kind as a Markdown table; ``names`` are those that their examples use."""
     between = any(w.kind in BETWEEN for w in words)
     codecs = any(w.kind == 'codec' for w in words)
-    heads = ['word', 'what it is', 'bits per element', *['above Shannon'] * codecs]
+    heads = ['word', 'what it is', 'bits per element', *['above Shannon', 'on text'] * codecs]
     lines = [f'| {" | ".join([*heads, *["collectives"] * between, "source"])} |']
-    lines.append(f'|---|---|--:|{"--:|" * codecs}{"---|" * (between + 1)}')
+    lines.append(f'|---|---|--:|{"--:|--:|" * codecs}{"---|" * (between + 1)}')
     for w in words:
         cost = NONE if w.bits is None else _number(w)
         cost += f', `{w.example}`' * (w.example not in ('', w.form))
-        by = [*([_above(w, names)] if codecs else ()), *[w.note] * between]
+        by = [*([_above(w, names), _on_text(w, names)] if codecs else ())]
+        by += [w.note] * between
         row = [f'`{w.form}`', _marked(w.line), cost, *by, '; '.join(map(_link, w.sources))]
         lines.append(f'| {" | ".join(row)} |')
     return '\n'.join(lines)
@@ -106,6 +108,10 @@ def _number(w: Word) -> str:
 def _above(w: Word, names: Mapping[str, Any]) -> str:
     above = None if w.bits is None else above_shannon(w.example, names)
     return '' if above is None else f'{above:.2f}'
+
+
+def _on_text(w: Word, names: Mapping[str, Any]) -> str:
+    return '' if w.bits is None else on_text(w.example, names)
 
 
 def _marked(line: str) -> str:
