@@ -89,24 +89,25 @@ def warnings_of(channels: Iterable[Channel], model_input: Like) -> list[str]:
     """A line for each channel of activations that breaks on text, if the model's input is text.
 
     Args:
-      channels: those of the forward direction; each text is judged once.
+      channels: those of the forward direction; each codec is judged once.
       model_input: shape and dtype of what enters the first stage: token ids are integers.
     """
     if not jnp.issubdtype(model_input.dtype, jnp.integer):
         return []
-    return [line for c in dict.fromkeys(channels) if (line := _warning(c))]
+    named = {c.codec: str(c.codec if c.codec.origin else c) for c in channels}
+    return [line for codec, name in named.items() if (line := _warning(codec, name))]
 
 
 @functools.cache
-def _warning(channel: Channel) -> str:
+def _warning(codec: Codec, name: str) -> str:
     try:
-        found = errors(channel.codec)
+        found = errors(codec)
     except (TypeError, ValueError):  # a codec that a text alone does not feed
         return ''
     if not found.breaks:
         return ''
     return (
-        f'{channel}: on activations of a pretrained language model the median token arrives with '
+        f'{name}: on activations of a pretrained language model the median token arrives with '
         f'an error of {found.median:.2g} of its norm, the worst with {found.worst:.2g}: one scale '
-        f'for a few huge elements and all others. Write outliers({channel.codec})'
+        f'for a few huge elements and all others. Write outliers({name})'
     )

@@ -245,7 +245,7 @@ CHANNELS = (
     *('anchored(raw, 7, target=True)', 'klt(2, refresh=2)', 'klt(2, refresh=1, by_sample=True)'),
     *('klt(2, refresh=2, entropy=True, patch=2)', 'klt(2, refresh=2, by_gradient=0.3)'),
     *('outliers(klt(2, refresh=2), scaled=False)', 'outliers(ef(lloyd(2)))'),
-    'klt(2, refresh=2, entropy=True, fixed=True)',
+    'klt(2, refresh=2, entropy=True, fixed=True, middle=True)',
 )
 # Every word of `jaxmp.exchange.RULES`.
 EXCHANGES = (

@@ -8,6 +8,8 @@ import pytest
 
 import jaxmp
 from jaxmp import sinks
+from jaxmp.training import dry_run, experiment, loop
+from tests.runs import config_of
 
 # Text: bounds of the errors of the median token, the worst and the sink; None: the word breaks.
 REAL = {
@@ -57,11 +59,29 @@ def test_a_run_on_text_is_warned_and_no_other():
     channels = [jaxmp.parse(t) for t in ('ef21(uniform(8))', 'outliers(lloyd(4))', 'uniform(4)')]
     text = jaxmp.Like((8, 16), 'int32')
     [first, second] = sinks.warnings_of([*channels, channels[0]], text)
-    assert first.startswith('ef21(uniform(8)): on activations of a pretrained language model')
+    assert first.startswith('uniform(8): on activations of a pretrained language model')
     assert first.endswith('Write outliers(uniform(8))')
     assert second.startswith('uniform(4): ')
     assert sinks.warnings_of(channels, jaxmp.Like((8, 28, 28, 1), 'float32')) == []
     assert sinks.warnings_of([jaxmp.parse('klt(2, patch=5)')], text) == []  # 48 tokens
+
+
+def test_a_dry_run_of_text_warns_and_one_of_images_does_not(monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, 'first_step', lambda made: 0.0)
+    for name in 'text_gpt2', 'digits_resnet':
+        dry_run.dry_run(config_of(name, fwd='uniform(8)'), loop.ProcessGroup())
+        said = ' '.join(capsys.readouterr().out.split())
+        warned = 'warning: uniform(8): on activations of a pretrained language model' in said
+        assert warned == (name == 'text_gpt2'), said
+
+
+def test_the_warnings_are_of_every_boundary_and_phase():
+    changes = {'fwd': 'raw;outliers(lloyd(4));lloyd(4)', 'phases': 'uniform(4)@:1', 'epochs': 2}
+    exp = experiment.experiment_of(config_of('text_gpt2', warmup_epochs=0, **changes))
+    assert [w.partition(':')[0] for w in experiment.warnings_on_text(exp)] == [
+        'lloyd(4)',
+        'uniform(4)',
+    ]
 
 
 def test_huge_elements_do_not_overflow_in_half_precision():

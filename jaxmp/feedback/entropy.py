@@ -70,12 +70,7 @@ def decoded(m: Payload, widths: Array, like: Like, bits: float, middle: bool = F
     table = jnp.broadcast_to(m['table'], (len(widths), like.size // len(widths)))
     states = jax.lax.bitcast_convert_type(m['states'], jnp.uint32)
     numbers = rans.decode(m['codes'], states, table)
-    import os
-
-    nearer = (
-        float(os.environ.get('CENTRE', '1'))
-        * jnp.asarray(rans.tables().centre)[m['table'].astype(int)]
-    )
+    nearer = 0 if middle else jnp.asarray(rans.tables().centre)[m['table'].astype(int)]
     step = scale_of(m['step'], like)
     y = scaled(jnp.maximum(jnp.abs(numbers) - nearer, 0).astype(step.dtype), step)
     return placed(jnp.where(numbers < 0, -y, y), m, like)

@@ -114,6 +114,7 @@ def planned(
     from jaxmp.plan.clock import Clock
     from jaxmp.plan.crossings import candidates, handover, measured, trained
     from jaxmp.plan.stages import stage_times
+    from jaxmp.sinks import warnings_of
     from jaxmp.training.sizes import likes
 
     exp = probed_experiment(config)
@@ -123,6 +124,8 @@ def planned(
     told = lambda text: print(text, file=sys.stderr, flush=True)
     clock = Clock(seconds, time.monotonic(), told)
     channels = candidates(texts, names, first)
+    for line in warnings_of(channels.values(), exp.task.like):
+        told(f'warning: {line}')
     clock.say('training steps without compression')
     steps = trained(exp, clock)
     clock.say(f'{len(channels)} candidates at {len(steps.tensors)} crossings')

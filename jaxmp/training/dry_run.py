@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxmp import data
 from jaxmp.config import Config
 from jaxmp.distributed.process_group import ProcessGroup
-from jaxmp.training.experiment import Experiment, microbatch_like
+from jaxmp.training.experiment import Experiment, microbatch_like, warnings_on_text
 from jaxmp.training.loop import prepare
 from jaxmp.training.sizes import (
     check_residuals,
@@ -40,6 +40,8 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
     if group.index == 0:
         for table in (stages(exp), boundaries(exp)):
             console.print(table)
+        for line in warnings_on_text(exp):
+            console.print(f'warning: {line}', markup=False, highlight=False)
     if exp.parallel.apart:
         check_residuals(exp)
         if group.index == 0:

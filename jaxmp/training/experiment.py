@@ -24,6 +24,7 @@ from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
 from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.runtimes.trained import everything, part
+from jaxmp.sinks import warnings_of
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
 from jaxmp.training.optimizer import Optimizer, optimizer_of
@@ -325,6 +326,15 @@ def rows_of(channel: Channel) -> int:
     """The rows of a channel's table of examples or tokens."""
     tx, _ = jax.eval_shape(lambda: channel.init(jax.ShapeDtypeStruct((1, 1), jnp.float32)))
     return len(jax.tree.leaves(tx)[0])
+
+
+def warnings_on_text(exp: Experiment) -> list[str]:
+    """A line for each forward channel that breaks on activations of a language model.
+
+    There is none where the model's input is not of token ids. Each codec takes a compilation.
+    """
+    boundaries = [*exp.model.boundaries, *(b for p in exp.phases for b in p.boundaries)]
+    return warnings_of((b.fwd for b in boundaries), exp.task.like)
 
 
 def microbatch_like(exp: Experiment) -> Like:
