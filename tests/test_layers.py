@@ -39,8 +39,8 @@ BELOW = {
     'distributed': '',
     'net': 'distributed',
     'exchange': 'wire codecs feedback transport spec hlo words',
-    'grammar': 'wire codecs spec exchange words plugins sinks',
     'sinks': 'wire feedback spec',
+    'grammar': 'wire codecs spec exchange words plugins sinks',
     'codecs.__main__': 'grammar',  # an entry point; nothing imports one
     'runtimes': 'wire feedback transport boundary pipeline hlo distributed exchange',
     'launch': 'distributed',

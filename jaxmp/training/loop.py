@@ -19,7 +19,7 @@ from jaxmp.distributed.launchers import check_alone
 from jaxmp.distributed.process_group import Address, ProcessGroup, connect
 from jaxmp.training.agreement import check_alike, check_workdir, settings_of
 from jaxmp.training.checkpoint import Checkpoints
-from jaxmp.training.experiment import Experiment, experiment_of
+from jaxmp.training.experiment import Experiment, experiment_of, warnings_on_text
 from jaxmp.training.files import claim, owned
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.portable import Portable, variables_of
@@ -139,6 +139,8 @@ def train_and_evaluate(
         with closing(display), stop_signals() as seen:
             if task is not None or ':' in resolved.model.name + resolved.data.name:
                 display.say(recipe(resolved))
+            for line in warnings_on_text(exp) if lead else ():
+                display.say(f'warning: {line}')
             tell_resumption(display, checkpoints, workdir, done)
             probe = prober(exp) if probed(exp, group) else None
             r = Run(trainer, probe, checkpoints, records, display, seen, workdir, done)
