@@ -5,7 +5,7 @@ jaxmp sweep configs/few_bits.py --scale=mnist --out=results/few_bits --set data.
 jaxmp sweep configs/few_bits.py --scale=converged --out=results/few_bits --set data.dir=DIR
 jaxmp sweep configs/few_bits.py --scale=text --out=results/few_bits
 jaxmp sweep configs/few_bits.py --scale=tune --out=results/few_bits --set data.dir=TEXT \
-    --set model.init_from=BASE-{seed}/model --set data.tokenizer=BASE-0/model
+    --set model.path=BASE-{seed}/model --set data.tokenizer=BASE-0/model
 python train.py --config=configs/few_bits.py:trellis2 --config.data.dir=DIR
 
 A run takes about a minute of one core, of MNIST two, of text four, until it has converged ten to

@@ -5,7 +5,7 @@ smoke: embedded data, CI. cpu: real CIFAR-10, 600 steps, one to three minutes of
 mnist: Tables 1-4 by a LeNet in two stages, 6,000 steps until little more is learned, two minutes.
 converged: real CIFAR-10, 15,000 steps until little more is learned, about 20 minutes of one core.
 Table 5 with a pretrained checkpoint per seed, each `wikitext_gpt2_small:pretrain` of this seed:
-  --tables=5 --set data.dir=TEXT --set model.init_from=BASE-{seed}/model \
+  --tables=5 --set data.dir=TEXT --set model.path=BASE-{seed}/model \
   --set data.tokenizer=BASE-0/model
 paper: section 3.1 as it is, an accelerator.
 """
@@ -192,6 +192,6 @@ def get_study(scale: str, tables: tuple[int, ...] = (1, 2, 3, 4)) -> list[tuple[
                 c.update(name=row.name, fwd=row.fwd, bwd=row.bwd, seed=seed)
                 c.warmup_epochs = math.ceil(row.warmup * c.epochs)
                 if table == 5 and scale != 'smoke':
-                    c.model.init_from = c.model.init_from or BASE
+                    c.model.path = c.model.path or BASE
                 runs.setdefault((seed, row.name), c)
     return [(seed, c) for (seed, _), c in sorted(runs.items(), key=lambda r: r[0][0])]

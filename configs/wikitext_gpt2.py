@@ -1,7 +1,7 @@
 """The paper's second experiment: GPT-2 small, four stages, fine-tuned on WikiText-2 (Table 5).
 
 python train.py --config=configs/wikitext_gpt2.py --config.data.dir=TEXT \
-    --config.data.tokenizer=GPT2 --config.model.init_from=GPT2
+    --config.data.tokenizer=GPT2 --config.model.path=GPT2
 TEXT holds WikiText-2 (jaxmp/data/wikitext.py says how), GPT2 the published weights and tokeniser
 (`jaxmp.models.huggingface.fetch` gets them). It takes a GPU, and was not run: no pretrained weights
 were at hand.

@@ -6,7 +6,7 @@ shows the same mechanism at a hundredth of the size, not the same numbers. TEXT 
 python train.py --config=configs/wikitext_gpt2_small.py:pretrain --config.data.dir=TEXT \
     --workdir=BASE
 python train.py --config=configs/wikitext_gpt2_small.py --config.data.dir=TEXT \
-    --config.model.init_from=BASE/model --config.data.tokenizer=BASE/model
+    --config.model.path=BASE/model --config.data.tokenizer=BASE/model
 One CPU core: 17 minutes of pretraining beside other work, a perplexity of 52; then a minute and a
 half a run. The rows of such runs are in results/cpu, named gpt2-.
 """

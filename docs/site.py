@@ -130,7 +130,7 @@ def meaning(key: Key) -> str:
     if key.own:
         said.append(f'own: `{key.own}`')
     if key.model:
-        said.append(f'read by `model.name={key.model}` only')
+        said.append(f'read by `model.name={"` or `".join(key.model.split())}` only')
     if key.free:
         said.append('may change when a run continues')
     return '; '.join(said).replace('|', '&#124;') + '.'

@@ -72,30 +72,44 @@ KEYS: Mapping[str, Key] = {
     'data.test_examples': Key(0, 'how many of the test split; 0: all'),
     'data.pool': Key(1, 'side of the squares of pixels whose mean is one pixel', 1),
     'data.augment': Key('none', 'of training images', words=('none', 'crop_flip')),
-    'data.sequence_length': Key(128, 'tokens per example', 2, model='gpt2'),
+    'data.sequence_length': Key(128, 'tokens per example', 2, model='gpt2 pretrained'),
     'data.tokenizer': Key(
         'bytes', 'bytes, bpe-N to learn N tokens, a folder with tokenizer.json, or a .gguf file',
-        model='gpt2', idle=True),
+        model='gpt2 pretrained', idle=True),
     'model.name': Key(
-        'resnet18', 'network', words=('resnet18', 'lenet', 'gpt2'),
+        'resnet18', 'network', words=('resnet18', 'lenet', 'gpt2', 'pretrained'),
         own='build(config, dataset) -> a sequence of stages, or a jaxmp.Task'),
     'model.width': Key(16, 'channels of the first block; of gpt2 the size of the embedding', 1),
     'model.norm': Key(
         'batch', 'what follows each convolution', words=('batch', 'group', 'none'),
         model='resnet18'),
-    'model.stages': Key(4, 'pipeline stages; resnet18 has four, lenet two', 1, model='gpt2'),
+    'model.stages': Key(
+        4, 'pipeline stages; resnet18 has four, lenet two', 1, model='gpt2 pretrained'),
+    'model.cuts': Key(
+        '', "blocks before each boundary, '8 16 23', in place of model.stages",
+        model='gpt2 pretrained'),
     'model.blocks': Key(4, 'transformer blocks', 1, model='gpt2'),
     'model.heads': Key(4, 'attention heads', 1, model='gpt2'),
     'model.dropout': Key(0.0, 'probability', model='gpt2'),
     'model.dtype': Key(
-        'float32', 'of the matrix products', words=('float32', 'bfloat16'), model='gpt2'),
-    'model.remat': Key(False, 'recompute blocks in the backward', model='gpt2'),
+        'float32', 'of the matrix products', words=('float32', 'bfloat16'),
+        model='gpt2 pretrained'),
+    'model.remat': Key(False, 'recompute blocks in the backward', model='gpt2 pretrained'),
     'model.bottleneck': Key(0, 'channels that cross a boundary, by learned projections; 0: all', 0),
     'model.embed_every_stage': Key(
         False, 'each later stage adds its own embedding of the tokens', model='gpt2'),
-    'model.init_from': Key(
-        '', "folder of weights in Hugging Face's layout, such as WORKDIR/model", model='gpt2',
-        idle=True),
+    'model.path': Key(
+        '', "checkpoint: a folder in Hugging Face's layout such as WORKDIR/model, a GGUF file, or "
+        'owner/name of the hub', model='gpt2 pretrained', idle=True),
+    'model.train': Key(
+        'no_table', "of a checkpoint: all; no_table; lora(8); or patterns of names, '*norm*'",
+        model='pretrained'),
+    'model.param_dtype': Key(
+        'float32', 'of parameters that are not trained; trained ones are float32',
+        words=('float32', 'bfloat16'), model='pretrained'),
+    'model.merge': Key(
+        False, 'add the updates of lora to their kernels in WORKDIR/model', model='pretrained',
+        idle=True, free=True),
     # What stages, and replicas, send each other.
     'fwd': Key('raw', 'channel of the activations, a text of the algebra; per boundary with `;`'),
     'bwd': Key('raw', 'channel of their gradients, likewise'),
@@ -158,6 +172,7 @@ KEYS: Mapping[str, Key] = {
 }  # fmt: skip
 FREE = frozenset(name for name, key in KEYS.items() if key.free)
 IDLE = frozenset(name for name, key in KEYS.items() if key.idle)
+_WAS_IDLE = {'model.init_from'}  # model.path in results of earlier versions
 KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a text'}
 
 
@@ -231,7 +246,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     'mean'
     """
     values = {name: key.default for name, key in KEYS.items()} | flat(config)
-    return {name: value for name, value in values.items() if name not in IDLE}
+    return {name: value for name, value in values.items() if name not in IDLE | _WAS_IDLE}
 
 
 def check(config: Config) -> None:

@@ -18,11 +18,11 @@ package.__path__ = [str(ROOT / 'jaxmp')]
 import numpy as np  # noqa: E402
 
 from jaxmp.distributed.monitor import ProcessGroupError  # noqa: E402
+from jaxmp.net.__main__ import main as switch  # noqa: E402
 from jaxmp.net.arrays import buffers, filled  # noqa: E402
 from jaxmp.net.group import Group  # noqa: E402
 from jaxmp.net.keys import keys_of  # noqa: E402
 from jaxmp.net.peer import Peer  # noqa: E402
-from jaxmp.net.__main__ import main as switch  # noqa: E402
 from jaxmp.net.views import Terms, ViewChangedError  # noqa: E402
 
 HOST, EVERY, LAST, SIZE = '127.0.0.1', 5, 60, 2000

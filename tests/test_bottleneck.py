@@ -135,7 +135,7 @@ def test_a_trained_network_starts_with_its_principal_components(tmp_path, everyw
     exp, params = of()
     exp.task.export(str(tmp_path), tuple({'params': params[s]} for s in (0, 1)))
     want = hidden(exp, params)
-    narrow = {'init_from': str(tmp_path), 'bottleneck': 5, 'embed_every_stage': everywhere}
+    narrow = {'path': str(tmp_path), 'bottleneck': 5, 'embed_every_stage': everywhere}
     exp, params = of(**narrow)
     error = lambda params: np.square(hidden(exp, params) - want).mean() / np.var(want)
     left = error(params)

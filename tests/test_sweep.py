@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxmp import config
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
 from jaxmp.sweep import runner, study
@@ -98,19 +99,17 @@ def test_a_result_from_other_weights_is_not_taken_for_this_one(smoke, tmp_path):
         '--set',
         'epochs=1',
         '--set',
-        f'model.init_from={start}',
+        f'model.path={start}',
     )
     shutil.copytree(first, start)
     assert runner.sweep(plan(tmp_path, *given)) == {}
-    elsewhere = f'model.init_from={first}'  # the same weights
+    elsewhere = f'model.path={first}'  # the same weights
     assert runner.sweep(plan(tmp_path, *given[:-1], elsewhere)) == {}
     result = json.loads((tmp_path / 'results' / 'smoke' / 'gpt2-none-s0.json').read_text())
     whole = hashlib.sha256((first / 'model.safetensors').read_bytes()).hexdigest()
     assert result['weights'] == whole[:12]
-    with pytest.raises(
-        ValueError, match=rf"weights in model.init_from='{result['weights']}' \(now"
-    ):
-        runner.sweep(plan(tmp_path, *given[:-1], f'model.init_from={second}'))
+    with pytest.raises(ValueError, match=rf"weights in model.path='{result['weights']}' \(now"):
+        runner.sweep(plan(tmp_path, *given[:-1], f'model.path={second}'))
 
 
 def test_the_report_follows_the_results(tmp_path):
@@ -136,11 +135,9 @@ def test_no_template_of_the_report_holds_a_number():
 
 def test_a_setting_may_have_the_seed_in_it(tmp_path):
     rows = '--tables=5', '--rows=gpt2-none,gpt2-top10', '--scale=converged', '--seeds=2'
-    assert {job.config.model.init_from for job in plan(tmp_path, *rows)} == {
-        'BASE/model'
-    }  # asked for
-    jobs = plan(tmp_path, *rows, '--set', 'model.init_from=BASE-{seed}/model')
-    found = {(job.result.stem[-2:], job.config.model.init_from) for job in jobs}
+    assert {job.config.model.path for job in plan(tmp_path, *rows)} == {'BASE/model'}  # asked for
+    jobs = plan(tmp_path, *rows, '--set', 'model.path=BASE-{seed}/model')
+    found = {(job.result.stem[-2:], job.config.model.path) for job in jobs}
     assert found == {('s0', 'BASE-0/model'), ('s1', 'BASE-1/model')}
 
 
@@ -279,3 +276,15 @@ def test_a_plan_that_makes_no_sense_is_refused(tmp_path, more, message):
 def test_a_file_without_a_study_is_refused(tmp_path):
     with pytest.raises(ValueError, match='has no get_study'):
         study.study_of(str(ROOT / 'tests' / 'runs.py'))
+
+
+def test_a_result_of_before_is_not_of_other_settings_for_an_old_name():
+    """model.path was model.init_from in committed results, and both move no number."""
+    old = {'model': {'init_from': 'BASE-0/model', 'width': 8}}
+    assert config.settings(old) == config.settings({'model': {'path': 'elsewhere', 'width': 8}})
+
+
+def test_the_digest_of_a_checkpoint_in_one_file(tmp_path):
+    (file := tmp_path / 'model.gguf').write_bytes(b'weights')
+    assert study.digest(str(file)) == hashlib.sha256(b'weights').hexdigest()[:12]
+    assert study.digest(str(tmp_path)) == study.digest('') == ''

@@ -51,7 +51,10 @@ def render(template: Template, messages: Messages, prompt: bool = False) -> str:
     said = {**dict(template.tokens), 'strftime_now': strftime_now}
     try:
         [text], _ = render_jinja_template(
-            [[dict(m) for m in messages]], chat_template=template.source, add_generation_prompt=prompt, **said
+            [[dict(m) for m in messages]],
+            chat_template=template.source,
+            add_generation_prompt=prompt,
+            **said,
         )
     except TemplateError as error:
         raise ValueError(f'the chat template refuses the messages: {error}') from error

@@ -1,35 +1,73 @@
-"""Download of model files from the Hugging Face hub, which fails fast without a network."""
+"""Download of model files from the Hugging Face hub, which fails fast without a network.
+
+The hub's client keeps files in its cache (``HF_HOME``), shows progress, and goes on with a download
+where it was cut off.
+"""
 
 from __future__ import annotations
 
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
+from pathlib import Path
 
-GPT2 = ('config.json', 'model.safetensors*', 'vocab.json', 'merges.txt')
+from jaxmp.models.checkpoint import lacking
+
+FILES = (
+    'config.json', 'generation_config.json', 'model*.safetensors', 'model.safetensors.index.json',
+    'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
+    'chat_template*',
+)  # fmt: skip
 _SECONDS = 5
 
 
-def fetch(repository: str, files: Sequence[str] = GPT2) -> str:
+def local(path: str) -> Path:
+    """The folder or file of a checkpoint; what is neither is looked up on the hub.
+
+    Args:
+      path: of a folder or a GGUF file, or ``owner/name`` of the hub.
+
+    Raises:
+      FileNotFoundError: if it is none of them.
+      ConnectionError: as `fetch`.
+      ValueError: as `fetch`.
+    """
+    place = Path(path).expanduser()
+    if place.exists():
+        return place
+    if not re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', path) or path.endswith('.gguf'):
+        raise FileNotFoundError(
+            f'there is no {path}; give a folder with config.json and weights, a GGUF file, or '
+            'owner/name of the Hugging Face hub'
+        )
+    return Path(fetch(path))
+
+
+def fetch(repository: str, files: Sequence[str] = FILES) -> str:
     """A local directory with files of a model repository.
 
     Files that are in the hub's cache are used without network access.
 
     Args:
       repository: name of the repository, for example ``'openai-community/gpt2'``.
-      files: patterns of the files; default a GPT-2's weights and tokeniser.
+      files: patterns of the files; default the weights, their description and the tokenizer.
 
     Raises:
       ConnectionError: if the hub does not answer within seconds.
-      ValueError: if the hub has no such repository.
+      ValueError: if the hub has no such repository, or its licence has to be accepted first.
     """
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
     wanted = {'repo_id': repository, 'allow_patterns': list(files), 'etag_timeout': _SECONDS}
+    missing = ', '.join(files)
     try:
-        return hub.snapshot_download(**wanted, local_files_only=True)
+        cached = hub.snapshot_download(**wanted, local_files_only=True)
+        if not (rest := lacking(Path(cached))):
+            return cached
+        missing = ', '.join(rest)  # a download was cut off
     except errors.LocalEntryNotFoundError:
         pass  # not in the cache
     except errors.HFValidationError as error:
@@ -37,22 +75,36 @@ def fetch(repository: str, files: Sequence[str] = GPT2) -> str:
             f'{repository!r} is not the name of a repository ({error}); write owner/name, such as '
             'openai-community/gpt2, or give a local directory'
         ) from error
-    instead = f'check the network, or download {", ".join(files)} elsewhere and give the directory'
-    try:  # one request: the hub's client would retry for minutes
-        request = urllib.request.Request(constants.ENDPOINT, method='HEAD')
+    page = f'{constants.ENDPOINT}/{repository}'
+    instead = f'check the network, or download {missing} elsewhere and give the directory'
+    _check_answer(constants.ENDPOINT, f'there is no folder {repository}, and its files are not '
+                  f'all in the cache; {instead}', constants.HF_HUB_OFFLINE)  # fmt: skip
+    try:
+        return hub.snapshot_download(**wanted)
+    except errors.GatedRepoError as error:
+        raise ValueError(
+            f'{repository} is given to those who accept its licence; accept it at {page}, then run '
+            '`hf auth login`, or set HF_TOKEN to a token of that account'
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(
+            f'{constants.ENDPOINT} has no model {repository!r}, or it is private and needs a token '
+            '(HF_TOKEN); write owner/name, such as openai-community/gpt2, or give a local directory'
+        ) from error
+    except (OSError, errors.HfHubHTTPError) as error:
+        raise ConnectionError(
+            f'download of {repository} failed ({error}); run it again to go on, or {instead}'
+        ) from error
+
+
+def _check_answer(address: str, instead: str, offline: bool) -> None:
+    """Raises ConnectionError unless the hub answers; its client would retry for minutes."""
+    if offline:
+        raise ConnectionError(f'HF_HUB_OFFLINE is set: {instead}')
+    try:
+        request = urllib.request.Request(address, method='HEAD')
         urllib.request.urlopen(request, timeout=_SECONDS).close()
     except urllib.error.HTTPError:
         pass  # it answers
     except (OSError, HTTPException) as error:
-        raise ConnectionError(
-            f'{constants.ENDPOINT} does not answer ({error}); {instead}'
-        ) from error
-    try:
-        return hub.snapshot_download(**wanted)
-    except errors.RepositoryNotFoundError as error:
-        raise ValueError(
-            f'{constants.ENDPOINT} has no model {repository!r}; write owner/name, such as '
-            'openai-community/gpt2, or give a local directory'
-        ) from error
-    except (OSError, errors.HfHubHTTPError) as error:
-        raise ConnectionError(f'download of {repository} failed ({error}); {instead}') from error
+        raise ConnectionError(f'{address} does not answer ({error}): {instead}') from error

@@ -119,7 +119,7 @@ def one(job: Job, trainer: Any, quiet: bool, keep: bool) -> Summary:
         summary = diverged(trainer.exp, error.step, job.workdir, trainer.moved())
     if summary is None:
         raise KeyboardInterrupt
-    if weights := digest(job.config.model.init_from):
+    if weights := digest(job.config.model.path):
         summary['weights'] = weights
     job.result.parent.mkdir(parents=True, exist_ok=True)
     lines = (f' {json.dumps(k)}: {json.dumps(v)}' for k, v in summary.items())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jaxmp.config import KINDS, Summary, flat, nearest, settings
 from jaxmp.plugins import find, module
 
-WEIGHTS = 'SHA-256 of the weights in model.init_from'
+WEIGHTS = 'SHA-256 of the weights in model.path'
 
 
 class Job(NamedTuple):
@@ -57,7 +57,7 @@ def finished(job: Job) -> Summary | None:
     summary = json.loads(job.result.read_text())
     as_saved = json.loads(json.dumps(job.config.to_dict()))  # tuples are lists there
     want, has = settings(as_saved), settings(summary['config'])
-    if (now := digest(job.config.model.init_from)) and 'weights' in summary:
+    if (now := digest(job.config.model.path)) and 'weights' in summary:
         want[WEIGHTS], has[WEIGHTS] = now, summary['weights']
     if clash := sorted(k for k in {**want, **has} if want.get(k) != has.get(k)):
         raise ValueError(
@@ -69,12 +69,15 @@ def finished(job: Job) -> Summary | None:
 
 
 @functools.cache
-def digest(folder: str) -> str:
-    """The SHA-256 of all ``*.safetensors`` in ``folder``, 12 digits of it; ``''`` without any."""
-    files = sorted(Path(folder).expanduser().glob('*.safetensors')) if folder else []
+def digest(path: str) -> str:
+    """The SHA-256 of a file, or of a folder's ``*.safetensors``: 12 digits; ``''`` without any."""
+    place = Path(path).expanduser() if path else Path()
+    files = [place] if place.is_file() else sorted(place.glob('*.safetensors')) if path else []
     found = hashlib.sha256()
     for file in files:
-        found.update(file.read_bytes())
+        with file.open('rb') as stream:
+            while part := stream.read(2**24):
+                found.update(part)
     return found.hexdigest()[:12] if files else ''
 
 

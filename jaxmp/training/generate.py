@@ -53,7 +53,7 @@ def load(workdir: str | Path) -> tuple[Experiment, Any]:
     if not isinstance(config, dict):
         raise ValueError(f'{folder / "config.json"} is not the configuration of a run')
     values = flat(config)
-    values |= {'model.init_from': str(folder / 'model'), 'eval_feedback': 'direct'}
+    values |= {'model.path': str(folder / 'model'), 'eval_feedback': 'direct'}
     values |= {name: key.default for name, key in KEYS.items() if key.runtime}
     values |= {'parallel.runtime': 'local', 'parallel.replicas': 1, 'tied_exchange': 'mean'}
     if any((folder / 'model' / f).is_file() for f in ('vocab.json', 'tokenizer.json')):
@@ -65,7 +65,8 @@ def load(workdir: str | Path) -> tuple[Experiment, Any]:
 
 def scorer(exp: Experiment, variables: Any, compressed: bool) -> Scores:
     """``(window, key) -> logits`` of the token after the window."""
-    model = Pipeline(exp.task.stages, cuts_to_score(exp, compressed=True))
+    stages = tuple(getattr(stage, 'with_logits', stage) for stage in exp.task.stages)
+    model = Pipeline(stages, cuts_to_score(exp, compressed=True))
 
     @jax.jit
     def score(window: Array, key: Array) -> Array:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxmp import data, models
 from jaxmp.config import KEYS, Config
 from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
+from jaxmp.models.huggingface import local
 from jaxmp.models.tied import WTE, TiedParameter, table
 from jaxmp.pipeline import Stage
 from jaxmp.plugins import called, imported
@@ -45,6 +46,7 @@ class Task(NamedTuple):
       metric: the metric that tables and progress show.
       scores: the names of the scores that ``score`` returns.
       start: ``(stage, its variables, key of init) -> variables`` before the first step.
+      read: ``(stage, key of init) -> variables``, in place of random ones, or None.
       tied: a parameter that the first and the last of several stages share, or None.
       export: a function that writes the variables of all stages, and a tokenizer, to a folder in a
         common layout, or None.
@@ -62,6 +64,7 @@ class Task(NamedTuple):
     tied: TiedParameter | None = None
     export: Callable[[str, Any], None] | None = None
     trained: Callable[[tuple[str, ...]], bool] = everything
+    read: Callable[[int, Array], Any] | None = None
 
     @property
     def like(self) -> Like:
@@ -106,6 +109,10 @@ def _task(config: Config) -> Task:
     name = config.model.name
     if name == 'gpt2':
         return language(config)
+    if name == 'pretrained':
+        from jaxmp.training.pretrained import task_of_checkpoint  # it imports this module
+
+        return task_of_checkpoint(config)
     dataset = dataset_of(config)
     if ':' not in name:
         if dataset.tokenizer:
@@ -231,9 +238,26 @@ def check_width(c: Any, width: int) -> None:
     """Raises ValueError if bits would be counted against other channels than the weights have."""
     if c.bottleneck and width != c.width:
         raise ValueError(
-            f'config.model.width={c.width}, and the weights in {c.init_from} have {width} '
+            f'config.model.width={c.width}, and the weights in {c.path} have {width} '
             f'channels, against which bits are counted; give --config.model.width={width}'
         )
+
+
+def cuts_of(text: str) -> tuple[int, ...]:
+    """The numbers of ``config.model.cuts``.
+
+    Raises:
+      ValueError: if it has anything else.
+
+    >>> cuts_of('8 16 23')
+    (8, 16, 23)
+    """
+    words = text.replace(',', ' ').split()
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(
+            f"config.model.cuts={text!r} is not a list of numbers of blocks such as '8 16 23'"
+        )
+    return tuple(map(int, words))
 
 
 def language(config: Config) -> Task:
@@ -242,9 +266,10 @@ def language(config: Config) -> Task:
 
     c, words = config.model, config.data
     dataset = text_of(config)
-    dropout = (c.dropout,) * 3
-    if c.init_from:
-        sizes = weights.read_config(c.init_from, dropout=dropout)
+    cuts = cuts_of(c.cuts) or None
+    dropout, folder = (c.dropout,) * 3, str(local(c.path)) if c.path else ''
+    if folder:
+        sizes = weights.read_config(folder, dropout=dropout)
         weights.check_vocabulary(sizes, dataset.classes)
         check_width(c, sizes.width)
     else:
@@ -254,22 +279,21 @@ def language(config: Config) -> Task:
         )  # fmt: skip
     dtype = None if c.dtype == 'float32' else jnp.dtype(c.dtype)
     sizes = dataclasses.replace(sizes, dtype=dtype, remat=c.remat)
-    published = gpt2.gpt2(sizes, c.stages)
+    published = gpt2.gpt2(sizes, c.stages, cuts)
     sizes = dataclasses.replace(sizes, embed_every_stage=c.embed_every_stage)
-    stages = gpt2.gpt2(sizes, c.stages)
-
+    stages = gpt2.gpt2(sizes, c.stages, cuts)
     if c.embed_every_stage and len(stages) == 1:
         raise ValueError(
             'config.model.embed_every_stage=True is for stages after the first, and '
             'config.model.stages=1 has none; give 2 or more'
         )
-    read = lambda stage: weights.read(c.init_from, published, stage)[0]
+    read = lambda stage: weights.read(folder, published, stage)[0]
     vocabulary = sizes.vocabulary if c.embed_every_stage else 0
     model = principal.Model(published, read, dataset.train.x, vocabulary)
     components = functools.cache(functools.partial(principal.components, model))
 
     def start(stage: int, variables: Any, key: Array) -> Any:
-        if c.init_from:
+        if folder:
             own = {**variables.get('params', {}), **read(stage)['params']}
             if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):
                 return {**variables, 'params': own}  # whoever traces wants shapes
@@ -316,8 +340,8 @@ MODELS: dict[str, Callable[[int, Config], Sequence[Stage]]] = {
 def stage_count(config: Config) -> int:
     """The number of stages of the model; for the package's own models without loading data."""
     name = config.model.name
-    if name == 'gpt2':
-        return config.model.stages
+    if name in ('gpt2', 'pretrained'):
+        return len(config.model.cuts.split()) + 1 if config.model.cuts else config.model.stages
     if name in MODELS:
         return len(MODELS[name](1, config.model))
     return len(task_of(config).stages)

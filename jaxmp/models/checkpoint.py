@@ -1,0 +1,159 @@
+"""`Checkpoint`: a pretrained model's description and its tensors, which are read by name.
+
+A folder in Hugging Face's layout has ``config.json`` and ``model.safetensors``, or an index and the
+files that it names. A GGUF file has all in one (`jaxmp.models.gguf_file`). Opening reads names and
+shapes only. Loading a safetensors file, unlike a pickle, cannot run code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FILE = 'model.safetensors'
+INDEX = f'{FILE}.index.json'
+AGAIN = 'download it again'
+
+
+class Checkpoint(NamedTuple):
+    """A pretrained model on disk.
+
+    Attributes:
+      place: folder or file.
+      described: contents of its ``config.json``.
+      shapes: of all tensors, by name.
+      read: the tensor of a name, in the file's dtype.
+    """
+
+    place: Path
+    described: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], np.ndarray]
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint in a folder, or in a GGUF file.
+
+    Raises:
+      FileNotFoundError: if there is none, or a file that its index names is missing.
+      ValueError: if a file is damaged or cut off.
+    """
+    place = Path(path).expanduser()
+    if place.is_file() and place.suffix == '.gguf':
+        from jaxmp.models.gguf_file import open_gguf
+
+        return open_gguf(place)
+    if not place.is_dir():
+        raise FileNotFoundError(f'{place} is no folder and no GGUF file; {wanted()}')
+    if not (place / 'config.json').is_file():
+        raise FileNotFoundError(f'no config.json in {place}; {wanted()}')
+    shapes, read = open_tensors(_files(place))
+    index = _indexed(place)
+    if missing := sorted(index.keys() - shapes):
+        raise ValueError(
+            f'{place / index[missing[0]]} lacks {missing[0]}, which {INDEX} lists; {AGAIN}'
+        )
+    return Checkpoint(place, contents(place / 'config.json'), shapes, read)
+
+
+def open_tensors(
+    files: Sequence[Path],
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
+    """The shapes of all tensors of some safetensors files, and a function that reads one.
+
+    Raises:
+      ValueError: if a file is damaged or cut off.
+    """
+    shapes, where = {}, {}
+    for tensors in map(_open, files):
+        for name in tensors.keys():  # noqa: SIM118 - not a dict
+            shapes[name], where[name] = tuple(tensors.get_slice(name).get_shape()), tensors
+    return shapes, lambda name: where[name].get_tensor(name)
+
+
+def wanted() -> str:
+    """What a path may be."""
+    return (
+        f'give a folder with config.json and {FILE} (or {INDEX} and its files), a GGUF file, or '
+        'owner/name of the Hugging Face hub'
+    )
+
+
+def lacking(place: Path) -> list[str]:
+    """The files that a folder in Hugging Face's layout lacks; a download may have been cut off."""
+    if not (place / 'config.json').is_file():
+        return ['config.json']
+    if (place / FILE).is_file():
+        return []
+    if not (place / INDEX).is_file():
+        return [FILE]
+    names = sorted(set(_indexed(place).values()))
+    return [name for name in names if not (place / name).is_file()]
+
+
+def contents(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    try:
+        value = json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{file} is not JSON ({error}); {AGAIN}') from error
+    if not isinstance(value, dict):
+        raise ValueError(f'{file} holds a {type(value).__name__}, not an object; {AGAIN}')
+    return value
+
+
+def _indexed(place: Path) -> dict[str, str]:
+    """The file of each tensor, by the index; empty without one."""
+    if (place / FILE).is_file() or not (place / INDEX).is_file():
+        return {}
+    where = contents(place / INDEX).get('weight_map')
+    if not isinstance(where, dict) or not where:
+        raise ValueError(f'{place / INDEX} has no weight_map; {AGAIN}')
+    return {str(name): str(file) for name, file in where.items()}
+
+
+def _files(place: Path) -> list[Path]:
+    if (place / FILE).is_file():
+        return [place / FILE]
+    names = sorted(set(_indexed(place).values()))
+    if not names:
+        other = sorted(p.name for p in place.glob('*.bin'))
+        have = f' (only {", ".join(other)}; pickles are not read)' if other else ''
+        raise FileNotFoundError(f'no weights in {place}{have}; {wanted()}')
+    for name in names:
+        if Path(name).name != name or not (place / name).is_file():
+            raise FileNotFoundError(f'{place / INDEX} names {name}, which is missing; {AGAIN}')
+    return [place / name for name in names]
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, 'numpy')
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size
+        whole = f' of {full:,}' if (full := _full_size(file)) else ''
+        raise ValueError(
+            f'{file} is damaged or cut off: {size:,} bytes{whole} ({error}); {AGAIN}'
+        ) from error
+
+
+def _full_size(file: Path) -> int:
+    """The bytes that a safetensors file has by its header; 0 if that is damaged too."""
+    with file.open('rb') as stream:
+        length = int.from_bytes(stream.read(8), 'little')
+        try:
+            header = json.loads(stream.read(min(length, 10**8)))
+            ends = [v['data_offsets'][1] for k, v in header.items() if k != '__metadata__']
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return 0
+    return 8 + length + max(ends, default=0)

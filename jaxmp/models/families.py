@@ -1,0 +1,170 @@
+"""The families of decoders: what each adds to a Llama, by the keys of Hugging Face's config.json.
+
+Tensors have the same names in all families, and stages name their parameters likewise, so that no
+table of tensors is needed: ``layers/self_attn/q_proj/weight`` of a stage is a stack of
+``model.layers.N.self_attn.q_proj.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp.models.decoder import Config, Kind
+from jaxmp.models.rotary import frequencies
+
+Described = Mapping[str, Any]  # the contents of a config.json
+_NONE: Described = MappingProxyType({})
+
+
+class Family(NamedTuple):
+    """What a family has that a Llama has not.
+
+    Attributes:
+      architecture: transformers' class.
+      defaults: values of keys that a config.json may leave out.
+      switches: of `jaxmp.models.decoder.Config`.
+    """
+
+    architecture: str
+    defaults: Described = _NONE
+    switches: Described = _NONE
+
+
+_GEMMA = {
+    'head_dim': 256, 'tie_word_embeddings': True, 'sliding_window': 4096,
+    'query_pre_attn_scalar': 256, 'hidden_activation': 'gelu_pytorch_tanh',
+}  # fmt: skip
+_GEMMA_SWITCHES = {'norm_offset': 1.0, 'post_norms': True}
+FAMILIES: Mapping[str, Family] = {
+    'llama': Family('LlamaForCausalLM'),
+    'mistral': Family('MistralForCausalLM', {'sliding_window': 4096}),
+    'qwen2': Family('Qwen2ForCausalLM', switches={'bias': True}),
+    'qwen3': Family('Qwen3ForCausalLM', {'head_dim': 128}, {'head_norms': True}),
+    'gemma2': Family(
+        'Gemma2ForCausalLM',
+        {**_GEMMA, 'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0},
+        _GEMMA_SWITCHES,
+    ),
+    'gemma3_text': Family(
+        'Gemma3ForCausalLM', {**_GEMMA, 'rope_theta': 1e6}, {**_GEMMA_SWITCHES, 'head_norms': True}
+    ),
+}
+_SIZES = {
+    'vocabulary': 'vocab_size', 'width': 'hidden_size', 'inner': 'intermediate_size',
+    'heads': 'num_attention_heads',
+}  # fmt: skip
+_REFUSED = (  # parts that no published checkpoint of these families has
+    'attention_bias', 'mlp_bias', 'use_bidirectional_attention', 'quantization_config',
+)  # fmt: skip
+
+
+def config_of(described: Described, place: str = 'config.json') -> Config:
+    """The decoder that a ``config.json`` describes.
+
+    Args:
+      described: contents of the file.
+      place: where they are from, for messages.
+
+    Raises:
+      ValueError: if the architecture or one of its parts is unknown, or a size is missing or wrong.
+
+    >>> config_of({'model_type': 'bert'})
+    Traceback (most recent call last):
+      ...
+    ValueError: config.json has model_type='bert'; known are gemma2, gemma3_text, llama, mistral, \
+qwen2, qwen3 and gpt2; give a checkpoint of one of them
+    """
+    name = str(described.get('model_type'))
+    if name not in FAMILIES:
+        known = ', '.join(sorted(FAMILIES))
+        raise ValueError(
+            f'{place} has model_type={name!r}; known are {known} and gpt2; give a checkpoint of '
+            'one of them'
+        )
+    family = FAMILIES[name]
+    d = {'hidden_act': 'silu', 'rms_norm_eps': 1e-6, **family.defaults, **described}
+    if parts := [key for key in _REFUSED if d.get(key)]:
+        raise ValueError(
+            f'{place} has {parts[0]}={d[parts[0]]!r}, which the decoder lacks; give a checkpoint '
+            'without'
+        )
+    sizes = {ours: _size(d, theirs, place) for ours, theirs in _SIZES.items()}
+    heads, blocks = sizes['heads'], _size(d, 'num_hidden_layers', place)
+    kv_heads = d.get('num_key_value_heads') or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f'{place} has {heads} heads, which {kv_heads} key/value heads do not divide'
+        )
+    depth = d.get('head_dim') or sizes['width'] // heads
+    activation = d.get('hidden_activation') or d['hidden_act']
+    if activation not in ('silu', 'gelu_pytorch_tanh'):
+        raise ValueError(
+            f'{place} has hidden_act={activation!r}; silu and gelu_pytorch_tanh are known'
+        )
+    scalar = d.get('query_pre_attn_scalar')
+    kinds, layers = _kinds(name, d, depth, blocks)
+    return Config(
+        **sizes, kv_heads=kv_heads, head_width=depth, kinds=kinds, layers=layers,
+        epsilon=d['rms_norm_eps'], activation=activation,
+        tied=bool(d.get('tie_word_embeddings', False)),
+        query_scale=scalar**-0.5 if scalar else 0.0,
+        attention_cap=d.get('attn_logit_softcapping') or 0.0,
+        logits_cap=d.get('final_logit_softcapping') or 0.0,
+        embedding_scale=float(np.float32(sizes['width'] ** 0.5)) if name in GEMMAS else 1.0,
+        **family.switches,
+    )  # fmt: skip
+
+
+GEMMAS = ('gemma2', 'gemma3_text')
+
+
+def _size(d: Described, key: str, place: str) -> int:
+    value = d.get(key)
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f'{place} has {key}={value!r}, which is not a whole number from 1; download it again'
+        )
+    return value
+
+
+def _kinds(name: str, d: Described, depth: int, blocks: int) -> tuple[tuple[Kind, ...], Any]:
+    """The kinds of blocks, and the number of each block's kind."""
+    types = d.get('layer_types') or _layer_types(name, d, blocks)
+    if len(types) != blocks or set(types) - {'full_attention', 'sliding_attention'}:
+        raise ValueError(
+            f'layer_types has {len(types)} of {", ".join(sorted(set(types)))}; it must have '
+            f'{blocks}, each full_attention or sliding_attention'
+        )
+    names = list(dict.fromkeys(types))
+    window = {'full_attention': 0, 'sliding_attention': d.get('sliding_window') or 0}
+    kinds = (Kind(*frequencies(depth, _rope(name, d, t)), window=window[t]) for t in names)
+    return tuple(kinds), tuple(map(names.index, types))
+
+
+def _layer_types(name: str, d: Described, blocks: int) -> list[str]:
+    """Which blocks have a window, where config.json does not list them."""
+    if name == 'mistral':
+        sliding = [bool(d.get('sliding_window'))] * blocks
+    elif name in GEMMAS:  # every second, every sixth block sees all
+        period = d.get('sliding_window_pattern') or (2 if name == 'gemma2' else 6)
+        sliding = [bool((i + 1) % period) for i in range(blocks)]
+    else:
+        first = d.get('max_window_layers', 28) if d.get('use_sliding_window') else blocks
+        sliding = [name.startswith('qwen') and i >= first for i in range(blocks)]
+    return ['sliding_attention' if s else 'full_attention' for s in sliding]
+
+
+def _rope(name: str, d: Described, layer_type: str) -> dict[str, Any]:
+    """Rotary positions of a kind of blocks, as transformers 5 writes them or as 4 did."""
+    rope = d.get('rope_parameters') or {}
+    rope = rope.get(layer_type, rope)
+    theta = d.get('rope_theta') or 10000.0
+    if name == 'gemma3_text' and layer_type == 'sliding_attention':
+        return {'rope_theta': d.get('rope_local_base_freq') or 10000.0, **rope}
+    scaling = d.get('rope_scaling') or {}
+    kind = {'rope_type': scaling['type']} if 'type' in scaling else {}
+    return {'rope_theta': theta, **kind, **scaling, **rope}

@@ -1,0 +1,157 @@
+"""GGUF, llama.cpp's format, as a `Checkpoint`, described in the words of config.json.
+
+Quantised tensors are read as float32. The rows of a Llama's q and k are reordered: llama.cpp pairs
+neighbouring rows for the rotation, Hugging Face's layout the halves of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmp.models.checkpoint import AGAIN, Checkpoint
+from jaxmp.models.families import FAMILIES
+from jaxmp.models.rotary import frequencies
+
+ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
+_OUTSIDE = {'token_embd': 'embed_tokens', 'output_norm': 'norm', 'output': 'lm_head'}
+_INSIDE = {
+    'attn_q': 'self_attn.q_proj', 'attn_k': 'self_attn.k_proj', 'attn_v': 'self_attn.v_proj',
+    'attn_output': 'self_attn.o_proj', 'attn_q_norm': 'self_attn.q_norm',
+    'attn_k_norm': 'self_attn.k_norm', 'ffn_gate': 'mlp.gate_proj', 'ffn_up': 'mlp.up_proj',
+    'ffn_down': 'mlp.down_proj', 'attn_norm': 'input_layernorm',
+    'ffn_norm': 'post_attention_layernorm',
+}  # fmt: skip
+_ROPE = 'rope_freqs.weight'  # Llama 3's scaling, as divisors of the frequencies
+_STOPS = ('bos_token_id', 'eos_token_id')
+
+
+def open_gguf(file: Path) -> Checkpoint:
+    """The checkpoint in a GGUF file.
+
+    Raises:
+      ImportError: without the package ``gguf``.
+      ValueError: if the file is damaged, or of another architecture.
+    """
+    try:
+        from gguf import GGUFReader, dequantize
+    except ImportError:
+        raise ImportError(
+            f'{file} needs the package gguf; pip install "jaxmp[gguf]", or give a folder of '
+            'safetensors'
+        ) from None
+    try:
+        reader = GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        size = f'{file.stat().st_size:,} bytes'
+        raise ValueError(f'{file} is damaged or cut off: {size} ({error}); {AGAIN}') from error
+    fields = {name: field.contents() for name, field in reader.fields.items() if _short(field)}
+    tensors = {t.name: t for t in reader.tensors}
+    described = _described(file, fields, tensors)
+    names = {_name(name): name for name in tensors if name != _ROPE}
+
+    def read(name: str) -> np.ndarray:
+        tensor = tensors[names[name]]
+        array = np.array(dequantize(tensor.data, tensor.tensor_type))
+        for part, heads in (('q', 'num_attention_heads'), ('k', 'num_key_value_heads')):
+            if described['model_type'] == 'llama' and f'.{part}_proj.' in name:
+                array = by_halves(array, described[heads])
+        return array
+
+    shapes = {name: tuple(map(int, tensors[own].shape[::-1])) for name, own in names.items()}
+    return Checkpoint(file, described, shapes, read)
+
+
+def by_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k with the pairs of each rotation in the two halves of a head.
+
+    >>> by_halves(np.arange(4)[:, None], 1).ravel().tolist()
+    [0, 2, 1, 3]
+    """
+    rows = weight.shape[0]
+    paired = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
+    return paired.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _short(field: Any) -> bool:
+    """Whether it is no list, such as the tokens, which take long to read."""
+    return len(field.data) == 1
+
+
+def _name(name: str) -> str:
+    """A tensor's name in Hugging Face's files."""
+    words = name.split('.')
+    if words[0] == 'blk' and words[2] in _INSIDE:
+        return f'model.layers.{words[1]}.{_INSIDE[words[2]]}.{words[3]}'
+    if words[0] in _OUTSIDE:
+        room = '' if words[0] == 'output' else 'model.'
+        return f'{room}{_OUTSIDE[words[0]]}.{words[1]}'
+    return name
+
+
+def _described(file: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` would say."""
+    kind = fields.get('general.architecture')
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f'{file} has the architecture {kind!r}; of GGUF files {", ".join(ARCHITECTURES)} are '
+            'read: give a folder of safetensors'
+        )
+
+    def get(name: str, default: Any = None) -> Any:
+        value = fields.get(f'{kind}.{name}', default)
+        if value is None:
+            raise ValueError(f'{file} does not say its {kind}.{name}; {AGAIN}')
+        return value
+
+    heads, width = get('attention.head_count'), get('embedding_length')
+    depth = get('attention.key_length', width // heads)
+    described = {
+        'architectures': [FAMILIES[kind].architecture],
+        'model_type': kind,
+        'vocab_size': int(tensors['token_embd.weight'].shape[1]),
+        'hidden_size': width,
+        'intermediate_size': get('feed_forward_length'),
+        'num_hidden_layers': get('block_count'),
+        'num_attention_heads': heads,
+        'num_key_value_heads': get('attention.head_count_kv', heads),
+        'head_dim': depth,
+        'hidden_act': 'silu',
+        'rms_norm_eps': float(get('attention.layer_norm_rms_epsilon')),
+        'max_position_embeddings': get('context_length', 2048),
+        'tie_word_embeddings': 'output.weight' not in tensors,
+        'rope_theta': float(get('rope.freq_base', 10000.0)),
+    }
+    if scaling := _scaling(file, get, described, tensors):
+        described['rope_scaling'] = scaling
+    ids = {key: fields.get(f'tokenizer.ggml.{key}') for key in _STOPS}
+    return described | {key: int(value) for key, value in ids.items() if value is not None}
+
+
+def _scaling(
+    file: Path, get: Callable[..., Any], described: dict[str, Any], tensors: dict[str, Any]
+) -> dict[str, Any]:
+    """How the rotary positions are scaled; empty if not."""
+    kind = get('rope.scaling.type', 'none')
+    if _ROPE in tensors:  # the file has the quotients; the published Llamas differ in the factor
+        divisors = np.array(tensors[_ROPE].data, np.float32)
+        scaling = {
+            'rope_type': 'llama3', 'factor': float(divisors.max()), 'low_freq_factor': 1.0,
+            'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192,
+        }  # fmt: skip
+        depth, theta = described['head_dim'], {'rope_theta': described['rope_theta']}
+        plain, scaled = (frequencies(depth, theta | s)[0] for s in ({}, scaling))
+        if not np.allclose(np.divide(plain, divisors), scaled, rtol=1e-3):
+            raise ValueError(
+                f'{file} scales its rotary positions as no published Llama 3 does; give a folder '
+                'of safetensors'
+            )
+        return scaling
+    if kind == 'none':
+        return {}
+    positions = get('rope.scaling.original_context_length', described['max_position_embeddings'])
+    numbers = {'factor': float(get('rope.scaling.factor'))}
+    return {'rope_type': kind, **numbers, 'original_max_position_embeddings': positions}

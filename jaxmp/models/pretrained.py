@@ -1,0 +1,229 @@
+"""Parameters of a decoder's stages, read from a `Checkpoint` by name and written back.
+
+Each stage reads its own tensors and no others. What is written is a folder that transformers loads,
+with one file per stage.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array
+
+from jaxmp.models.checkpoint import FILE, INDEX, Checkpoint
+from jaxmp.models.decoder import Stage
+from jaxmp.models.families import FAMILIES
+
+Keys = tuple[str, ...]  # of a parameter in a stage's
+Params = dict[str, Any]
+LOW_RANK = ('lora_a', 'lora_b')
+COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights
+    'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
+    'chat_template*', 'generation_config.json',
+)  # fmt: skip
+
+
+def as_float32(path: Keys) -> Any:
+    """float32, for a parameter of any path."""
+    return np.float32
+
+
+def read(
+    checkpoint: Checkpoint,
+    stages: Sequence[Stage],
+    only: int,
+    key: Array | None = None,
+    dtype: Callable[[Keys], Any] = as_float32,
+) -> dict[str, Params]:
+    """The variables of one stage, of stages that `check` finds to fit.
+
+    Args:
+      checkpoint: of the model.
+      stages: of `jaxmp.models.decoder.decoder`, with the config of the checkpoint.
+      only: number of the stage.
+      key: of the low-rank updates, which no checkpoint has; not needed without.
+      dtype: of the parameter of a path; None means the file's.
+
+    Returns:
+      ``{'params': ...}``.
+    """
+    own = shapes(stages[only])
+    start = sum(stage.blocks for stage in stages[:only])
+    params: dict[Keys, Any] = {}
+    for path, shape in own.items():
+        names = list(_names(path, start, stages[only].blocks))
+        if names[0] not in checkpoint.shapes:  # a low-rank update; all others are there
+            continue
+        if path[0] != 'layers':
+            params[path] = jnp.asarray(checkpoint.read(names[0]), dtype(path))
+            continue
+        first = checkpoint.read(names[0])
+        stack = np.empty(shape, dtype(path) or first.dtype)
+        for i, name in enumerate(names):
+            stack[i] = checkpoint.read(name) if i else first
+        params[path] = jnp.asarray(stack)
+    low = {path: shape for path, shape in own.items() if path not in params}
+    return {'params': unflatten_dict(params | _low_rank(low, key))}
+
+
+def _low_rank(shapes: Mapping[Keys, tuple[int, ...]], key: Any) -> dict[Keys, Array]:
+    """Low-rank updates as PEFT begins them: A uniform within ``1 / sqrt(in)``, B zero."""
+    updates = {}
+    for i, (path, shape) in enumerate(sorted(shapes.items())):
+        if path[-1] == 'lora_b':
+            updates[path] = jnp.zeros(shape)
+            continue
+        bound = shape[-1] ** -0.5
+        updates[path] = jax.random.uniform(
+            jax.random.fold_in(key, i), shape, minval=-bound, maxval=bound
+        )
+    return updates
+
+
+def check(checkpoint: Checkpoint, stages: Sequence[Stage]) -> None:
+    """Raises ValueError if the checkpoint has other tensors than the stages need."""
+    needed, start = {}, 0
+    for stage in stages:
+        for path, shape in shapes(stage).items():
+            shape = shape[1:] if path[0] == 'layers' else shape
+            names = list(_names(path, start, stage.blocks))
+            if path[-1] not in LOW_RANK or names[0] in checkpoint.shapes:
+                needed |= dict.fromkeys(names, shape)
+        start += stage.blocks
+    idle = ('.rotary_emb.inv_freq', *(['lm_head.weight'] if stages[0].config.tied else []))
+    missing = sorted(needed.keys() - checkpoint.shapes)
+    extra = sorted(n for n in checkpoint.shapes if n not in needed and not n.endswith(idle))
+    if missing or extra:
+        raise ValueError(
+            f'{checkpoint.place} has other tensors than its config.json says: {len(missing)} '
+            f'missing {_some(missing)}, {len(extra)} unknown {_some(extra)}; download it again'
+        )
+    for name, shape in needed.items():
+        if checkpoint.shapes[name] != shape:
+            raise ValueError(
+                f'{checkpoint.place}: {name} has shape {checkpoint.shapes[name]}, and its '
+                f'config.json says {shape}; download it again'
+            )
+
+
+def _flat(tree: Any) -> dict[Keys, Any]:
+    flat: dict[Any, Any] = flatten_dict(tree)
+    return flat
+
+
+def _some(names: Sequence[str]) -> str:
+    return f'({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})'
+
+
+def shapes(stage: Stage) -> dict[Keys, tuple[int, ...]]:
+    """Those of a stage's parameters."""
+    c = stage.config
+    x = jnp.zeros((1, 1), jnp.int32) if stage.embeds else jnp.zeros((1, 1, c.width))
+    params = jax.eval_shape(stage.init, jax.random.key(0), x)['params']
+    return {path: leaf.shape for path, leaf in _flat(params).items()}
+
+
+def _names(path: Keys, start: int, blocks: int) -> Iterator[str]:
+    """The tensors of a parameter of a stage whose first block has number ``start``."""
+    if path[0] == 'layers':
+        rest = '.'.join(path[1:])
+        yield from (f'model.layers.{start + i}.{rest}' for i in range(blocks))
+    else:
+        yield '.'.join(path if path[0] == 'lm_head' else ('model', *path))
+
+
+def write(
+    folder: str | Path, described: Mapping[str, Any], stages: Sequence[Stage], variables: Any
+) -> None:
+    """Writes a folder that transformers loads, with low-rank updates merged into their kernels.
+
+    Args:
+      folder: it is created if it does not exist.
+      described: contents of the ``config.json`` that the model was read from.
+      stages: all stages of the model.
+      variables: one ``{'params': ...}`` per stage.
+
+    Raises:
+      ValueError: if the first and the last stage have different token tables.
+      OSError: if the files cannot be written.
+    """
+    (root := Path(folder).expanduser()).mkdir(parents=True, exist_ok=True)
+    trees = [_flat(v['params']) for v in variables]
+    table, tied = ('embed_tokens', 'weight'), stages[0].config.tied and len(stages) > 1
+    if tied:
+        if not np.array_equal(trees[0][table], trees[-1][table]):
+            raise ValueError(
+                'the first and the last stage have different token tables, and the file has one; '
+                'train them tied (Task(tied=TABLE)), or freeze both'
+            )
+        trees[-1] = {path: leaf for path, leaf in trees[-1].items() if path != table}
+    where, size, start, dtypes = {}, 0, 0, set()
+    for s, (stage, tree) in enumerate(zip(stages, trees, strict=True)):
+        one = f'model-{s + 1:05}-of-{len(stages):05}.safetensors'
+        file = FILE if len(stages) == 1 else one
+        tensors = dict(tensors_of(stage, _merged(stage, tree), start))
+        save(tensors, root / file)
+        where |= dict.fromkeys(tensors, file)
+        size += sum(a.nbytes for a in tensors.values())
+        dtypes |= {a.dtype.name for a in tensors.values()}
+        start += stage.blocks
+    if len(stages) > 1:
+        dump({'metadata': {'total_size': size}, 'weight_map': where}, root / INDEX)
+    kept = {k: v for k, v in described.items() if k not in ('torch_dtype', 'transformers_version')}
+    named = {'architectures': [FAMILIES[described['model_type']].architecture]}
+    dump({**kept, **named, 'dtype': max(dtypes)}, root / 'config.json')
+
+
+def _merged(stage: Stage, tree: Mapping[Keys, Any]) -> dict[Keys, np.ndarray]:
+    """The parameters of a stage without low-rank updates, which are added to their kernels."""
+    full = {path: np.asarray(leaf) for path, leaf in tree.items() if path[-1] not in LOW_RANK}
+    lora = stage.config.lora
+    for path in tree:
+        if lora and path[-1] == 'lora_a':
+            a, b = (np.asarray(tree[*path[:-1], name], np.float32) for name in LOW_RANK)
+            kernel = full[*path[:-1], 'weight']
+            update = kernel + np.einsum('lor,lri->loi', b, a) * (lora.alpha / lora.rank)
+            full[*path[:-1], 'weight'] = update.astype(kernel.dtype)
+    return full
+
+
+def tensors_of(
+    stage: Stage, tree: Mapping[Keys, np.ndarray], start: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a stage by their names in a file."""
+    for path, leaf in tree.items():
+        rows = leaf if path[0] == 'layers' else leaf[None]
+        for name, row in zip(_names(path, start, stage.blocks), rows, strict=True):
+            yield name, np.ascontiguousarray(row)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies what goes with weights, such as the tokenizer's files, if the source is a folder."""
+    if source.is_dir() and source.resolve() != folder.resolve():
+        for pattern in COMPANIONS:
+            for file in source.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
+
+
+def save(tensors: dict[str, np.ndarray], file: Path) -> None:
+    """Writes a safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(tensors, file, metadata={'format': 'pt'})
+    except SafetensorError as error:  # safetensors raises it for a full disk too
+        raise OSError(f'cannot write {file} ({error}); free space there') from error
+
+
+def dump(value: Any, file: Path) -> None:
+    """Writes a JSON file."""
+    file.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')

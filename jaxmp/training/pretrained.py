@@ -1,0 +1,127 @@
+"""The task of a checkpoint: text, its own tokenizer, and stages that are read instead of drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jaxmp.config import Config
+from jaxmp.data import Dataset
+from jaxmp.metrics import PERPLEXITY
+from jaxmp.models import decoder, families, pretrained
+from jaxmp.models.adapters import base_of, open_with_adapters, write_adapters
+from jaxmp.models.checkpoint import Checkpoint
+from jaxmp.training import trained
+from jaxmp.training.datasets import text_of
+from jaxmp.training.task import Task, cuts_of, language
+
+DtypeOf = Callable[[trained.Path], Any]
+_TOKENIZERS = ('tokenizer.json', 'vocab.json')
+
+
+def task_of_checkpoint(config: Config) -> Task:
+    """The task of ``config.model.path``, of whatever family the checkpoint is.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint.
+      ConnectionError: if it has to be downloaded and cannot be.
+      ValueError: if it is damaged, of an unknown family, or does not fit the configuration.
+    """
+    c = config.model
+    if not c.path:
+        raise ValueError(
+            "config.model.name='pretrained' needs config.model.path: a folder in Hugging Face's "
+            'layout, a GGUF file, or owner/name of the hub'
+        )
+    choice = trained.trained(c.train)
+    checkpoint = open_with_adapters(c.path, choice.lora)
+    if checkpoint.described.get('model_type') == 'gpt2':
+        return _gpt2(config, checkpoint.place)
+    sizes = dataclasses.replace(
+        families.config_of(checkpoint.described, str(checkpoint.place)), remat=c.remat,
+        dtype=None if c.dtype == 'float32' else jnp.dtype(c.dtype), stream=jnp.float32,
+        lora=choice.lora,
+    )  # fmt: skip
+    stages = decoder.decoder(sizes, c.stages, cuts_of(c.cuts), by_token=True)
+    pretrained.check(checkpoint, stages)
+    paths = [p for s in stages for p in pretrained.shapes(s)]
+    trained.check(c.train, choice, paths)
+    dataset = _text(config, checkpoint.place)
+    if dataset.classes > sizes.vocabulary:
+        raise ValueError(
+            f'the table of {checkpoint.place} has {sizes.vocabulary} tokens and the tokenizer of '
+            f'the text {dataset.classes}; leave config.data.tokenizer out, which takes the '
+            "checkpoint's own"
+        )
+
+    def export(folder: str, variables: Any) -> None:
+        root = Path(folder)
+        if choice.lora and not c.merge:
+            write_adapters(root, base_of(c.path), stages, variables)
+        else:
+            pretrained.write(root, checkpoint.described, stages, variables)
+        if dataset.tokenizer:
+            dataset.tokenizer.save(root)
+        pretrained.copy_companions(checkpoint.place, root)
+
+    def dtype(path: trained.Path) -> Any:
+        return jnp.float32 if choice.select(path) else jnp.dtype(c.param_dtype)
+
+    read = functools.partial(_read, checkpoint, stages, dtype)
+    tied = decoder.TABLE if sizes.tied and len(stages) > 1 else None
+    return Task(
+        dataset, stages, lambda x, key: jnp.asarray(x, jnp.int32), score, PERPLEXITY,
+        read=read, start=functools.partial(_start, read, dtype), tied=tied, export=export,
+        trained=choice.select,
+    )  # fmt: skip
+
+
+def score(by_token: Float[Array, 'B T 2'], y: Int[Array, 'B T']) -> dict[str, Array]:
+    """Means over the predicted tokens of each sequence; where ``y`` is -1 there is no loss.
+
+    Args:
+      by_token: output of a stage with ``by_token``: nats, and whether the token is the likeliest.
+      y: the tokens, or -1.
+    """
+    counted = (y[:, 1:] >= 0).astype(by_token.dtype)
+    means = jnp.einsum('btk,bt->kb', by_token[:, :-1], counted) / jnp.maximum(1, counted.sum(1))
+    return {'loss': means[0], 'accuracy': means[1]}
+
+
+def _read(
+    checkpoint: Checkpoint, stages: Any, dtype: DtypeOf, stage: int, key: Array
+) -> dict[str, Any]:
+    """The variables of a stage; all stages draw their low-rank updates apart."""
+    return pretrained.read(checkpoint, stages, stage, jax.random.fold_in(key, stage), dtype)
+
+
+def _start(read: Any, dtype: DtypeOf, stage: int, variables: Any, key: Array) -> Any:
+    if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):  # of shapes and dtypes alone
+        params: dict[Any, Any] = flatten_dict(variables['params'])
+        cast = {path: leaf.astype(dtype(path)) for path, leaf in params.items()}
+        return {**variables, 'params': unflatten_dict(cast)}
+    return {**variables, **read(stage, key)}
+
+
+def _text(config: Config, place: Path) -> Dataset:
+    """The text, cut into blocks by the checkpoint's tokenizer, if no other is named."""
+    own = place.is_file() or any((place / name).is_file() for name in _TOKENIZERS)
+    return text_of(config, str(place) if config.data.tokenizer == 'bytes' and own else '')
+
+
+def _gpt2(config: Config, place: Path) -> Task:
+    """The task of a GPT-2, which has a module and keys of its own."""
+    found = config.copy_and_resolve_references().unlock()
+    found.model.path = str(place)
+    if found.data.tokenizer == 'bytes' and any((place / n).is_file() for n in _TOKENIZERS):
+        found.data.tokenizer = str(place)
+    return language(found.lock())

@@ -1,0 +1,468 @@
+"""A checkpoint as a task: what is read and trained, what is written, GGUF files, the hub."""
+
+import functools
+import json
+import urllib.error
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file
+
+from jaxmp.models import (
+    adapters,
+    checkpoint,
+    families,
+    gguf_file,
+    gpt2,
+    huggingface,
+    pretrained,
+    weights,
+)
+from jaxmp.models.decoder import PROJECTIONS, decoder
+from jaxmp.models.rotary import frequencies
+from jaxmp.training import experiment, generate, loop, task, trained
+from tests.runs import config_of
+from tests.test_decoder import (
+    CASES,
+    GOLDEN,
+    close,
+    described,
+    logits,
+    opened,
+    save,
+    shard,
+    tensors,
+)
+
+TINY = {
+    'model_type': 'llama', 'vocab_size': 256, 'hidden_size': 16, 'intermediate_size': 24,
+    'num_hidden_layers': 3, 'num_attention_heads': 2, 'num_key_value_heads': 1,
+    'tie_word_embeddings': True,
+}  # fmt: skip
+SHORT = {
+    'train_examples': 24, 'test_examples': 4, 'sequence_length': 16, 'batch_size': 4, 'stages': 2,
+    'lr': 0.01, 'fwd': 'raw', 'bwd': 'raw', 'clip_norm': 0.0,
+}  # fmt: skip
+
+
+def tiny(folder, **changes):
+    """A folder with a random decoder on bytes."""
+    found = TINY | changes
+    stages = decoder(families.config_of(found), 2)
+    random, made = np.random.default_rng(1), []
+    draw = lambda shape: random.normal(1 if len(shape) == 1 else 0, 0.05, shape)
+    for s in stages:
+        arrays = {p: draw(shape).astype(np.float32) for p, shape in pretrained.shapes(s).items()}
+        made.append({'params': unflatten_dict(arrays)})
+    if stages[0].config.tied:
+        made[1]['params']['embed_tokens'] = made[0]['params']['embed_tokens']
+    pretrained.write(folder, found, stages, made)
+    return folder
+
+
+def small(folder, **changes):
+    return config_of('finetune', **{'path': str(folder), **SHORT, **changes})
+
+
+def start(config):
+    """The parameters before the first step."""
+    made = task.task_of(config)
+    return [made.read(s, jax.random.key(0))['params'] for s in range(len(made.stages))]
+
+
+def names(tree):
+    return {'.'.join(k.key for k in path): a for path, a in jax.tree.leaves_with_path(tree)}
+
+
+@pytest.fixture
+def weights_after(tmp_path):
+    """Trains a tiny decoder and returns the parameters before and after by stage, and the task."""
+
+    def run(**changes):
+        config = small(tiny(tmp_path / 'base'), **changes)
+        made = task.task_of(config)
+        seen = []
+        export = lambda folder, variables: seen.append(variables) or made.export(folder, variables)
+        summary = loop.train_and_evaluate(
+            config, tmp_path / 'run', made._replace(export=export), quiet=True, draw=False
+        )
+        before = [names(p) for p in start(config)]
+        return before, [names(v['params']) for v in seen[0]], summary
+
+    return run
+
+
+def moved(before, after):
+    """The names of the parameters that training moved."""
+    return {
+        n for old, new in zip(before, after, strict=True) for n in old
+        if not np.array_equal(old[n], new[n])
+    }  # fmt: skip
+
+
+def test_by_default_all_but_the_table_is_trained(tmp_path, weights_after):
+    before, after, summary = weights_after()
+    everything = set().union(*before)
+    assert moved(before, after) == everything - {'embed_tokens.weight'}
+    assert summary['history']['train']['loss'][0] < np.log(256)
+    variables = opened(tmp_path / 'run' / 'model', 2)[2]
+    for new, own in zip(after, variables, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, names(own['params']), new)
+
+
+@pytest.mark.slow
+def test_lora_trains_its_updates_alone_and_leaves_them_as_peft_does(tmp_path, weights_after):
+    before, after, _ = weights_after(train="lora(2, alpha=6, targets='q_proj down_proj')")
+    kinds = [f'layers.{m}.lora_{x}' for m in ('self_attn.q_proj', 'mlp.down_proj') for x in 'ab']
+    assert moved(before, after) == set(kinds)
+    assert not np.any(before[0]['layers.mlp.down_proj.lora_b'])
+    a = before[0]['layers.mlp.down_proj.lora_a']
+    assert a.shape == (2, 2, 24)
+    assert 0.8 * 24**-0.5 < np.abs(a).max() <= 24**-0.5
+    root = tmp_path / 'run' / 'model'
+    about = json.loads((root / 'adapter_config.json').read_text())
+    assert (about['peft_type'], about['r'], about['lora_alpha']) == ('LORA', 2, 6)
+    assert about['target_modules'] == ['q_proj', 'down_proj']
+    found = load_file(root / 'adapter_model.safetensors')
+    assert len(found) == 3 * 2 * 2
+    name = 'base_model.model.model.layers.2.self_attn.q_proj.lora_{}.weight'
+    np.testing.assert_array_equal(
+        found[name.format('A')], after[1]['layers.self_attn.q_proj.lora_a'][0]
+    )
+    assert found[name.format('B')].shape == (16, 2)
+
+
+def test_merged_updates_give_the_same_logits(tmp_path):
+    config = small(tiny(tmp_path / 'base'), train='lora(2)', merge=True)
+    made = task.task_of(config)
+    key, x = jax.random.key(3), jnp.arange(12)[None]
+    variables = [made.read(s, key) for s in range(2)]
+    random = np.random.default_rng(0)
+    noise = lambda a: a + 0.1 * random.standard_normal(a.shape, np.float32)
+    variables = [jax.tree.map(noise, v) for v in variables]
+    variables[1]['params']['embed_tokens'] = variables[0]['params']['embed_tokens']
+    made.export(str(tmp_path / 'merged'), variables)
+    _, stages, merged = opened(tmp_path / 'merged')
+    close(logits(stages, merged, x), logits(made.stages, variables, x))
+
+
+@pytest.mark.slow
+def test_adapters_are_read_or_merged(tmp_path, weights_after):
+    """The folder of a LoRA run is one to go on from, to train otherwise, and to generate from."""
+    _, after, _ = weights_after(train='lora(2)')
+    folder = tmp_path / 'run' / 'model'
+    again = start(small(folder, train='lora(2)'))
+    jax.tree.map(np.testing.assert_array_equal, [names(p) for p in again], after)
+    lora = task.task_of(small(folder, train='lora(2)'))
+    other = task.task_of(small(folder, train='all'))
+    assert not any(p[-1] == 'lora_a' for p in pretrained.shapes(other.stages[0]))
+    x = np.arange(12)[None]
+    wanted = logits(lora.stages, [{'params': p} for p in again], x)
+    merged = [{'params': p} for p in start(small(folder, train='all'))]
+    close(logits(other.stages, merged, x), wanted)
+    exp, variables = generate.load(tmp_path / 'run')
+    close(logits(exp.task.stages, variables, x), wanted)
+
+
+def changed(folder, **changes):
+    about = json.loads((folder / adapters.ABOUT).read_text())
+    (folder / adapters.ABOUT).write_text(json.dumps(about | changes))
+
+
+def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
+    made = task.task_of(small(tiny(tmp_path / 'base'), train='lora(2)'))
+    variables = [made.read(s, jax.random.key(0)) for s in range(2)]
+    made.export(str(tmp_path / 'low'), variables)
+    tiny(tmp_path / 'short', num_hidden_layers=2)
+    changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'short'))
+    with pytest.raises(ValueError, match=r'adapters of model.layers.2.*, which .*short lacks'):
+        adapters.open_with_adapters(str(tmp_path / 'low'))
+    message = r"has adapters lora\(2, 4, targets='down_proj .*'\); train the same, or all"
+    changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'base'))
+    with pytest.raises(ValueError, match=message):
+        task.task_of(small(tmp_path / 'low', train='lora(3)'))
+    changed(tmp_path / 'low', peft_type='IA3')
+    with pytest.raises(ValueError, match='of another kind than LoRA; merge them with PEFT'):
+        adapters.open_with_adapters(str(tmp_path / 'low'))
+
+
+def test_a_task_gives_the_variables_of_a_stage_itself(tmp_path):
+    """No random parameters are needed: read has all of a stage, of the shapes of its init."""
+    made = task.task_of(small(tiny(tmp_path), train='lora(2)'))
+    x = jnp.zeros((1, 4), jnp.int32)
+    for s, stage in enumerate(made.stages):
+        shapes = jax.eval_shape(stage.init, jax.random.key(0), x)
+        own = made.read(s, jax.random.key(0))
+        assert jax.tree.structure(own) == jax.tree.structure(shapes)
+        jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), own, shapes)
+        blank = jax.tree.map(lambda a: jnp.zeros(a.shape), shapes)
+        jax.tree.map(np.testing.assert_array_equal, made.start(s, blank, jax.random.key(0)), own)
+        x = jax.eval_shape(stage.with_logits.apply, shapes, x)
+
+
+def test_patterns_name_what_is_trained(tmp_path):
+    made = task.task_of(small(tiny(tmp_path), train='*norm*, embed*, layers.mlp.*'))
+    paths = [p for s in made.stages for p in pretrained.shapes(s)]
+    chosen = {'.'.join(p) for p in paths if made.trained(p)}
+    assert 'layers.self_attn.q_proj.weight' not in chosen
+    assert {'norm.weight', 'embed_tokens.weight', 'layers.mlp.up_proj.weight'} < chosen
+    assert made.copied is not None
+    assert task.task_of(small(tmp_path)).copied is None
+    config = small(tiny(tmp_path / 'apart', tie_word_embeddings=False), train='no_table')
+    made = task.task_of(config)
+    assert made.tied is None
+    assert not made.trained(('lm_head', 'weight'))
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('lora(0)', "train='lora.0.': .*rank 0 .* rank from 1; allowed are all, no_table"),
+        ("lora(2, targets='q_proj kproj')", f"targets 'kproj', .* of {', '.join(PROJECTIONS)}"),
+        ('lora(2, dropout=1)', 'dropout'),
+        ('lora', "'lora' matches no parameter; there are embed_tokens.weight, layers.inp"),
+        ('*nrom*', r"'\*nrom\*' matches no parameter; there are embed_tokens.weight, layers.inp"),
+        (' ', "train=' ' names nothing; allowed are all"),
+    ],
+)
+def test_what_cannot_be_trained(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        task.task_of(small(tiny(tmp_path), train=text))
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'path': ''}, "name='pretrained' needs config.model.path: a folder"),
+        ({'path': 'no/such/folder'}, 'there is no no/such/folder; give a folder with config'),
+        ({'cuts': '1 x'}, r"cuts='1 x' is not a list of numbers of blocks such as '8 16 23'"),
+        ({'cuts': '2 1'}, r'cuts=\(2, 1\) of a decoder with 3 blocks'),
+        ({'stages': 4}, '4 stages of a decoder with 3 blocks'),
+        ({'tokenizer': 'bpe-300'}, 'has 256 tokens and the tokenizer of the text 300; leave'),
+        ({'model': 'gpt2', 'train': 'all'}, "train='all' is read by .*'pretrained' alone"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit(tmp_path, changes, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        experiment.experiment_of(small(tiny(tmp_path), **changes))
+
+
+def test_cuts_are_the_boundaries(tmp_path):
+    config = small(tiny(tmp_path), cuts='2')
+    assert [s.blocks for s in task.task_of(config).stages] == [2, 1]
+    assert task.stage_count(config) == 2
+
+
+def test_a_gpt2_is_read_by_the_same_key(tmp_path):
+    sizes = gpt2.Config(256, 16, 8, 2, 2)
+    stages = gpt2.gpt2(sizes, 1)
+    variables = jax.jit(stages[0].init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    weights.write(tmp_path, stages, [variables])
+    made = task.task_of(small(tmp_path, cuts='1'))
+    assert [type(s) for s in made.stages] == [gpt2.Stage] * 2
+    own = made.start(0, {}, jax.random.key(0))
+    np.testing.assert_array_equal(own['params']['wte'], variables['params']['wte'])
+
+
+def test_lora_begins_alike_in_every_process(tmp_path):
+    """A stage's updates depend on the key and its number, not on who reads it."""
+    made = task.task_of(small(tiny(tmp_path), train='lora(2)'))
+    a = [made.read(s, jax.random.key(4))['params']['layers'] for s in (0, 1)]
+    low = [x['mlp']['up_proj']['lora_a'] for x in a]
+    assert not np.array_equal(low[0][0], low[1][0])
+    again = made.read(1, jax.random.key(4))['params']['layers']['mlp']['up_proj']['lora_a']
+    np.testing.assert_array_equal(again, low[1])
+
+
+def test_forms_of_what_is_trained():
+    assert trained.trained('lora(3)').lora == trained.Lora(3, 6)
+    assert trained.trained("lora(3, 1, targets='*_proj')").lora.targets == PROJECTIONS
+
+
+def test_what_is_not_trained_may_have_16_bits(tmp_path):
+    """Trained parameters, the residual stream and the messages stay float32."""
+    folder = tiny(tmp_path)
+    made = task.task_of(small(folder, train='lora(2)', param_dtype='bfloat16'))
+    variables = [made.read(s, jax.random.key(0)) for s in range(2)]
+    dtypes = {n.rpartition('.')[2]: a.dtype for n, a in names(variables[0]['params']).items()}
+    assert {k: d.name for k, d in dtypes.items()} == {
+        'weight': 'bfloat16', 'lora_a': 'float32', 'lora_b': 'float32'
+    }  # fmt: skip
+    traced = jax.eval_shape(lambda v: made.start(0, v, jax.random.key(0)), variables[0])
+    assert jax.tree.map(lambda a: a.dtype, traced) == jax.tree.map(lambda a: a.dtype, variables[0])
+    x = np.arange(12)[None]
+    middle = made.stages[0].apply(variables[0], x)
+    assert middle.dtype == jnp.float32
+    wide = task.task_of(small(folder, train='lora(2)'))
+    wanted = logits(wide.stages, [wide.read(s, jax.random.key(0)) for s in range(2)], x)
+    error = np.abs(logits(made.stages, variables, x) - wanted).max() / np.abs(wanted).max()
+    assert 0 < error < 0.02
+
+
+# GGUF.
+
+
+def by_pairs(weight, heads):
+    """Inverse of `gguf_file.by_halves`: the rows of q or k as llama.cpp has them."""
+    halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def as_gguf(file, case, rope=None, **fields):
+    """A golden model as llama.cpp's converter writes it, in float32."""
+    gguf = pytest.importorskip('gguf')
+    d, theirs = described(case), {v: k for k, v in gguf_file._INSIDE.items()}
+    arch = fields.pop('architecture', d['model_type'])
+    writer = gguf.GGUFWriter(file, arch)
+    writer.add_context_length(d['max_position_embeddings'])
+    writer.add_embedding_length(d['hidden_size'])
+    writer.add_block_count(d['num_hidden_layers'])
+    writer.add_feed_forward_length(d['intermediate_size'])
+    writer.add_head_count(d['num_attention_heads'])
+    writer.add_head_count_kv(d['num_key_value_heads'])
+    writer.add_key_length(d.get('head_dim') or d['hidden_size'] // d['num_attention_heads'])
+    writer.add_layer_norm_rms_eps(d['rms_norm_eps'])
+    writer.add_rope_freq_base(d['rope_parameters'].get('rope_theta', 10000.0))
+    if d['rope_parameters']['rope_type'] in ('linear', 'yarn'):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(d['rope_parameters']['rope_type']))
+        writer.add_rope_scaling_factor(d['rope_parameters']['factor'])
+        if positions := d['rope_parameters'].get('original_max_position_embeddings'):
+            writer.add_rope_scaling_orig_ctx_len(positions)
+    for name, a in tensors(case).items():
+        a, words = a.astype(np.float32), name.split('.')
+        for part, heads in (('q', 'num_attention_heads'), ('k', 'num_key_value_heads')):
+            if arch == 'llama' and f'.{part}_proj.' in name:
+                a = by_pairs(a, d[heads])
+        if words[1] == 'layers':
+            own = f'blk.{words[2]}.{theirs[".".join(words[3:-1])]}.{words[-1]}'
+        else:
+            outside = {v: k for k, v in gguf_file._OUTSIDE.items()}
+            own = f'{outside[words[-2]]}.{words[-1]}'
+        writer.add_tensor(own, a)
+    if rope is not None:
+        writer.add_tensor('rope_freqs.weight', np.asarray(rope, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize('case', ['llama', 'llama_linear', 'qwen2'])
+def test_a_gguf_file_is_read_as_the_folder(tmp_path, case):
+    file = as_gguf(tmp_path / 'model.gguf', case)
+    _, stages, variables = opened(file, cuts=(1,))
+    close(logits(stages, variables), GOLDEN[f'{case}/logits'])
+
+
+LLAMA3 = {
+    'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 8192,
+}  # fmt: skip
+
+
+def test_llama_3s_scaling_is_recognised_in_a_gguf_file(tmp_path):
+    plain, scaled = (frequencies(4, {'rope_theta': 10000.0, **s})[0] for s in ({}, LLAMA3))
+    divisors = np.divide(plain, scaled)
+    file = as_gguf(tmp_path / 'a.gguf', 'llama', rope=divisors)
+    found = checkpoint.open_checkpoint(file)
+    assert found.described['rope_scaling'] == {**LLAMA3, 'factor': float(divisors.max())}
+    kind = families.config_of(found.described).kinds[0]
+    np.testing.assert_allclose(kind.frequencies, scaled, rtol=1e-3)
+    file = as_gguf(tmp_path / 'b.gguf', 'llama', rope=[5.0, 2.0])
+    with pytest.raises(ValueError, match='scales its rotary positions as no published Llama 3'):
+        checkpoint.open_checkpoint(file)
+
+
+def test_a_gguf_file_that_is_not_what_it_should_be(tmp_path, monkeypatch):
+    file = as_gguf(tmp_path / 'whole.gguf', 'llama')
+    (cut := tmp_path / 'cut.gguf').write_bytes(file.read_bytes()[:-3000])
+    with pytest.raises(ValueError, match=r'cut.gguf is damaged or cut off: [\d,]+ bytes'):
+        checkpoint.open_checkpoint(cut)
+    (other := tmp_path / 'other.gguf').write_bytes(b'no GGUF at all, but longer than a header')
+    with pytest.raises(ValueError, match=r'other.gguf is damaged or cut off'):
+        checkpoint.open_checkpoint(other)
+    with pytest.raises(ValueError, match="architecture 'falcon'; of GGUF files llama, qwen2, qw"):
+        checkpoint.open_checkpoint(as_gguf(tmp_path / 'f.gguf', 'llama', architecture='falcon'))
+    monkeypatch.setitem(__import__('sys').modules, 'gguf', None)
+    with pytest.raises(ImportError, match=r'needs the package gguf; pip install "jaxmp\[gguf\]"'):
+        checkpoint.open_checkpoint(file)
+
+
+# The hub.
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub whose cache and network are functions, which a test puts in their places."""
+    import huggingface_hub
+
+    calls = {'local': lambda **kwargs: None, 'network': lambda **kwargs: None}
+
+    def download(local_files_only=False, **kwargs):
+        return calls['local' if local_files_only else 'network'](**kwargs)
+
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
+    answer = lambda request, timeout: (_ for _ in ()).throw(
+        urllib.error.HTTPError('', 200, '', None, None)
+    )
+    monkeypatch.setattr('urllib.request.urlopen', answer)
+    return calls
+
+
+def test_a_download_that_was_cut_off_goes_on(tmp_path, hub, monkeypatch):
+    folder = save(tmp_path / 'cache', 'llama')
+    hub['local'] = hub['network'] = lambda **kwargs: str(folder)
+    assert huggingface.local('owner/name') == folder
+    shard(folder)
+    hub['network'] = lambda **kwargs: pytest.fail('all is in the cache')
+    assert huggingface.local('owner/name') == folder
+    (folder / 'model-1.safetensors').unlink()
+    hub['network'] = lambda **kwargs: 'completed'
+    assert str(huggingface.local('owner/name')) == 'completed'
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    says = 'HF_HUB_OFFLINE is set: there is no folder owner/name, .* download model-1.safetensors'
+    with pytest.raises(ConnectionError, match=says):
+        huggingface.local('owner/name')
+
+
+def test_a_gated_model_without_a_token(hub):
+    from huggingface_hub import errors
+
+    def refuse(kind, **kwargs):
+        response = __import__('types').SimpleNamespace(headers={}, request=None, status_code=403)
+        raise kind('refused', response=response)
+
+    def nothing(**kwargs):
+        raise errors.LocalEntryNotFoundError('not here')
+
+    hub['local'] = nothing
+    hub['network'] = functools.partial(refuse, errors.GatedRepoError)
+    with pytest.raises(ValueError, match=r'accept it at .*/owner/name, then .* HF_TOKEN'):
+        huggingface.local('owner/name')
+    hub['network'] = functools.partial(refuse, errors.RepositoryNotFoundError)
+    with pytest.raises(ValueError, match="has no model 'owner/name', or it is private"):
+        huggingface.local('owner/name')
+
+
+# Live, where torch is installed.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', CASES)
+def test_what_is_written_loads_in_transformers(tmp_path, case):
+    torch, transformers = map(pytest.importorskip, ('torch', 'transformers'))
+    found, stages, variables = opened(save(tmp_path / 'ours', case), cuts=(1,))
+    scaled = jax.tree.map(lambda a: a * 0.9, variables)
+    pretrained.write(tmp_path / 'out', found.described, stages, scaled)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'out', attn_implementation='eager'
+    )
+    tokens = GOLDEN['tokens']
+    with torch.no_grad():
+        wanted = theirs.eval()(torch.tensor(tokens.astype(np.int64))).logits.numpy()
+    close(logits(stages, scaled), wanted)
