@@ -15,7 +15,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmp.config import Config
-from jaxmp.data import Dataset
 from jaxmp.metrics import PERPLEXITY
 from jaxmp.models import decoder, families, pretrained
 from jaxmp.models.adapters import base_of, open_with_adapters, write_adapters
@@ -44,8 +43,9 @@ def task_of_checkpoint(config: Config) -> Task:
         )
     choice = trained.trained(c.train)
     checkpoint = open_with_adapters(c.path, choice.lora)
+    config = _with_tokenizer(config, checkpoint.place)
     if checkpoint.described.get('model_type') == 'gpt2':
-        return _gpt2(config, checkpoint.place)
+        return language(config)  # which has a module and keys of its own
     sizes = dataclasses.replace(
         families.config_of(checkpoint.described, str(checkpoint.place)), remat=c.remat,
         dtype=None if c.dtype == 'float32' else jnp.dtype(c.dtype), stream=jnp.float32,
@@ -55,7 +55,7 @@ def task_of_checkpoint(config: Config) -> Task:
     pretrained.check(checkpoint, stages)
     paths = [p for s in stages for p in pretrained.shapes(s)]
     trained.check(c.train, choice, paths)
-    dataset = _text(config, checkpoint.place)
+    dataset = text_of(config)
     if dataset.classes > sizes.vocabulary:
         raise ValueError(
             f'the table of {checkpoint.place} has {sizes.vocabulary} tokens and the tokenizer of '
@@ -112,16 +112,11 @@ def _start(read: Any, dtype: DtypeOf, stage: int, variables: Any, key: Array) ->
     return {**variables, **read(stage, key)}
 
 
-def _text(config: Config, place: Path) -> Dataset:
-    """The text, cut into blocks by the checkpoint's tokenizer, if no other is named."""
+def _with_tokenizer(config: Config, place: Path) -> Config:
+    """The configuration with the checkpoint's tokenizer, if none is named and it has one."""
     own = place.is_file() or any((place / name).is_file() for name in _TOKENIZERS)
-    return text_of(config, str(place) if config.data.tokenizer == 'bytes' and own else '')
-
-
-def _gpt2(config: Config, place: Path) -> Task:
-    """The task of a GPT-2, which has a module and keys of its own."""
-    found = config.copy_and_resolve_references().unlock()
-    found.model.path = str(place)
-    if found.data.tokenizer == 'bytes' and any((place / n).is_file() for n in _TOKENIZERS):
-        found.data.tokenizer = str(place)
-    return language(found.lock())
+    if config.data.tokenizer != 'bytes' or not own:
+        return config
+    copy = config.copy_and_resolve_references().unlock()
+    copy.data.tokenizer = str(place)
+    return copy.lock()
