@@ -93,7 +93,10 @@ def tables(state):
 
 def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch):
     """Copies stay equal; a run that goes on from a checkpoint ends like one that was not cut."""
-    ends = lambda sizes, n: (gpt2.equal(sizes, 1)[0], gpt2.equal(sizes, 1)[2])  # without blocks
+    ends = lambda sizes, n, cuts: (
+        gpt2.equal(sizes, 1)[0],
+        gpt2.equal(sizes, 1)[2],
+    )  # without blocks
     monkeypatch.setattr(gpt2, 'gpt2', ends)
     quick = functools.partial(Mpmd, options=tuple(QUICK.items()))
     monkeypatch.setattr(parallel, 'Mpmd', quick)

@@ -119,6 +119,10 @@ class OverColumns:
         put = lambda r, tree: jax.device_put(tree, self.columns.devices[r, stage])
         return by_replica(like, {r: put(r, tree) for r, tree in rows.items()})
 
+    def put(self, stage: int, tree: Any) -> Any:
+        """See `PlacedRuntime`."""
+        return self.columns.put(stage, tree)
+
     def numbered(self, step: Any, words: Any) -> tuple[Any, Array]:
         """See `PlacedRuntime`; the number is one of numpy, which no device computes."""
         return np.asarray(step, np.int32), jax.random.wrap_key_data(jnp.asarray(words))

@@ -92,9 +92,10 @@ class Driver:
         carried = lambda *edge: count[edge] * self.sizes.get(edge, 0)
         return {i: (carried(i, i + 1), carried(i + 1, i)) for i in {min(e) for e in self.lanes}}
 
-    def init(self, key: Array) -> dict[int, StageState]:
-        """States of the stages of this process; all processes pass the same key."""
-        return {s: p.init(jax.device_put(key, self.devices[s])) for s, p in self.stages.items()}
+    def init(self, key: Array, draw: bool = True) -> dict[int, StageState]:
+        """States of the stages of this process; see `jaxmp.runtimes.types.Runtime`."""
+        put = lambda s: jax.device_put(key, self.devices[s])
+        return {s: p.init(put(s), draw) for s, p in self.stages.items()}
 
     def step(
         self, states: Mapping[int, StageState], x: Any, y: Any, ctx: Ctx | None = None

@@ -8,6 +8,7 @@ runtime with this one. Replicas are a mesh axis around the whole step
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.boundary import FeedbackState, value_and_grad
+from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
 from jaxmp.exchange import Collectives
 from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes.microbatch import context, cut, loop
@@ -42,11 +43,18 @@ class Local:
         self.stages, self.replicas = tuple(range(len(model.stages))), 1
         self.last = len(model.stages) - 1
 
-    def init(self, key: Array) -> ModelState:
+    def init(self, key: Array, draw: bool = True) -> ModelState:
         """See `Runtime`."""
-        x = self.model.x
-        variables, feedback = self.pipe.init(key, jnp.zeros(x.shape, x.dtype), train=self.train)
-        return ModelState(*split(variables), feedback)
+        x, init = self.model.x, functools.partial(self.pipe.init, train=self.train)
+        if draw:
+            variables, feedback = init(key, jnp.zeros(x.shape, x.dtype))
+            return ModelState(*split(variables), feedback)
+        variables, feedback = jax.eval_shape(init, key, x)
+        params, rest = split(variables)
+        zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+        likes = self.pipe.likes(variables, x, train=self.train)
+        feedback = jax.jit(lambda: init_feedback(self.pipe.boundaries, likes))()
+        return ModelState({s: {} for s in params}, zeros(rest), feedback)
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any

@@ -76,9 +76,9 @@ class Mpmd(OverColumns):
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))
 
-    def init(self, key: Array) -> ModelState:
+    def init(self, key: Array, draw: bool = True) -> ModelState:
         """See `Runtime`."""
-        return self._gathered({r: d.init(key) for r, d in self.drivers.items()})
+        return self._gathered({r: d.init(key, draw) for r, d in self.drivers.items()})
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any

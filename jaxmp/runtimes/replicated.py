@@ -57,10 +57,13 @@ class Replicated:
 
     # States.
 
-    def init(self, key: Array) -> ModelState:
+    def init(self, key: Array, draw: bool = True) -> ModelState:
         """See `Runtime`."""
-        state = self.local.init(key)
-        return self.join(0, None, dict.fromkeys(self.devices, state)) if self.mesh else state
+        return self.put(0, self.local.init(key, draw))
+
+    def put(self, stage: int, tree: Any) -> Any:
+        """See `PlacedRuntime`."""
+        return self.join(stage, None, dict.fromkeys(self.devices or (0,), tree))
 
     def pack(self, feedback: Any) -> Any:
         """See `PlacedRuntime`."""

@@ -71,9 +71,9 @@ class Spmd(OverColumns):
 
     # State.
 
-    def init(self, key: Array) -> ModelState:
+    def init(self, key: Array, draw: bool = True) -> ModelState:
         """See `Runtime`."""
-        states = [_init(p, key) for p in self.program.stages]
+        states = [_init(p, key, draw) for p in self.program.stages]
         put = lambda name: {s: self.columns.put(s, getattr(states[s], name)) for s in self.stages}
         return ModelState(put('params'), put('model_state'), self.pack(put('feedback')))
 
@@ -188,7 +188,7 @@ class Spmd(OverColumns):
         return jax.jit(then)(rows.reshape(-1, *rows.shape[4:]), dict(batch)), feedback
 
 
-_init = jax.jit(StageProgram.init, static_argnums=0)
+_init = jax.jit(StageProgram.init, static_argnums=(0, 2))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -10,6 +10,7 @@ travel, is the runtime's business (`jaxmp.runtimes.mpmd` compiles a program per 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,12 +66,19 @@ class StageProgram:
     trained: Select = everything
     returns: bool = True
 
-    def init(self, key: Array) -> StageState:
-        """State before the first step; variables as `jaxmp.pipeline` makes them of this key."""
+    def init(self, key: Array, draw: bool = True) -> StageState:
+        """State before the first step; variables as `jaxmp.pipeline` makes them of this key.
+
+        Without ``draw`` there are no parameters, and other collections are zeros.
+        """
         keys = {'params': jax.random.fold_in(key, self.index), 'dropout': key}
         x = jnp.zeros(self.x.shape, self.x.dtype)
-        made = dict(self.module.init(keys, x, **dict(self.kwargs)))
-        return StageState(made.pop('params', {}), made, self.init_feedback())
+        init = functools.partial(self.module.init, **dict(self.kwargs))
+        made = dict(init(keys, x) if draw else jax.eval_shape(init, keys, x))
+        params = made.pop('params', {})
+        if not draw:
+            params, made = {}, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), made)
+        return StageState(params, made, self.init_feedback())
 
     def init_feedback(self) -> Feedback:
         """Feedback states before the first step."""

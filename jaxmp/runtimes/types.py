@@ -104,8 +104,11 @@ class Runtime(Protocol):
     last: int
     replicas: int
 
-    def init(self, key: Array) -> ModelState:
-        """The state before the first step; every process passes the same key."""
+    def init(self, key: Array, draw: bool = True) -> ModelState:
+        """The state before the first step; every process passes the same key.
+
+        Without ``draw`` no parameters are drawn, and there are none.
+        """
         ...
 
     def value_and_grad(
@@ -139,8 +142,12 @@ class PlacedRuntime(Protocol):
     replicas: int
     together: bool
 
-    def init(self, key: Array) -> ModelState:
+    def init(self, key: Array, draw: bool = True) -> ModelState:
         """See `Runtime`."""
+        ...
+
+    def put(self, stage: int, tree: Any) -> Any:
+        """The same tree at every replica of a stage that is here."""
         ...
 
     def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:

@@ -32,7 +32,7 @@ class CompiledStage:
         """Compiles nothing yet; ``options`` are those of `jax.jit`'s compiler."""
         self.program = program
         jit = functools.partial(jax.jit, compiler_options=dict(options or {}) or None)
-        self.init = jit(program.init)
+        self.init = jit(program.init, static_argnums=1)
         self.trained = functools.partial(part, program.trained)
         self.forward = jit(self._forward, donate_argnums=1)
         self.predict = jit(self._predict)

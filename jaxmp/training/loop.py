@@ -156,7 +156,7 @@ def train_and_evaluate(
         if not lead:
             return {}
         if exp.task.export and weights is None:  # stages of other processes are in the checkpoint
-            weights = variables_of(checkpoints.newest(trainer.export(state)), shapes(exp)[0])
+            weights = variables_of(exp, checkpoints.newest(trainer.export(state)), shapes(exp)[0])
         summary = ended or finish(exp, total, place, records.records, moved, workdir)
         conclude(r, summary, weights, quiet, draw)
         return summary

@@ -1,6 +1,7 @@
 """`Portable`: a train state by stage and replica, the same under every runtime.
 
-A feedback state that both ends share is saved once, at its sender. Of a group of which two stages
+Parameters that are frozen are not saved. A feedback state that both ends share is saved once, at
+its sender. Of a group of which two stages
 have a copy, the state of the exchange between replicas is saved once, at the first. What one
 process saved of its stages, any process can take up: under another runtime, or with other stages.
 """
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmp.runtimes import trained
 from jaxmp.runtimes.types import ModelState
-from jaxmp.training.experiment import Experiment
+from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.training.groups import groups_at, homes, is_first
 from jaxmp.training.step import TrainState
 
@@ -101,16 +103,29 @@ def load(exp: Experiment, rows: Mapping[int, Any], saved: Portable) -> dict[int,
     }
 
 
-def variables_of(saved: Portable, like: Sequence[Any]) -> tuple[Any, ...]:
-    """The variables of all stages of replica 0.
+def variables_of(exp: Experiment, saved: Portable, like: Sequence[Any]) -> tuple[Any, ...]:
+    """The variables of all stages of replica 0; those that are frozen are made again.
 
     Args:
+      exp: the experiment.
       saved: as read, of all stages.
       like: their shapes, by stage.
     """
-    parts = [saved.parts[name(s, 0)] for s in range(len(like))]
-    rows = [{'params': p['params'], **p['model_state']} for p in parts]
-    return tuple(map(flax.serialization.from_state_dict, like, rows))
+    task, key = exp.task, jax.random.fold_in(jax.random.key(exp.config.seed), 0)
+    if task.trained is not trained.everything:
+        x = jnp.zeros(microbatch_like(exp).shape, microbatch_like(exp).dtype)
+        drawn = like if task.read else exp.model.init(key, x, train=True)[0]
+        make = task.read or (lambda s, key: task.start(s, drawn[s], key))
+        like = [{**v, 'params': make(s, key)['params']} for s, v in enumerate(like)]
+    rows = []
+    for s, variables in enumerate(like):
+        tree, params = saved.parts[name(s, 0)], variables['params']
+        target = {**variables, 'params': trained.part(task.trained, params)}
+        read = flax.serialization.from_state_dict(
+            target, {'params': tree['params'], **tree['model_state']}
+        )
+        rows.append({**read, 'params': trained.whole(params, read['params'])})
+    return tuple(rows)
 
 
 def words_here(state: TrainState) -> np.ndarray:
@@ -138,7 +153,9 @@ def part(stage: int, tree: dict[str, Any], exp: Experiment) -> dict[str, Any]:
         feedback = feedback._replace(right_rx=())
     rows = zip(homes(exp.groups, [stage]), tree['exchange'], strict=True)
     exchange = [state if is_first(home) else () for home, state in rows]
-    return jax.device_get({**tree, 'feedback': feedback, 'exchange': exchange})
+    params = trained.part(exp.task.trained, tree['params'])
+    changed = {'params': params, 'feedback': feedback, 'exchange': exchange}
+    return jax.device_get({**tree, **changed})
 
 
 def whole(
@@ -166,7 +183,11 @@ def whole(
             data['exchange'][str(i)] = saved.parts[name(first, r)]['exchange'][str(position)]
     if like[COPIES] == ():
         data[COPIES] = {}
-    return flax.serialization.from_state_dict(like, data)
+    params = like['params']
+    read = flax.serialization.from_state_dict(
+        {**like, 'params': trained.part(exp.task.trained, params)}, data
+    )
+    return {**read, 'params': trained.whole(params, read['params'])}
 
 
 def to_bytes(state: Portable) -> bytes:

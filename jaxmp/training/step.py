@@ -74,7 +74,7 @@ def create(
     runtime: Runtime,
     across: Across,
     key: Array,
-    start: Callable[[int, Any, Array], Any] = lambda stage, params, key: params,
+    model: ModelState | None = None,
 ) -> TrainState:
     """The state before the first step.
 
@@ -83,14 +83,12 @@ def create(
       runtime: how the stages run.
       across: what is needed over all stages.
       key: of the run.
-      start: ``(stage, parameters, key) -> parameters``, which may be read from a file.
+      model: that of the stages, if it is not the runtime's own.
 
     Raises:
       ValueError: as `jaxmp.training.groups.split`.
     """
-    first = jax.random.fold_in(key, 0)
-    model = runtime.init(first)
-    model = model._replace(params={s: start(s, p, first) for s, p in model.params.items()})
+    model = model or runtime.init(jax.random.fold_in(key, 0))
     opt_state, exchange = {}, {}
     for home, params in split(rules.groups, model.params).items():
         stage, group = home

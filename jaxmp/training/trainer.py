@@ -118,15 +118,23 @@ class Trainer:
         exp, runtime = self.exp, self.training
         key = jax.random.key(exp.config.seed)
 
-        def start(stage: int, params: Any, key: Array) -> Any:
-            rows = runtime.rows(params)
-            one = {'params': next(iter(rows.values()))}
-            new = exp.task.start(stage, one, key)['params']
-            return runtime.join(stage, params, dict.fromkeys(rows, new))
-
-        state = create(Trainer.rules(self, 0), runtime, self.across, key, start)
+        first = jax.random.fold_in(key, 0)
+        model = runtime.init(first, draw=exp.task.read is None)
+        params = {s: runtime.put(s, self._params(s, p, first)) for s, p in model.params.items()}
+        state = create(
+            Trainer.rules(self, 0), runtime, self.across, key, model._replace(params=params)
+        )
         step, key = runtime.numbered(0, jax.random.key_data(key))
         return state.replace(step=step, key=key)
+
+    def _params(self, stage: int, drawn: Any, key: Array) -> Any:
+        """Those of a replica of a stage before the first step."""
+        task = self.exp.task
+        if task.read:
+            return task.read(stage, key)['params']
+        return task.start(stage, {'params': next(iter(self.training.rows(drawn).values()))}, key)[
+            'params'
+        ]
 
     def step(self, rules: Rules) -> Step:
         """A step, as a pure function ``(runtime, state, batch) -> (state, scores)``."""
