@@ -233,7 +233,10 @@ def above_shannon(example: str, names: Mapping[str, Any] = KNOWN) -> float | Non
 
 def on_text(example: str, names: Mapping[str, Any] = KNOWN) -> str:
     """The errors of a codec on a language model's activations, as `jaxmp.sinks` measures them."""
-    return str(errors(spec.parse(example, names).codec))
+    try:
+        return str(errors(spec.parse(example, names).codec))
+    except Exception as error:  # of a codec that is not ours
+        return type(error).__name__
 
 
 def _context(x: jax.Array) -> Ctx:
