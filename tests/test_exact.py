@@ -24,6 +24,7 @@ CODECS = (
     *('uniform(1)', 'uniform(4)', 'uniform(8, stochastic)', 'block(4)', 'block(8, size=32)'),
     *('log_scale(2)', 'log_scale(4)', 'log_scale(8)', 'polar(0.5, 32)', 'rotate(uniform(4), 32)'),
     *('lloyd(3)', 'lloyd(2, signed=False, unbiased=True)', 'trellis(2, 4, unbiased=True)'),
+    *('outliers(lloyd(3), 1, 1)', 'outliers(trellis(2), causal=True)'),
     *('mx(8)', 'mx(6)', 'mx(4)', 'nvfp4', 'spikes(block(2), 5)'),
     *('per_chunk(adaptive(lloyd(2), mx(4)), 50)', 'per_token(uniform(4))'),
 )
