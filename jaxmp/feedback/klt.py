@@ -135,11 +135,8 @@ def klt(
       Magazine 18(5), 2001. Covariance of gradients and curvature: Martens, New Insights and
       Perspectives on the Natural Gradient Method, arXiv 1412.1193.
     """
-    _check(bits, refresh, patch, by_gradient)
     choices = {'signed': signed, 'entropy': entropy, 'fixed': fixed, 'middle': middle}
-    check_bools('klt', by_sample=by_sample, **choices)
-    if middle and not entropy:
-        raise ValueError('klt middle=True is of cells by entropy; write entropy=True too')
+    _check(bits, refresh, patch, by_gradient, choices | {'by_sample': by_sample})
     coder = by_entropy if entropy else by_width
     read = functools.partial(by_entropy.decoded, middle=middle) if entropy else by_width.decoded
     first = functools.partial(_first, bits=bits, refresh=refresh, patch=patch)
@@ -171,12 +168,8 @@ def klt(
             return message_of(x, before), before
         tx = estimated(x, before)
         spread = _fit(ctx.spread, tx.known.book) if by_gradient else None
-        new = lambda: _parts(_components(tx, bits, spread, by_gradient), refresh)
-        coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
-        part = half_bytes(coming[tx.known.step.astype(int)].astype(jnp.bfloat16))
+        part, after = _taught(tx, bits, spread, by_gradient)
         message = {**message_of(x, tx), 'part': part}
-        after = tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
-        after = _inverted(after) if by_gradient else after
         return message, kept_if(_sound(message), after, before)
 
     def recv(m: Payload, rx: Receiver, like: Like, ctx: Ctx) -> tuple[Array, Receiver]:
@@ -196,8 +189,13 @@ def klt(
     )  # fmt: skip
 
 
-def _check(bits: float, refresh: int, patch: int, by_gradient: float) -> None:
-    """Raises ValueError if a number of `klt` is none, or out of range."""
+def _check(
+    bits: float, refresh: int, patch: int, by_gradient: float, choices: dict[str, bool]
+) -> None:
+    """Raises TypeError or ValueError if an argument of `klt` is none, or out of range."""
+    check_bools('klt', **choices)
+    if choices['middle'] and not choices['entropy']:
+        raise ValueError('klt middle=True is of cells by entropy; write entropy=True too')
     number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
     if not number(bits) or not 0 < bits <= WIDEST:
         raise ValueError(f'klt bits {bits!r} is not a number above 0 and at most {WIDEST}')
@@ -222,6 +220,15 @@ def _estimated(tx: Sender, rows: Array, refresh: int) -> Sender:
     new = fade * tx.weight + 1, fade * tx.square + square
     weight, square = (jnp.where(sound, a, b) for a, b in zip(new, tx[1:3], strict=True))
     return tx._replace(weight=weight, square=square)
+
+
+def _taught(tx: Sender, bits: float, spread: Array | None, share: float) -> tuple[Array, Sender]:
+    """The part of the next book that a message brings, and the sender after it."""
+    new = lambda: _parts(_components(tx, bits, spread, share), len(tx.known.coming))
+    coming = jax.lax.cond(tx.known.step == 0, new, lambda: tx.known.coming)
+    part = half_bytes(coming[tx.known.step.astype(int)].astype(jnp.bfloat16))
+    after = tx._replace(known=_advanced(tx.known._replace(coming=coming), part))
+    return part, _inverted(after) if share else after
 
 
 def _inverted(tx: Sender) -> Sender:
