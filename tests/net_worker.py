@@ -11,9 +11,10 @@ import time
 import types
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # and not this folder, which has a numbers.py
-sys.modules['jaxmp'] = package = types.ModuleType('jaxmp')
-package.__path__ = [str(ROOT / 'jaxmp')]
+if __name__ == '__main__':  # and not where pytest looks for doctests
+    sys.path[0] = str(ROOT)  # and not this folder, which has a numbers.py
+    sys.modules['jaxmp'] = package = types.ModuleType('jaxmp')
+    package.__path__ = [str(ROOT / 'jaxmp')]
 
 import numpy as np  # noqa: E402
 
