@@ -172,7 +172,6 @@ KEYS: Mapping[str, Key] = {
 }  # fmt: skip
 FREE = frozenset(name for name, key in KEYS.items() if key.free)
 IDLE = frozenset(name for name, key in KEYS.items() if key.idle)
-_WAS_IDLE = {'model.init_from'}  # model.path in results of earlier versions
 KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a text'}
 
 
@@ -246,7 +245,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     'mean'
     """
     values = {name: key.default for name, key in KEYS.items()} | flat(config)
-    return {name: value for name, value in values.items() if name not in IDLE | _WAS_IDLE}
+    return {name: value for name, value in values.items() if name not in IDLE}
 
 
 def check(config: Config) -> None:

@@ -19,7 +19,7 @@ NAMES = {
     'tokenizer': 'data.tokenizer', 'model': 'model.name', 'width': 'model.width',
     'stages': 'model.stages', 'blocks': 'model.blocks', 'heads': 'model.heads',
     'dropout': 'model.dropout', 'dtype': 'model.dtype', 'remat': 'model.remat',
-    'init_from': 'model.init_from', 'optimiser': 'optimizer.name', 'lr': 'optimizer.lr',
+    'init_from': 'model.path', 'optimiser': 'optimizer.name', 'lr': 'optimizer.lr',
     'cosine_epochs': 'optimizer.cosine_epochs', 'momentum': 'optimizer.momentum',
     'weight_decay': 'optimizer.weight_decay', 'clip_norm': 'optimizer.clip_norm',
     'runtime': 'parallel.runtime', 'micro_batches': 'parallel.num_microbatches',

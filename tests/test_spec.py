@@ -76,7 +76,7 @@ def test_exchanges_are_known_by_their_text_too():
 
 
 def test_every_public_codec_and_rule_is_a_word():
-    rules = {'direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt'}
+    rules = {'direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt', 'outliers'}
     assert set(NAMES) == rules | {n for n in codecs.__all__ if n != 'IndexCoding'}
 
 

@@ -15,7 +15,6 @@ import time
 import numpy as np
 import pytest
 
-from jaxmp import config
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
 from jaxmp.sweep import runner, study
@@ -276,12 +275,6 @@ def test_a_plan_that_makes_no_sense_is_refused(tmp_path, more, message):
 def test_a_file_without_a_study_is_refused(tmp_path):
     with pytest.raises(ValueError, match='has no get_study'):
         study.study_of(str(ROOT / 'tests' / 'runs.py'))
-
-
-def test_a_result_of_before_is_not_of_other_settings_for_an_old_name():
-    """model.path was model.init_from in committed results, and both move no number."""
-    old = {'model': {'init_from': 'BASE-0/model', 'width': 8}}
-    assert config.settings(old) == config.settings({'model': {'path': 'elsewhere', 'width': 8}})
 
 
 def test_the_digest_of_a_checkpoint_in_one_file(tmp_path):
