@@ -279,12 +279,13 @@ def main(address, process, processes, case, n, replicas, schedule, delay, stream
     lanes.STREAMED = ('cpu',) if streamed == 'True' else ()
     jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
     slow = {'emulated': (0.0, float(delay)), 'schedule': schedule}
-    found, state, seconds, _ = run('mpmd', case, int(n), int(replicas), int(processes), **slow)
+    kind = 'local' if schedule == 'none' else 'mpmd'
+    found, state, seconds, runtime = run(kind, case, int(n), int(replicas), int(processes), **slow)
     arrays = {
         f'{name}/{s}/{r}/{i}': a
         for name, part in state._asdict().items()
         for s, rows in part.items()
-        for r, tree in rows.items()
+        for r, tree in runtime.rows(rows).items()
         for i, a in enumerate(jax.tree.leaves(tree))
     }
     arrays |= {'compiled': np.array(compiled.names), 'seconds': np.array(seconds)}

@@ -228,14 +228,18 @@ def run_processes(folder, count, *what):
             (2, 'direct', 4, 1, 'zb_v', 0, True),
             (4, 'ef21', 1, 1, '1f1b', 80, True),
             (4, 'rounds', 4, 2, 'zb_h2', 0, False),
+            (2, 'direct', 4, 2, 'none', 0, False),
         ],
-        lambda case: case[0] == 4,
+        lambda case: case[0] == 4 or case[4] == 'none',
     ),
 )
 def test_processes_equal_one_program(
     tmp_path, processes, case, n, replicas, schedule, delay, streamed
 ):
-    """Several lanes per device; links that take 80 ms per message; lanes in turns, as on GPUs."""
+    """Several lanes per device; links that take 80 ms per message; lanes in turns, as on GPUs.
+
+    And without a schedule: a program of all stages by each replica.
+    """
     saved = run_processes(tmp_path, processes, case, n, replicas, schedule, delay, streamed)
     waits = 2 * (processes - 1) * delay / 1e3
     assert min(saved[0]['seconds'][1:]) >= waits  # the first step compiles
@@ -254,7 +258,7 @@ def test_processes_equal_one_program(
         keys = [k for k in found if k.startswith(f'{name}/{s}/{r}/')]
         return [found[k] for k in sorted(keys, key=lambda k: int(k.rsplit('/', 1)[1]))]
 
-    assert assert_equal(leaves, case, n, replicas) == len(found)
+    assert assert_equal(leaves, case, n, replicas, schedule == 'none') == len(found)
 
 
 # Bytes, memory, other platforms.
