@@ -176,7 +176,7 @@ def test_index_codings(case):
 
 @pytest.mark.parametrize(
     ('text', 'bits'),
-    [  # bits an element, ../shared/notes/reference.md section 5
+    [  # bits an element
         ('top_k(0.5, values=fp16, indices=int32)', 24.0),
         ('top_k(0.5, values=fp16, indices=bitmap)', 9.0),
         ('top_k(0.1, values=fp16, indices=int32)', 4.8),

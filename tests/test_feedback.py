@@ -55,7 +55,7 @@ def run(text, xs):
 
 
 def equations(rule, C, xs):
-    """The same by the equations of ../shared/notes/reference.md, section 1."""
+    """The same by the paper's equations."""
     state = np.zeros((7, *SHAPE[1:]) if rule == 'aqsgd' else SHAPE)
     for step, x in enumerate(xs):
         ctx, ids = at(step), IDS[step]

@@ -180,7 +180,7 @@ def test_a_list_of_all_words_finds_the_likeliest():
     np.testing.assert_array_equal(found, codewords[:, np.argmax(codewords.T @ llr, 0)])
 
 
-# ../shared/notes/polar.md: Hamming distortion by N and rate of argmax, a list of 8, and randomised
+# Hamming distortion by N and rate of argmax, a list of 8, and randomised
 # rounding; bench/polar.py measures all of them with more blocks.
 BARS = {
     (1024, 0.1): (0.3373, 0.3293, 0.3459),

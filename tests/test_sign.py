@@ -1,4 +1,4 @@
-"""What the codecs of gradients promise: ../shared/notes/polar.md, the second table."""
+"""What the codecs of gradients promise."""
 
 import jax
 import jax.numpy as jnp

@@ -47,7 +47,7 @@ def load(name: str, field: str, share: float) -> tuple[Source, Source]:
 def _splits(name: str) -> Any:
     """The splits by name."""
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             f'config.data.name={name!r} is read by the package datasets, which is not installed; '
