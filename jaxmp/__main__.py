@@ -11,11 +11,8 @@ COMMANDS = {
     'sweep': ('jaxmp.sweep.runner', 'run every row of a study for every seed'),
     'report': ('jaxmp.report.__main__', 'tables, figures and verdicts of finished runs'),
     'compare': ('jaxmp.report.compare', 'a table and curves of any runs'),
-    'evaluate': ('jaxmp.training.crosstest', 'test runs with codecs they were not trained with'),
-    'generate': (
-        'jaxmp.training.generate',
-        'text from a trained language model, off and on',
-    ),
+    'evaluate': ('jaxmp.training.crosstest', 'test runs and checkpoints with other codecs'),
+    'generate': ('jaxmp.training.generate', 'text from a checkpoint or a run, token by token'),
     'launch': ('jaxmp.launch', 'start the processes of a run on this machine'),
     'hub': ('jaxmp.distributed.hub', 'where the replicas of an elastic run on several hosts meet'),
     'plan': ('jaxmp.plan.__main__', 'choose codecs, schedule and micro-batches for a link'),

@@ -23,7 +23,7 @@ from jaxmp.models import (
 )
 from jaxmp.models.decoder import PROJECTIONS, decoder
 from jaxmp.models.rotary import frequencies
-from jaxmp.training import experiment, generate, loop, task, trained
+from jaxmp.training import experiment, language_model, loop, task, trained
 from tests.runs import config_of
 from tests.test_decoder import (
     CASES,
@@ -163,7 +163,7 @@ def test_adapters_are_read_or_merged(tmp_path, weights_after):
     wanted = logits(lora.stages, [{'params': p} for p in again], x)
     merged = [{'params': p} for p in start(small(folder, train='all'))]
     close(logits(other.stages, merged, x), wanted)
-    exp, variables = generate.load(tmp_path / 'run')
+    exp, variables = language_model.load(tmp_path / 'run')
     close(logits(exp.task.stages, variables, x), wanted)
 
 

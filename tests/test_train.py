@@ -327,19 +327,11 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
         out = capsys.readouterr().out
         assert out.count('\nAlice') == 2
         assert 'compression off (fwd raw)' in out
-        with pytest.raises(SystemExit, match='no model of a finished run'):
+        with pytest.raises(SystemExit, match=r'no config\.json in'):
             generate.main([str(tmp_path)])
     for a, *others in zip(*found, strict=True):
         for b in others:
             np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-4)
-
-
-def test_generated_tokens_continue_the_window():
-    """At temperature 0 the most likely, else drawn, and the same for a seed."""
-    scores = lambda window, key: jax.nn.one_hot((window[0, -1] + window.shape[1]) % 10, 10)
-    assert generate.sample(scores, [1, 2, 3], 4, 0.0, 0) == [6, 9, 2, 5]
-    first, again, other = (generate.sample(scores, [1], 20, 1.0, seed) for seed in (0, 0, 1))
-    assert first == again != other
 
 
 @pytest.mark.parametrize('runtime', ['local', 'mpmd', 'spmd'])

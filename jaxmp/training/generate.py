@@ -1,136 +1,182 @@
-"""`jaxmp generate`: text from a trained language model, with compression off and on.
+"""`jaxmp generate PATH_OR_RUN`: text from a language model.
 
-    jaxmp generate runs/text_gpt2 --prompt 'Alice was' --tokens 200
+    jaxmp generate HuggingFaceTB/SmolLM2-135M-Instruct --chat --prompt 'What is a codec?'
+    jaxmp generate runs/text_gpt2 --prompt 'Alice was' 'The Queen' --tokens 200
 
-Both samples use the same random numbers, so that the texts are equal as long as the models agree.
-The network gets a window of one token less than the run's sequence length. Before the prompt the
-window is filled with validation text, so that a codec compresses tensors of the shape and kind that
-it was trained on (TopK per sample chooses among the whole window).
+A checkpoint is a folder, a GGUF file or a name of the hub. A finished run continues a prompt with
+its boundaries' compression off and on, by the same random numbers, so that the texts are equal as
+long as the models agree. With a cache, a message has the new tokens only. GPT-2 has no cache: it
+gets a window that the run's test text fills before the prompt.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
-
-from jaxmp.boundary import init_feedback
-from jaxmp.config import KEYS, complete, flat, nested
-from jaxmp.pipeline import Pipeline
-from jaxmp.training.evaluate import cuts_to_score
-from jaxmp.training.experiment import Experiment, experiment_of
-from jaxmp.wire import Ctx
-
-Scores = Callable[[Array, Array], Array]
+from jaxmp.boundary import Boundary
+from jaxmp.data import chat
+from jaxmp.feedback import direct
+from jaxmp.training.language_model import LanguageModel, open_language_model
+from jaxmp.training.sampling import choose, continuations, reader_of
 
 
-def load(workdir: str | Path) -> tuple[Experiment, Any]:
-    """The experiment of a finished run, and the variables that it saved in ``workdir/model``.
+def prompts_of(model: LanguageModel, texts: Sequence[str], as_chat: bool) -> list[list[int]]:
+    """The tokens of prompts, after the tokenizer's first ones or as messages of a chat.
 
     Raises:
-      FileNotFoundError: if ``workdir`` is not that of a finished run of a language model.
-      ValueError: if its files are damaged.
+      ValueError: if a prompt has no token, or there is no chat template.
     """
-    folder = Path(workdir)
-    if not (folder / 'model').is_dir() or not (folder / 'config.json').is_file():
-        raise FileNotFoundError(
-            f'{folder} has no model of a finished run; give the --workdir of a run of a language '
-            'model that ended, without config.model.bottleneck and '
-            'config.model.embed_every_stage, which the layout of the folder has no place for'
+    words = model.tokenizer
+    if as_chat and words.template is None:
+        raise ValueError(f'the tokenizer of {model.name} has no chat template; leave --chat out')
+    if as_chat and words.template:
+        asked = [[{'role': 'user', 'content': text}] for text in texts]
+        texts = [chat.render(words.template, messages, prompt=True) for messages in asked]
+    begin = () if as_chat else words.begin
+    prompts = [[*begin, *map(int, ids)] for ids in words.encode(list(texts))]
+    if not all(map(len, prompts)):
+        raise ValueError('an empty prompt; give --prompt a text of at least one token')
+    return prompts
+
+
+def stops_of(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
+    """The model's own stop tokens and those of ``--stop``.
+
+    Raises:
+      ValueError: if a text is not one token.
+    """
+    ids = model.tokenizer.encode(list(texts)) if texts else []
+    for text, tokens in zip(texts, ids, strict=True):
+        if len(tokens) != 1:
+            raise ValueError(f'--stop {text!r} is {len(tokens)} tokens; give a text of one token')
+    return model.stops | {int(tokens[0]) for tokens in ids}
+
+
+def check(model: LanguageModel, prompts: Sequence[Sequence[int]], count: int) -> None:
+    """Raises ValueError unless the model can write ``count`` tokens after the prompts."""
+    if not model.cached and not model.before:
+        raise ValueError(
+            f'{model.name} is a checkpoint of a GPT-2, whose stages keep no cache; give the '
+            'workdir of a finished run of a GPT-2, or a checkpoint of another family'
         )
-    try:
-        config = json.loads((folder / 'config.json').read_text())
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
-        raise ValueError(f'{folder / "config.json"} is not the configuration of a run')
-    values = flat(config)
-    values |= {'model.path': str(folder / 'model'), 'eval_feedback': 'direct'}
-    values |= {name: key.default for name, key in KEYS.items() if key.runtime}
-    values |= {'parallel.runtime': 'local', 'parallel.replicas': 1, 'tied_exchange': 'mean'}
-    if any((folder / 'model' / f).is_file() for f in ('vocab.json', 'tokenizer.json')):
-        values['data.tokenizer'] = str(folder / 'model')
-    exp = experiment_of(complete(nested(values)))
-    key = jax.random.key(0)
-    return exp, tuple(exp.task.start(i, {}, key) for i in range(len(exp.task.stages)))
+    length = max(map(len, prompts)) + count
+    if model.positions and length > model.positions:
+        raise ValueError(
+            f'a prompt of {length - count} tokens and --tokens={count} are more than the '
+            f'{model.positions} positions of {model.name}; give fewer tokens or a shorter prompt'
+        )
 
 
-def scorer(exp: Experiment, variables: Any, compressed: bool) -> Scores:
-    """``(window, key) -> logits`` of the token after the window."""
-    stages = tuple(getattr(stage, 'with_logits', stage) for stage in exp.task.stages)
-    model = Pipeline(stages, cuts_to_score(exp, compressed=True))
-
-    @jax.jit
-    def score(window: Array, key: Array) -> Array:
-        feedback = None
-        if compressed:
-            likes = model.likes(variables, window, train=False)
-            feedback = init_feedback(model.boundaries, likes)
-        logits, _, _ = model.apply(variables, feedback, window, Ctx(key), train=False)
-        return logits[0, -1]
-
-    return score
-
-
-def sample(
-    scores: Scores, window: Sequence[int], count: int, temperature: float, seed: int
-) -> list[int]:
-    """``count`` tokens that continue ``window``.
+def written(
+    events: Iterable[tuple[int, int | None]],
+    prompts: Sequence[Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+    hidden: Sequence[int],
+    write: Callable[[str], object],
+) -> None:
+    """Writes texts one after another, each as soon as its tokens are there.
 
     Args:
-      scores: function from `scorer`.
-      window: a full window of tokens.
-      count: number of tokens to draw.
-      temperature: divisor of the logits; 0 chooses the most likely token.
-      seed: seed of the random numbers.
+      events: from `jaxmp.training.sampling.continuations`.
+      prompts: their tokens.
+      decode: from tokens to a text.
+      hidden: the number of first tokens of each prompt that are not written.
+      write: takes a part of the text.
     """
-    tokens, length = list(window), len(window)
-    for i in range(count):
-        key = jax.random.fold_in(jax.random.key(seed), i)
-        logits = scores(jnp.asarray([tokens[-length:]], jnp.int32), key)
-        if temperature:
-            logits = logits / temperature + jax.random.gumbel(key, logits.shape)
-        tokens.append(int(np.argmax(logits)))
-    return tokens[length:]
+    rows, ended, now = [list(p) for p in prompts], [False] * len(prompts), 0
+    shown = [len(decode(row[:n])) for row, n in zip(rows, hidden, strict=True)]
+    for i, token in events:
+        ended[i] |= token is None
+        rows[i] += [] if token is None else [token]
+        while now < len(rows):
+            text = decode(rows[now])
+            text = text if ended[now] else text.rstrip('\ufffd')  # half a character
+            write(text[shown[now] :])
+            shown[now] = max(shown[now], len(text))
+            if not ended[now]:
+                break
+            write('\n')
+            now += 1
+
+
+def modes(model: LanguageModel) -> dict[str, tuple[Boundary, ...] | None]:
+    """The boundaries of each text, by its headline; of a checkpoint one, without a headline.
+
+    What a run's feedback remembers is of its training, so a boundary is plain ``C(x)``.
+    """
+    if model.boundaries is None:
+        return {'': None}
+    off, on = (f'--- compression {mode} (fwd {model.fwd}) ---' for mode in ('off', 'on'))
+    if any(b.fwd.state_of == 'channel' for b in model.boundaries):
+        print(
+            f'fwd {model.fwd} needs its components, which the folder model of a run lacks; the '
+            'text is without compression alone',
+            file=sys.stderr,
+        )
+        return {off: None}
+    cuts = tuple(Boundary(direct(b.fwd.codec), b.bwd, b.via) for b in model.boundaries)
+    return {off: None, on: cuts}
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(
+        prog='jaxmp generate',
+        description=(__doc__ or '').partition('\n\n')[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        'model', metavar='PATH_OR_RUN',
+        help='folder, GGUF file or owner/name of the hub; or workdir of a finished run',
+    )  # fmt: skip
+    parser.add_argument('--prompt', nargs='+', default=['Alice '], help='texts to continue')
+    parser.add_argument('--tokens', type=int, default=200, help='at most, after each prompt')
+    parser.add_argument('--temperature', type=float, default=0.7, help='0: the likeliest token')
+    parser.add_argument(
+        '--top-p', type=float, default=1.0,
+        help='draw among the likeliest tokens of this probability',
+    )  # fmt: skip
+    parser.add_argument('--chat', action='store_true', help="prompts by the model's chat template")
+    parser.add_argument(
+        '--stop', nargs='+', default=[], metavar='TEXT', help='tokens that end a text too'
+    )
+    parser.add_argument('--tokenizer', default='', help="in place of the checkpoint's own")
+    parser.add_argument('--seed', type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+        parser.error(
+            f'--tokens={args.tokens} --temperature={args.temperature} --top-p={args.top_p}: give '
+            'at least 1 token, a temperature of 0 or more, and a probability in (0, 1]'
+        )
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        prog='jaxmp generate', description='Write text with a trained run, compression off and on.'
-    )
-    parser.add_argument('workdir', help='workdir of a finished run of a language model')
-    parser.add_argument('--prompt', default='Alice ')
-    parser.add_argument('--tokens', type=int, default=200)
-    parser.add_argument('--temperature', type=float, default=0.7)
-    parser.add_argument('--seed', type=int, default=0)
-    args = parser.parse_args(argv)
+    args = parsed(argv)
     try:
-        exp, variables = load(args.workdir)
-    except (OSError, ValueError) as error:
+        model = open_language_model(args.model, tokenizer=args.tokenizer)
+        prompts = prompts_of(model, args.prompt, args.chat)
+        stops = stops_of(model, args.stop)
+        check(model, prompts, args.tokens)
+    except (OSError, ValueError, ImportError) as error:
         sys.exit(f'jaxmp generate: {error}')
-    words = exp.data.tokenizer
-    assert words, 'a run of a language model reads a text'
-    [start] = words.encode([args.prompt])
-    if not len(start):
-        sys.exit('jaxmp generate: an empty prompt; give --prompt a text of at least one token')
-    # The last position of a block has no target, so it was not trained.
-    window = [*exp.data.test.x[0].tolist(), *map(int, start)][1 - exp.config.data.sequence_length :]
-    for mode in ('off', 'on'):
-        scores = scorer(exp, variables, mode == 'on')
-        print(f'--- compression {mode} (fwd {exp.config.fwd}) ---')
-        print(
-            args.prompt
-            + words.decode(sample(scores, window, args.tokens, args.temperature, args.seed))
+    chosen = functools.partial(choose, temperature=args.temperature, top_p=args.top_p)
+    begin = len(model.tokenizer.begin)
+    hidden = [len(p) if args.chat else begin for p in prompts]
+    for name, cuts in modes(model).items():
+        if name:
+            print(name)
+        events = continuations(
+            reader_of(model, cuts), prompts, args.tokens, chosen, stops, args.seed
         )
+        written(
+            events, prompts, model.tokenizer.decode, hidden,
+            functools.partial(print, end='', flush=True),
+        )  # fmt: skip
 
 
 if __name__ == '__main__':

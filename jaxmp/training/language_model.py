@@ -1,0 +1,180 @@
+"""`LanguageModel`: a checkpoint or a finished run as stages, their variables and a tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.boundary import Boundary
+from jaxmp.config import KEYS, complete, flat, nested
+from jaxmp.data.tokenizer import Tokenizer, tokenizer_of
+from jaxmp.models import decoder, families, gpt2, pretrained, weights
+from jaxmp.models.adapters import open_with_adapters
+from jaxmp.models.checkpoint import Checkpoint, contents
+from jaxmp.pipeline import Stage
+from jaxmp.training.experiment import Experiment, experiment_of
+
+
+class LanguageModel(NamedTuple):
+    """Stages that predict the next token.
+
+    Attributes:
+      name: of the checkpoint or the run.
+      stages: from tokens to logits, or to scores by token.
+      variables: one ``{'params': ...}`` per stage.
+      tokenizer: of its text.
+      boundaries: those that the run was trained with; None of a checkpoint.
+      fwd: the text of their forward channels.
+      stops: tokens at which generation ends.
+      positions: the longest sequence that it was made for; 0: not known.
+      before: tokens that fill a window before a prompt, for stages without a cache.
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    variables: tuple[Any, ...]
+    tokenizer: Tokenizer
+    boundaries: tuple[Boundary, ...] | None = None
+    fwd: str = ''
+    stops: frozenset[int] = frozenset()
+    positions: int = 0
+    before: tuple[int, ...] = ()
+
+    @property
+    def cached(self) -> bool:
+        """Whether its stages keep keys and values; see `jaxmp.models.decoder.empty_cache`."""
+        return all(isinstance(stage, decoder.Stage) for stage in self.stages)
+
+
+def open_language_model(
+    path: str, stages: int = 0, cuts: Sequence[int] = (), tokenizer: str = ''
+) -> LanguageModel:
+    """The language model of a checkpoint or of a finished run.
+
+    Args:
+      path: a folder, a GGUF file, ``owner/name`` of the hub, or the workdir of a finished run.
+      stages: number of stages of a checkpoint; 0: one.
+      cuts: numbers of blocks before each boundary, in place of ``stages``.
+      tokenizer: of a checkpoint that has none; see `jaxmp.data.tokenizer.tokenizer_of`.
+
+    Raises:
+      FileNotFoundError: if there is no such checkpoint or run.
+      ConnectionError: if it has to be downloaded and cannot be.
+      ValueError: if it is damaged, of an unknown family, or stages are given for a run.
+    """
+    if not is_run(Path(path).expanduser()):
+        return _of_checkpoint(path, stages or 1, cuts, tokenizer)
+    if stages or cuts or tokenizer:
+        raise ValueError(
+            f'{path} is a run, which has its own stages and tokenizer; leave --stages, --cuts and '
+            f'--tokenizer out, or give its checkpoint, {Path(path) / "model"}'
+        )
+    return _of_run(Path(path).expanduser())
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is the workdir of a run, not a checkpoint."""
+    if (folder / 'model').is_dir():
+        return True
+    try:
+        return 'parallel' in json.loads((folder / 'config.json').read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def load(workdir: str | Path) -> tuple[Experiment, Any]:
+    """The experiment of a finished run, and the variables that it saved in ``workdir/model``.
+
+    Raises:
+      FileNotFoundError: if ``workdir`` is not that of a finished run of a language model.
+      ValueError: if its files are damaged.
+    """
+    folder = Path(workdir)
+    if not (folder / 'model').is_dir() or not (folder / 'config.json').is_file():
+        raise FileNotFoundError(
+            f'{folder} has no model of a finished run; give the --workdir of a run of a language '
+            'model that ended, without config.model.bottleneck and '
+            'config.model.embed_every_stage, which the layout of the folder has no place for'
+        )
+    try:
+        config = json.loads((folder / 'config.json').read_text())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f'{folder / "config.json"} is not the configuration of a run')
+    values = flat(config)
+    values |= {'model.path': str(folder / 'model')}
+    values |= {name: key.default for name, key in KEYS.items() if key.runtime}
+    values |= {'parallel.runtime': 'local', 'parallel.replicas': 1, 'tied_exchange': 'mean'}
+    if any((folder / 'model' / f).is_file() for f in ('vocab.json', 'tokenizer.json')):
+        values['data.tokenizer'] = str(folder / 'model')
+    exp = experiment_of(complete(nested(values)))
+    key = jax.random.key(0)
+    return exp, tuple(exp.task.start(i, {}, key) for i in range(len(exp.task.stages)))
+
+
+def _of_run(workdir: Path) -> LanguageModel:
+    exp, variables = load(workdir)
+    assert exp.data.tokenizer, 'a run of a language model reads a text'
+    # The last position of a block has no target, so it was not trained.
+    window = np.asarray(exp.data.test.x[0]).reshape(-1)[1 - exp.config.data.sequence_length :]
+    return LanguageModel(
+        workdir.resolve().name, exp.task.stages, variables, exp.data.tokenizer,
+        exp.model.boundaries, exp.config.fwd,
+        _stops(exp.data.tokenizer, workdir / 'model'), before=tuple(map(int, window)),
+    )  # fmt: skip
+
+
+def _of_checkpoint(path: str, count: int, cuts: Sequence[int], tokenizer: str) -> LanguageModel:
+    checkpoint = open_with_adapters(path)
+    place = checkpoint.place
+    words = tokenizer_of(tokenizer or str(place))
+    stages, variables = _stages(checkpoint, count, cuts)
+    vocabulary = getattr(stages[0], 'config').vocabulary  # noqa: B009 - both kinds have one
+    if words.size > vocabulary:
+        raise ValueError(
+            f'the table of {place} has {vocabulary} tokens and the tokenizer {words.size}; leave '
+            "--tokenizer out, which takes the checkpoint's own"
+        )
+    name = Path(path).expanduser()
+    return LanguageModel(
+        (name.resolve().name if name.exists() else path), stages, variables, words,
+        stops=_stops(words, place) | _ends(checkpoint.described),
+        positions=int(checkpoint.described.get('max_position_embeddings') or 0),
+    )  # fmt: skip
+
+
+def _stages(
+    checkpoint: Checkpoint, count: int, cuts: Sequence[int]
+) -> tuple[tuple[Stage, ...], tuple[Any, ...]]:
+    """The stages of a checkpoint, which compute in float32, and their variables."""
+    folder, described = str(checkpoint.place), checkpoint.described
+    if described.get('model_type') == 'gpt2':
+        parts = gpt2.gpt2(weights.read_config(folder), count, cuts or None)
+        return parts, weights.read(folder, parts)
+    sizes = families.config_of(described, folder)
+    stages = decoder.decoder(
+        dataclasses.replace(sizes, stream=jnp.float32), count, cuts, by_token=True
+    )
+    pretrained.check(checkpoint, stages)
+    return stages, tuple(pretrained.read(checkpoint, stages, s) for s in range(len(stages)))
+
+
+def _stops(tokenizer: Tokenizer, place: Path) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's, and those of generation_config.json."""
+    file = place / 'generation_config.json'
+    described = contents(file) if file.is_file() else {}
+    return frozenset(tokenizer.end) | _ends(described)
+
+
+def _ends(described: Any) -> frozenset[int]:
+    """``eos_token_id`` of a description: a number, several, or none."""
+    ids = described.get('eos_token_id')
+    return frozenset(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
