@@ -1,10 +1,15 @@
-"""`jaxmp evaluate RUN ...`: runs tested with other codecs than they were trained with.
+"""`jaxmp evaluate PATH_OR_RUN ...`: models tested with other codecs than they were trained with.
 
 The table has each run's test metric with a column per codec, at all boundaries of the test. With
 ``--batchnorm`` a second row has BatchNorm's statistics estimated again, on training batches that
 cross open boundaries; a training with compression leaves those of compressed activations. With
 ``--moments`` a further row gives open boundaries the mean and deviation per channel that compressed
 ones have; see `jaxmp.training.moments`.
+
+With ``--text=FILE`` the table has the perplexity of a text instead, by language models: runs, or
+checkpoints (a folder, a GGUF file, a name of the hub) in ``--stages`` or ``--cuts``; with the nats
+that each codec loses and their standard errors over blocks of the text; see
+`jaxmp.training.perplexity`.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from jaxmp.report import style
 from jaxmp.report.compare import picture
 from jaxmp.runtimes.local import Local, join, split
 from jaxmp.spec import parse
+from jaxmp.training import perplexity, perplexity_page
 from jaxmp.training.checkpoint import Checkpoints, WorkdirError
 from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment, experiment_of
@@ -73,8 +79,12 @@ def load(workdir: Path) -> Run:
     """
     try:
         values = flat(json.loads((workdir / 'config.json').read_text()))
+        if 'model_type' in values:
+            raise ValueError('it has a checkpoint')
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f'{workdir} is not the workdir of a run: {error}') from None
+        raise ValueError(
+            f'{workdir} is not the workdir of a run: {error}; a checkpoint needs --text=FILE'
+        ) from None
     if (count := values.get('parallel.replicas', 1)) > 1:
         raise ValueError(
             f'{workdir} is a run with config.parallel.replicas={count}, whose checkpoint holds a '
@@ -233,40 +243,89 @@ def draw(path: Path, rows: Sequence[Row], texts: Sequence[str], metric: Metric) 
         style.save(figure, path)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
         prog='jaxmp evaluate', description=(__doc__ or '').partition('\n\n')[2]
     )
-    parser.add_argument('run', type=Path, nargs='+', help='workdirs of runs with a checkpoint')
-    parser.add_argument(
-        '--codec', nargs='+', default=[], metavar='CODEC',
+    made.add_argument(
+        'run', type=Path, nargs='+', metavar='PATH_OR_RUN',
+        help='workdirs of runs with a checkpoint; with --text also folders, GGUF files or names of '
+        'the hub',
+    )  # fmt: skip
+    made.add_argument(
+        '--codec', nargs='+', action='extend', default=[], metavar='CODEC',
         help='codecs of the test, besides none and those that the runs were trained with',
     )  # fmt: skip
-    parser.add_argument(
+    made.add_argument(
         '--batchnorm', action='store_true', help='also with statistics estimated again'
     )
-    parser.add_argument(
+    made.add_argument(
         '--moments', action='store_true', help='also open, with the moments of the compressed'
     )
-    parser.add_argument(
+    made.add_argument(
         '--out', type=picture, help='a picture, as PNG and as SVG, and the scores as JSON'
     )
-    args = parser.parse_args(argv)
+    text = made.add_argument_group('perplexity of a text')
+    text.add_argument('--text', type=Path, help='a file of plain text')
+    text.add_argument('--stages', type=int, default=0, help='of a checkpoint; default 2')
+    text.add_argument('--cuts', default='', help="blocks before each boundary, such as '8 16 23'")
+    text.add_argument('--tokenizer', default='', help="in place of a checkpoint's own")
+    text.add_argument('--tokens', type=int, default=16384, help='first tokens of the text')
+    text.add_argument('--block', type=int, default=256, help='tokens of a block')
+    text.add_argument('--batch', type=int, default=4, help='blocks of a message')
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    args = parser().parse_args(argv)
     try:
-        runs = named([load(path) for path in args.run], args.run)
-        own = itertools.chain.from_iterable(map(trained_with, runs))
-        texts = list(dict.fromkeys(['raw', *own, *args.codec]))
-        metric = same_metric(runs)
-        rows = [row for run in runs for row in rows_of(run, texts, args.batchnorm, args.moments)]
-    except (OSError, ValueError, WorkdirError) as error:
+        _by_text(args) if args.text else _by_test(args)
+    except (OSError, ValueError, ImportError, WorkdirError) as error:
         sys.exit(f'jaxmp evaluate: {error}')
+
+
+def _by_test(args: argparse.Namespace) -> None:
+    """Scores on the runs' own test splits."""
+    if args.stages or args.cuts or args.tokenizer:
+        raise ValueError('--stages, --cuts and --tokenizer are of a checkpoint; give --text=FILE')
+    runs = named([load(path) for path in args.run], args.run)
+    own = itertools.chain.from_iterable(map(trained_with, runs))
+    texts = list(dict.fromkeys(['raw', *own, *args.codec]))
+    metric = same_metric(runs)
+    rows = [row for run in runs for row in rows_of(run, texts, args.batchnorm, args.moments)]
     show(rows, texts, metric)
     if args.out:
         draw(args.out, rows, texts, metric)
         scores = {name: dict(zip(texts, found, strict=False)) for name, found in rows}
         trained = {run.name: run.trained for run in runs}
         write_json(args.out.with_suffix('.json'), provenance() | {'runs': trained, 'test': scores})
+        print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))
+
+
+def _by_text(args: argparse.Namespace) -> None:
+    """Perplexities of a text."""
+    if args.batchnorm or args.moments:
+        raise ValueError('--batchnorm and --moments are of a test split; leave --text out')
+    if args.block < 2 or args.batch < 1:
+        raise ValueError(
+            f'--block={args.block} --batch={args.batch}: give blocks of 2 tokens or more, and a '
+            'batch of 1 or more'
+        )
+    found, about = {}, {}
+    for path in args.run:
+        model, blocks, channels = perplexity.prepared(str(path), args)
+        name = str(path) if model.name in found else model.name
+        found[name] = perplexity.scores(model, blocks, channels, args.batch)
+        about[name] = {'stages': len(model.stages), 'blocks': len(blocks)}
+    title = f'{args.text.name} in blocks of {args.block} tokens, by the codec of its activations'
+    perplexity_page.show(found, title)
+    if args.out:
+        perplexity_page.draw(args.out, found, title)
+        text = {'file': args.text.name, 'block': args.block, 'batch': args.batch}
+        scores = {'text': text, 'models': about, 'scores': perplexity_page.record(found)}
+        write_json(args.out.with_suffix('.json'), provenance() | scores)
         print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))
 
 

@@ -1,0 +1,186 @@
+r"""Nats per token of a text, by the codec of what crosses the boundaries of a language model.
+
+Nothing is trained. A block b of the text loses
+
+.. math:: d_b = \frac{1}{T} \sum_t [\log p(t) - \log p_{codec}(t)]
+
+and a codec the mean of :math:`d_b`, whose standard error is :math:`\sigma(d_b) / \sqrt{n}` over n
+blocks. Blocks differ much more than codecs do, so that the differences are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxmp.boundary import FeedbackState, init_feedback
+from jaxmp.codecs import raw
+from jaxmp.feedback import Channel, direct
+from jaxmp.models.layers import next_token_nats
+from jaxmp.pipeline import pipeline, run_stage
+from jaxmp.spec import parse
+from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
+from jaxmp.training.moments import Arrived
+from jaxmp.training.task import cuts_of
+from jaxmp.wire import Ctx, Like, bits, like
+
+
+def prepared(
+    path: str, args: Any
+) -> tuple[LanguageModel, Int[np.ndarray, 'N T'], dict[str, Channel]]:
+    """A model, the blocks of a text and the channels of a test.
+
+    Args:
+      path: of a checkpoint or a run.
+      args: of `jaxmp.training.crosstest.parser`.
+
+    Raises:
+      FileNotFoundError: if there is no such model or text.
+      ValueError: if the model has no boundary, or a codec is none.
+    """
+    cuts, count = cuts_of(args.cuts), args.stages
+    default = 0 if cuts or is_run(Path(path).expanduser()) else 2
+    model = open_language_model(path, count or default, cuts, args.tokenizer)
+    if len(model.stages) == 1:
+        raise ValueError(f'{path} in one stage has no boundary; give --stages=2 or more')
+    blocks = blocks_of(model, args.text, args.block, args.tokens, args.batch)
+    trained = [str(b.fwd) for b in model.boundaries or ()]
+    numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
+    texts = dict.fromkeys(['raw', *trained, *args.codec])
+    return model, blocks, {text: parse(text, numbers) for text in texts}
+
+
+class Score(NamedTuple):
+    """A text by a codec.
+
+    Attributes:
+      bits: per element of a message.
+      nats: of a token, the mean of each block.
+      lost: mean nats over those without compression.
+      error: its standard error; not a number of one block.
+    """
+
+    bits: float
+    nats: Float[np.ndarray, ' N']
+    lost: float
+    error: float
+
+    @property
+    def perplexity(self) -> float:
+        """``exp`` of the mean nats."""
+        return float(np.exp(min(np.mean(self.nats), 700.0)))
+
+    def record(self) -> dict[str, float | None]:
+        """The numbers as JSON has them."""
+        error = None if np.isnan(self.error) else self.error
+        return {
+            'bits': self.bits, 'perplexity': self.perplexity, 'nats': float(np.mean(self.nats)),
+            'nats_lost': self.lost, 'standard_error': error,
+        }  # fmt: skip
+
+
+def blocks_of(
+    model: LanguageModel, file: Path, length: int, tokens: int, batch: int
+) -> Int[np.ndarray, 'N T']:
+    """The first blocks of a text, in whole batches, each without what is before it.
+
+    Where the tokenizer begins a text with a token, so does each block.
+
+    Raises:
+      ValueError: if the file is no text, or has less than two blocks.
+      OSError: if it cannot be read.
+    """
+    try:
+        text = file.read_text(encoding='utf-8')
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{file} is not a text in UTF-8 ({error}); convert it') from None
+    begin = np.asarray(model.tokenizer.begin, np.int32)
+    [ids] = model.tokenizer.encode([text])
+    own = length - len(begin)
+    count = min(len(ids), tokens) // own
+    count -= count % min(batch, max(count, 1))
+    if count < 2:
+        raise ValueError(
+            f'{file} has {len(ids):,} tokens, of which --tokens={tokens} and --block={length} make '
+            f'{count} blocks, and a standard error takes two; give a longer text, more tokens or '
+            'shorter blocks'
+        )
+    blocks = ids[: count * own].reshape(count, own)
+    return np.concatenate([np.tile(begin, (count, 1)), blocks], 1)
+
+
+def scores(
+    model: LanguageModel,
+    blocks: Int[np.ndarray, 'N T'],
+    channels: Mapping[str, Channel],
+    batch: int,
+) -> dict[str, Score]:
+    """The scores of a text by codec.
+
+    What stands before the first boundary is computed once for all codecs. What a rule remembers
+    passes from batch to batch.
+
+    Args:
+      model: stages with variables.
+      blocks: from `blocks_of`.
+      channels: forward channels of all boundaries; ``'raw'`` is among them.
+      batch: blocks that cross the boundaries together.
+    """
+    size = min(batch, len(blocks))
+    first, own = model.stages[0], model.variables[0]
+    start = jax.jit(lambda v, x: run_stage(first, v, x, Ctx().reading(x), {'train': False})[0])
+    tails = {text: tail(model, channel) for text, channel in channels.items()}
+    found: dict[str, list[np.ndarray]] = {text: [] for text in channels}
+    memory: dict[str, Any] = {}
+    message: Like | None = None
+    for i in range(0, len(blocks), size):
+        tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
+        x = start(own, tokens)
+        message = like(x)
+        ctx = Ctx(jax.random.fold_in(jax.random.key(0), i), jnp.arange(i, i + size), tokens=tokens)
+        for text, (initial, run) in tails.items():
+            before = memory[text] if i else initial(x)
+            nats, memory[text] = run(model.variables[1:], before, x, ctx)
+            found[text].append(np.asarray(nats, np.float64).mean(1))
+    assert message is not None, 'there are blocks'
+    means = {text: np.concatenate(parts) for text, parts in found.items()}
+    return {
+        text: _score(bits(channels[text], message) / message.size, nats, means['raw'])
+        for text, nats in means.items()
+    }
+
+
+def _score(bits: float, nats: np.ndarray, uncompressed: np.ndarray) -> Score:
+    lost = nats - uncompressed
+    error = np.std(lost, ddof=1) / np.sqrt(len(lost)) if len(lost) > 1 else np.nan
+    return Score(bits, nats, float(np.mean(lost)), float(error))
+
+
+Initial = Callable[[Array], FeedbackState]
+Run = Callable[[Any, FeedbackState, Array, Ctx], tuple[Float[Array, 'B T1'], FeedbackState]]
+
+
+def tail(model: LanguageModel, channel: Channel) -> tuple[Initial, Run]:
+    """What begins at the first boundary: initial states, and the nats of a batch with the next."""
+    stages = (Arrived(), *model.stages[1:])
+    pipe = pipeline(stages, channel, direct(raw))
+    last = model.stages[-1]
+
+    def initial(x: Array) -> FeedbackState:
+        # Blocks leave shape and dtype of the residual stream as they are.
+        return init_feedback(pipe.boundaries, [x] * len(pipe.boundaries))
+
+    @jax.jit
+    def run(variables: Any, feedback: FeedbackState, x: Array, ctx: Ctx) -> Any:
+        y, _, after = pipe.apply(({}, *variables), feedback, x, ctx, train=False)
+        if getattr(last, 'by_token', False):
+            return y[:, :-1, 0], after
+        return next_token_nats(y, ctx.tokens), after
+
+    return initial, run

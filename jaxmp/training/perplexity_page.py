@@ -1,0 +1,68 @@
+"""The scores of `jaxmp.training.perplexity` as a table, a picture and JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmp.report import labels, style
+from jaxmp.training.perplexity import Score
+
+Scores = Mapping[str, Mapping[str, Score]]  # by codec, by model
+LEAST = 1e-3  # nats; a codec that loses less stands there as a triangle
+
+
+def show(found: Scores, title: str) -> None:
+    """Prints a row per model and codec."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name in ('model', 'codec'):
+        table.add_column(name, overflow='fold')
+    for name in ('bits', 'perplexity', 'nats lost', '+-'):
+        table.add_column(name, justify='right')
+    for model, scores in found.items():
+        for codec, s in scores.items():
+            numbers = f'{s.bits:.2f}', f'{s.perplexity:.6g}', f'{s.lost:+.4f}', f'{s.error:.4f}'
+            table.add_row(model, codec, *numbers)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def record(found: Scores) -> dict[str, Any]:
+    """The scores as JSON has them."""
+    return {m: {c: s.record() for c, s in scores.items()} for m, scores in found.items()}
+
+
+def draw(path: Path, found: Scores, title: str) -> None:
+    """Nats lost against bits, with standard errors; both axes logarithmic."""
+    with style.style():
+        figure = style.figure(9, 4.5)
+        axes, key = figure.subplots(1, 2, width_ratios=(2, 1))
+        places, colours = {}, {}
+        for model, scores in found.items():
+            for codec, s in scores.items():
+                if codec == 'raw':
+                    continue
+                name = codec if len(found) == 1 else f'{model}: {codec}'
+                colours[name] = colour = style.FAMILIES[style.family(codec)]
+                places[name] = s.bits, max(s.lost, LEAST)
+                mark = 'o' if s.lost > LEAST else 'v'
+                axes.errorbar(*places[name], yerr=_bar(s), fmt=mark, color=colour, ms=5)
+        axes.set_xscale('log')
+        style.logarithmic(axes)
+        axes.set(xlabel='bits per element', ylabel='nats per token lost')
+        axes.set_ylim(bottom=LEAST / 1.5)
+        figure.suptitle(title)
+        style.caption(figure, f'bars: standard error over blocks; triangle: {LEAST:g} nats or less')
+        labels.numbered(figure, axes, key, places, colours)
+        style.save(figure, path, style.digest(record(found), __file__))
+
+
+def _bar(score: Score) -> list[list[float]] | None:
+    """The standard error below and above a point, cut at the axis's end."""
+    if not score.error > 0 or score.lost <= LEAST:
+        return None
+    return [[min(score.error, score.lost - LEAST / 2)], [score.error]]

@@ -1,0 +1,134 @@
+"""Perplexity of a text by codec: of a checkpoint that was not trained here, and the command."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp import parse
+from jaxmp.data.tokenizer import byte_level
+from jaxmp.models.layers import next_token_nats
+from jaxmp.pipeline import pipeline
+from jaxmp.training import crosstest, language_model, perplexity
+from jaxmp.wire import Ctx
+from tests.test_decoder import opened, save
+from tests.test_pretrained import tiny
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    """A random decoder in three stages."""
+    folder = save(tmp_path_factory.mktemp('llama3'), 'llama3')
+    _, stages, variables = opened(folder, 3)
+    return language_model.LanguageModel('random', stages, tuple(variables), byte_level())
+
+
+BLOCKS = np.random.default_rng(0).integers(0, 37, (4, 8)).astype(np.int32)
+
+
+def test_scores_are_those_of_the_whole_pipeline(model):
+    """Each batch crosses both boundaries; the differences are paired by block."""
+    codec = parse('block(2)')
+    found = perplexity.scores(model, BLOCKS, {'raw': parse('raw'), 'block(2)': codec}, 2)
+    nats = {}
+    for name, channel in (('raw', None), ('block(2)', codec)):
+        pipe = pipeline(model.stages, channel or parse('raw'), parse('raw'))
+        rows = []
+        for i in (0, 2):
+            x = jnp.asarray(BLOCKS[i : i + 2])
+            feedback = perplexity.init_feedback(
+                pipe.boundaries, pipe.likes(model.variables, x, train=False)
+            )
+            y = pipe.apply(model.variables, channel and feedback, x, Ctx(), train=False)[0]
+            rows.append(np.asarray(next_token_nats(y, x)).mean(1))
+        nats[name] = np.concatenate(rows)
+        np.testing.assert_allclose(found[name].nats, nats[name], rtol=1e-4)
+    lost = nats['block(2)'] - nats['raw']
+    assert abs(lost.mean()) > 1e-3
+    score = found['block(2)']
+    assert score.lost == pytest.approx(lost.mean(), rel=0.01)
+    assert score.error == pytest.approx(lost.std(ddof=1) / 2, rel=0.01)
+    assert score.perplexity == pytest.approx(np.exp(nats['block(2)'].mean()), rel=1e-3)
+    assert (found['raw'].bits, found['raw'].lost) == (32, 0)
+    assert score.bits == pytest.approx(2.6, abs=0.1)  # with scales of blocks
+
+
+def test_what_stands_before_the_first_boundary_is_computed_once(model, monkeypatch):
+    """For all codecs; and a rule's memory passes from batch to batch."""
+    calls = []
+    run = perplexity.run_stage
+    monkeypatch.setattr(
+        perplexity, 'run_stage', lambda *given: calls.append(given[0]) or run(*given)
+    )
+    channels = {text: parse(text) for text in ('raw', 'fp16', 'ef21(uniform(8))')}
+    found = perplexity.scores(model, np.tile(BLOCKS[:1], (3, 1)), channels, 1)
+    assert calls == [model.stages[0]]
+    nats = found['ef21(uniform(8))'].nats
+    assert abs(nats[2] - found['raw'].nats[2]) < abs(nats[0] - found['raw'].nats[0])
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp('tiny'))
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp('text') / 'some.txt'
+    file.write_text('The Queen of Hearts, she made some tarts.')
+    return file
+
+
+def test_blocks_are_whole_batches_and_begin_as_a_text(model, text):
+    blocks = lambda m, *rest: perplexity.blocks_of(m, text, *rest)
+    assert blocks(model, 8, 1000, 2).shape == (4, 8)
+    assert blocks(model, 8, 17, 4).shape == (2, 8)
+    begins = model._replace(tokenizer=byte_level()._replace(begin=(1,)))
+    assert blocks(begins, 8, 1000, 1)[:2].tolist() == [[1, *b'The Que'], [1, *b'en of H']]
+
+
+def test_the_command_tests_a_checkpoint_with_codecs(folder, text, tmp_path, capsys):
+    out = tmp_path / 'lost.png'
+    crosstest.main([
+        str(folder), f'--text={text}', '--tokenizer=bytes', '--block=8', '--codec=uniform(2)',
+        '--codec', 'fp16', 'nvfp4', f'--out={out}',
+    ])  # fmt: skip
+    shown = capsys.readouterr().out
+    saved = json.loads(out.with_suffix('.json').read_text())
+    scores = saved['scores'][folder.name]
+    assert [*scores] == ['raw', 'uniform(2)', 'fp16', 'nvfp4']
+    assert saved['models'][folder.name] == {'stages': 2, 'blocks': 4}
+    assert all(f'{s["nats_lost"]:+.4f}' in shown for s in scores.values())
+    assert scores['uniform(2)']['bits'] == pytest.approx(2, abs=0.2)
+    assert 200 < scores['raw']['perplexity'] < 300
+    assert saved['hardware']
+    assert out.stat().st_size > 5000
+    assert out.with_suffix('.svg').is_file()
+
+
+MISTAKES = {
+    'one stage': (['--stages=1'], 'in one stage has no boundary; give --stages=2 or more'),
+    'too many stages': (['--stages=9'], '9 stages of a decoder with 3 blocks'),
+    'cuts': (['--cuts=5'], r'cuts=\(5,\) of a decoder with 3 blocks'),
+    'no codec': (['--block=8', '--codec=nothing'], "unknown word 'nothing'"),
+    'a short text': (['--block=32'], 'make 1 blocks, and a standard error takes two; give'),
+    'a block of one': (['--block=1'], 'give blocks of 2 tokens or more'),
+    'BatchNorm': (['--batchnorm'], '--batchnorm and --moments are of a test split; leave --text'),
+    'no file': (['--text=nowhere.txt'], "No such file or directory: 'nowhere.txt'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', MISTAKES)
+def test_mistakes_are_told_in_a_line(folder, text, case):
+    words, message = MISTAKES[case]
+    with pytest.raises(SystemExit, match=f'^jaxmp evaluate: .*{message}') as caught:
+        crosstest.main([str(folder), f'--text={text}', '--tokenizer=bytes', *words])
+    assert '\n' not in str(caught.value)
+
+
+def test_a_checkpoint_without_a_text(folder):
+    with pytest.raises(SystemExit, match=r'is not the workdir of a run: .* needs --text=FILE'):
+        crosstest.main([str(folder)])
+    with pytest.raises(SystemExit, match='--tokenizer are of a checkpoint; give --text=FILE'):
+        crosstest.main([str(folder), '--stages=2'])
