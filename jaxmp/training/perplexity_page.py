@@ -11,6 +11,7 @@ from jaxmp.report import labels, style
 from jaxmp.training.perplexity import Score
 
 Scores = Mapping[str, Mapping[str, Score]]  # by codec, by model
+BITS = 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32  # ticks
 LEAST = 1e-3  # nats; a codec that loses less stands there as a triangle
 
 
@@ -52,6 +53,10 @@ def draw(path: Path, found: Scores, title: str) -> None:
                 mark = 'o' if s.lost > LEAST else 'v'
                 axes.errorbar(*places[name], yerr=_bar(s), fmt=mark, color=colour, ms=5)
         axes.set_xscale('log')
+        low, high = axes.get_xlim()
+        axes.set_xticks([b for b in BITS if low <= b <= high], minor=False)
+        axes.xaxis.set_major_formatter('{x:g}')
+        axes.minorticks_off()
         style.logarithmic(axes)
         axes.set(xlabel='bits per element', ylabel='nats per token lost')
         axes.set_ylim(bottom=LEAST / 1.5)
