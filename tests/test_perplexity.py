@@ -2,15 +2,17 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmp import parse
 from jaxmp.data.tokenizer import byte_level
+from jaxmp.models import gpt2, weights
 from jaxmp.models.layers import next_token_nats
 from jaxmp.pipeline import pipeline
-from jaxmp.training import crosstest, language_model, perplexity
+from jaxmp.training import crosstest, generate, language_model, perplexity
 from jaxmp.wire import Ctx
 from tests.test_decoder import opened, save
 from tests.test_pretrained import tiny
@@ -132,3 +134,16 @@ def test_a_checkpoint_without_a_text(folder):
         crosstest.main([str(folder)])
     with pytest.raises(SystemExit, match='--tokenizer are of a checkpoint; give --text=FILE'):
         crosstest.main([str(folder), '--stages=2'])
+
+
+def test_a_gpt2_is_tested_too_and_has_no_cache(tmp_path):
+    stages = gpt2.gpt2(gpt2.Config(256, 8, width=8, blocks=2, heads=2), 1)
+    own = stages[0].init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    weights.write(str(tmp_path), stages, [own])
+    model = language_model.open_language_model(str(tmp_path), 2, tokenizer='bytes')
+    channels = {'raw': parse('raw')}
+    found = perplexity.scores(model, BLOCKS, channels, 4)['raw'].nats
+    y = stages[0].apply(own, jnp.asarray(BLOCKS))
+    np.testing.assert_allclose(found, next_token_nats(y, BLOCKS).mean(1), rtol=1e-4)
+    with pytest.raises(SystemExit, match='is a checkpoint of a GPT-2, whose stages keep no cache'):
+        generate.main([str(tmp_path), '--tokenizer=bytes'])

@@ -102,7 +102,7 @@ def blocks_of(
         raise ValueError(f'{file} is not a text in UTF-8 ({error}); convert it') from None
     begin = np.asarray(model.tokenizer.begin, np.int32)
     [ids] = model.tokenizer.encode([text])
-    own = length - len(begin)
+    own = max(1, length - len(begin))
     count = min(len(ids), tokens) // own
     count -= count % min(batch, max(count, 1))
     if count < 2:
@@ -181,6 +181,7 @@ def tail(model: LanguageModel, channel: Channel) -> tuple[Initial, Run]:
         y, _, after = pipe.apply(({}, *variables), feedback, x, ctx, train=False)
         if getattr(last, 'by_token', False):
             return y[:, :-1, 0], after
+        assert ctx.tokens is not None, 'the first stage reads them'
         return next_token_nats(y, ctx.tokens), after
 
     return initial, run

@@ -50,9 +50,10 @@ def reader_of(model: LanguageModel, cuts: tuple[Boundary, ...] | None = None) ->
 def cached(model: LanguageModel, cuts: tuple[Boundary, ...] | None = None) -> Reader:
     """The reader of a decoder: a message has the new tokens only."""
     pipe, variables = _pipeline(model, cuts)
+    stages: Any = pipe.stages  # of `jaxmp.models.decoder`
 
     def start(batch: int, length: int) -> State:
-        return tuple(decoder.empty_cache(stage, batch, length) for stage in pipe.stages)
+        return tuple(decoder.empty_cache(stage, batch, length) for stage in stages)
 
     def run(variables: Any, cache: State, tokens: Tokens, key: Array) -> tuple[Array, State]:
         whole = tuple({**v, 'cache': c} for v, c in zip(variables, cache, strict=True))
