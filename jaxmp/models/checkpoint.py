@@ -16,7 +16,7 @@ import numpy as np
 
 FILE = 'model.safetensors'
 INDEX = f'{FILE}.index.json'
-AGAIN = 'download it again'
+AGAIN = 'download the files again'
 
 
 class Checkpoint(NamedTuple):

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxmp.models.checkpoint import AGAIN, contents
 from jaxmp.models.gpt2 import Config, Stage
 
 _FILE = 'model.safetensors'
 _INDEX = f'{_FILE}.index.json'
 _GELU = ('gelu_new', 'gelu_pytorch_tanh')  # two names of one function
-_AGAIN = 'download the files again'
 
 
 def read_config(directory: str, **changes: Any) -> Config:
@@ -41,7 +41,7 @@ def read_config(directory: str, **changes: Any) -> Config:
     file = _root(directory) / 'config.json'
     if not file.is_file():
         raise FileNotFoundError(f'no config.json in {directory}; {_wanted()}')
-    found = _json(file)
+    found = contents(file)
     published = {
         'model_type': ('gpt2',), 'activation_function': _GELU, 'scale_attn_weights': (True,),
         'scale_attn_by_inverse_layer_idx': (False,), 'add_cross_attention': (False,),
@@ -67,7 +67,7 @@ def _check_numbers(file: Path, found: Mapping[str, Any]) -> None:
         if not fits and (key, found[key]) != ('n_inner', None):
             raise ValueError(
                 f'{file} has {key}={found[key]!r}, which is not a {"whole " * whole}number from '
-                f'{int(whole)}; {_AGAIN}'
+                f'{int(whole)}; {AGAIN}'
             )
 
 
@@ -244,12 +244,12 @@ def _files(root: Path) -> Iterator[tuple[Path, set[str] | None]]:
         other = sorted(p.name for p in root.glob('*.bin'))
         have = f' (only {", ".join(other)}; pickles are not read)' if other else ''
         raise FileNotFoundError(f'no weights in {root}{have}; {_wanted()}')
-    where = _json(root / _INDEX).get('weight_map')
+    where = contents(root / _INDEX).get('weight_map')
     if not isinstance(where, dict) or not where:
-        raise ValueError(f'{root / _INDEX} has no weight_map; {_AGAIN}')
+        raise ValueError(f'{root / _INDEX} has no weight_map; {AGAIN}')
     for name in sorted({str(file) for file in where.values()}):
         if Path(name).name != name or not (root / name).is_file():
-            raise FileNotFoundError(f'{root / _INDEX} names {name}, which is missing; {_AGAIN}')
+            raise FileNotFoundError(f'{root / _INDEX} names {name}, which is missing; {AGAIN}')
         yield root / name, {key for key, file in where.items() if file == name}
 
 
@@ -262,21 +262,11 @@ def _file(file: Path, names: set[str] | None) -> Iterator[tuple[str, np.ndarray]
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f'{file}: {file.stat().st_size:,} bytes that are not a complete safetensors file '
-            f'({error}); {_AGAIN}'
+            f'({error}); {AGAIN}'
         ) from error
     if names is not None and names != tensors.keys():
-        raise ValueError(f'{file} has other tensors than {_INDEX} lists; {_AGAIN}')
+        raise ValueError(f'{file} has other tensors than {_INDEX} lists; {AGAIN}')
     yield from tensors.items()
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise ValueError(f'{file} is not JSON ({error}); {_AGAIN}') from error
-    if not isinstance(found, dict):
-        raise ValueError(f'{file} holds a {type(found).__name__}, not an object; {_AGAIN}')
-    return found
 
 
 def _root(directory: str) -> Path:

@@ -3,7 +3,7 @@
 The boundaries are those of `jaxmp.boundary`, crossed under autodiff: messages are packed and
 unpacked, so what a model learns here is what it learns over a real link. Tests compare every other
 runtime with this one. Replicas are a mesh axis around the whole step
-(`jaxmp.training.replicated`).
+(`jaxmp.runtimes.replicated`).
 """
 
 from __future__ import annotations
