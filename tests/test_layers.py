@@ -44,8 +44,8 @@ BELOW = {
     'codecs.__main__': 'grammar',  # an entry point; nothing imports one
     'runtimes': 'wire feedback transport boundary pipeline hlo distributed exchange',
     'launch': 'distributed',
-    'models': '',
     'data': '',
+    'models': 'data',
     'report': 'config exchange metrics spec',
 }
 ABOVE = {  # may import everything below

@@ -11,6 +11,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 
+from jaxmp.data import tokenizer
 from jaxmp.models import (
     adapters,
     checkpoint,
@@ -133,6 +134,20 @@ def test_lora_trains_its_updates_alone_and_leaves_them_as_peft_does(tmp_path, we
         found[name.format('A')], after[1]['layers.self_attn.q_proj.lora_a'][0]
     )
     assert found[name.format('B')].shape == (16, 2)
+
+
+def test_a_frozen_table_is_one_array_of_two_stages(tmp_path):
+    folder = tiny(tmp_path / 'model')
+    trainer = loop.prepare(small(folder, train='no_table'), loop.ProcessGroup())
+    table = lambda state, stage: state.model.params[stage]['embed_tokens']['weight']
+    state = trainer.create()
+    first = table(state, 0)
+    assert table(state, 1) is first
+    for _ in range(2):
+        state, *_ = next(trainer.epoch(0, state, np.arange(4)))
+    assert table(state, 0) is table(state, 1) is first
+    apart = loop.prepare(small(folder, train='all'), loop.ProcessGroup()).create()
+    assert table(apart, 0) is not table(apart, 1)
 
 
 def test_merged_updates_give_the_same_logits(tmp_path):
@@ -363,6 +378,18 @@ LLAMA3 = {
     'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
     'original_max_position_embeddings': 8192,
 }  # fmt: skip
+
+
+def test_a_gguf_file_is_listed_once_for_model_and_tokenizer(tmp_path, monkeypatch):
+    import gguf
+
+    files, reader = [], gguf.GGUFReader
+    monkeypatch.setattr(gguf, 'GGUFReader', lambda file: files.append(file) or reader(file))
+    file = as_gguf(tmp_path / 'one.gguf', 'llama')
+    checkpoint.open_checkpoint(file)
+    with pytest.raises(ValueError, match='has a tokenizer of the kind None'):
+        tokenizer.tokenizer_of(str(file))
+    assert files == [file]
 
 
 def test_llama_3s_scaling_is_recognised_in_a_gguf_file(tmp_path):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from jaxmp.data.chat import Template
+from jaxmp.data.gguf import opened
 from jaxmp.data.tokenizer import Tokenizer, wrapped
 
 _SPECIAL = 3  # of `tokenizer.ggml.token_type`: a token that no text is split into
@@ -44,7 +44,7 @@ def from_gguf(path: Path) -> Tokenizer:
     from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Whole
 
-    fields = _fields(path)
+    fields = opened(path).fields
     kind, name = (fields.get(f'tokenizer.ggml.{k}') for k in ('model', 'pre'))
     splits = _splits(str(name)) if kind == 'gpt2' else []
     if not splits:
@@ -85,25 +85,3 @@ def _save(whole: Any, folder: Path, tokens: dict[str, str], template: str | None
     about = {'tokenizer_class': 'PreTrainedTokenizerFast', **tokens}
     about |= {'chat_template': template} if template else {}
     (folder / 'tokenizer_config.json').write_text(json.dumps(about, indent=1), encoding='utf-8')
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    """The entries of a GGUF file that say how it cuts text into tokens, by name."""
-    if not path.is_file():
-        raise FileNotFoundError(f'there is no file {path}; give a .gguf file, or a folder')
-    return _read(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(2)  # the package takes seconds for it
-def _read(path: Path, changed: int) -> dict[str, Any]:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ImportError(
-            f'{path} is read by the package gguf, which is not installed; pip install gguf'
-        ) from error
-    try:
-        fields = GGUFReader(str(path)).fields
-    except (ValueError, IndexError, OSError) as error:
-        raise ValueError(f'{path} is not a GGUF file ({error}); download it again') from error
-    return {k: f.contents() for k, f in fields.items() if k.startswith('tokenizer.')}

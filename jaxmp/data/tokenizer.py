@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jaxmp.data.chat import Template
 Located = tuple[np.ndarray, np.ndarray]  # ids (n,), and (n, 2): where each begins and ends
 
 _END = '<|endoftext|>'
+_TEXTS = 1024  # encoded together: what the library returns beside the ids is far larger
 _FILES = (
     'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja'
 )  # fmt: skip
@@ -219,8 +220,9 @@ def wrapped(tokenizer: Any, **about: Any) -> Tokenizer:
       **about: further fields.
     """
 
-    def encoded(texts: Sequence[str]) -> list[Any]:
-        return tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    def encoded(texts: Sequence[str]) -> Iterator[Any]:
+        for i in range(0, len(texts), _TEXTS):
+            yield from tokenizer.encode_batch(texts[i : i + _TEXTS], add_special_tokens=False)
 
     def locate(texts: Sequence[str]) -> list[Located]:
         places = lambda e: np.array(e.offsets, np.int32).reshape(-1, 2)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
+import jax.monitoring
+
+LONG = 1.0  # seconds of a compilation that has taken much memory
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # of mallopt in glibc's malloc.h
 
 
@@ -20,4 +23,21 @@ def keep_freed_pages() -> None:
     if mallopt is not None:
         mallopt(ARENA_MAX, 1)
         mallopt(MMAP_MAX, 0)  # no block is mapped by itself, however large
-        mallopt(TRIM_THRESHOLD, -1)  # never
+        mallopt(TRIM_THRESHOLD, -1)  # never by itself
+        jax.monitoring.register_event_duration_secs_listener(_after)
+
+
+def release_freed_pages() -> None:
+    """Returns freed memory to the system once, after what is not done again, such as reading.
+
+    Without glibc nothing happens.
+    """
+    trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
+    if trim is not None:
+        trim(0)
+
+
+def _after(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """Returns what a long compilation has freed."""
+    if event.endswith('backend_compile_duration') and duration_secs > LONG:
+        release_freed_pages()

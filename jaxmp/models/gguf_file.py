@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp.data import release
+from jaxmp.data.gguf import opened
 from jaxmp.models.checkpoint import AGAIN, Checkpoint
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.rotary import frequencies
@@ -36,26 +38,16 @@ def open_gguf(file: Path) -> Checkpoint:
       ImportError: without the package ``gguf``.
       ValueError: if the file is damaged, or of another architecture.
     """
-    try:
-        from gguf import GGUFReader, dequantize
-    except ImportError:
-        raise ImportError(
-            f'{file} needs the package gguf; pip install "jaxmp[gguf]", or give a folder of '
-            'safetensors'
-        ) from None
-    try:
-        reader = GGUFReader(file)
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        size = f'{file.stat().st_size:,} bytes'
-        raise ValueError(f'{file} is damaged or cut off: {size} ({error}); {AGAIN}') from error
-    fields = {name: field.contents() for name, field in reader.fields.items() if _short(field)}
-    tensors = {t.name: t for t in reader.tensors}
+    fields, tensors = opened(file)
     described = _described(file, fields, tensors)
     names = {_name(name): name for name in tensors if name != _ROPE}
 
     def read(name: str) -> np.ndarray:
+        from gguf import dequantize
+
         tensor = tensors[names[name]]
-        array = np.array(dequantize(tensor.data, tensor.tensor_type))
+        array = np.array(dequantize(tensor.data, tensor.tensor_type), copy=None)
+        release(tensor.data)
         for part, heads in (('q', 'num_attention_heads'), ('k', 'num_key_value_heads')):
             if described['model_type'] == 'llama' and f'.{part}_proj.' in name:
                 array = by_halves(array, described[heads])
@@ -74,11 +66,6 @@ def by_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     rows = weight.shape[0]
     paired = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
     return paired.swapaxes(1, 2).reshape(weight.shape)
-
-
-def _short(field: Any) -> bool:
-    """Whether it is no list, such as the tokens, which take long to read."""
-    return len(field.data) == 1
 
 
 def _name(name: str) -> str:

@@ -42,6 +42,7 @@ def read(
     only: int,
     key: Array | None = None,
     dtype: Callable[[Keys], Any] = as_float32,
+    shared: dict[str, Array] | None = None,
 ) -> dict[str, Params]:
     """The variables of one stage, of stages that `check` finds to fit.
 
@@ -51,11 +52,13 @@ def read(
       only: number of the stage.
       key: of the low-rank updates, which no checkpoint has; not needed without.
       dtype: of the parameter of a path; None means the file's.
+      shared: arrays outside of the blocks that other stages have read, by name, to which those of
+        this one are added: a tied table is then one array.
 
     Returns:
       ``{'params': ...}``.
     """
-    own = shapes(stages[only])
+    own, shared = shapes(stages[only]), {} if shared is None else shared
     start = sum(stage.blocks for stage in stages[:only])
     params: dict[Keys, Any] = {}
     for path, shape in own.items():
@@ -63,7 +66,9 @@ def read(
         if names[0] not in checkpoint.shapes:  # a low-rank update; all others are there
             continue
         if path[0] != 'layers':
-            params[path] = jnp.asarray(checkpoint.read(names[0]), dtype(path))
+            if names[0] not in shared:
+                shared[names[0]] = jnp.asarray(checkpoint.read(names[0]), dtype(path))
+            params[path] = shared[names[0]]
             continue
         first = checkpoint.read(names[0])
         stack = np.empty(shape, dtype(path) or first.dtype)

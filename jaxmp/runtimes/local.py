@@ -64,30 +64,27 @@ class Local:
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], keys.augment)
         trained = {s: part(self.model.trained, p) for s, p in state.params.items()}
 
-        def one(model_state: Any, feedback: FeedbackState, m: Any, x: Array, y: Array) -> Any:
-            def loss(
-                params: Any, feedback: FeedbackState
-            ) -> tuple[Array, tuple[FeedbackState, Any]]:
-                params = {s: whole(p, params[s]) for s, p in state.params.items()}
-                variables, ctx = join(params, model_state), context(keys.model, m, n)
-                out, after, feedback = self.pipe.apply(
-                    variables, feedback, x, ctx, train=self.train
-                )
-                value, aux = self.model.loss(out, y)
-                return value, (feedback, (aux, split(after)[1]))
-
-            (value, (aux, after)), grads, feedback = value_and_grad(loss)(trained, feedback)
-            return after, feedback, ((value, aux), grads)
+        def loss(params: Any, feedback: FeedbackState, model_state: Any, *at: Any) -> Any:
+            m, x, y = at
+            params = {s: whole(p, params[s]) for s, p in state.params.items()}
+            variables, ctx = join(params, model_state), context(keys.model, m, n)
+            out, after, feedback = self.pipe.apply(variables, feedback, x, ctx, train=self.train)
+            value, aux = self.model.loss(out, y)
+            return value, (feedback, (aux, split(after)[1]))
 
         def add(carry: Any, at: Any) -> Any:
-            *before, total = carry
-            *after, new = one(*before, *at)
-            return *after, jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, new)
+            model_state, feedback, total = carry
+            arguments = trained, feedback, model_state, *at
+            (value, (aux, model_state)), grads, feedback = value_and_grad(loss)(*arguments)
+            new = (value, aux), grads
+            total = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, new)
+            return model_state, feedback, total
 
         parts = jnp.arange(n), *(cut(a, n) for a in (x, batch['y']))
         first = jax.tree.map(lambda a: a[0], parts)
-        shapes = jax.eval_shape(one, state.model_state, state.feedback, *first)[2]
-        sums = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, shapes))
+        one = jax.eval_shape(loss, trained, state.feedback, state.model_state, *first)
+        value, (_, (aux, _)) = one  # without the backward, whose trace takes as long again
+        sums = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, ((value, aux), trained)))
         end = loop(add, (state.model_state, state.feedback, sums), parts)
         model_state, feedback, sums = end
         means, grads = jax.tree.map(lambda a: (a / n).astype(a.dtype), sums)

@@ -19,11 +19,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange import AXIS, Collectives, Exchange, bytes_of, over
-from jaxmp.exchange.collectives import part, whole
+from jaxmp.exchange.collectives import part as row
+from jaxmp.exchange.collectives import whole as all_rows
 from jaxmp.exchange.traffic import compiled_operands
 from jaxmp.runtimes.columns import on_all, on_one
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.state import Feedback, StageState
+from jaxmp.runtimes.trained import everything, part, whole
 from jaxmp.runtimes.types import Batch, Model, ModelState, Step, output
 
 
@@ -77,7 +79,7 @@ class Replicated:
         """See `PlacedRuntime`."""
         if self.mesh is None:
             return {self.via.index if self.via else 0: tree}
-        one = lambda device: jax.tree.map(lambda a: a[0], part(tree, device))
+        one = lambda device: jax.tree.map(lambda a: a[0], row(tree, device))
         return {r: one(device) for r, device in self.devices.items()}
 
     def join(self, stage: int, like: Any, rows: Mapping[int, Any]) -> Any:
@@ -87,7 +89,7 @@ class Replicated:
         place = NamedSharding(self.mesh, P(AXIS))
         frame = lambda a, device: jax.device_put(np.asarray(a)[None], device)
         cell = lambda tree, device: jax.tree.map(lambda a: frame(a, device), tree)
-        return whole(place, [cell(rows[r], device) for r, device in self.devices.items()])
+        return all_rows(place, [cell(rows[r], device) for r, device in self.devices.items()])
 
     def numbered(self, step: Any, words: Any) -> tuple[Array, Array]:
         """See `PlacedRuntime`."""
@@ -128,7 +130,32 @@ class Replicated:
 
     def bind(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
         """See `PlacedRuntime`."""
-        return jax.jit(self.whole(step, each), donate_argnums=0)
+        return self._compiled(self.whole(step, each))
+
+    def _compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run(state, ...) -> (state, values)`` compiled; it takes the buffers of ``state``.
+
+        Those of frozen parameters stay: of two stages they may be one array.
+        """
+        trained = self.local.model.trained
+        if trained is everything:
+            return jax.jit(run, donate_argnums=0)
+        select = lambda keep, params: {s: part(keep, p) for s, p in params.items()}
+        moved = lambda state, params: state.replace(model=state.model._replace(params=params))
+        together = lambda params, fixed: {s: whole(p, fixed[s]) for s, p in params.items()}
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def compiled(state: Any, fixed: Any, *rest: Any) -> tuple[Any, Any]:
+            state, values = run(moved(state, together(state.model.params, fixed)), *rest)
+            return moved(state, select(trained, state.model.params)), values
+
+        def bound(state: Any, *rest: Any) -> tuple[Any, Any]:
+            fixed = select(lambda path: not trained(path), state.model.params)
+            state = moved(state, select(trained, state.model.params))
+            state, values = compiled(state, fixed, *rest)
+            return moved(state, together(state.model.params, fixed)), values
+
+        return bound
 
     def scan(self, step: Step, each: Any, arrays: Mapping[str, Any]) -> Callable[..., Any]:
         """``(state, rows) -> (state, values)``: a compiled scan over steps, for accelerators.
@@ -140,12 +167,12 @@ class Replicated:
         """
         run, arrays = self.whole(step, each), jax.tree.map(jnp.asarray, dict(arrays))
 
-        @functools.partial(jax.jit, donate_argnums=0)
         def scan(state: Any, arrays: Any, rows: Array) -> Any:
             batch = lambda ids: {k: a[ids] for k, a in arrays.items()} | {'id': ids}
             return jax.lax.scan(lambda state, ids: run(state, batch(ids)), state, rows)
 
-        return lambda state, rows: scan(state, arrays, rows)
+        compiled = self._compiled(scan)
+        return lambda state, rows: compiled(state, arrays, rows)
 
     def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
         """See `Runtime`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,7 +165,8 @@ def _stages(
         dataclasses.replace(sizes, stream=jnp.float32), count, cuts, by_token=True
     )
     pretrained.check(checkpoint, stages)
-    return stages, tuple(pretrained.read(checkpoint, stages, s) for s in range(len(stages)))
+    read = functools.partial(pretrained.read, checkpoint, stages, shared={})
+    return stages, tuple(map(read, range(len(stages))))
 
 
 def _stops(tokenizer: Tokenizer, place: Path) -> frozenset[int]:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxmp import config as schema
 from jaxmp import data
 from jaxmp.config import Config
+from jaxmp.distributed.allocator import release_freed_pages
 from jaxmp.distributed.launchers import check_alone
 from jaxmp.distributed.process_group import Address, ProcessGroup, connect
 from jaxmp.training.agreement import check_alike, check_workdir, settings_of
@@ -78,6 +79,7 @@ def devices(config: Config, processes: int) -> int:
 def prepare(config: Config, group: ProcessGroup, task: Task | None = None) -> Trainer:
     """What trains; raises ValueError or ProcessGroupError where ``config`` makes no sense."""
     exp = experiment_of(config, task)
+    release_freed_pages()  # of the data as it was read
     if group.count == 1:
         check_memory(exp)
     check_alike(group, exp)

@@ -76,7 +76,9 @@ def task_of_checkpoint(config: Config) -> Task:
     def dtype(path: trained.Path) -> Any:
         return jnp.float32 if choice.select(path) else jnp.dtype(c.param_dtype)
 
-    read = functools.partial(_read, checkpoint, stages, dtype)
+    # The stages of one process have one table, unless a step donates it and returns two.
+    table = None if choice.select(decoder.TABLE.path) else {}
+    read = functools.partial(_read, checkpoint, stages, dtype, table)
     tied = decoder.TABLE if sizes.tied and len(stages) > 1 else None
     return Task(
         dataset, stages, lambda x, key: jnp.asarray(x, jnp.int32), score, PERPLEXITY,
@@ -98,10 +100,11 @@ def score(by_token: Float[Array, 'B T 2'], y: Int[Array, 'B T']) -> dict[str, Ar
 
 
 def _read(
-    checkpoint: Checkpoint, stages: Any, dtype: DtypeOf, stage: int, key: Array
+    checkpoint: Checkpoint, stages: Any, dtype: DtypeOf, table: Any, stage: int, key: Array
 ) -> dict[str, Any]:
     """The variables of a stage; all stages draw their low-rank updates apart."""
-    return pretrained.read(checkpoint, stages, stage, jax.random.fold_in(key, stage), dtype)
+    own = jax.random.fold_in(key, stage)
+    return pretrained.read(checkpoint, stages, stage, own, dtype, table)
 
 
 def _start(read: Any, dtype: DtypeOf, stage: int, variables: Any, key: Array) -> Any:

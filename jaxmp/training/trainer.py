@@ -19,6 +19,7 @@ from jaxtyping import Array
 from jaxmp import data
 from jaxmp.boundary import Boundary
 from jaxmp.config import Config
+from jaxmp.distributed.allocator import release_freed_pages
 from jaxmp.distributed.process_group import ProcessGroup, together
 from jaxmp.hlo import interface_bytes
 from jaxmp.runtimes.replicated import Replicated
@@ -120,7 +121,10 @@ class Trainer:
 
         first = jax.random.fold_in(key, 0)
         model = runtime.init(first, draw=exp.task.read is None)
-        params = {s: runtime.put(s, self._params(s, p, first)) for s, p in model.params.items()}
+        params = {}
+        for s, drawn in model.params.items():
+            params[s] = runtime.put(s, self._params(s, drawn, first))
+            release_freed_pages()  # of the files' tensors
         state = create(
             Trainer.rules(self, 0), runtime, self.across, key, model._replace(params=params)
         )
