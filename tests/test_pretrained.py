@@ -150,6 +150,24 @@ def test_a_frozen_table_is_one_array_of_two_stages(tmp_path):
     assert table(apart, 0) is not table(apart, 1)
 
 
+def test_updates_over_two_replicas_are_exchanged_alone_and_equal_the_joined_batch(tmp_path):
+    folder, seen = tiny(tmp_path / 'model'), []
+    for replicas in (1, 2):
+        config = small(folder, train='lora(2)', replicas=replicas, exchange='mean')
+        workdir = tmp_path / str(replicas)
+        summary = loop.train_and_evaluate(config, workdir, quiet=True)
+        seen.append((summary, load_file(workdir / 'model/adapter_model.safetensors')))
+    (alone, a), (shared, b) = seen
+    assert shared['test']['on']['last']['loss'] == pytest.approx(
+        alone['test']['on']['last']['loss'], abs=1e-6
+    )
+    for name, adapter in a.items():
+        np.testing.assert_allclose(b[name], adapter, atol=1e-6)
+    adapters = sum(adapter.nbytes for adapter in a.values())
+    assert shared['exchange']['compiled'] == {'all-reduce': adapters}
+    assert shared['exchange']['sent'] == adapters
+
+
 def test_merged_updates_give_the_same_logits(tmp_path):
     config = small(tiny(tmp_path / 'base'), train='lora(2)', merge=True)
     made = task.task_of(config)

@@ -62,12 +62,22 @@ def finish(
         'parameters': parameters(exp),
         'steps': steps,
         'seconds': round(place['seconds'], 1),
+        'peak_memory': peak_memory(),
         **provenance(),
         # The folder of the data does not affect the run, and would disclose paths of the machine.
         'config': {**config, 'data': {k: v for k, v in config['data'].items() if k != 'dir'}},
     }
     write_json(workdir / 'summary.json', summary)
     return summary
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has had, as Linux counts them; elsewhere 0."""
+    try:
+        lines = Path('/proc/self/status').read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith('VmHWM')), 0)
 
 
 def recipe(config: Config) -> str:
