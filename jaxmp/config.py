@@ -21,6 +21,7 @@ Summary = dict[str, Any]  # of a finished run, as summary.json holds it
 ALIKE = 0.7  # least likeness of a misspelt key to the one that is meant, as difflib counts it
 TEXTS = ('alice', 'wikitext-2', 'wikitext-2-raw')  # of the package, by data.name
 LARGEST = {'seed': 2**32 - 1}  # of a key; JAX keeps 32 bits of a seed
+LENGTH = re.compile(r'(\d+) ?steps?|(\d+(?:\.\d+)?) ?(epoch|%|)s?')
 
 
 class Key(NamedTuple):
@@ -34,8 +35,10 @@ class Key(NamedTuple):
       pattern: of further values that are allowed, a regular expression.
       own: of a key that also takes an import path: how the named function is called, and its
         result.
+      length: the key is a length of training, as `length_of` reads it.
       model: the only model that reads the key; empty if every model does.
       runtime: the runtimes that read the key, with a space between; likewise.
+      schedule: the only schedule of the rate that reads the key; likewise.
       idle: the key decides no number of a run: where files lie, what is kept.
       free: the key may change where a run goes on from its checkpoint.
     """
@@ -46,8 +49,10 @@ class Key(NamedTuple):
     words: tuple[str, ...] = ()
     pattern: str = ''
     own: str = ''
+    length: bool = False
     model: str = ''
     runtime: str = ''
+    schedule: str = ''
     idle: bool = False
     free: bool = False
 
@@ -126,15 +131,24 @@ KEYS: Mapping[str, Key] = {
         own='metric(output, y) -> a value per example, or a jaxmp.Metric'),
     # How it is trained.
     'epochs': Key(15, 'passes over the training split', 1, free=True),
+    'steps': Key(0, 'length of the run in steps, in place of epochs; 0: epochs says', free=True),
     'batch_size': Key(64, 'examples per step, of all replicas', 1),
     'optimizer.name': Key(
         'sgd', 'optimizer', words=('sgd', 'adamw', 'muon'),
         own='make(config, rate) -> optax.GradientTransformation'),
     'optimizer.lr': Key(0.02, 'learning rate'),
     'optimizer.schedule': Key(
-        'constant', 'of the learning rate', words=('constant', 'cosine', 'linear'),
+        'constant', 'of the learning rate, once it is warm; cosine, linear and wsd end at 0',
+        words=('constant', 'cosine', 'linear', 'wsd'),
         own='make(config, steps_per_epoch) -> step -> rate'),
-    'optimizer.cosine_epochs': Key(0, 'half a period of schedule=cosine, which moves by epochs'),
+    'optimizer.warmup': Key(
+        '0 steps', "in which the rate rises from 0: '100 steps', '1 epoch' or '3%' of the run",
+        length=True),
+    'optimizer.decay': Key(
+        '20%', 'in which the rate of wsd falls to 0 at the end; before, it is constant', 1,
+        length=True, schedule='wsd'),
+    'optimizer.cosine_epochs': Key(
+        0, 'half a period of schedule=cosine, which then moves by epochs; 0: the run, by steps'),
     'optimizer.momentum': Key(0.0, 'of sgd'),
     'optimizer.weight_decay': Key(0.0, 'of all parameters'),
     'optimizer.clip_norm': Key(0.0, 'largest global norm of the gradients; 0: not clipped'),
@@ -166,9 +180,13 @@ KEYS: Mapping[str, Key] = {
         idle=True, free=True),
     # What is kept.
     'probe': Key(
-        'off', 'errors and feedback norms at the boundaries, once per epoch',
+        'off', 'errors and feedback norms at the boundaries, before each test',
         words=('off', 'epochs'), idle=True, free=True),
-    'checkpoint_every': Key(1, 'epochs', 1, idle=True, free=True),
+    'eval_every': Key(
+        1, "of a test, a number of epochs, '500 steps' or '10%' of the run; one is at the end", 1,
+        length=True, free=True),
+    'checkpoint_every': Key(
+        1, "likewise, of a checkpoint", 1, length=True, idle=True, free=True),
 }  # fmt: skip
 FREE = frozenset(name for name, key in KEYS.items() if key.free)
 IDLE = frozenset(name for name, key in KEYS.items() if key.idle)
@@ -182,9 +200,7 @@ def default() -> Config:
     >>> c.model.width, c.parallel.runtime
     (16, 'local')
     """
-    return ml_collections.ConfigDict(
-        nested({name: key.default for name, key in KEYS.items()})
-    ).lock()
+    return complete({})
 
 
 def complete(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
@@ -194,8 +210,10 @@ def complete(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
       config: nested, such as ``{'model': {'width': 8}}``; a file of ``configs/`` has all keys.
     """
     own = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
-    values = {name: key.default for name, key in KEYS.items()}
-    return ml_collections.ConfigDict(nested(values | flat(own))).lock()
+    values = {name: key.default for name, key in KEYS.items()} | flat(own)
+    for name in (name for name, key in KEYS.items() if key.length):  # may be a number or a text
+        values[name] = ml_collections.FieldReference(values[name], object)
+    return ml_collections.ConfigDict(nested(values)).lock()
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,6 +233,23 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(items(config, ''))
 
 
+def length_of(value: Any) -> tuple[float, str] | None:
+    """A length of training as a number and its unit, ``steps``, ``epochs`` or ``%`` of the run.
+
+    A number by itself counts epochs; None is for a value that is no length.
+
+    >>> length_of('500 steps'), length_of('0.5 epochs'), length_of(2), length_of('10%')
+    ((500.0, 'steps'), (0.5, 'epochs'), (2.0, 'epochs'), (10.0, '%'))
+    >>> length_of('half a step')
+    """
+    found = LENGTH.fullmatch(str(value).strip())
+    if not found:
+        return None
+    if found[1]:
+        return float(found[1]), 'steps'
+    return float(found[2]), '%' if found[3] == '%' else 'epochs'
+
+
 def is_text(name: str, files: str) -> bool:
     """Whether ``data.name`` and ``data.files`` name a text: of the package, in files, of the hub.
 
@@ -224,6 +259,17 @@ def is_text(name: str, files: str) -> bool:
     (False, False)
     """
     return bool(files) or name in TEXTS or ('/' in name and ':' not in name)
+
+
+def reads_text(config: Mapping[str, Any]) -> bool:
+    """Whether a run's nested ``config`` is of a language model.
+
+    >>> reads_text({'data': {'name': 'alice'}}), reads_text({})
+    (True, False)
+    """
+    values = settings(config)
+    models = 'gpt2', 'pretrained'
+    return values['model.name'] in models or is_text(values['data.name'], values['data.files'])
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,7 +301,11 @@ def check(config: Config) -> None:
         if problem := _problem(name, key, values[name]):
             raise ValueError(f'config.{name}={values[name]!r} {problem}')
     for name, key in KEYS.items():
-        for of, only in (('model.name', key.model), ('parallel.runtime', key.runtime)):
+        readers_of = {
+            'model.name': key.model, 'parallel.runtime': key.runtime,
+            'optimizer.schedule': key.schedule,
+        }  # fmt: skip
+        for of, only in readers_of.items():
             readers = only.split()
             idle = readers and values[of] not in readers and ':' not in values[of]
             if idle and values[name] != key.default:
@@ -269,6 +319,12 @@ def check(config: Config) -> None:
 def _problem(name: str, key: Key, value: Any) -> str:
     """What is wrong with a value; empty if nothing."""
     kind = type(key.default)
+    if key.length:
+        number, _ = length_of(value) or (-1, '')
+        fits = number > 0 if key.least else number >= 0
+        least = 'more than 0' if key.least else '0 or more'
+        allowed = f"'500 steps', '2 epochs', '10%' of the run, or a number of epochs, {least}"
+        return '' if fits else f'is no length of training; give {allowed}'
     if kind is bool:
         return '' if type(value) is bool else 'is not True or False'
     if kind is int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Scores = Mapping[str, Any]  # means over a split, by name; 'loss' in nats among them
@@ -100,6 +100,36 @@ def by_phases(summary: Mapping[str, Any], epoch: float) -> float:
     phases = summary.get('phases', [{'start': 0, 'stop': warm, 'bytes': full}])
     epochs = lambda p: max(0, min(epoch, p['stop']) - p['start'])
     return sum(epochs(p) * (p['bytes'] - sent) for p in phases)
+
+
+def epochs_of(summary: Mapping[str, Any]) -> float:
+    """The epochs of a finished run, perhaps a part of one.
+
+    >>> epochs_of({'epochs': 1.5, 'config': {'epochs': 15}}), epochs_of({'config': {'epochs': 15}})
+    (1.5, 15)
+    """
+    if 'epochs' in summary:
+        return summary['epochs']
+    return summary['config']['epochs']  # of an older run
+
+
+def positions(run: Mapping[str, Any], part: str, unit: str) -> Sequence[float]:
+    """Where in a run the scores of a part of its history are, in steps or epochs.
+
+    Args:
+      run: a summary; an older one has scores of every epoch, and does not say where.
+      part: ``train``, ``off`` or ``on``.
+      unit: ``step`` or ``epoch``.
+
+    >>> run = {'steps': 30, 'epochs': 3, 'history': {'on': {'loss': [3.0, 2.0, 1.5]}}}
+    >>> list(positions(run, 'on', 'epoch')), list(positions(run, 'on', 'step'))
+    ([1, 2, 3], [10, 20, 30])
+    """
+    scores = run['history'][part]
+    if unit in scores:
+        return scores[unit]
+    epochs = range(1, 1 + max(map(len, scores.values()), default=0))
+    return epochs if unit == 'epoch' else [e * run['steps'] // epochs_of(run) for e in epochs]
 
 
 def own(thing: Any, name: str) -> Metric:

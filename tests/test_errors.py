@@ -38,7 +38,8 @@ def small(name='digits_resnet', **changes):
 
 WHOLE = 'is not a whole number from'
 SETTINGS = {
-    'no checkpoints': ({'checkpoint_every': 0}, f'config.checkpoint_every=0 {WHOLE} 1'),
+    'no checkpoints': ({'checkpoint_every': 0},
+                       "config.checkpoint_every=0 is no length of training; give '500 steps', '2"),
     'no epochs': ({'epochs': 0}, f'config.epochs=0 {WHOLE} 1'),
     'half an epoch': ({'epochs': 1.5}, f'config.epochs=1.5 {WHOLE} 1'),
     'a huge seed': ({'seed': 2**63}, f'config.seed=9223372036854775808 {WHOLE} 0 to 4294967295'),
@@ -71,7 +72,14 @@ def test_a_setting_that_makes_no_sense(case):
     [
         ({'model': 'lenet'}, r"'lenet' is for images, and alice is a text; take gpt2"),
         ({'heads': 2, 'model': 'lenet'}, r"heads=2 is read by config.model.name='gpt2' alone"),
-        ({'optimizer.schedule': 'cosine'}, r'cosine. needs config\.optimizer\.cosine_epochs'),
+        (
+            {
+                'optimizer.warmup': '9 epochs',
+                'optimizer.schedule': 'wsd',
+                'optimizer.decay': '2 epochs',
+            },
+            r"warmup='9 epochs' and .*decay='2 epochs' are 671 steps and the run has 610; shorten",
+        ),
         ({'data': 'allice'}, r"'allice' is not one of .*mean alice.* load\(config\)"),
         ({'parallel.remat': 1}, 'config.parallel.remat=1 is not True or False'),
     ],
@@ -122,6 +130,9 @@ def own_rate(config, steps_per_epoch):
         ({'phases': 'raw@-1:'}, 'phases'),
         ({'phases': 'raw@1:'}, ''),
         ({'cosine_epochs': 4}, ''),
+        ({'optimizer.schedule': 'wsd'}, 'optimizer.schedule'),
+        ({'optimizer.warmup': '8 steps'}, ''),
+        ({'optimizer.warmup': '50%', 'optimizer.schedule': 'constant'}, 'optimizer.schedule'),
     ],
 )
 def test_more_epochs_than_the_steps_so_far_were_made_for(tmp_path, changes, key):
@@ -134,7 +145,9 @@ def test_more_epochs_than_the_steps_so_far_were_made_for(tmp_path, changes, key)
     resume.check_length(exp, tmp_path, 0)
     if not key:
         return resume.check_length(exp, tmp_path, done)
-    with pytest.raises(WorkdirError, match=f'with 6 config.{key}=.*give config.epochs=2') as caught:
+    with pytest.raises(
+        WorkdirError, match=f'config.epochs=6 config.{key}=.*give config.epochs=2'
+    ) as caught:
         resume.check_length(exp, tmp_path, done)
     assert '\n' not in str(caught.value)
 
@@ -146,7 +159,8 @@ TYPOS = {
     'optimizer.epochs': 'epochs', 'epoch': 'epochs', 'model.seed': 'seed',
     'model.widht': 'model.width', 'data.nme': 'data.name', 'modle.name': 'model.name',
     'parallel.microbatches': 'parallel.num_microbatches', 'replica': 'parallel.replicas',
-    'runtime': 'parallel.runtime', 'clip': 'optimizer.clip_norm', 'warmup': 'warmup_epochs',
+    'runtime': 'parallel.runtime', 'clip': 'optimizer.clip_norm', 'warmup': 'optimizer.warmup',
+    'test_every': 'eval_every', 'checkpoints': 'checkpoint_every',
     'model': 'model.name', 'optimiser': 'optimizer.name', 'dataset': 'data.name',
     'foo': '', 'model.layers': '', 'model.colour': '', 'parallel.link': '', 'rate': '', 'bits': '',
 }  # fmt: skip

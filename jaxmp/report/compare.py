@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.config import KEYS, flat, is_text, settings
-from jaxmp.metrics import ACCURACY, METRICS, Metric, of_summary
+from jaxmp.config import KEYS, flat, reads_text, settings
+from jaxmp.metrics import ACCURACY, METRICS, Metric, of_summary, positions
 from jaxmp.report import style
-from jaxmp.report.curves import sent, value
+from jaxmp.report.curves import sent, unit, value
 
-Columns = dict[str, dict[str, list[float]]]  # by part (train, off, on) and score, a value per epoch
-UNSAID = ('name', 'epochs')  # settings that labels leave out
+Columns = dict[str, dict[str, Sequence[float]]]  # by part (train, off, on) and score
+UNSAID = ('name', 'epochs', 'steps', 'eval_every')  # settings that labels leave out
+PARTS = 'train', 'off', 'on'
 LINE, SHORT = (
     165,
     75,
@@ -35,7 +36,8 @@ class Shown(NamedTuple):
     Attributes:
       label: the run's name, and the settings in which it differs from runs of the same name.
       metric: the metric of the table and the picture.
-      curves: the scores of all epochs.
+      unit: what their axis counts, step or epoch.
+      curves: the scores, and the step and the epoch of each.
       sent: bytes per step over boundaries and between replicas, and the same uncompressed; None for
         a run that has not ended.
       seconds: time of training and tests; None for a run that has not ended.
@@ -43,6 +45,7 @@ class Shown(NamedTuple):
 
     label: str
     metric: Metric
+    unit: str
     curves: Columns
     sent: tuple[int, int] | None
     seconds: float | None
@@ -70,21 +73,20 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def begun(workdir: Path) -> dict[str, Any]:
-    """The configuration and the epochs so far of a run that has not ended."""
+    """The configuration and the records so far of a run that has not ended."""
     config = json.loads((workdir / 'config.json').read_text())
     if not isinstance(config, dict):
         raise ValueError('its config.json has no settings')
     lines = (workdir / 'metrics.jsonl').read_text().splitlines()
     records = [json.loads(line) for line in lines if line.endswith('}')]
     parts = {'train': [r for r in records if r['kind'] == 'train']}
-    for mode in ('off', 'on'):
+    for mode in PARTS[1:]:
         parts[mode] = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
     first = next((rows[0] for rows in parts.values() if rows), {})
-    names = [k for k in first if k not in ('kind', 'step', 'epoch', 'compression', 'seconds')]
+    names = [k for k in first if k not in ('kind', 'compression', 'seconds')]
     history = {part: {k: [r[k] for r in rows] for k in names} for part, rows in parts.items()}
     values = settings(config)  # of an older version too
-    text = values['model.name'] == 'gpt2' or is_text(values['data.name'], values['data.files'])
-    usual = 'perplexity' if text else 'accuracy'
+    usual = 'perplexity' if reads_text(config) else 'accuracy'
     own = values['metric'].rpartition(':')[2]  # a Metric may have another name than its variable
     scored = {*names, *(m.name for m in METRICS.values() if m.score in names)}
     return {
@@ -108,11 +110,13 @@ def shown(runs: Sequence[dict[str, Any]]) -> list[Shown]:
             ]
         )
         before = sum(r.label.partition(' #')[0] == label for r in rows)
+        history, units = run['history'], ('step', 'epoch')
         rows.append(
             Shown(
                 f'{label} #{before + 1}' if before else label,
                 of_summary(run),
-                run['history'],
+                unit(run),
+                {p: {**history[p], **{u: positions(run, p, u) for u in units}} for p in PARTS},
                 sent(run) if 'bytes' in run else None,
                 run.get('seconds'),
             )
@@ -132,15 +136,15 @@ def short(key: str) -> str:
 
 
 def last(run: Shown, part: str) -> dict[str, float]:
-    """The scores of the last epoch in a part of the curves; empty before the first epoch."""
+    """The last scores in a part of the curves; empty before the first."""
     return {k: v[-1] for k, v in run.curves[part].items() if v}
 
 
 def table(runs: Sequence[Shown]) -> Any:
-    """Scores of the last epoch, bytes and time of each run."""
+    """Last scores, bytes and time of each run."""
     from rich.table import Table
 
-    made = Table(title=f'{len(runs)} runs, scores of the last epoch')
+    made = Table(title=f'{len(runs)} runs, scores of the last test')
     made.add_column('run', overflow='fold')
     for head in ('epochs', 'metric', 'off', 'on', 'train loss', 'bytes per step', 'ratio', 'time'):
         made.add_column(head, justify='right')
@@ -148,7 +152,7 @@ def table(runs: Sequence[Shown]) -> Any:
         ends = {m: last(r, m) for m in r.curves}
         tests = [r.metric.format(ends[m]) if ends[m] else '' for m in ('off', 'on')]
         loss = f'{ends["train"]["loss"]:.4f}' if ends['train'] else ''
-        count = str(len(r.curves['train'].get('loss', [])))
+        count = f'{max(r.curves["train"]["epoch"], default=0):.4g}'
         moved = (f'{r.sent[0]:,}', f'{r.sent[1] / max(r.sent[0], 1):.2f}') if r.sent else ('', '')
         time = f'{r.seconds:.0f} s' if r.seconds is not None else 'not ended'
         made.add_row(r.label, count, r.metric.name, *tests, loss, *moved, time)
@@ -157,7 +161,7 @@ def table(runs: Sequence[Shown]) -> Any:
 
 def draw(path: Path, runs: Sequence[Shown]) -> None:
     """Draws the runs that have the same metric as the first one."""
-    metric = runs[0].metric
+    metric, x = runs[0].metric, runs[0].unit
     own = [r for r in runs if r.metric.name == metric.name]
     columns = 2 if all(len(r.label) <= SHORT for r in own) else 1
     labels = {r.label: textwrap.fill(r.label, LINE // columns) for r in own}
@@ -168,19 +172,19 @@ def draw(path: Path, runs: Sequence[Shown]) -> None:
         for i, r in enumerate(own):
             kind = {'color': style.PALETTE[i % 8], 'ls': ('-', '-.', ':')[i // 8 % 3]}
             train = r.curves['train'].get('loss', [])
-            loss.plot(range(1, len(train) + 1), train, label=labels[r.label], **kind)
+            loss.plot(r.curves['train'][x], train, label=labels[r.label], **kind)
             for mode, dashes in (('on', {}), ('off', {'ls': (0, (3, 2)), 'alpha': 0.5})):
                 rows = [
                     value(metric, {metric.score: v}) for v in r.curves[mode].get(metric.score, [])
                 ]
-                test.plot(range(1, len(rows) + 1), rows, **{**kind, **dashes})
+                test.plot(r.curves[mode][x], rows, **{**kind, **dashes})
                 if mode == 'on' and rows and r.sent:
                     cost.plot([r.sent[0]], rows[-1:], 'o', color=kind['color'])
-        loss.set(title='training loss', xlabel='epoch', ylabel='nats, logarithmic')
+        loss.set(title='training loss', xlabel=x, ylabel='nats, logarithmic')
         style.logarithmic(loss)
         name = f'test {metric.name}{" (%)" if metric is ACCURACY else ""}'
-        test.set(title='test: on (line), off (dashes)', xlabel='epoch', ylabel=name)
-        cost.set(ylabel=name, title='test, on, last epoch')
+        test.set(title='test: on (line), off (dashes)', xlabel=x, ylabel=name)
+        cost.set(ylabel=name, title='last test, on')
         cost.set(xlabel='bytes per step, logarithmic', xscale='log')
         said = 'n = 1 run per line, so no intervals'  # a caption would lie over the legend
         key = figure.legend(loc='outside lower left', ncols=columns, fontsize=8, title=said)
@@ -189,7 +193,7 @@ def draw(path: Path, runs: Sequence[Shown]) -> None:
         if ended:
             best = max(ended, key=lambda r: metric.rank(last(r, 'on')))
             score = metric.format(last(best, 'on'))
-            title = f'Best test {metric.name} in the last epoch: {score}, {best.label}'
+            title = f'Best test {metric.name} at the end: {score}, {best.label}'
             figure.suptitle(textwrap.fill(title, 100, max_lines=2, placeholder=' ...'))
         style.save(figure, path)
 

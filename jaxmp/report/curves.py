@@ -1,4 +1,4 @@
-"""Curves of one run: training loss, and the test metric by epoch and by bytes sent."""
+"""Curves of one run: training loss, and the test metric by epoch, or step, and by bytes sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric, by_phases, of_summary
+from jaxmp.config import reads_text
+from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric, by_phases, epochs_of, of_summary
 from jaxmp.report import style
 
 Records = Sequence[Mapping[str, Any]]
@@ -21,30 +22,36 @@ def draw(records: Records, summary: Mapping[str, Any]) -> Any:
     """
     metric = of_summary(summary)
     train = [r for r in records if r['kind'] == 'train']
-    moved = sent(summary)
+    moved, x = sent(summary), unit(summary)
     with style.style():
         figure = style.figure(12 if moved[0] else 8, 3.8)
         loss, *tests = figure.subplots(1, 3 if moved[0] else 2)
-        loss.plot([r['epoch'] for r in train], [r['loss'] for r in train], color='black')
+        loss.plot([r[x] for r in train], [r['loss'] for r in train], color='black')
         loss.set(title='training', ylabel='cross-entropy (nats), logarithmic')
         style.logarithmic(loss)
         for axes in tests:
             paint_tests(axes, metric, records, summary, by_bytes=axes is not tests[0])
         warmup = summary['config']['warmup_epochs'] * (moved[0] < moved[1])
+        each = summary['steps'] / epochs_of(summary) if x == 'step' else 1
         for axes in (loss, *tests[:1]):
-            axes.set_xlabel('epoch')
+            axes.set_xlabel(x)
             axes.xaxis.get_major_locator().set_params(integer=True)
             if warmup:
-                axes.axvspan(0, warmup, color='gray', alpha=0.15, lw=0)
+                axes.axvspan(0, warmup * each, color='gray', alpha=0.15, lw=0)
         if warmup and tests[1:]:
             tests[1].axvspan(0, gigabytes(summary, warmup), color='gray', alpha=0.15, lw=0)
         warm = (
-            f'; gray: warm-up of {warmup} of {summary["config"]["epochs"]} epochs, not compressed'
+            f'; gray: warm-up of {warmup} of {epochs_of(summary):.4g} epochs, not compressed'
             * bool(warmup)
         )
         figure.suptitle(title(summary), fontsize=11)
         style.caption(figure, f'n = 1 run (seed {summary["seed"]}), so no intervals{warm}')
     return figure
+
+
+def unit(run: Mapping[str, Any]) -> str:
+    """What the axis of a run's training counts: ``step`` of a text, else ``epoch``."""
+    return 'step' if reads_text(run['config']) else 'epoch'
 
 
 def title(summary: Mapping[str, Any]) -> str:
@@ -67,7 +74,7 @@ def paint_tests(
     colour = style.FAMILIES['no compression' if same else 'quantisation']
     for mode, kind in (('on', '-'), ('off', '--'))[: 1 if same else 2]:
         rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
-        x = [gigabytes(summary, r['epoch']) if by_bytes else r['epoch'] for r in rows]
+        x = [gigabytes(summary, r['epoch']) if by_bytes else r[unit(summary)] for r in rows]
         said = 'no compression' if same else f'compression {mode}'
         y = [value(metric, r) for r in rows]
         axes.plot(x, y, kind, marker='.', label=said, color=colour if mode == 'on' else 'black')
@@ -98,8 +105,7 @@ def gigabytes(summary: Mapping[str, Any], epoch: float) -> float:
     >>> round(1e9 * gigabytes(run, 1)), round(1e9 * gigabytes(run, 3))
     (2000, 2400)
     """
-    config, (moved, _) = summary['config'], sent(summary)
-    each = summary['steps'] / config['epochs']
+    each, (moved, _) = summary['steps'] / epochs_of(summary), sent(summary)
     return (epoch * moved + by_phases(summary, epoch)) * each / 1e9
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxmp.config import settings
 from jaxmp.exchange import parse
-from jaxmp.metrics import ACCURACY, Metric, of_summary
+from jaxmp.metrics import ACCURACY, Metric, of_summary, positions
 from jaxmp.report import style
 from jaxmp.report.residuals import estimate
 from jaxmp.report.tables import with_error
@@ -119,7 +119,7 @@ def draw(runs: list[Run], path: Path) -> None:
             family = style.FAMILIES[style.family(text)]
             kind |= {'color': family if accuracy else f'C{i}'}
             losses = _mean(own, 'loss')
-            epochs = range(1, 1 + len(losses))
+            epochs = positions(own[0], 'off', 'epoch')
             if accuracy:
                 error = [100 * (1 - a) for a in _mean(own, 'accuracy')]
                 name = f'{style.exchange(text)}: {error[-1]:.2f}'

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxmp.config import Summary, settings
-from jaxmp.metrics import by_phases, of_summary
+from jaxmp.metrics import by_phases, epochs_of, of_summary, positions
 from jaxmp.report.residuals import Estimate, estimate
 from jaxmp.spec import SpecError, parse
 
@@ -201,11 +201,9 @@ def best_epoch(run: Summary, mode: str) -> Summary:
     if 'history' not in run:
         return scores['last']
     curve = run['history'][mode]
-    rows = [
-        {'epoch': i, 'loss': l, 'accuracy': a}
-        for i, (l, a) in enumerate(zip(curve['loss'], curve['accuracy'], strict=True), 1)
-    ]
-    return max(rows[warm:], key=of_summary(run).rank)
+    columns = positions(run, mode, 'epoch'), curve['loss'], curve['accuracy']
+    rows = [{'epoch': e, 'loss': l, 'accuracy': a} for e, l, a in zip(*columns, strict=True)]
+    return max((r for r in rows if r['epoch'] > warm), key=of_summary(run).rank)
 
 
 def score(run: Summary, mode: str, which: str) -> float:
@@ -253,6 +251,6 @@ def wire(row: Row) -> dict[str, float]:
     if model['name'] == 'gpt2' and model.get('bottleneck'):
         full *= max(1, model['width'] / model['bottleneck'])
     sent = sum(s['forward'] + s['backward'] for s in run['bytes'])
-    epochs = run['config']['epochs']
+    epochs = epochs_of(run)
     mean = sent + by_phases(run, epochs) / epochs
     return {'bytes': sent, 'ratio': full / mean, 'bits': 32 * mean / full}

@@ -1,6 +1,6 @@
 """The result of a run that diverged: a study that left it out would count the others only.
 
-From the epoch in which the loss was not finite any more, each test counts as that of a model whose
+From the step whose loss was not finite any more, each test counts as that of a model whose
 output is zero: the accuracy of one class, the loss of equal probabilities.
 """
 
@@ -28,19 +28,18 @@ def diverged(exp: Experiment, step: int, workdir: Path, moved: dict[str, Any]) -
     Args:
       exp: the experiment.
       step: number of the step, from 1.
-      workdir: the run's folder, with the records of the epochs before.
+      workdir: the run's folder, with the records of before.
       moved: measured bytes, as of a run that ends.
     """
-    n, guess = exp.epoch_steps, guessing(exp)
+    points, guess = exp.points, guessing(exp)
     records = [r for r in read(workdir / 'metrics.jsonl') if r['step'] < step]
     seconds = max((r.get('seconds', 0.0) for r in records), default=0.0)
-    for epoch in range(1 + (step - 1) // n, 1 + exp.config.epochs):
-        scores = {'step': n * epoch, 'epoch': epoch, **guess}
+    for tested in filter(points.tests, range(step, 1 + points.end)):
+        scores = {'step': tested, 'epoch': points.epochs_at(tested), **guess}
         records.append({'kind': 'train', **scores})
         records += [{'kind': 'test', 'compression': mode, **scores} for mode in ('off', 'on')]
-    steps = n * exp.config.epochs
     last = {**moved, 'diverged': step}
-    return finish(exp, steps, {'seconds': seconds}, records, last, workdir)
+    return finish(exp, points.end, {'seconds': seconds}, records, last, workdir)
 
 
 def guessing(exp: Experiment) -> dict[str, Any]:

@@ -74,9 +74,13 @@ class Checkpoints:
     def save(self, step: int, state: Portable, place: dict[str, Any]) -> None:
         """Writes the checkpoint of ``step``: this process's ``state``, and ``place`` (JSON).
 
+        It stays as it is if it is there already, as where a run is resumed to end at its step.
+
         Raises:
           WorkdirError: if writing fails.
         """
+        if step == self._manager.latest_step():
+            return
         args, own = self._ocp.args, portable.to_bytes(state)
         rows = self._rows(own)
         layouts = self._team.share(portable.layout(state))

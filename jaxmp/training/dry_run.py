@@ -48,10 +48,9 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
             console.print(residuals(exp))
     seconds = first_step(trainer)
     if group.index == 0:
-        steps = config.epochs * exp.epoch_steps
         console.print(
             f'compiles, and its first step runs: {seconds:.1f} s with the compilation; '
-            f'{steps:,} steps in all',
+            f'{exp.points.end:,} steps in all',
             highlight=False,
         )
 

@@ -30,6 +30,7 @@ from jaxmp.training.groups import Group, Groups, rest
 from jaxmp.training.optimizer import Optimizer, optimizer_of
 from jaxmp.training.parallel import Parallel, actions_of, apart, parallel_of
 from jaxmp.training.phases import Phase, phases_of
+from jaxmp.training.points import Points, points_of
 from jaxmp.training.task import Task, task_of
 from jaxmp.wire import Like
 
@@ -65,6 +66,11 @@ class Experiment(NamedTuple):
         return parallel_of(self.config, len(self.task.stages))
 
     @property
+    def points(self) -> Points:
+        """The steps at which the run is tested, saved and ends."""
+        return points_of(self.config, self.epoch_steps)
+
+    @property
     def replicas(self) -> int:
         """Their number."""
         return self.config.parallel.replicas
@@ -97,8 +103,9 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
         raise ValueError(f'config.batch_size={config.batch_size} is not in 1..{count}')
     names = words_of(config, task, count)
     model = pipeline_of(config, task, names)
-    phases = phases_of(config, model.boundaries, names)
     epoch_steps = count // config.batch_size
+    epochs = points_of(config, epoch_steps).epochs
+    phases = phases_of(config, epochs, model.boundaries, names)
     groups = groups_of(task, optimizer_of(config, epoch_steps), shared, between)
     exp = Experiment(config, task, examples, model, phases, groups, epoch_steps, shared)
     return exp._replace(first=first_trained(exp) if exp.parallel.skips else 0)

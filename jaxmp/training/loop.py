@@ -1,4 +1,4 @@
-"""`train_and_evaluate`: a run from start to summary: resume, epochs, tests, checkpoints."""
+"""`train_and_evaluate`: a run from start to summary: resume, steps, tests, checkpoints."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def train_and_evaluate(
     callbacks: Sequence[Callback] = (),
     draw: bool = True,
 ) -> dict[str, Any] | None:
-    """Trains, evaluates every epoch, and leaves config, metrics, checkpoints, summary and curves.
+    """Trains, tests at every point, and leaves config, metrics, checkpoints, summary and curves.
 
     Goes on from the last checkpoint. Of several processes the first one shows and writes.
 
@@ -135,8 +135,10 @@ def train_and_evaluate(
         check_workdir(group, workdir)
         checkpoints = stack.enter_context(closing(Checkpoints(workdir, group, kept)))
         state, place = begin(trainer, checkpoints, workdir)
-        done, total = int(state.step), resolved.epochs * exp.epoch_steps
-        records = stack.enter_context(closing(Records(workdir if lead else None, done, callbacks)))
+        done, total = int(state.step), exp.points.end
+        tested = done - (place['steps'] > 0)  # a test of ``done`` would have set it to 0
+        folder = workdir if lead else None
+        records = stack.enter_context(closing(Records(folder, tested, callbacks)))
         display = Display(exp.task.metric, total, done, resolved.batch_size, quiet or not lead)
         with closing(display), stop_signals() as seen:
             if task is not None or ':' in resolved.model.name + resolved.data.name:
@@ -188,69 +190,79 @@ def probed(exp: Experiment, group: ProcessGroup) -> bool:
 
 
 def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, bool]:
-    """The epochs from ``state`` on; ``place`` holds the sums of the epoch begun.
+    """The steps from ``state`` to the end; ``place`` holds the sums since the last test.
 
     Returns:
       State and place after the last step, and whether a signal stopped the run there.
     """
-    config, n, stop = r.exp.config, r.exp.epoch_steps, False
+    points, stop = r.exp.points, False
     start = time.time() - place['seconds']
-    for epoch in range((int(state.step) - place['steps']) // n, config.epochs):
-        order = data.order(config.seed, epoch, len(r.exp.data.train.y))[: n * config.batch_size]
-        left = order[place['steps'] * config.batch_size :]
-        steps = r.trainer.epoch(epoch, state, left, lambda: bool(r.signals))
-        for after, values, asked in steps:
-            state, stop = after, asked
-            place = add(place, values, epoch * n)
-            show_progress(r, place, epoch)
-            if stop:
-                break
-        place = {**place, 'seconds': time.time() - start}
+    while not stop and (place['steps'] or int(state.step) < points.end):
+        if not (place['steps'] and points.tests(int(state.step))):  # as where a replica has joined
+            state, place, stop = advance(r, state, place)
+        place, step = {**place, 'seconds': time.time() - start}, int(state.step)
         with r.display.pause():
-            if place['steps'] == n:
-                record(r, state, place, epoch + 1)
+            if points.tests(step):
+                record(r, state, place)
                 place = {**place, **dict.fromkeys(r.exp.task.scores, 0.0), 'steps': 0, 'missed': 0}
-            if stop or epoch + 1 == config.epochs or (epoch + 1) % config.checkpoint_every == 0:
+            if stop or points.saves(step):
                 r.trainer.check(state)
-                r.checkpoints.save(int(state.step), r.trainer.export(state), place)
+                r.checkpoints.save(step, r.trainer.export(state), place)
+    return state, place, stop
+
+
+def advance(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, bool]:
+    """The steps from ``state`` to the next point.
+
+    Returns:
+      State and place there, or where a signal has stopped the run, and whether one has.
+    """
+    exp, points, stop = r.exp, r.exp.points, False
+    step, size = int(state.step), exp.config.batch_size
+    epoch, tested = step // points.epoch, step - place['steps']
+    examples = data.order(exp.config.seed, epoch, len(exp.data.train.y))
+    start, end = (size * (s - epoch * points.epoch) for s in (step, points.after(step)))
+    steps = r.trainer.epoch(epoch, state, examples[start:end], lambda: bool(r.signals))
+    for after, values, stop in steps:
+        state, place = after, add(place, values, tested)
+        means = means_of(r, place)
+        r.display.update(f'epoch {epoch + 1}/{points.epochs}', tested + place['steps'], means)
         if stop:
             break
     return state, place, stop
 
 
-def add(place: Place, values: Values, before: int) -> Place:
-    """Adds the values of some steps to the epoch's sums; raises DivergedError if not finite."""
+def add(place: Place, values: Values, tested: int) -> Place:
+    """Adds the values of steps to the sums since the test at step ``tested``.
+
+    Raises:
+      DivergedError: if a loss is not finite.
+    """
     rows = {k: np.ravel(v).astype(float).tolist() for k, v in values.items()}
     for step_values in zip(*rows.values(), strict=True):
         own = dict(zip(rows, step_values, strict=True))
         if not math.isfinite(own['loss']):
-            raise DivergedError(own['loss'], before + place['steps'] + 1)
+            raise DivergedError(own['loss'], tested + place['steps'] + 1)
         total = {name: place[name] + value for name, value in own.items()}
         place = {**place, **total, 'steps': place['steps'] + 1}
     return place
 
 
-def show_progress(r: Run, place: Place, epoch: int) -> None:
-    """Tells the display the running means of the epoch."""
-    means = means_of(r, place)
-    step = epoch * r.exp.epoch_steps + place['steps']
-    r.display.update(f'epoch {epoch + 1}/{r.exp.config.epochs}', step, means)
-
-
 def means_of(r: Run, place: Place) -> Values:
-    """The means of the scores over the steps of the epoch that this process has made."""
+    """The means of the scores over the steps since the last test that this process has made."""
     count = place['steps'] - place['missed']
     return {k: place[k] / count if count else math.nan for k in r.exp.task.scores}
 
 
-def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
-    """Closes an epoch: its mean training loss, the probe, the test with compression off and on."""
+def record(r: Run, state: TrainState, place: Place) -> None:
+    """The mean training loss since the last test, the probe, a test with compression off and on."""
     r.trainer.check(state)
-    base = {'step': int(state.step), 'epoch': epoch}
+    step, points = int(state.step), r.exp.points
+    base = {'step': step, 'epoch': points.epochs_at(step)}
     means = means_of(r, place)
     if place['steps'] > place['missed']:
         r.records.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
-    if r.probe and epoch >= r.exp.config.warmup_epochs:
+    if r.probe and base['epoch'] >= r.exp.config.warmup_epochs:
         for row in r.probe(r.trainer.export(state)):
             r.records.write({'kind': 'boundary', **base, **row})
     metric, tests = r.exp.task.metric, {}
@@ -260,6 +272,6 @@ def record(r: Run, state: TrainState, place: Place, epoch: int) -> None:
     labels = modes(len(r.exp.task.stages) - 1, r.exp.config)
     said = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
     r.display.say(
-        f'epoch {epoch}/{r.exp.config.epochs}  {duration(place["seconds"])}  '
+        f'{points.name(step)}  {duration(place["seconds"])}  '
         f'train loss {means["loss"]:.4f}  test {metric.name} {"  ".join(said)}'
     )

@@ -180,7 +180,7 @@ class Meetings:
         same = self._shapes(n) == self._shapes(n + 1)
         for p in range(len(self._plan(0).sends)) if same else ():
             args = jax.eval_shape(lambda *a: a, *self._arguments(p))
-            pieces = self._reduce(self._plan(self.exp.config.epochs), p, n, args)
+            pieces = self._reduce(self._plan(self.exp.points.epochs), p, n, args)
             same = same and not any(jax.tree.leaves([shared for shared, _ in pieces.private]))
         if not same:
             raise ValueError(

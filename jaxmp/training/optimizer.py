@@ -13,6 +13,7 @@ import optax
 
 from jaxmp.config import KEYS, Config
 from jaxmp.plugins import called
+from jaxmp.training.points import points_of, steps_of
 
 MUON_RMS = 0.2  # of an update of Adam; Muon is Scalable for LLM Training, arXiv 2502.16982
 
@@ -20,25 +21,49 @@ MUON_RMS = 0.2  # of an update of Adam; Muon is Scalable for LLM Training, arXiv
 def rate_of(config: Config, epoch_steps: int) -> Callable[[Any], Any]:
     """The learning rate as a function of the step.
 
-    ``constant``; ``cosine``, which moves once per epoch and reaches 0 after ``cosine_epochs``;
-    ``linear``, which falls to 0 at the last step; or an own function.
+    It rises from 0 in a straight line over ``warmup``, and then follows ``schedule``.
 
     Raises:
-      ValueError: if a cosine has no length.
+      ValueError: if the run is too short for its parts.
+    """
+    c, end = config.optimizer, points_of(config, epoch_steps).end
+    warmup = steps_of(c.warmup, epoch_steps, end)
+    decay = steps_of(c.decay, epoch_steps, end) if c.schedule == 'wsd' else 0
+    if warmup + max(decay, 1) > end:
+        parts = f'config.optimizer.warmup={c.warmup!r}'
+        parts += f' and config.optimizer.decay={c.decay!r}' * bool(decay)
+        raise ValueError(
+            f'{parts} are {warmup + decay} steps and the run has {end}; shorten them, or give more '
+            'config.steps or config.epochs'
+        )
+    rate = _schedule(config, epoch_steps, end - warmup, decay)
+    if not warmup:
+        return rate
+    return optax.join_schedules(
+        [optax.linear_schedule(0.0, float(rate(0)), warmup), rate], [warmup]
+    )
+
+
+def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Callable[[Any], Any]:
+    """The rate after its warm-up, as a function of the step since.
+
+    ``constant``; ``linear`` and ``cosine``, which fall to 0 over all ``steps``; ``wsd``, which is
+    constant and falls to 0 in a straight line over the last ``decay`` steps; a cosine that moves
+    once per epoch and reaches 0 after ``cosine_epochs``; or an own function.
     """
     c = config.optimizer
     if ':' in c.schedule:
         wanted = KEYS['optimizer.schedule'].own
         return called('optimizer.schedule', c.schedule, wanted, config, epoch_steps)
     if c.schedule == 'linear':
-        return optax.linear_schedule(c.lr, 0.0, config.epochs * epoch_steps)
+        return optax.linear_schedule(c.lr, 0.0, steps)
+    if c.schedule == 'wsd':
+        fall = optax.linear_schedule(c.lr, 0.0, decay)
+        return optax.join_schedules([optax.constant_schedule(c.lr), fall], [steps - decay])
     if c.schedule == 'constant':
         return lambda step: c.lr
     if not c.cosine_epochs:
-        raise ValueError(
-            "config.optimizer.schedule='cosine' needs config.optimizer.cosine_epochs, the epochs "
-            'of half a period; give as many as config.epochs to end near 0'
-        )
+        return optax.cosine_decay_schedule(c.lr, steps)
 
     def cosine(step: Any) -> Any:
         return c.lr * 0.5 * (1 + jnp.cos(jnp.pi * (step // epoch_steps) / c.cosine_epochs))

@@ -36,7 +36,7 @@ class Phase(NamedTuple):
 
 
 def phases_of(
-    config: Config, boundaries: Sequence[Boundary], names: Mapping[str, Any]
+    config: Config, epochs: int, boundaries: Sequence[Boundary], names: Mapping[str, Any]
 ) -> tuple[Phase, ...]:
     """The phases of a run in ascending order; all other epochs are trained with ``boundaries``.
 
@@ -44,21 +44,22 @@ def phases_of(
       config: ``warmup_epochs``, and ``phases``: codecs, each with its epochs as a slice in Python's
         form, with ``;`` between them. ``|`` is between the codecs of forward and backward, ``&``
         between those of boundaries. A rule such as ``klt`` may have other bits in a phase.
+      epochs: of the run.
       boundaries: with the channels of the configuration.
       names: words that the texts may use besides those of the algebra.
 
     Raises:
       ValueError: if a text is not of that form, has no epoch, or shares an epoch with another.
     """
-    if config.warmup_epochs > config.epochs:
+    if config.warmup_epochs > epochs:
         raise ValueError(
             f'config.warmup_epochs={config.warmup_epochs} is not between 0 and epochs='
-            f'{config.epochs}; the warm-up counts inside the total'
+            f'{epochs}; the warm-up counts inside the total'
         )
     texts = _texts(config)
     texts = [f'raw@:{config.warmup_epochs}'] * bool(config.warmup_epochs) + texts
     phases = sorted(
-        (_phase(t, config, boundaries, names) for t in texts), key=lambda p: p.epochs.start
+        (_phase(t, config, epochs, boundaries, names) for t in texts), key=lambda p: p.epochs.start
     )
     for before, after in itertools.pairwise(phases):
         if before.epochs.stop > after.epochs.start:
@@ -70,15 +71,14 @@ def phases_of(
     return tuple(phases)
 
 
-def spans(config: Config) -> list[range]:
-    """The epochs of each text of ``config.phases``, in their order.
+def spans(config: Config, epochs: int) -> list[range]:
+    """The epochs of each text of ``config.phases``, in their order, in a run of ``epochs``.
 
     >>> import jaxmp.config
-    >>> c = jaxmp.config.complete({'phases': 'raw@:1; raw@-2:', 'epochs': 5})
-    >>> spans(c)
+    >>> spans(jaxmp.config.complete({'phases': 'raw@:1; raw@-2:'}), 5)
     [range(0, 1), range(3, 5)]
     """
-    return [_epochs(FORM.fullmatch(t), config.epochs) for t in _texts(config)]
+    return [_epochs(FORM.fullmatch(t), epochs) for t in _texts(config)]
 
 
 def _texts(config: Config) -> list[str]:
@@ -93,14 +93,18 @@ def _epochs(found: re.Match[str] | None, epochs: int) -> range:
 
 
 def _phase(
-    text: str, config: Config, boundaries: Sequence[Boundary], names: Mapping[str, Any]
+    text: str,
+    config: Config,
+    count: int,
+    boundaries: Sequence[Boundary],
+    names: Mapping[str, Any],
 ) -> Phase:
     found = FORM.fullmatch(text)
-    epochs = _epochs(found, config.epochs)
+    epochs = _epochs(found, count)
     if not found or not epochs:
         raise ValueError(
             f'config.phases={config.phases!r}: {text!r} is not a codec and some of '
-            f'{config.epochs} epochs, such as raw@:1 (the first), lloyd(4)@3:5, raw@-2: (the last '
+            f'{count} epochs, such as raw@:1 (the first), lloyd(4)@3:5, raw@-2: (the last '
             'two) or lloyd(2) | lloyd(4)@:9 (forward, backward)'
         )
     ways = [w.split('&') for w in (found['fwd'], found['bwd'] or found['fwd'])]

@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxmp.config import complete, flat
+from jaxmp.config import KEYS, Config, complete, flat
 from jaxmp.distributed.signals import leave_closed_terminal, stopping
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError
 from jaxmp.training.optimizer import rate_of
 from jaxmp.training.phases import spans
+from jaxmp.training.points import points_of
 from jaxmp.training.progress import Display
 from jaxmp.training.trainer import Trainer
 
-Place = dict[str, Any]  # of the current epoch: its steps, those that this process missed, sums over
+Place = dict[str, Any]  # since the last test: the steps, those that this process missed, sums over
 # the others; and the seconds of the run
 
 
@@ -50,7 +51,7 @@ def begin(trainer: Trainer, checkpoints: Checkpoints, workdir: Path) -> tuple[An
     """The state and place from which the run starts or resumes.
 
     Raises:
-      WorkdirError: if the run has more epochs than ``config.epochs``, as `check_length`, or as
+      WorkdirError: if the run is longer than the configuration says, as `check_length`, or as
         described in `Checkpoints.restore`.
     """
     exp, state = trainer.exp, trainer.create()
@@ -60,21 +61,27 @@ def begin(trainer: Trainer, checkpoints: Checkpoints, workdir: Path) -> tuple[An
     before, state = int(state.step), trainer.enter(state)
     done = int(state.step)
     if done != before:
-        here = (done - 1) % exp.epoch_steps + 1 if done else 0
-        place = {**place, **dict.fromkeys(exp.task.scores, 0.0), 'steps': here, 'missed': here}
-    if done > exp.config.epochs * exp.epoch_steps:
+        missed = done - exp.points.before(done)
+        place = {**place, **dict.fromkeys(exp.task.scores, 0.0), 'steps': missed, 'missed': missed}
+    if done > exp.points.end:
+        count = f'{done} steps' if exp.config.steps else f'{done / exp.epoch_steps:.4g} epochs'
         raise WorkdirError(
-            f'{workdir} has {done / exp.epoch_steps:.4g} epochs, more than config.epochs='
-            f'{exp.config.epochs}; give at least as many to resume it, or a new --workdir'
+            f'{workdir} has {count}, more than {length(exp.config)}; give at least as many to '
+            'resume it, or a new --workdir'
         )
     check_length(exp, workdir, done)
     return state, place
 
 
-def check_length(exp: Experiment, workdir: Path, done: int) -> None:
-    """Checks that the steps before ``done`` would be the same with the ``config.epochs`` of now.
+def length(config: Config) -> str:
+    """The key that says how long a run is, with its value."""
+    return f'config.steps={config.steps}' if config.steps else f'config.epochs={config.epochs}'
 
-    A linear schedule of the rate, or phases counted from the end, depend on it.
+
+def check_length(exp: Experiment, workdir: Path, done: int) -> None:
+    """Checks that the steps before ``done`` would be the same in a run as long as now.
+
+    A schedule of the rate, or phases counted from the end, depend on the length.
 
     Raises:
       WorkdirError: if a rate or a phase of these steps would be another.
@@ -82,23 +89,22 @@ def check_length(exp: Experiment, workdir: Path, done: int) -> None:
     path = workdir / 'config.json'
     if not done or not path.is_file():
         return
-    epochs, now = json.loads(path.read_text()).get('epochs'), exp.config
-    if not isinstance(epochs, int) or epochs == now.epochs:
-        return
-    before = complete({**now.to_dict(), 'epochs': epochs})
+    old, now = json.loads(path.read_text()), exp.config
+    lengths = {key: old.get(key, KEYS[key].default) for key in ('epochs', 'steps')}
+    before = complete({**now.to_dict(), **lengths})
     steps = sorted({i * (done - 1) // 31 for i in range(32)})
     passed = range(-(-done // exp.epoch_steps))
+    epochs = lambda c: points_of(c, exp.epoch_steps).epochs
     kinds = {
         'optimizer.schedule': lambda c: [float(rate_of(c, exp.epoch_steps)(s)) for s in steps],
-        'phases': lambda c: [[e in p for p in spans(c)] for e in passed],
+        'phases': lambda c: [[e in p for p in spans(c, epochs(c))] for e in passed],
     }
-    for key, of in kinds.items():
+    for key, of in kinds.items() if length(before) != length(now) else ():
         if of(before) != of(now):
             raise WorkdirError(
-                f'{workdir} was begun with config.epochs={epochs}, and with {now.epochs} config.'
+                f'{workdir} was begun with {length(before)}, and with {length(now)} config.'
                 f'{key}={flat(now.to_dict())[key]!r} would have made its first {done} steps '
-                f'otherwise; give config.epochs={epochs} to resume it, or a new --workdir to train '
-                f'{now.epochs} epochs'
+                f'otherwise; give {length(before)} to resume it, or a new --workdir to train longer'
             )
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmp.config import Config, flat
-from jaxmp.metrics import Metric, by_phases, of_summary, to_summary
+from jaxmp.metrics import Metric, by_phases, epochs_of, of_summary, to_summary
 from jaxmp.report import curves, style
 from jaxmp.training import profile
 from jaxmp.training.experiment import Experiment
@@ -61,6 +61,7 @@ def finish(
         **moved,
         'parameters': parameters(exp),
         'steps': steps,
+        'epochs': exp.points.epochs_at(steps),
         'seconds': round(place['seconds'], 1),
         'peak_memory': peak_memory(),
         **provenance(),
@@ -90,7 +91,8 @@ optimizer.schedule=constant optimizer.momentum=0.0'
     """
     values = flat(config.to_dict())
     parts = ['name', 'lr', 'schedule', *(['momentum'] if config.optimizer.name == 'sgd' else [])]
-    keys = ['fwd', 'bwd', 'epochs', 'batch_size', *(f'optimizer.{part}' for part in parts)]
+    length = 'steps' if config.steps else 'epochs'
+    keys = ['fwd', 'bwd', length, 'batch_size', *(f'optimizer.{part}' for part in parts)]
     return 'trains with ' + ' '.join(f'{k}={values[k]}' for k in keys)
 
 
@@ -141,14 +143,14 @@ def best_and_last(records: list[dict[str, Any]], metric: Metric, warmup: int) ->
 
 
 def history(records: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The curves of a run: scores by epoch in training and in the tests off and on.
+    """The curves of a run: step, epoch and scores in training and in the tests off and on.
 
-    >>> history([{'kind': 'train', 'epoch': 1, 'loss': 2.0}], ['loss'])['train']
-    {'loss': [2.0]}
+    >>> history([{'kind': 'train', 'step': 9, 'epoch': 1, 'loss': 2.0}], ['loss'])['train']
+    {'step': [9], 'epoch': [1], 'loss': [2.0]}
     """
 
     def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-        return {k: [round(r[k], 6) for r in rows] for k in names}
+        return {k: [round(r[k], 6) for r in rows] for k in ('step', 'epoch', *names)}
 
     test = [r for r in records if r['kind'] == 'test']
     modes = {m: columns([r for r in test if r['compression'] == m]) for m in ('off', 'on')}
@@ -209,7 +211,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         scores.add_column(head, justify='right')
     for mode, said in modes(len(summary['bytes']), summary).items():
         best, last = summary['test'][mode]['best'], summary['test'][mode]['last']
-        row = metric.format(best), str(best['epoch']), metric.format(last)
+        row = metric.format(best), f'{best["epoch"]:.4g}', metric.format(last)
         scores.add_row(said or 'none', *row, f'{last["loss"]:.4f}')
     size = Table(title='bytes per step')
     for head in BYTES:
@@ -238,7 +240,7 @@ def byte_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _phases(summary: dict[str, Any]) -> str:
     """The phases of a run and the bytes that it sent at its boundaries; empty without phases."""
-    epochs, steps = summary['config']['epochs'], summary['steps']
+    epochs, steps = epochs_of(summary), summary['steps']
     sent = sum(r['forward'] + r['backward'] for r in summary['bytes'])
     full = sum(2 * r['uncompressed'] for r in summary['bytes'])
     if not summary.get('phases') or not full:  # older runs have none

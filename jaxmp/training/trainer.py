@@ -176,12 +176,12 @@ class Trainer:
     def epoch(
         self, number: int, state: TrainState, order: np.ndarray, stopped: Stopped = never
     ) -> Iterator[tuple[TrainState, Values, bool]]:
-        """Runs (the rest of) an epoch.
+        """Runs steps of an epoch.
 
         Args:
           number: of the epoch, from 0.
           state: before.
-          order: the examples that are left, in their order.
+          order: the examples of these steps, in their order.
           stopped: whether this process was asked to stop.
 
         Yields:
@@ -330,5 +330,5 @@ class Trainer:
     def _step_apart(self) -> None:
         """Makes a step with the configured boundaries and forgets it, where the run made none."""
         batch = next(self.batches(np.arange(self.exp.config.batch_size)))
-        self.bound(self.training, self.rules(self.exp.config.epochs))(self.create(), batch)
+        self.bound(self.training, self.rules(self.exp.points.epochs))(self.create(), batch)
         self.sent['steps'] = 1
