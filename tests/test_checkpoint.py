@@ -152,3 +152,27 @@ def test_the_configuration_stands_beside_the_first_checkpoint(tmp_path):
     kept.save(1, state_at(1), {})
     assert json.loads((tmp_path / 'config.json').read_text()) == {'lr': 0.1}
     kept.close()
+
+
+def test_a_checkpoint_is_of_its_inputs(tmp_path):
+    """One of before there were digests is of any."""
+    for step, inputs in ((1, None), (2, {'train.x': 'a', 'test.x': 'b'})):
+        kept = checkpoint.Checkpoints(tmp_path, inputs=inputs)
+        kept.save(step, state_at(step), {})
+        kept.close()
+        for now in ({}, {'train.x': 'a'}, {'train.x': 'a', 'config.model.path': 'c'}):
+            found, _ = checkpoint.Checkpoints(tmp_path, inputs=now).restore(LIKE)
+            assert same(found, state_at(step))
+    with pytest.raises(
+        files.WorkdirError, match=r'2 is of a run on other .*: test\.x b \(now c\); give'
+    ) as caught:
+        checkpoint.Checkpoints(tmp_path, inputs={'train.x': 'a', 'test.x': 'c'}).restore(LIKE)
+    assert '\n' not in str(caught.value)
+
+
+def test_a_step_is_saved_once(tmp_path):
+    """A run that is resumed to end at the step of its checkpoint has nothing new to save."""
+    kept = checkpoint.Checkpoints(tmp_path)
+    for place in ({'steps': 1}, {'steps': 0}):
+        kept.save(3, state_at(3), place)
+    assert kept.restore(LIKE)[1] == {'steps': 1}

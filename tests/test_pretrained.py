@@ -24,7 +24,15 @@ from jaxmp.models import (
 )
 from jaxmp.models.decoder import PROJECTIONS, decoder
 from jaxmp.models.rotary import frequencies
-from jaxmp.training import experiment, language_model, loop, task, trained
+from jaxmp.training import (
+    experiment,
+    files,
+    fingerprint,
+    language_model,
+    loop,
+    task,
+    trained,
+)
 from tests.runs import config_of
 from tests.test_decoder import (
     CASES,
@@ -511,3 +519,45 @@ def test_what_is_written_loads_in_transformers(tmp_path, case):
     with torch.no_grad():
         wanted = theirs.eval()(torch.tensor(tokens.astype(np.int64))).logits.numpy()
     close(logits(stages, scaled), wanted)
+
+
+def test_a_run_is_not_resumed_on_another_text_or_other_weights(tmp_path, monkeypatch):
+    """Frozen parameters are in no checkpoint, so that nothing else would tell."""
+    monkeypatch.chdir(tmp_path)
+    text, base, run = tmp_path / 'a.txt', tiny(tmp_path / 'base'), tmp_path / 'run'
+    tensors = next(base.glob('*.safetensors'))
+    words = ' '.join(map(str, range(2000)))
+    text.write_text(words)
+    keys = {'train': 'lora(1)', 'files': 'a.txt', 'cache': str(tmp_path / 'cache')}
+    keys['optimizer.schedule'] = 'constant'
+    config = lambda steps: small(base, **keys, steps=steps)
+    loop.train_and_evaluate(config(2), run, quiet=True, draw=False)
+    for file, other, said in (
+        (text, words.replace('3', '4').encode(), r'train\.x int32\[24, 16\] \w+ \(now int32'),
+        (tensors, tensors.read_bytes()[:-4] + b'\0\0\0\1', r'config\.model\.path \w+ \(now \w+\)'),
+    ):
+        content = file.read_bytes()
+        file.unlink()  # it may be mapped into memory
+        file.write_bytes(other)
+        with pytest.raises(files.WorkdirError, match=f'other data or weights: {said}.*; give the '):
+            loop.train_and_evaluate(config(3), run, quiet=True)
+        file.write_bytes(content)
+    alone = fingerprint.weights(str(base))
+    adapters.write_adapters(tmp_path / 'low', str(base), *_of_rank_1(base))
+    assert fingerprint.weights(str(base)) == alone != fingerprint.weights(str(tmp_path / 'low'))
+    assert loop.train_and_evaluate(config(3), run, quiet=True, draw=False)['steps'] == 3
+
+
+def _of_rank_1(base):
+    """Stages with low-rank updates, and their variables."""
+    exp = experiment.experiment_of(small(base, train='lora(1)'))
+    variables = [exp.task.read(s, jax.random.key(0)) for s in range(len(exp.task.stages))]
+    return exp.task.stages, variables
+
+
+def test_fewer_examples_of_a_text_are_one_array(tmp_path):
+    """Whoever reads tokens and targets reads them once; a run may be tested on so many tokens."""
+    exp = experiment.experiment_of(small(tiny(tmp_path), test_examples=3))
+    for split, count in ((exp.data.train, 24), (exp.data.test, 3)):
+        assert split.y is split.x
+        assert split.x.shape == (count, 16)

@@ -651,6 +651,8 @@ MPMD = {
     'fwd': 'ef21(uniform(2))',
     'bwd': 'ef(uniform(4))',
     'num_microbatches': 2,
+    'eval_every': '4 steps',
+    'checkpoint_every': '3 steps',  # 5 are an epoch
 }
 
 

@@ -217,7 +217,8 @@ def take(split: Split, examples: int) -> Split:
             f'cannot take {examples} examples of a split that has {len(split.y)}; '
             f'give 1 to {len(split.y)}'
         )
-    return Split(split.x[:examples], split.y[:examples])
+    x = split.x[:examples]
+    return Split(x, x if split.y is split.x else split.y[:examples])
 
 
 def pool(dataset: Dataset, side: int) -> Dataset:

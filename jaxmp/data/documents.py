@@ -113,13 +113,17 @@ def halves(path: Path, share: float) -> tuple[Span, Span]:
 
 def all_of(path: Path) -> Span:
     """A whole file."""
+    return Span(path, 0, path.stat().st_size, digest(path))
+
+
+def digest(path: Path) -> str:
+    """Of the content of a file, which is read again if size or time have changed."""
     about = path.stat()
-    return Span(path, 0, about.st_size, _digest(path, about.st_size, about.st_mtime_ns))
+    return _digest(path, about.st_size, about.st_mtime_ns)
 
 
 @functools.cache  # of an own model the data set is made again to count its stages
 def _digest(path: Path, size: int, changed: int) -> str:
-    """Of the content of a file, which is read again if size or time have changed."""
     with path.open('rb') as file:
         return hashlib.file_digest(file, 'sha256').hexdigest()
 

@@ -72,6 +72,20 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
     return base._replace(read=merged)
 
 
+def files_of(path: str) -> list[Path]:
+    """The files from which a checkpoint's parameters come: tensors and their description.
+
+    Args:
+      path: as of `open_with_adapters`.
+    """
+    place = local(path)
+    if place.is_file():
+        return [place]
+    names = {'config.json', ABOUT}
+    files = sorted(f for f in place.iterdir() if f.suffix == '.safetensors' or f.name in names)
+    return files + (files_of(base_of(path)) if place / ABOUT in files else [])
+
+
 def base_of(path: str) -> str:
     """The path or name of the model that adapters of a run on ``path`` belong to."""
     place = Path(path).expanduser()

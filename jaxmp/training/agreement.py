@@ -22,7 +22,7 @@ from jaxmp.data import Dataset, parts
 from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.fingerprint import fingerprint
+from jaxmp.training.fingerprint import fingerprint, weights
 
 HERE = ('data.dir', 'data.download', 'data.cache')  # keys that may differ between hosts
 PATIENCE = 10.0  # seconds in which a network file system must show a new file
@@ -100,6 +100,11 @@ def digests(dataset: Dataset) -> dict[str, str]:
         arrays[f'{name}.x'] = digest(x)
         arrays[f'{name}.y'] = arrays[f'{name}.x'] if y is x else digest(y)
     return {**arrays, **{n: str(getattr(dataset, n)) for n in ('classes', 'mean', 'std')}}
+
+
+def inputs(exp: Experiment) -> dict[str, str]:
+    """Digests of what a run reads, by name: its data, and the checkpoint that it starts from."""
+    return {**digests(exp.data), **weights(exp.config.model.path)}
 
 
 def digest(a: Any) -> str:

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, workdir: Path, group: ProcessGroup | None = None, config: dict[str, Any] | None = None
+        self,
+        workdir: Path,
+        group: ProcessGroup | None = None,
+        config: dict[str, Any] | None = None,
+        inputs: Mapping[str, str] | None = None,
     ) -> None:
         """Opens ``workdir/checkpoints``.
 
@@ -49,6 +53,7 @@ class Checkpoints:
           workdir: folder of the run.
           group: the processes; default a single process.
           config: configuration that is saved as ``workdir/config.json`` with the first checkpoint.
+          inputs: digests of what the run reads, which a checkpoint that is restored must have too.
 
         Raises:
           WorkdirError: if the folder cannot be created.
@@ -56,7 +61,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # the import takes seconds
 
         self._ocp, self._team = ocp, group or ProcessGroup()
-        self._workdir, self._config = workdir, config
+        self._workdir, self._config, self._inputs = workdir, config, dict(inputs or {})
         self.damaged: dict[int, str] = {}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
@@ -86,6 +91,7 @@ class Checkpoints:
         layouts = self._team.share(portable.layout(state))
         about = {
             'place': place,
+            'inputs': self._inputs,
             'layout': {k: v for one in layouts for k, v in one.items()},
             'bytes': self._team.share(len(own)),
             'crc32': self._team.share(zlib.crc32(own)),
@@ -137,7 +143,7 @@ class Checkpoints:
           like: a state of this process with the same structure.
 
         Raises:
-          WorkdirError: if the checkpoint is of another model or channel, or all are damaged.
+          WorkdirError: if the checkpoint is of another model, channel or input, or all are damaged.
         """
         self.damaged = {}
         for step in self._steps():
@@ -185,6 +191,7 @@ class Checkpoints:
             if about.pop('sum', None) != _sum(about):
                 return {}, 'its description has changed'
             _check_layout(where, about['layout'], portable.layout(like))
+            _check_inputs(where, about.get('inputs', {}), self._inputs)
             kind = self._ocp.RestoreArgs(restore_type=np.ndarray)
             args = self._ocp.args.PyTreeRestore(restore_args={'rows': kind})
             state = self._ocp.PyTreeCheckpointHandler().restore(where / 'state', args=args)
@@ -266,6 +273,17 @@ def _check_layout(where: Path, written: dict[str, Any], own: dict[str, Any]) -> 
                 f'{path} ({saved.get(path)}, now {leaves.get(path)}); use the configuration of '
                 'that run, or give a new --workdir'
             )
+
+
+def _check_inputs(where: Path, written: dict[str, str], own: dict[str, str]) -> None:
+    """Raises WorkdirError if what the run reads has changed; older checkpoints do not say."""
+    changed = [name for name in own if written.get(name, own[name]) != own[name]]
+    if changed:
+        raise WorkdirError(
+            f'{where} is of a run on other data or weights: '
+            + ', '.join(f'{name} {written[name]} (now {own[name]})' for name in changed)
+            + '; give the files of that run to resume it, or a new --workdir'
+        )
 
 
 def _sum(about: dict[str, Any]) -> int:

@@ -22,8 +22,10 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp.config import KEYS, flat
+from jaxmp.data.documents import digest as content
 from jaxmp.exchange import Exchange
 from jaxmp.exchange.collectives import metered
+from jaxmp.models.adapters import files_of
 from jaxmp.plugins import module_of
 from jaxmp.testing import QUICK
 from jaxmp.training.experiment import Experiment
@@ -41,12 +43,13 @@ GRID = 8.37  # levels below the largest value; odd, so that no codec's values li
 def fingerprint(exp: Experiment) -> dict[str, str]:
     """What computes the numbers of ``exp`` in this process, as texts by name.
 
-    The switches of JAX by their environment variables, own files by the keys that name them, random
-    bits of a fixed key, and a `digest` of a decoded message of each channel and exchange.
+    The switches of JAX by their environment variables, own files and weights by the keys that name
+    them, random bits of a fixed key, a `digest` of a decoded message of each channel and exchange.
     """
     return {
         **{name.upper(): str(getattr(jax.config, name, None)) for name in SWITCHES},
         **own_files(flat(exp.config.to_dict())),
+        **weights(exp.config.model.path),
         'default float': jnp.result_type(float).name,
         'random bits': random_bits(),
         **crossed(exp),
@@ -68,6 +71,20 @@ def own_files(config: dict[str, Any]) -> dict[str, str]:
             names = ', '.join(file.name for file in files)
             digests[f'config.{key}'] = f'{names} {hashed.hexdigest()}'
     return digests
+
+
+def weights(path: str) -> dict[str, str]:
+    """A digest of the files of the checkpoint ``config.model.path``, by that key, if there is one.
+
+    >>> weights('')
+    {}
+    """
+    if not path:
+        return {}
+    hashed = hashlib.blake2b(digest_size=8)
+    for file in files_of(path):
+        hashed.update(f'{file.name} {content(file)} '.encode())
+    return {'config.model.path': hashed.hexdigest()}
 
 
 def _is_own(key: str, value: Any) -> bool:

@@ -18,7 +18,7 @@ from jaxmp.config import Config
 from jaxmp.distributed.allocator import release_freed_pages
 from jaxmp.distributed.launchers import check_alone
 from jaxmp.distributed.process_group import Address, ProcessGroup, connect
-from jaxmp.training.agreement import check_alike, check_workdir, settings_of
+from jaxmp.training.agreement import check_alike, check_workdir, inputs, settings_of
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment, experiment_of, warnings_on_text
 from jaxmp.training.files import claim, owned
@@ -133,7 +133,7 @@ def train_and_evaluate(
             stack.enter_context(owned(workdir))
             claim(workdir, kept)
         check_workdir(group, workdir)
-        checkpoints = stack.enter_context(closing(Checkpoints(workdir, group, kept)))
+        checkpoints = stack.enter_context(closing(Checkpoints(workdir, group, kept, inputs(exp))))
         state, place = begin(trainer, checkpoints, workdir)
         done, total = int(state.step), exp.points.end
         tested = done - (place['steps'] > 0)  # a test of ``done`` would have set it to 0
