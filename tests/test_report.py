@@ -182,7 +182,7 @@ def test_a_row_is_judged_by_what_its_summary_says(state_of, judged):
 def test_a_run_says_what_each_of_its_boundaries_remembers(tmp_path):
     setting = config_of('text_gpt2', fwd='raw; anchored(raw, vocabulary); ef21(uniform(4))')
     exp = experiment_of(setting)
-    scores = {'epoch': 1, **dict.fromkeys(exp.task.scores, 1.0)}
+    scores = {'step': 5, 'epoch': 1, **dict.fromkeys(exp.task.scores, 1.0)}
     records = [{'kind': 'test', 'compression': mode, **scores} for mode in ('off', 'on')]
     (workdir := tmp_path / 'run').mkdir()
     finish(exp, 1, {'seconds': 1.0}, [{'kind': 'train', **scores}, *records], {}, workdir)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.metrics import positions
 from jaxmp.report import labels, style
 from jaxmp.report.captions import apart, names, note, reference, seeds, trained
 from jaxmp.report.residuals import intervals
@@ -23,7 +22,7 @@ PARTS = {'train': 'training', 'off': 'test, compression off', 'on': 'test, compr
 
 
 class Curves(NamedTuple):
-    """Scores by epoch of the rows of a table: one list per row, part and seed, and their epochs."""
+    """Scores by epoch of the rows of a table: one list per row, part and seed."""
 
     title: str
     caption: str
@@ -31,7 +30,6 @@ class Curves(NamedTuple):
     warmup: dict[str, int]
     rows: dict[str, dict[str, list[list[float]]]]
     ends: dict[str, dict[str, tuple[float, float]]]  # intervals of the last epoch by part and row
-    epochs: Sequence[float]
 
 
 def number(row: Row) -> int:
@@ -72,8 +70,7 @@ def curves(rows: Sequence[Row]) -> Curves:
     if any(r.judged == 'off' for r in rows):
         caption += '; title: with feedback, tested with compression off'
     score = 'test loss (nats)' if text else 'test accuracy (%)'
-    epochs = positions(rows[0].runs[0], 'train', 'epoch')
-    return Curves(title, caption, score, warmup, data, ends, epochs)
+    return Curves(title, caption, score, warmup, data, ends)
 
 
 def curve(run: dict[str, Any], part: str, text: bool) -> list[float]:
@@ -90,11 +87,10 @@ def paint(figure: Any, data: Curves) -> None:
     colours = dict(zip(data.rows, itertools.cycle(style.PALETTE)))
     means = {p: {n: np.mean(rows[p], 0) for n, rows in data.rows.items()} for p in PARTS}
     tests = [*means['off'].values(), *means['on'].values()]
-    end = data.epochs[-1]
+    end = len(tests[0])
     for axes, (part, title) in zip(panels, PARTS.items(), strict=True):
         for i, (name, y) in enumerate(means[part].items()):
-            x = np.array(data.epochs)
-            line(axes, x, y, data.warmup[name], colours[name], i < len(style.PALETTE))
+            line(axes, y, data.warmup[name], colours[name], i < len(style.PALETTE))
             if name in data.ends[part]:
                 at = end * (1 + GAP * (i + 2))
                 axes.vlines(at, *data.ends[part][name], color=colours[name])
@@ -117,10 +113,9 @@ def limits(curves: Sequence[np.ndarray], losses: bool) -> np.ndarray:
     return np.quantile(y, (0, 1)) + 0.1 * np.ptp(y) * np.array((-1, 1))
 
 
-def line(axes: Any, x: np.ndarray, y: np.ndarray, warmup: int, colour: str, solid: bool) -> None:
-    """Draws a row's mean, with its warm-up of so many epochs dotted."""
-    warmup = int(np.sum(x <= warmup))  # its tests
-    start = max(warmup - 1, 0)
+def line(axes: Any, y: np.ndarray, warmup: int, colour: str, solid: bool) -> None:
+    """Draws a row's mean, with its warm-up dotted."""
+    x, start = np.arange(1, len(y) + 1), max(warmup - 1, 0)
     kind = {'color': colour, 'lw': 1.3, 'marker': '.' if len(x) < 5 else ''}
     axes.plot(x[:warmup], y[:warmup], **kind, ls=':')
     axes.plot(x[:warmup][-1:], y[:warmup][-1:], 'o', color=colour, mfc='white', ms=4, zorder=3)
