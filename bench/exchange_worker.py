@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from workers import interfaces, serve
 
 from jaxmp import data, exchange
-from jaxmp.distributed.placement import device_mesh
 from jaxmp.exchange import AXIS, bytes_of, over
+from jaxmp.runtimes.placement import device_mesh
 
 WIDTHS = (64, 2240, 2240, 10)  # 5.19 million parameters
 BATCH, RATE = 64, 0.05

@@ -38,9 +38,9 @@ from workers import Rows, serve, workers
 
 import jaxmp
 from jaxmp import Ctx
-from jaxmp.distributed.placement import place
 from jaxmp.runtimes.driver import drive
 from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.runtimes.stage import programs

@@ -96,7 +96,7 @@ def probed_beside(args: argparse.Namespace) -> Probed:
 
 def probe(args: argparse.Namespace) -> Probed:
     """What the planner's probe finds."""
-    from jaxmp.distributed.allocator import keep_freed_pages
+    from jaxmp.runtimes.allocator import keep_freed_pages
 
     keep_freed_pages()
     config, _ = changed(args.config, args.change)
@@ -107,9 +107,9 @@ def probe(args: argparse.Namespace) -> Probed:
 def train_on(args: argparse.Namespace) -> None:
     """Trains without an end, in the way in which a probe does."""
     from jaxmp import data
-    from jaxmp.distributed.allocator import keep_freed_pages
-    from jaxmp.distributed.process_group import ProcessGroup
+    from jaxmp.net.group import ProcessGroup
     from jaxmp.plan.__main__ import probed_experiment
+    from jaxmp.runtimes.allocator import keep_freed_pages
     from jaxmp.training.trainer import Trainer
 
     keep_freed_pages()
@@ -127,7 +127,7 @@ def loss_of(out: Path, seed: int) -> float:
 
     from jaxmp import data
     from jaxmp.config import complete
-    from jaxmp.distributed.process_group import ProcessGroup
+    from jaxmp.net.group import ProcessGroup
     from jaxmp.plugins import load
     from jaxmp.training.loop import prepare
 

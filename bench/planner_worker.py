@@ -79,11 +79,11 @@ def measure(args: argparse.Namespace) -> None:
     import jax
 
     from jaxmp.config import complete
-    from jaxmp.distributed.allocator import keep_freed_pages
-    from jaxmp.distributed.placement import keep_compiled
-    from jaxmp.distributed.process_group import Address
+    from jaxmp.net.connect import Address
     from jaxmp.plan.predict import parse
     from jaxmp.plugins import load
+    from jaxmp.runtimes.allocator import keep_freed_pages
+    from jaxmp.runtimes.placement import keep_compiled
     from jaxmp.training.experiment import experiment_of
     from jaxmp.training.loop import devices, process_group_of
     from jaxmp.training.trainer import Trainer

@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxmp import data
 from jaxmp.config import complete
-from jaxmp.distributed.allocator import keep_freed_pages
-from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.net.group import ProcessGroup
 from jaxmp.plugins import load
+from jaxmp.runtimes.allocator import keep_freed_pages
 from jaxmp.training import experiment, sizes
 from jaxmp.training.trainer import Trainer
 

@@ -20,13 +20,13 @@ from workers import interfaces, serve
 
 from jaxmp import data
 from jaxmp.config import complete
-from jaxmp.distributed.address import listen
 from jaxmp.distributed.hub import Hub
 from jaxmp.distributed.member import Member
-from jaxmp.distributed.placement import device_mesh, open_links
-from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.exchange import AXIS, bytes_of
+from jaxmp.net.address import listen
+from jaxmp.net.group import ProcessGroup
 from jaxmp.plugins import load
+from jaxmp.runtimes.placement import device_mesh, open_links
 from jaxmp.training import replicas
 from jaxmp.training.elastic import ElasticTrainer
 from jaxmp.training.experiment import Experiment, experiment_of

@@ -25,10 +25,10 @@ from workers import interfaces, serve
 
 import jaxmp
 from jaxmp import Ctx
-from jaxmp.distributed.placement import place
 from jaxmp.feedback import per_microbatch
 from jaxmp.runtimes.driver import Driver, drive
 from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.stage import programs
 

@@ -6,7 +6,7 @@ import re
 import jax
 
 from jaxmp.bench.cost import best
-from jaxmp.distributed.allocator import keep_freed_pages
+from jaxmp.runtimes.allocator import keep_freed_pages
 from jaxmp.training.summary import provenance
 
 __all__ = ['best', 'compiled', 'header', 'keep_freed_pages', 'stem']

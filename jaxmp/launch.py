@@ -30,14 +30,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.distributed import guard
-from jaxmp.distributed.address import TOKEN, listen, secret
 from jaxmp.distributed.hub import Hub
-from jaxmp.distributed.monitor import ProcessGroupError
-from jaxmp.distributed.signals import leave_closed_terminal, stopping
+from jaxmp.net import guard
+from jaxmp.net.address import TOKEN, ProcessGroupError, listen, secret
+from jaxmp.net.signals import leave_closed_terminal, stopping
 
 PATIENCE = 60.0  # seconds in which all processes must save and end after a signal
-NOTICE = 2.0  # seconds after a failure in which the others say why they end, before SIGTERM
+NOTICE = 6.0  # seconds after a failure in which the others say why they end, before SIGTERM
 
 
 def free_port() -> int:
@@ -212,7 +211,7 @@ def _kill(running: Sequence[subprocess.Popen], after: str) -> None:
 
 
 def _guard() -> subprocess.Popen:
-    """Starts `jaxmp.distributed.guard`, without the modules of this package, which take seconds."""
+    """Starts `jaxmp.net.guard`, without the modules of this package, which take seconds."""
     return subprocess.Popen(
         [sys.executable, '-IS', guard.__file__],
         stdin=subprocess.PIPE,

@@ -18,10 +18,9 @@ if __name__ == '__main__':  # and not where pytest looks for doctests
 
 import numpy as np  # noqa: E402
 
-from jaxmp.distributed.monitor import ProcessGroupError  # noqa: E402
 from jaxmp.net.__main__ import main as switch  # noqa: E402
+from jaxmp.net.address import ProcessGroupError  # noqa: E402
 from jaxmp.net.arrays import buffers, filled  # noqa: E402
-from jaxmp.net.group import Group  # noqa: E402
 from jaxmp.net.keys import keys_of  # noqa: E402
 from jaxmp.net.peer import Peer  # noqa: E402
 from jaxmp.net.views import Terms, ViewChangedError  # noqa: E402
@@ -86,7 +85,7 @@ def train(i, n, port, folder, **options):
         say('view', view.number, 'from', start)
         x = np.frombuffer((pathlib.Path(folder) / f'{start}.{i}').read_bytes())
         try:
-            x = steps(Group(peer, view), start, x, folder, options)
+            x = steps(ProcessGroup(peer, view), start, x, folder, options)
             break
         except ViewChangedError as error:
             say('changed:', error)

@@ -1,13 +1,10 @@
 """Three steps of a small uneven pipeline by any runtime; also run as one of several processes.
 
-python -m tests.pipelines address process processes case microbatches replicas delay out.npz
+python -m tests.pipelines address process processes case count replicas schedule delay out.npz
 """
 
 import functools
-import itertools
-import logging
 import operator
-import re
 import signal
 import sys
 import time
@@ -22,18 +19,20 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import boundary, exchange, parse
-from jaxmp.distributed.placement import device_mesh, place
 from jaxmp.exchange import over
 from jaxmp.feedback import per_microbatch
-from jaxmp.runtimes import lanes
+from jaxmp.net.connect import Address, connect
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.placement import device_mesh, place
 from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import place as devices_of
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model
+from jaxmp.runtimes.world import beside, start_jax
 from jaxmp.training.across import Across
 from jaxmp.training.groups import rest
 from jaxmp.training.step import PER_REPLICA, Rules, create, train_step
@@ -41,6 +40,7 @@ from tests.runs import QUICK
 
 SAMPLES, STEPS, EXAMPLES = 4, 3, 70  # samples of a micro-batch
 OPTIONS = tuple(QUICK.items())
+ALONE = ProcessGroup()
 
 # A pair of channels for each of the three boundaries; together all rules over both codecs.
 CASES = {
@@ -191,7 +191,7 @@ def parts_of(feedback, s, links, once=False):
     return (*left, *right)
 
 
-def built(kind, case, n, replicas, processes=1, schedule='1f1b', remat=False, **options):
+def built(kind, case, n, replicas, group=ALONE, schedule='1f1b', remat=False, **options):
     """The runtime of a kind, of this process."""
     stages = STAGES if replicas == 1 else SHORT
     whole = model(case, n, stages)._replace(remat=remat)
@@ -202,30 +202,18 @@ def built(kind, case, n, replicas, processes=1, schedule='1f1b', remat=False, **
         return Spmd(whole, columns, options=OPTIONS)
     plan = SCHEDULES[schedule](len(stages), n)
     homes = devices_of(plan)
-    rows = place(replicas, 1 + max(homes), apart=processes == 1)
-    columns = Columns([[row[d] for d in homes] for row in rows], OPTIONS)
+    rows = place(replicas, 1 + max(homes), apart=group.count == 1, group=group)
+    columns = Columns([[row[d] for d in homes] for row in rows], OPTIONS, group)
     return Mpmd(whole, columns, plan, options=OPTIONS, **options)
 
 
-def added(mine, number, processes):
-    """The sum over processes, through the coordinator: a collective could wait for a lane's."""
-    if processes == 1:
-        return mine
-    from jax._src.distributed import global_state  # JAX has no public way to it
-
-    client, own = global_state.client, jax.process_index()
-    client.key_value_set(f'{number}/{own}', mine.tobytes().hex())
-    texts = [client.blocking_key_value_get(f'{number}/{i}', 60_000) for i in range(processes)]
-    return sum(np.frombuffer(bytes.fromhex(text)).reshape(mine.shape) for text in texts)
-
-
-def run(kind, case, n, replicas, processes=1, **options):
+def run(kind, case, n, replicas, group=ALONE, **options):
     """Three steps by `built`: means, what they leave, the runtime, and the seconds of each."""
-    runtime = built(kind, case, n, replicas, processes, **options)
-    return (*steps(runtime, case, n, processes), runtime)
+    runtime = built(kind, case, n, replicas, group, **options)
+    return (*steps(runtime, case, n, group), runtime)
 
 
-def steps(runtime, case, n, processes=1):
+def steps(runtime, case, n, group=ALONE):
     """Means, what is left, and the seconds of each step."""
     replicas, stages = runtime.replicas, range(runtime.last + 1)
 
@@ -236,10 +224,9 @@ def steps(runtime, case, n, processes=1):
         for s, rows in squares.items():
             for r in runtime.columns.here[s]:
                 mine[r, s] = sum(float(row[r]) for row in rows)
-        sums = jnp.sum(jnp.asarray(added(mine, next(counter), processes)), -1)
+        sums = jnp.sum(jnp.asarray(group.total(mine)), -1)
         return sums if replicas > 1 else sums[0]
 
-    counter = itertools.count()
     rule, across = rules(case, replicas), Across(total, lambda grads, held, key: (grads, held))
     key = jax.random.key(0)
     state, found, seconds = create(rule, runtime, across, key), [], []
@@ -256,31 +243,16 @@ def steps(runtime, case, n, processes=1):
     return found, state.model._replace(feedback=memory), seconds
 
 
-class Compiled(logging.Handler):
-    """The names of the functions that JAX compiles, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-        jax.config.update('jax_log_compiles', True)
-        log = logging.getLogger('jax._src.interpreters.pxla')
-        log.addHandler(self)
-        log.propagate = False
-
-    def emit(self, record):
-        self.names += re.findall(r'^Compiling jit\((.*?)\)', record.getMessage())
-
-
-def main(address, process, processes, case, n, replicas, schedule, delay, streamed, out):
+def main(address, process, processes, case, n, replicas, schedule, delay, out):
     signal.alarm(300)  # whatever becomes of the parent
-    compiled = Compiled()
     jax.config.update('jax_enable_x64', True)
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    lanes.STREAMED = ('cpu',) if streamed == 'True' else ()
-    jax.distributed.initialize(address, int(processes), int(process), initialization_timeout=60)
+    place = Address(address, int(processes), int(process))
+    group = connect(place, range(int(processes)), {}, 'stage')
+    if schedule == 'none':
+        start_jax(beside(place), group)
     slow = {'emulated': (0.0, float(delay)), 'schedule': schedule}
     kind = 'local' if schedule == 'none' else 'mpmd'
-    found, state, seconds, runtime = run(kind, case, int(n), int(replicas), int(processes), **slow)
+    found, state, seconds, runtime = run(kind, case, int(n), int(replicas), group, **slow)
     arrays = {
         f'{name}/{s}/{r}/{i}': a
         for name, part in state._asdict().items()
@@ -288,10 +260,11 @@ def main(address, process, processes, case, n, replicas, schedule, delay, stream
         for r, tree in runtime.rows(rows).items()
         for i, a in enumerate(jax.tree.leaves(tree))
     }
-    arrays |= {'compiled': np.array(compiled.names), 'seconds': np.array(seconds)}
+    arrays['seconds'] = np.array(seconds)
     if found[0] is not None:
         arrays['means'] = np.array(found)
     np.savez(out, **{k: np.asarray(a) for k, a in arrays.items()})
+    group.close()
 
 
 if __name__ == '__main__':

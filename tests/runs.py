@@ -14,7 +14,7 @@ import pytest
 
 from jaxmp import config, exchange
 from jaxmp.config import KEYS
-from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.testing import QUICK
 from jaxmp.training import evaluate, groups, step, task
@@ -99,11 +99,11 @@ def wait_for_steps(process, workdir, step):
     pytest.fail(f'no checkpoint {step}: {process.stdout.read().decode()[-2000:]}')
 
 
-def damage_newest(workdir, process=0):
-    """Flips eight bytes of what ``process`` wrote to the last checkpoint; returns its step."""
+def damage_newest(workdir):
+    """Flips eight bytes of the last checkpoint's state; returns its step."""
     step = max(int(p.name) for p in (workdir / 'checkpoints').glob('*') if p.name.isdigit())
     state = workdir / 'checkpoints' / str(step) / 'state'
-    for path in (state / f'ocdbt.process_{process}' / 'd').iterdir():
+    for path in (state / 'ocdbt.process_0' / 'd').iterdir():
         content = bytearray(path.read_bytes())
         for i in range(0, len(content), 1 + len(content) // 8):
             content[i] ^= 0x55

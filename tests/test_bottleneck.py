@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.models import gpt2, principal, weights
 from jaxmp.models.bottleneck import narrowed
+from jaxmp.net.group import ProcessGroup
 from jaxmp.plan import stages as plan_stages
 from jaxmp.training import experiment, sizes, task
 from jaxmp.training.trainer import Trainer

@@ -5,11 +5,13 @@ import itertools
 import json
 import shutil
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from jaxmp.net.connect import processes
 from jaxmp.training import checkpoint, files, portable
 from jaxmp.training.portable import Portable
 
@@ -96,7 +98,7 @@ def test_a_wrong_number_is_named(saved, tmp_path):
     about = {'place': {'steps': 10}, 'layout': portable.layout(LIKE)}
     about |= {'bytes': [len(good)], 'crc32': [zlib.crc32(good)]}
     both = ocp.args.Composite(
-        state=ocp.args.StandardSave({'rows': kept._rows(wrong)}),
+        state=ocp.args.StandardSave({'rows': checkpoint.joined([wrong])}),
         place=ocp.args.JsonSave({**about, 'sum': checkpoint._sum(about)}),
     )
     kept._manager.save(10, args=both)
@@ -176,3 +178,36 @@ def test_a_step_is_saved_once(tmp_path):
     for place in ({'steps': 1}, {'steps': 0}):
         kept.save(3, state_at(3), place)
     assert kept.restore(LIKE)[1] == {'steps': 1}
+def test_processes_share_the_folder_of_the_first(tmp_path):
+    """The others have no folder; each gets its part, its neighbours' and the first stage's."""
+    arrays = np.random.default_rng(0).standard_normal((5, 7, 3), np.float32)
+    part = lambda s: {'params': {'w': arrays[s][: s + 1]}, 'exchange': [()]}
+    places = [(0, 1), (2,), (3, 4)]
+
+    def process(group, peers):
+        own = Portable(
+            np.int32(3), np.zeros(2, np.uint32), {f'{s}.0': part(s) for s in places[group]}
+        )
+        folder = tmp_path / str(group)
+        kept = checkpoint.Checkpoints(folder, peers[group])
+        none = kept.restore(own)
+        kept.save(3, own, {'steps': 3})
+        found, place = kept.restore(own)
+        kept.close()
+        return none, place, {k: np.asarray(p['params']['w']) for k, p in found.parts.items()}
+
+    with processes(3) as groups, ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(process, range(3), [groups] * 3))
+    assert [none for none, _, _ in found] == [None] * 3
+    assert [place for _, place, _ in found] == [{'steps': 3}] * 3
+    assert [sorted(parts) for _, _, parts in found] == [
+        ['0.0', '1.0', '2.0'], ['0.0', '1.0', '2.0', '3.0'], ['0.0', '2.0', '3.0', '4.0']
+    ]  # fmt: skip
+    for _, _, parts in found:
+        for k, w in parts.items():
+            np.testing.assert_array_equal(w, part(int(k[0]))['params']['w'])
+    assert [p.name for p in tmp_path.iterdir()] == ['0']
+    alone = checkpoint.Checkpoints(tmp_path / '0')
+    like = Portable(0, 0, {f'{s}.0': part(s) for s in range(5)})
+    assert sorted(alone.restore(like)[0].parts) == [f'{s}.0' for s in range(5)]
+    alone.close()

@@ -157,7 +157,7 @@ def test_no_gradient_of_the_images():
 
 KEPT = """
 import resource, jax, jax.numpy as jnp, numpy as np
-from jaxmp.distributed.allocator import keep_freed_pages
+from jaxmp.runtimes.allocator import keep_freed_pages
 {call}
 f, x = jax.jit(lambda x: (x @ x) @ (x @ x + 1)), jnp.ones((2048, 2048))
 

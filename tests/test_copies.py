@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from jaxmp import exchange
-from jaxmp.distributed import process_group
 from jaxmp.exchange.copies import ENDS, Copies
 from jaxmp.models import gpt2
+from jaxmp.net.connect import processes
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.training import checkpoint, crosstest, experiment, files, parallel, sizes, summary
 from jaxmp.training.trainer import Trainer
@@ -35,7 +37,7 @@ COUNTED = exchange.Exchange(lambda grads, n: jnp.zeros(()), counting)
 def three_steps(rule, devices):
     """Sums and states of three steps, and what each gradient was."""
     rule = exchange.parse(rule) if isinstance(rule, str) else rule
-    copies = Copies(rule, LIKE, devices)
+    copies = Copies(rule, LIKE, dict(zip(ENDS, devices, strict=True)))
     state, parts, found = copies.init(), [], []
     for t in range(3):
         part = np.random.default_rng(t).standard_normal((2, *LIKE.shape)).astype('float32')
@@ -66,6 +68,34 @@ def test_both_copies_get_the_same_sum(text):
     assert (moved['handed'] == whole) == (text == 'mean')
     assert text == 'mean' or moved['handed'] < whole / 4
     assert one.traffic() == {'handed': moved['handed'], 'compiled': 0}
+
+
+@pytest.mark.parametrize('rule', ['mean', 'all_gather(ef21(uniform(4)))', COUNTED])
+def test_copies_in_two_processes_are_those_of_one(rule):
+    devices = tuple(jax.devices()[:2])
+    one, parts, wanted, states = three_steps(rule, devices)
+    with processes(2) as groups, ThreadPoolExecutor(2) as threads:
+
+        def steps(i):
+            swap = functools.partial(groups[i].swapped, [0, 1], 'table')
+            copies = Copies(one.exchange, LIKE, {ENDS[i]: devices[i]}, swap)
+            state = copies.init()
+            for t in range(3):
+                part = jax.device_put(parts[t, i], devices[i])
+                sums, state = copies.add({ENDS[i]: part}, state, jax.random.key(t))
+                np.testing.assert_allclose(sums[ENDS[i]], wanted[t][i], rtol=1e-6, atol=1e-6)
+            assert sums[ENDS[i]].devices() == {devices[i]}
+            return copies.traffic(), state, sums[ENDS[i]]
+
+        found = list(threads.map(steps, range(2)))
+    np.testing.assert_array_equal(found[0][2], found[1][2])
+    handed = one.traffic()['handed']
+    for end, (traffic, state, _) in zip(ENDS, found, strict=True):
+        assert traffic == {'handed': handed, 'compiled': handed}
+        assert (state == ()) == (states == ())
+        if state:
+            same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+            jax.tree.map(same, state[end], states[end])
 
 
 def test_a_state_may_be_a_number():
@@ -101,7 +131,7 @@ def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch)
     quick = functools.partial(Mpmd, options=tuple(QUICK.items()))
     monkeypatch.setattr(parallel, 'Mpmd', quick)
     s = experiment.experiment_of(small(tied_exchange=SQUEEZED))
-    made, order = Trainer(s, process_group.ProcessGroup()), np.arange(48)
+    made, order = Trainer(s, ProcessGroup()), np.arange(48)
     *_, (whole, _, _) = made.epoch(0, made.create(), order)
     first, last = tables(whole)
     np.testing.assert_array_equal(first, last)

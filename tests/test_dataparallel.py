@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxmp import exchange
-from jaxmp.distributed import process_group
 from jaxmp.models import lenet
+from jaxmp.net.group import ProcessGroup
 from jaxmp.report import exchanges
 from jaxmp.training import checkpoint, experiment, loop
 from jaxmp.training.replicas import DriftError
@@ -83,7 +83,7 @@ def test_both_compressions_in_one_table(tmp_path, capsys):
 
 def state_of(workdir, config):
     s = experiment.experiment_of(config)
-    trainer = Trainer(s, process_group.ProcessGroup())
+    trainer = Trainer(s, ProcessGroup())
     found, _ = checkpoint.Checkpoints(workdir).restore(trainer.export(trainer.create()))
     state = trainer.load(trainer.create(), found)
     return trainer, state.replace(key=jax.random.key_data(state.key))
@@ -156,7 +156,7 @@ class Plain(nn.Module):
 def test_a_stage_without_parameters_does_not_drift(monkeypatch):
     known_model(monkeypatch, 'flat', lambda classes, width: (Plain(), Flat(classes)))
     config = small(replicas=2, runtime='mpmd', exchange='mean')
-    trainer = loop.prepare(config, process_group.ProcessGroup())
+    trainer = loop.prepare(config, ProcessGroup())
     trainer.check(trainer.create())
 
 
@@ -177,7 +177,7 @@ def test_a_replica_that_drifts_is_named(tmp_path, monkeypatch):
     with pytest.raises(DriftError, match=says):
         trainer.check(broken)
     two = small(replicas=2, exchange='mean')
-    pair = loop.prepare(two, process_group.ProcessGroup())
+    pair = loop.prepare(two, ProcessGroup())
     begun = pair.create()
     halves = jax.tree.map(np.array, begun.model.params)
     halves[0]['Dense_0']['bias'][1] += 1

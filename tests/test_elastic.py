@@ -21,11 +21,11 @@ import pytest
 
 from jaxmp import data
 from jaxmp.distributed import frames, hub, member
-from jaxmp.distributed.address import TOKEN, listen
 from jaxmp.distributed.member import BehindError, Member
-from jaxmp.distributed.monitor import ProcessGroupError
-from jaxmp.distributed.process_group import Address, ProcessGroup
 from jaxmp.exchange import pieces
+from jaxmp.net.address import TOKEN, ProcessGroupError, listen
+from jaxmp.net.connect import Address
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training import elastic, experiment, loop
 from tests.runs import config_of, known_model, pids, start, text_of
 

@@ -12,9 +12,9 @@ import pytest
 from jaxmp import boundary
 from jaxmp.codecs import raw
 from jaxmp.config import KEYS
-from jaxmp.distributed import process_group
 from jaxmp.feedback import direct
 from jaxmp.metrics import ACCURACY
+from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import Pipeline
 from jaxmp.training import experiment, loop, progress, records
 from jaxmp.training.trainer import Trainer
@@ -50,7 +50,7 @@ def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch)
     s, seen = experiment.experiment_of(config_of(**words)), []
     model = Pipeline(s.model.stages, (boundary(spying(seen), direct(raw)),))
     s = s._replace(model=model)
-    made = Trainer(s, process_group.ProcessGroup())
+    made = Trainer(s, ProcessGroup())
     state = made.create()
     made.evaluate(state, True)
     jax.effects_barrier()

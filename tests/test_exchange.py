@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Ctx, exchange
-from jaxmp.distributed.placement import device_mesh
 from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.collectives import sent
 from jaxmp.hlo import operands
+from jaxmp.runtimes.placement import device_mesh
 from tests import laws
 from tests.laws import QUICK
 from tests.runs import slow

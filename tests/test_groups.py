@@ -12,8 +12,8 @@ import pytest
 import jaxmp
 from jaxmp import config, exchange
 from jaxmp.data import Dataset, Split
-from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.models.tied import TiedParameter
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import experiment, groups, loop, portable, sizes
 from jaxmp.training.elastic import ElasticTrainer

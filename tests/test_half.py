@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import config, exchange
 from jaxmp.data import Dataset, Split
-from jaxmp.distributed.placement import device_mesh
-from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.traffic import compiled_operands
 from jaxmp.models.tied import WTE
+from jaxmp.net.group import ProcessGroup
+from jaxmp.runtimes.placement import device_mesh
 from jaxmp.training import loop
 from tests.laws import QUICK
 from tests.runs import slow

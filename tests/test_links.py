@@ -1,7 +1,5 @@
-"""Links: streams between processes; an emulated slow one takes the time of its bytes."""
+"""Links: messages between processes; an emulated slow one takes the time of its bytes."""
 
-import queue
-import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -10,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp.distributed import streams
-from jaxmp.distributed.process_group import ProcessGroup
-from jaxmp.runtimes import links
+from jaxmp.exchange import parse
+from jaxmp.net import arrays
+from jaxmp.net.connect import processes
+from jaxmp.net.group import ProcessGroup
+from jaxmp.runtimes import lanes, links
+from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.placement import Elsewhere
+from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import experiment, sizes
 from jaxmp.training.trainer import Trainer
 from tests.test_probe import COUNT, config, task
@@ -56,7 +59,7 @@ def test_a_slow_link_takes_the_time_of_its_bytes(monkeypatch):
 def test_messages_follow_each_other_and_both_ways_do_not_wait():
     """Eight at once, 20 ms each on the wire and 50 ms on the way: 210 ms, in both directions."""
     emulated, message = (0.4, 50.0), np.zeros(1000, np.uint8)
-    lanes = [links.Lane(lambda m: m, None, emulated) for _ in range(2)]
+    lanes = [links.Lane(lambda m, _: m, emulated) for _ in range(2)]
     start = time.monotonic()
     sent = [Future() for _ in range(8)]
     arrived = [lane.carry(s) for lane in lanes for s in sent]
@@ -68,7 +71,7 @@ def test_messages_follow_each_other_and_both_ways_do_not_wait():
 
 
 def test_what_goes_wrong_on_a_lane_reaches_who_waits():
-    lane = links.Lane(lambda m: 1 / 0)
+    lane = links.Lane(lambda m, _: 1 / 0)
     sent = Future()
     arrived = lane.carry(sent)
     sent.set_result(None)
@@ -76,42 +79,73 @@ def test_what_goes_wrong_on_a_lane_reaches_who_waits():
         links.wait(arrived)
 
 
-def test_a_stream_carries_messages_and_admits_only_who_knows_its_secret(monkeypatch):
-    told = queue.Queue()
-    monkeypatch.setattr(streams, 'gathered', lambda mesh, row: told.put(bytes(row)))
-    monkeypatch.setattr(streams, '_home', ['127.0.0.1'])
-    message = {
-        'a': jnp.arange(5, dtype=jnp.bfloat16)[None],
-        'b': jnp.array([[True, False]]),
-        'c': jnp.zeros((1, 0)),
-        'd': jnp.arange(300_000, dtype=jnp.uint32)[None],
-    }
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(streams._accepted, None)
-        address, port, secret = told.get(timeout=10).rstrip(b'\0').decode().split()
-        at = address, int(port)
-        socket.create_connection(at).close()
-        with socket.create_connection(at) as stranger:
-            stranger.sendall(b'x' * streams.SECRET)
-            assert not stranger.recv(1), 'closed'
-        line = socket.create_connection(at)
-        line.sendall(secret.encode())
-        with line, accepted.result(10) as other:
-            ends = [streams.Stream(end, pool) for end in (line, other)]
-            other.settimeout(10)
-            sent = [pool.submit(ends[0].send, message) for _ in range(2)]
-            for one in sent:
-                found = ends[1].receive(message)
-                one.result(10)
-                jax.tree.map(np.testing.assert_array_equal, found, message)
-                assert {k: a.dtype for k, a in found.items()} == {
-                    k: a.dtype for k, a in message.items()
-                }
-                put = jax.device_put(found['d'], jax.devices('cpu')[0])
-                assert put.unsafe_buffer_pointer() == found['d'].ctypes.data, 'a copy waits'
-            line.close()
-            with pytest.raises(ConnectionError, match='other end of a link has ended'):
-                ends[1].receive(message)
+def test_messages_between_processes_arrive_as_they_were():
+    """In their order, on both ways; on a CPU none is copied to become an array of JAX."""
+    [device], message = (
+        jax.devices('cpu')[:1],
+        {
+            'a': jnp.arange(5, dtype=jnp.bfloat16)[None],
+            'b': jnp.array([[True, False]]),
+            'c': jnp.zeros((1, 0)),
+            'd': jnp.arange(300_000, dtype=jnp.uint32)[None],
+        },
+    )
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), message)
+    with processes(2) as groups:
+        places = [np.array([[device, Elsewhere(1)]]), np.array([[Elsewhere(0), device]])]
+        opened = [lanes.opener(p, g) for p, g in zip(places, groups, strict=True)]
+        there = [make(0, 0, 1, like) for make in opened]
+        back = [make(0, 1, 0, like) for make in opened]
+        for k in range(3):
+            sent = [Future(), Future()]
+            moved = [there[0].carry(sent[0]), back[1].carry(sent[1])]
+            arrived = [there[1].carry(None), back[0].carry(None)]
+            for i, one in enumerate(sent):
+                one.set_result({**message, 'a': message['a'] + k + 10 * i})
+            for i, (m, a) in enumerate(zip(moved, arrived, strict=True)):
+                found = links.wait(a)
+                m.result(10)
+                wanted = sent[i].result()
+                jax.tree.map(np.testing.assert_array_equal, found, wanted)
+                assert [a.dtype for a in found.values()] == [a.dtype for a in wanted.values()]
+        address = groups[0].address('x')
+        groups[0].send(1, address, *arrays.buffers([message['d']]))
+        [found] = arrays.filled(groups[1].receive(0, address), [like['d']])
+        put = jax.device_put(found, device)
+        assert put.unsafe_buffer_pointer() == found.ctypes.data, 'a copy waits'
+
+
+@pytest.mark.parametrize('text', ['scatter_gather(block(8), block(8))', 'local_sgd(2)'])
+def test_replicas_in_two_processes_are_those_of_one(text):
+    """Two of three are in one process: a reduction, what follows an update, and its condition."""
+    rule, devices = parse(text), jax.devices()[:3]
+    parts = np.random.default_rng(0).standard_normal((3, 2, 3000)).astype('float32')
+
+    def exchanged(via, grads, state, words):
+        key = jax.random.wrap_key_data(words)
+        grads, state = rule.reduce(grads, state, key, via)
+        return rule.after_update(grads, state, key, via)
+
+    def steps(columns):
+        rows = columns.here[0]
+        state = columns.at(0, lambda via, grads: rule.init(grads, via.size), by(rows, 0))
+        for t in range(2):
+            words = jax.random.key_data(jax.random.key(t))
+            both = columns.at(0, exchanged, by(rows, t), state, words)
+            state = ByReplica({r: both[r][1] for r in rows})
+        for r in rows:
+            assert all(a.devices() == {devices[r]} for a in jax.tree.leaves(both[r]))
+        return jax.device_get(both)
+
+    by = lambda rows, t: ByReplica({r: [jax.device_put(parts[r, t], devices[r])] for r in rows})
+    wanted = steps(Columns([[d] for d in devices]))
+    with processes(2) as groups, ThreadPoolExecutor(2) as threads:
+        places = [[*devices[:2], Elsewhere(1)], [Elsewhere(0), Elsewhere(0), devices[2]]]
+        columns = [Columns([[d] for d in p], None, g) for p, g in zip(places, groups, strict=True)]
+        found = list(threads.map(steps, columns))
+    for r in range(3):
+        one = found[r // 2][r]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, wanted[r])
 
 
 @pytest.mark.parametrize('key', ['link_rate', 'link_delay'])

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import zmq
 
-from jaxmp.distributed.monitor import ProcessGroupError
 from jaxmp.net.__main__ import main as command
+from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.arrays import ALIGNMENT, buffers, filled
 from jaxmp.net.delivery import Arrivals, Delivery, Path
-from jaxmp.net.group import Group
+from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.register import GRACE, RETURN, Register
@@ -65,7 +65,8 @@ class Run:
     def groups(self, terms=TERMS, **given):
         peers = [self.peer(i, terms, **given) for i in range(len(terms.names))]
         return [
-            Group(p, v) for p, v in zip(peers, together(*(p.ready for p in peers)), strict=True)
+            ProcessGroup(p, v)
+            for p, v in zip(peers, together(*(p.ready for p in peers)), strict=True)
         ]
 
     def close(self):
@@ -177,7 +178,7 @@ def test_decisions_are_the_same_in_all(run):
     rows = [[i, {'text': 'ä\n'}] for i in range(3)]
     assert together(*(lambda g=g: g.share(rows[g.index]) for g in groups)) == [rows] * 3
     for asked in ((), (2,)):
-        calls = (lambda g=g, a=asked: g.any(g.index in a) for g in groups)
+        calls = (lambda g=g, a=asked: any(g.share(g.index in a)) for g in groups)
         assert together(*calls) == [bool(asked)] * 3
     assert together(*(g.barrier for g in groups)) == [None] * 3
     assert groups[1].names == NAMES
@@ -252,10 +253,10 @@ def test_processes_come_and_go(run):
         groups[0].peer.send(groups[0].view, 1, 1, 'x')
     views = together(*(lambda g=g: g.peer.ready(g.index) for g in groups[:2]))
     assert [v.members for v in views] == [(0, 1)] * 2
-    groups = [Group(p, v) for p, v in zip(run.peers, views, strict=False)]
+    groups = [ProcessGroup(p, v) for p, v in zip(run.peers, views, strict=False)]
     late = run.peer(2, terms)
     time.sleep(0.3)  # it is there, compiles, and stops nobody
-    assert together(*(lambda g=g: g.any(False) for g in groups)) == [False] * 2
+    assert together(*(lambda g=g: any(g.share(False)) for g in groups)) == [False] * 2
 
     def again(g):
         with pytest.raises(ViewChangedError, match=r'process 2 \(stages 2, 3\) asks for'):
@@ -339,7 +340,7 @@ def ring(groups, steps, between=lambda step: None, size=1000, first=0):
 def test_what_a_lost_connection_to_the_switch_lost_goes_again(relay, run):
     line = relay(run.switch.port)
     a, b = (run.peer(i, TWO, direct=False, place=('127.0.0.1', line.port)) for i in (0, 1))
-    groups = [Group(p, v) for p, v in zip((a, b), together(a.ready, b.ready), strict=True)]
+    groups = [ProcessGroup(p, v) for p, v in zip((a, b), together(a.ready, b.ready), strict=True)]
     lost = ring(groups, 4, lambda step: line.cut(), size=200_000)
     assert max(lost) < 10
     assert all(p._view.number == groups[0].view.number and p._inside for p in (a, b))
@@ -351,7 +352,9 @@ def test_a_cut_between_neighbours_is_mended_by_way_of_the_switch(relay, run):
     lines = [relay(int(p._about['address'].rpartition(':')[2])) for p in peers]
     for p, line in zip(peers, lines, strict=True):
         p._about['address'] = f'tcp://127.0.0.1:{line.port}'
-    groups = [Group(p, v) for p, v in zip(peers, together(*(p.ready for p in peers)), strict=True)]
+    groups = [
+        ProcessGroup(p, v) for p, v in zip(peers, together(*(p.ready for p in peers)), strict=True)
+    ]
     assert max(ring(groups, 2)) < 2
     for p in peers:
         up(p, 1 - p.process)
@@ -374,7 +377,7 @@ def test_a_cut_between_neighbours_is_mended_by_way_of_the_switch(relay, run):
 
 def test_messages_take_the_way_that_the_other_has_opened(run):
     a, b = run.peer(0, TWO), run.peer(1, TWO, direct=False)  # none may connect to process 1
-    groups = [Group(p, v) for p, v in zip((a, b), together(a.ready, b.ready), strict=True)]
+    groups = [ProcessGroup(p, v) for p, v in zip((a, b), together(a.ready, b.ready), strict=True)]
     ring(groups, 1)
     up(b, 0)
     up(a, 1, 'back')
@@ -545,7 +548,7 @@ def test_a_sniffer_reads_neither_the_token_nor_what_is_sent(relay, run, direct):
     for p, r in zip(peers, inner, strict=False):
         p._about['address'] = f'tcp://127.0.0.1:{r.port}'
     views = together(*(lambda p=p: p.ready('value') for p in peers))
-    groups = [Group(p, v) for p, v in zip(peers, views, strict=True)]
+    groups = [ProcessGroup(p, v) for p, v in zip(peers, views, strict=True)]
     together(*(lambda g=g: g.share('a decision') for g in groups))
     if direct:
         up(peers[0], 1)

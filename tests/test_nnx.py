@@ -13,11 +13,11 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp.distributed.placement import place
 from jaxmp.nnx import Crossing, stage, value_and_grad
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.stage import programs
 from tests import pipelines

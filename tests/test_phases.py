@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp.distributed import process_group
 from jaxmp.metrics import by_phases
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training import experiment, sizes
 from jaxmp.training.trainer import Trainer
 from tests.runs import config_of, known_model
@@ -25,7 +25,7 @@ def flat(monkeypatch):
 
 def losses(exp):
     """The loss of each step, by epoch."""
-    trainer, order, rows = Trainer(exp, process_group.ProcessGroup()), np.arange(64), []
+    trainer, order, rows = Trainer(exp, ProcessGroup()), np.arange(64), []
     state = trainer.create()
     for number in range(exp.config.epochs):
         row, state = steps(trainer, state, order, number)

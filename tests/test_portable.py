@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp.distributed import process_group
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training import checkpoint, experiment, loop
 from jaxmp.training.trainer import Trainer
 from tests.runs import config_of, known_model
@@ -64,7 +64,7 @@ def saved(request, tmp_path_factory):
         for runtime in RUNTIMES if request.param[1] is BUFFERS else ('local', 'mpmd'):
             s = experiment.experiment_of(small(runtime, *request.param))
             trainer, folder = (
-                Trainer(s, process_group.ProcessGroup()),
+                Trainer(s, ProcessGroup()),
                 tmp_path_factory.mktemp(runtime),
             )
             first, state = steps(trainer, trainer.create(), order[:CUT])
@@ -131,4 +131,4 @@ def test_a_state_without_a_row_per_sample_is_not_for_spmd(monkeypatch):
     known_model(monkeypatch, 'flat', made)
     exp = experiment.experiment_of(small('spmd', 1, BASES))
     with pytest.raises(ValueError, match=r'not a row per sample \(16\).*use mpmd or local'):
-        Trainer(exp, process_group.ProcessGroup()).create()
+        Trainer(exp, ProcessGroup()).create()

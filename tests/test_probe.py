@@ -12,8 +12,8 @@ from rich.console import Console
 
 from jaxmp import Task, data
 from jaxmp.config import complete
-from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.metrics import ACCURACY
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training import experiment, loop, summary, trackers
 from jaxmp.training.probe import prober
 from jaxmp.training.task import score_classes

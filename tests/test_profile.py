@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes import worker
 from jaxmp.training import experiment, profile, profile_page, sizes
 from jaxmp.training.trainer import Trainer

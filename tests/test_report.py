@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxmp import config
-from jaxmp.distributed import placement
 from jaxmp.report import __main__ as report
 from jaxmp.report import (
     captions,
@@ -29,6 +28,7 @@ from jaxmp.report import (
     tables,
 )
 from jaxmp.report.paper import PAPER, REGISTERED, paper_row
+from jaxmp.runtimes import placement
 from jaxmp.sweep import runner
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.summary import finish

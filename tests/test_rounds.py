@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import exchange
-from jaxmp.distributed.placement import device_mesh
 from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.traffic import compiled_operands
+from jaxmp.runtimes.placement import device_mesh
 from tests.laws import QUICK
 
 RATE, ROUNDS = 0.05, 3

@@ -17,8 +17,8 @@ import pytest
 import jaxmp
 from jaxmp import data
 from jaxmp.config import KEYS
-from jaxmp.distributed import process_group
 from jaxmp.models import resnet18
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training import (
     checkpoint,
@@ -61,7 +61,7 @@ def small(**changes):
 
 def alone(s):
     """A trainer in one program, and its step, not compiled."""
-    made = Trainer(s, process_group.ProcessGroup())
+    made = Trainer(s, ProcessGroup())
     return made, functools.partial(made.step(made.rules(0)), made.training.local)
 
 
@@ -71,7 +71,7 @@ def batch_of(s, rows=slice(0, 32)):
 
 
 def last_state(workdir, s):
-    made = Trainer(s, process_group.ProcessGroup())
+    made = Trainer(s, ProcessGroup())
     state = made.create()
     found, _ = checkpoint.Checkpoints(workdir).restore(made.export(state))
     return made.load(state, found)
@@ -110,7 +110,7 @@ def test_scan_and_loop_are_the_same_epoch(monkeypatch):
     order = np.arange(64, dtype=np.int32)[::-1]
     ends, losses = [], []
     for backend in ('cpu', 'gpu'):
-        made = Trainer(s, process_group.ProcessGroup())
+        made = Trainer(s, ProcessGroup())
         state = made.create()
         monkeypatch.setattr(jax, 'default_backend', lambda backend=backend: backend)
         steps = list(made.epoch(0, state, order))
@@ -156,7 +156,7 @@ def test_evaluation_sees_every_example_and_leaves_the_state_alone():
     scores, states, given = {}, {}, {'fwd': 'ef(uniform(1))', 'bwd': 'raw', 'test_examples': 0}
     for mode in KEYS['eval_feedback'].words:
         s = experiment.experiment_of(small(**given, eval_feedback=mode))
-        made = Trainer(s, process_group.ProcessGroup())
+        made = Trainer(s, ProcessGroup())
         *_, (state, _, _) = made.epoch(0, made.create(), np.arange(64))
         before = jax.tree.map(np.array, state.model)
         seen = made.evaluate
@@ -171,7 +171,7 @@ def test_evaluation_sees_every_example_and_leaves_the_state_alone():
 def test_aqsgd_evaluates_without_buffers():
     s = experiment.experiment_of(small(fwd='aqsgd(uniform(2), examples=examples)', bwd='raw'))
     plain = experiment.experiment_of(small(fwd='uniform(2)', bwd='raw'))
-    one, other = (Trainer(e, process_group.ProcessGroup()) for e in (s, plain))
+    one, other = (Trainer(e, ProcessGroup()) for e in (s, plain))
     assert one.evaluate(one.create(), True) == other.evaluate(other.create(), True)
 
 
@@ -266,7 +266,7 @@ GOLDEN_LOSSES = {  # five steps, width 4, batch 32 of digits; a change here is a
 )
 def test_five_step_losses(what, losses):
     s = experiment.experiment_of(small(width=4, model=what[0], fwd=what[1], bwd=what[2]))
-    made = Trainer(s, process_group.ProcessGroup())
+    made = Trainer(s, ProcessGroup())
     ran = made.epoch(0, made.create(), np.arange(160))
     np.testing.assert_allclose(np.concatenate([m['loss'] for _, m, _ in ran]), losses, rtol=5e-3)
 
@@ -311,7 +311,7 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
         found.append(records(tmp_path / runtime))
         s = experiment.experiment_of(config)
         if s.task.tied:
-            made = Trainer(s, process_group.ProcessGroup())
+            made = Trainer(s, ProcessGroup())
             before = made.export(made.create())
             after, _ = checkpoint.Checkpoints(tmp_path / runtime).restore(before)
             a, b, c, d = (
@@ -343,7 +343,7 @@ def test_the_memory_of_feedback_is_what_a_run_keeps(runtime, fwd, bwd):
     """With both ends apart a table per example is there twice; spmd pads to the largest."""
     changes = {'fwd': fwd, 'bwd': bwd, 'runtime': runtime, 'num_microbatches': 2}
     exp = experiment.experiment_of(small(**changes))
-    state = Trainer(exp, process_group.ProcessGroup()).create()
+    state = Trainer(exp, ProcessGroup()).create()
     kept = sum(a.nbytes for a in jax.tree.leaves(state.model.feedback))
     assert sizes.feedback_bytes(exp) == kept
     rows = sum(sizes.feedback_rows(exp))
@@ -358,7 +358,7 @@ def test_anchors_of_tokens_train_alike():
         bwd = 'anchored(block(4), vocabulary, target=True)'
         changes = {**ALIKE, 'fwd': fwd, 'bwd': bwd, 'runtime': runtime}
         exp = experiment.experiment_of(config_of('text_gpt2', **TEXT, **changes))
-        trainer = Trainer(exp, process_group.ProcessGroup())
+        trainer = Trainer(exp, ProcessGroup())
         order = data.order(0, 0, TEXT['train_examples'])
         *_, (state, _, _) = trainer.epoch(0, trainer.create(), order)
         found.append((state.model.feedback, trainer.evaluate(state, True)['loss']))
@@ -400,7 +400,7 @@ def test_anchors_are_for_tokens_and_not_for_one_program_over_a_mesh():
     spmd = {'fwd': 'anchored(raw, vocabulary)', 'runtime': 'spmd', 'bwd': 'raw'}
     exp = experiment.experiment_of(config_of('text_gpt2', **TEXT, **spmd))
     with pytest.raises(ValueError, match=r'a table per token, and runtime spmd .*; use mpmd'):
-        Trainer(exp, process_group.ProcessGroup()).create()
+        Trainer(exp, ProcessGroup()).create()
 
 
 def test_a_rule_of_ones_own_that_reads_tokens_is_for_tokens():

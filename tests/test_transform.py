@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import exchange
-from jaxmp.distributed.placement import device_mesh
 from jaxmp.exchange import AXIS, over, transform
+from jaxmp.runtimes.placement import device_mesh
 from tests import laws
 from tests.laws import QUICK
 from tests.runs import slow

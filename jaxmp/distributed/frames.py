@@ -19,6 +19,7 @@ FIRST = 2**16  # largest first frame in bytes
 LONGEST = 2**20  # largest JSON object in bytes
 PENDING = 100  # connections without a first frame; if there are more, the oldest is closed
 PIECE = 2**20  # bytes per read
+GRACE = 5.0  # seconds to wait for a message to arrive
 
 Header = dict[str, Any]
 

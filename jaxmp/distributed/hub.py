@@ -23,16 +23,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jaxmp.distributed.address import (
+from jaxmp.distributed.frames import FrameServer, Header, Line
+from jaxmp.net.address import (
     TOKEN,
+    ProcessGroupError,
     host_and_port,
     listen,
     matches,
     own_address,
     token_of,
 )
-from jaxmp.distributed.frames import FrameServer, Header, Line
-from jaxmp.distributed.monitor import ProcessGroupError
 
 
 class Patience(NamedTuple):

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from jaxmp.distributed.address import reach
-from jaxmp.distributed.frames import Header, frame, read_frame
-from jaxmp.distributed.monitor import GRACE, ProcessGroupError
+from jaxmp.distributed.frames import GRACE, Header, frame, read_frame
+from jaxmp.net.address import ProcessGroupError, reach
 
 BEAT = 1.0  # seconds between two heartbeats
 T = TypeVar('T')

@@ -6,15 +6,15 @@ replicas can be used, including its compression and its feedback states. Each co
 part to the exchange; the mean of both is the sum. Doubling is exact, so that with ``mean`` the sum
 is exact to the bit.
 
-If the copies are on two devices, one program runs on a mesh of both, in one process or in two, and
-both copies get the same bits. On a single device one program computes both sums without
-communication.
+If the copies are on two devices of a process, one program runs on a mesh of both. In two processes
+each runs the program in pieces, between which they swap messages. Both copies get the same bits. On
+a single device one program computes both sums without communication.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -29,6 +29,7 @@ from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Collectives, over, part, sent, whole
 from jaxmp.exchange.layout import Exchange, State
+from jaxmp.exchange.pieces import in_pieces
 from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.hlo import operands
@@ -46,18 +47,15 @@ class Copies:
       exchange: the rule by which gradients are shared; exchanges of parameters (local SGD) are not
         allowed.
       like: shape and dtype of the parameter.
-      devices: the devices of the first and of the last copy, of any process.
+      here: the copies in this process, with their devices.
+      swap: takes the bytes of the copy here and returns those of both, the first copy's first;
+        where the other copy is in another process.
     """
 
     exchange: Exchange
     like: Like
-    devices: tuple[Any, Any]
-
-    @functools.cached_property
-    def here(self) -> dict[str, Any]:
-        """The copies in this process, with their devices."""
-        both = zip(ENDS, self.devices, strict=True)
-        return {end: d for end, d in both if d.process_index == jax.process_index()}
+    here: Mapping[str, Any]
+    swap: Callable[[bytes], Sequence[Any]] | None = None
 
     def init(self) -> Any:
         """States of the copies in this process, or ``()`` if the exchange has no state."""
@@ -82,13 +80,15 @@ class Copies:
 
     def traffic(self) -> dict[str, Any]:
         """Bytes per step that each copy sends: ``handed`` by the exchange, ``compiled`` by XLA."""
-        compiled = {} if self._alone else operands(self._lower().compile().as_text())
         handed = bytes_of(self.exchange, [self.like], 2)['sent']
+        if self.swap:
+            return {'handed': handed, 'compiled': handed}
+        compiled = {} if self._alone else operands(self._lower().compile().as_text())
         return {'handed': handed, 'compiled': sent(compiled, 2)}
 
     @property
     def _alone(self) -> bool:
-        return self.devices[0] == self.devices[1]
+        return len({*self.here.values()}) == 1
 
     def _fresh(self) -> State:
         return self.exchange.init([self.like], 2)
@@ -101,7 +101,23 @@ class Copies:
 
     @functools.cached_property
     def _run(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+        if self.swap:
+            return self._in_two_processes(self.swap)
         return self._on_one_device() if self._alone else self._on_two_devices()
+
+    def _in_two_processes(
+        self, swap: Callable[[bytes], Sequence[Any]]
+    ) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+        share = lambda via, words, grad, state: self._share((grad, state), words, via)
+        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        pieces, [(end, device)] = in_pieces(share, 2, words, *self._shapes), self.here.items()
+
+        def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
+            i = ENDS.index(end)
+            out = pieces.run({i: (words, *own[end])}, lambda rows: swap(rows[0]))
+            return {end: jax.device_put(out[i], device)}
+
+        return run
 
     def _on_one_device(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
         add = lambda tree: jax.tree.map(lambda a: lax.psum(a, AXIS), tree)
@@ -118,7 +134,7 @@ class Copies:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The mesh of both devices."""
-        return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+        return Mesh(np.array([*self.here.values()]), (AXIS,), axis_types=(AxisType.Auto,))
 
     @functools.cached_property
     def _program(self) -> Any:

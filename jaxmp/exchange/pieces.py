@@ -4,13 +4,14 @@
 first collective, move the operands themselves, and go on with the results. The function is traced
 once. Its operations are divided by the number of collectives that they depend on: piece d has those
 that depend on d collectives, one after the other. Collectives that do not depend on each other
-are made together, and nothing is computed twice.
+are made together, and nothing is computed twice. A `jax.lax.cond` with collectives in a branch is
+decided by the host, which runs that branch in pieces.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jaxmp.wire import Payload
 
 _gathered = core.Primitive('gathered_by_host')
 _gathered.def_abstract_eval(lambda a, *, n: a.update(shape=(n, *a.shape)))
-Gather = Callable[[bytes], list[bytes]]
+Gather = Callable[[Sequence[bytes]], Sequence[Any]]
 
 
 def by_host(n: int, index: Any) -> Collectives:
@@ -49,13 +50,14 @@ class Pieces(NamedTuple):
     """A function in pieces.
 
     Attributes:
-      run: ``(index, args, gather) -> result`` at replica ``index``. ``gather`` sends bytes and
-        returns those of all replicas, in their order; it is called once per piece but the last.
-      private: whether each leaf of the result depends on ``index`` or an argument other than by the
+      run: ``(args of each replica here by its index, gather) -> result of each``. ``gather`` takes
+        the bytes of the replicas here, and returns those of all, in their order; it is called once
+        per piece but the last.
+      private: whether each leaf of the result depends on the index or an argument other than by the
         collectives, so that it may differ between replicas.
     """
 
-    run: Callable[[Any, tuple, Gather], Any]
+    run: Callable[[Mapping[int, tuple], Gather], dict[int, Any]]
     private: Any
 
 
@@ -63,50 +65,49 @@ def in_pieces(f: Callable[..., Any], n: int, *args: Any) -> Pieces:
     """``f`` in pieces.
 
     Args:
-      f: ``(via, *args) -> result``. It calls the collectives ``via`` itself, not inside of
-        `jax.lax.cond`, `jax.lax.scan` or `jax.jit`.
+      f: ``(via, *args) -> result``. It calls the collectives ``via`` itself or in a branch of
+        `jax.lax.cond` that all replicas take alike, not inside of `jax.lax.scan` or `jax.jit`.
       n: number of replicas.
       args: the arguments, or their shapes. The first one is the same at all replicas.
 
     >>> f = lambda via, k, x: via.all_reduce(x) * k
     >>> p = in_pieces(f, 2, 3, np.ones(2, np.float32))
-    >>> p.run(0, (3, np.ones(2, np.float32)), lambda row: [row, row]), p.private
-    (Array([6., 6.], dtype=float32), False)
+    >>> p.run({0: (3, np.ones(2, np.float32))}, lambda rows: [*rows, *rows]), p.private
+    ({0: Array([6., 6.], dtype=float32)}, False)
     """
     closed, shape = jax.make_jaxpr(lambda i, *a: f(by_host(n, i), *a), return_shape=True)(0, *args)
-    jaxpr, form = closed.jaxpr, jax.tree.structure(shape)
-    public = jax.tree.leaves(args[:1])
-    own = [jaxpr.invars[0], *jaxpr.invars[1 + len(public) :]]
-    marks, depth = _depths(jaxpr)
-    steps = [_Step.of(jaxpr, depth, d) for d in range(1 + max([0, *depth.values()]))]
-    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    jaxpr, form, count = closed.jaxpr, jax.tree.structure(shape), len(jax.tree.leaves(args[:1]))
+    own, program = [jaxpr.invars[0], *jaxpr.invars[1 + count :]], _Program.of(closed)
 
-    def run(index: Any, values: tuple, gather: Gather) -> Any:
-        leaves = jax.tree.leaves((index, *values))
-        env = {**constants, **dict(zip(jaxpr.invars, leaves, strict=True))}
-        for step in steps:
-            env.update(zip(step.makes, step.compiled(*(env[v] for v in step.needs)), strict=True))
-            if step.sends:
-                _exchange(step, env, gather)
-        return form.unflatten([jnp.asarray(_value(env, v)) for v in jaxpr.outvars])
+    def run(args: Mapping[int, tuple], gather: Gather) -> dict[int, Any]:
+        rows = [jax.tree.leaves((i, *values)) for i, values in args.items()]
+        results = (map(jnp.asarray, row) for row in program.run(rows, gather))
+        return {i: form.unflatten(row) for i, row in zip(args, results, strict=True)}
 
-    return Pieces(run, form.unflatten(_tainted(jaxpr, own, marks)))
+    return Pieces(run, form.unflatten(_tainted(jaxpr, own)))
 
 
 class _Step(NamedTuple):
-    """The operations between two communications, compiled, and what they need, make and send."""
+    """The operations between two communications, compiled, and what they need and make.
+
+    Attributes:
+      gathers: the collectives that follow, which need no other result than those so far.
+      branches: likewise conditions with collectives, and a program of each of their branches.
+    """
 
     compiled: Callable[..., Sequence[Any]]
     needs: list[Any]
     makes: list[Any]
-    sends: list[Any]
+    gathers: list[Any]
+    branches: list[tuple[Any, list[_Program]]]
 
     @staticmethod
     def of(jaxpr: Any, depth: dict[Any, int], d: int) -> _Step:
         """The operations that depend on d communications."""
         eqns = [e for e in jaxpr.eqns if _depth(depth, e.invars) == d]
-        work = [e for e in eqns if e.primitive is not _gathered]
-        sends = [e for e in eqns if e.primitive is _gathered]
+        work = [e for e in eqns if not _communicates(e)]
+        gathers = [e for e in eqns if e.primitive is _gathered]
+        conditions = [e for e in eqns if _communicates(e) and e.primitive is not _gathered]
         inside = {v: None for e in work for v in e.outvars}  # ordered, for caches
         used = {v: None for e in work for v in _vars(e.invars)}
         later = {v for e in jaxpr.eqns if e not in work for v in _vars(e.invars)}
@@ -116,36 +117,83 @@ class _Step(NamedTuple):
 
         part = jaxpr.replace(constvars=[], invars=needs, outvars=makes, eqns=work)
         run = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(part, [])))
-        return _Step(run, needs, makes, sends)
+        branches = [(e, [_Program.of(b) for b in e.params['branches']]) for e in conditions]
+        return _Step(run, needs, makes, gathers, branches)
 
 
-def _exchange(step: _Step, env: dict[Any, Any], gather: Gather) -> None:
-    """Communicates the operands of a step, as one message, and adds the results to ``env``."""
-    arrays = [np.ascontiguousarray(_value(env, e.invars[0])) for e in step.sends]
-    rows = gather(b''.join(a.reshape(-1).view(np.uint8).tobytes() for a in arrays))
-    table = np.stack([np.frombuffer(row, np.uint8) for row in rows])
-    ends = np.cumsum([a.nbytes for a in arrays])[:-1]
-    for e, a, part in zip(step.sends, arrays, np.split(table, ends, 1), strict=True):
-        whole = np.ascontiguousarray(part).view(a.dtype).reshape(len(rows), *a.shape)
-        env[e.outvars[0]] = whole  # the next step's program takes it as it is
+class _Program(NamedTuple):
+    """A traced function in steps."""
+
+    jaxpr: Any
+    constants: dict[Any, Any]
+    steps: list[_Step]
+
+    @staticmethod
+    def of(closed: Any) -> _Program:
+        """The steps of a function."""
+        jaxpr, depth = closed.jaxpr, _depths(closed.jaxpr)
+        steps = [_Step.of(jaxpr, depth, d) for d in range(1 + max([0, *depth.values()]))]
+        return _Program(jaxpr, dict(zip(jaxpr.constvars, closed.consts, strict=True)), steps)
+
+    def run(self, rows: Sequence[Sequence[Any]], gather: Gather) -> list[list[Any]]:
+        """The results of each replica here, given its arguments."""
+        named = (dict(zip(self.jaxpr.invars, row, strict=True)) for row in rows)
+        envs = [{**self.constants, **own} for own in named]
+        for step in self.steps:
+            for env in envs:
+                made = step.compiled(*(env[v] for v in step.needs))
+                env.update(zip(step.makes, made, strict=True))
+            if step.gathers:
+                _exchange(step.gathers, envs, gather)
+            for eqn, programs in step.branches:
+                _branch(eqn, programs, envs, gather)
+        return [[_value(env, v) for v in self.jaxpr.outvars] for env in envs]
 
 
-def _depths(jaxpr: Any) -> tuple[set[Any], dict[Any, int]]:
-    """The results of communications, and on how many communications each variable depends."""
-    marks, depth = set(), {}
+def _exchange(gathers: Sequence[Any], envs: Sequence[dict[Any, Any]], gather: Gather) -> None:
+    """Communicates the operands of collectives as one message, and adds the results to ``envs``."""
+    arrays = [[np.ascontiguousarray(_value(env, e.invars[0])) for e in gathers] for env in envs]
+    own = (b''.join(a.reshape(-1).view(np.uint8).tobytes() for a in row) for row in arrays)
+    table = np.stack([np.frombuffer(row, np.uint8) for row in gather(list(own))])
+    ends = np.cumsum([a.nbytes for a in arrays[0]])[:-1]
+    for e, a, part in zip(gathers, arrays[0], np.split(table, ends, 1), strict=True):
+        whole = np.ascontiguousarray(part).view(a.dtype).reshape(len(table), *a.shape)
+        for env in envs:
+            env[e.outvars[0]] = whole  # the next step's program takes it as it is
+
+
+def _branch(
+    eqn: Any, programs: Sequence[_Program], envs: Sequence[dict[Any, Any]], gather: Gather
+) -> None:
+    """Runs the branch of a condition that all replicas take, and adds its results to ``envs``."""
+    which, *operands = eqn.invars
+    rows = [[_value(env, v) for v in operands] for env in envs]
+    at = min(max(int(_value(envs[0], which)), 0), len(programs) - 1)  # as `jax.lax.cond` does
+    for env, made in zip(envs, programs[at].run(rows, gather), strict=True):
+        env.update(zip(eqn.outvars, made, strict=True))
+
+
+def _communicates(eqn: Any) -> bool:
+    """Whether an operation is a collective, or a condition with one in a branch."""
+    branches = eqn.params['branches'] if eqn.primitive.name == 'cond' else ()
+    inside = (e for branch in branches for e in branch.jaxpr.eqns)
+    return eqn.primitive is _gathered or any(map(_communicates, inside))
+
+
+def _depths(jaxpr: Any) -> dict[Any, int]:
+    """On how many communications each variable depends."""
+    depth = {}
     for e in jaxpr.eqns:
-        here = e.primitive is _gathered
-        marks |= set(e.outvars) if here else set()
-        depth.update(dict.fromkeys(e.outvars, _depth(depth, e.invars) + here))
-    return marks, depth
+        depth.update(dict.fromkeys(e.outvars, _depth(depth, e.invars) + _communicates(e)))
+    return depth
 
 
-def _tainted(jaxpr: Any, own: Sequence[Any], marks: set[Any]) -> list[bool]:
-    """Whether each result depends on the variables ``own`` other than by ``marks``."""
+def _tainted(jaxpr: Any, own: Sequence[Any]) -> list[bool]:
+    """Whether each result depends on the variables ``own`` other than by collectives."""
     private = set(own)
     for e in jaxpr.eqns:
-        if private & set(_vars(e.invars)):
-            private |= set(e.outvars) - marks
+        if private & set(_vars(e.invars)) and e.primitive is not _gathered:
+            private |= set(e.outvars)
     return [not isinstance(v, core.Literal) and v in private for v in jaxpr.outvars]
 
 

@@ -7,8 +7,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from jaxmp.distributed.address import TOKEN, host_and_port, own_address, token_of
-from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.net.address import TOKEN, ProcessGroupError, host_and_port, own_address, token_of
 from jaxmp.net.keys import keys_of
 from jaxmp.net.switch import Switch
 

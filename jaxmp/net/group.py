@@ -1,49 +1,110 @@
-"""`Group`: what the processes of a view decide together, by small messages."""
+"""`ProcessGroup`: what the processes of a run send each other and decide together."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmp.net.peer import Peer
-from jaxmp.net.views import View
+from jaxmp.net.views import Terms, View
 
 DECISION = -1  # the step of what all decide: whoever waits for it has done its other work
+LONG = 1800.0  # seconds in which work other than steps has to go on
+ALONE = Terms(('this process',), 1)
 
 
-class Group:
-    """The members of a view, seen from one of them; all must make the same calls.
+class ProcessGroup:
+    """The processes of a view, seen from one of them; all must make the same calls.
 
     Attributes:
-      peer: the connection.
+      peer: the connection; None for a single process.
       view: the members.
       index: number of this process.
-      count: number of members.
+      count: number of processes.
       names: of all processes in messages.
+      after: called when this process has left.
     """
 
-    def __init__(self, peer: Peer, view: View) -> None:
-        """The members of ``view``."""
-        self.peer, self.view = peer, view
-        self.index, self.count, self.names = peer.process, len(view.members), peer.terms.names
-        self._calls = 0
+    def __init__(self, peer: Peer | None = None, view: View | None = None) -> None:
+        """The members of ``view``; by default this process alone."""
+        self.peer, self.view = peer, view or View(0, (0,), {})
+        self.after: list[Callable[[], object]] = []
+        self.index, self.count = peer.process if peer else 0, len(self.view.members)
+        self.names = (peer.terms if peer else ALONE).names
+        self._step, self._calls = 0, Counter[str]()
+
+    # Messages.
+
+    def begin(self, step: int) -> None:
+        """Says that what follows belongs to a step; all begin the same steps."""
+        self._step = step
+        self._calls = Counter({'decision': self._calls['decision']})
+
+    def address(self, tag: str) -> tuple[int, str]:
+        """Step and tag of the next message under ``tag``, which both its ends count."""
+        self._calls[tag] += 1
+        return self._step, f'{tag} {self._calls[tag]}'
+
+    def send(self, to: int, address: tuple[int, str], *buffers: Any) -> None:
+        """Sends buffers, which must not change until they have arrived; does not wait."""
+        assert self.peer
+        self.peer.send(self.view, to, *address, *buffers)
+
+    def receive(self, source: int, address: tuple[int, str]) -> list[memoryview]:
+        """The buffers of a message, when they are there."""
+        assert self.peer
+        return self.peer.receive(self.view, source, *address)
+
+    def swapped(self, members: Sequence[int], tag: str, content: bytes) -> list[memoryview]:
+        """The bytes of some members, of which this process is one, in their order.
+
+        Each sends its own to each other one.
+        """
+        address = self.address(tag)
+        for other in members:
+            if other != self.index:
+                self.send(other, address, content)
+        one = lambda i: memoryview(content) if i == self.index else self.receive(i, address)[0]
+        return [one(i) for i in members]
+
+    def to_first(self, content: bytes) -> list[memoryview] | None:
+        """The bytes of all members, at the first one; None at the others."""
+        (first, *others), address = self.view.members, self.address('to the first,')
+        if self.index == first:
+            return [memoryview(content), *(self.receive(i, address)[0] for i in others)]
+        self.send(first, address, content)
+        return None
+
+    def from_first(self, contents: Sequence[bytes] | None) -> memoryview:
+        """The one of ``contents``, which the first member has, that is for this process."""
+        (first, *others), address = self.view.members, self.address('from the first,')
+        if contents is None:
+            return self.receive(first, address)[0]
+        for other, content in zip(others, contents[1:], strict=True):
+            self.send(other, address, content)
+        return memoryview(contents[0])
+
+    # Decisions.
 
     def gathered(self, content: bytes) -> list[bytes]:
         """The bytes of all members, in their order.
 
         The first member gathers them, so that n members send 2 (n - 1) messages.
         """
-        peer, view, (first, *others) = self.peer, self.view, self.view.members
-        tag, self._calls = f'gather {self._calls}', self._calls + 1
+        if self.count == 1:
+            return [content]
+        (first, *others), (_, tag) = self.view.members, self.address('decision')
         if self.index != first:
-            peer.send(view, first, DECISION, tag, content)
-            return [bytes(row) for row in peer.receive(view, first, DECISION, tag)]
-        came = [peer.receive(view, other, DECISION, tag) for other in others]
-        rows = [content, *(bytes(row) for [row] in came)]
+            self.send(first, (DECISION, tag), content)
+            return [bytes(row) for row in self.receive(first, (DECISION, tag))]
+        rows = [content, *(bytes(self.receive(i, (DECISION, tag))[0]) for i in others)]
         for other in others:
-            peer.send(view, other, DECISION, tag, *rows)
+            self.send(other, (DECISION, tag), *rows)
         return rows
 
     def share(self, value: Any) -> list[Any]:
@@ -67,15 +128,26 @@ class Group:
         """Waits until all members have come here."""
         self.gathered(b'')
 
-    def any(self, asked: bool) -> bool:
-        """Whether any member was asked, such as to stop."""
-        return any(self.share(bool(asked)))
+    # Ends.
+
+    @contextlib.contextmanager
+    def phase(self, name: str, seconds: float = LONG) -> Iterator[None]:
+        """Announces what is done within a context; see `Peer.announce`."""
+        with self.peer.phase(name, seconds) if self.peer else contextlib.nullcontext():
+            yield
 
     def fail(self, cause: str) -> None:
-        """Ends all members with ``cause``."""
-        self.peer.fail(cause)
+        """Ends all members with ``cause``; does nothing in a single process.
+
+        If the error follows from the failure of another process, that cause is reported instead.
+        """
+        if self.peer:
+            self.peer.fail(cause)
 
     def close(self) -> None:
         """Waits for all members, and leaves."""
-        self.barrier()
-        self.peer.close()
+        if self.peer:
+            self.barrier()
+            self.peer.close()
+            for end in self.after:
+                end()

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from jaxmp.distributed.address import reach
-from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.net.address import ProcessGroupError, reach
 from jaxmp.net.delivery import Arrivals, Delivery, Path
 from jaxmp.net.keys import Keys
 from jaxmp.net.sockets import DATA, Frames, Head, Sockets, address_of, endpoint, put
@@ -39,6 +38,7 @@ class Peer:
     Attributes:
       process: its number.
       terms: what is the same for all.
+      host: the address at which others reach this machine.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Peer:
         """
         advice = 'check that the switch runs, and that its port is open'
         with reach(switch, terms.start, 'nobody answers', advice) as trial:
-            own, host = trial.getsockname()[0], trial.getpeername()[0]
-        self.process, self.terms, self._end = process, terms, end
+            own, host = (end()[0] for end in (trial.getsockname, trial.getpeername))
+        self.host, self.process, self.terms, self._end = own, process, terms, end
         self._where, self._once = endpoint(*switch), f'{process}.{secrets.token_hex(8)}'
         self._sockets, name = Sockets(keys), self._once.encode()
         place, key = endpoint(host, switch[1]), keys.switch.public
@@ -74,7 +74,7 @@ class Peer:
         address = address_of(self._listener) if self._listener else ''
         self._about: Head = {'terms': terms, 'about': dict(about), 'address': address}
         self._tasks: deque[Callable[[], Any]] = deque()
-        self._lock, self._changed = threading.Lock(), threading.Condition()
+        self._lock, self._changed = threading.RLock(), threading.Condition()
         self._view, self._inside, self._why = View(0, (), {}), False, ''
         self._places: dict[int, list[Any]] = {}  # identity, address and value of each member
         self._left: set[int] = set()
@@ -163,12 +163,22 @@ class Peer:
         """Says that the work of this process goes on; messages say so too."""
         self._worked = time.monotonic()
 
+    def announce(self, phase: str, seconds: float) -> None:
+        """Says what this process does from now on, in which work has to go on in some seconds.
+
+        Args:
+          phase: such as compiling, saving, testing.
+          seconds: at least those of the terms count.
+        """
+        self.progress()
+        self._phase, self._limit = phase, max(seconds, self.terms.silent)
+        self._do(self._say)
+
     @contextlib.contextmanager
     def phase(self, name: str, seconds: float) -> Iterator[None]:
-        """Announces work that may take so many seconds, such as compiling, saving, evaluating."""
+        """Announces what is done within a context."""
         before = self._phase, self._limit
-        self._phase, self._limit = name, max(seconds, self.terms.silent)
-        self._do(self._say)
+        self.announce(name, seconds)
         try:
             yield
         finally:
@@ -247,13 +257,13 @@ class Peer:
 
     def _stop(self, why: str) -> None:
         """Ends all waiting of this process."""
+        if self._error or self._closing:
+            return
+        self._end(why)  # which may end the process, before its other threads say the same
         with self._changed:
-            if self._error or self._closing:
-                return
             self._error = why
             self._changed.notify_all()
         self._closed.set()
-        self._end(why)
 
     def _look(self, now: float) -> None:
         """Each second: a sign of life, and a look at who gives none."""

@@ -223,7 +223,8 @@ class Register:
         if not self.began and seconds > self.terms.start:
             self.fail(f'{listed(absent)} did not connect within {self.terms.start:g} s')
         elif self.began and seconds > self.terms.back:
-            self.fail(f'{gone}; nobody came in its place within {self.terms.back:g} s')
+            nobody = f'; nobody came in its place within {self.terms.back:g} s'
+            self.fail(gone + nobody * (self.terms.back > 0))
 
     def unreachable(self, identity: bytes, now: float) -> None:
         """Takes down that a connection is lost."""

@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from jaxmp.distributed.monitor import ProcessGroupError
+from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.keys import Keys, Pair
 
 HANDSHAKE = 5000  # ms after which a connection without the key is closed

@@ -64,6 +64,11 @@ class Switch:
             self._speak()
         self._sockets.close()
 
+    @property
+    def busy(self) -> bool:
+        """Whether processes are present."""
+        return bool(self._register.seats)
+
     def stop(self) -> None:
         """Ends `serve` within a fraction of a second."""
         self._running = False

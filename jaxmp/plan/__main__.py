@@ -177,11 +177,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         link = parse(args.link)
         config, values = changed(args.config, texts)
-        from jaxmp.distributed.allocator import keep_freed_pages
-        from jaxmp.distributed.placement import keep_compiled
         from jaxmp.plan.choose import uniform
         from jaxmp.plan.show import show, summary
         from jaxmp.plan.write import text
+        from jaxmp.runtimes.allocator import keep_freed_pages
+        from jaxmp.runtimes.placement import keep_compiled
 
         keep_compiled()
         keep_freed_pages()

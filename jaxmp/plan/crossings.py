@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +15,15 @@ from jaxtyping import Array
 
 from jaxmp import data, spec
 from jaxmp.codecs import raw
-from jaxmp.distributed.process_group import ProcessGroup
-from jaxmp.distributed.streams import Stream
 from jaxmp.feedback import Channel, direct
+from jaxmp.net.connect import processes
+from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import pipeline
 from jaxmp.plan.choose import Candidate
 from jaxmp.plan.clock import PASSES, Clock, timed
 from jaxmp.plan.predict import Edge
+from jaxmp.runtimes.links import remote_move
+from jaxmp.runtimes.placement import Elsewhere
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.portable import name
 from jaxmp.training.probe import keeping
@@ -195,23 +196,23 @@ def crossed(
 def handover() -> tuple[float, float]:
     """Median seconds of a message besides its bytes, and those by which it holds up computing.
 
-    The message goes from one thread of this process to another through a connection, as between
+    The message goes from one thread of this process to another through connections, as between
     processes, while the device computes; the threads wait for a core where computing takes all.
     Then computing takes longer than alone, by what both ends of a message need.
     """
     device, message = jax.devices()[0], jax.block_until_ready(jnp.zeros((1, 1024)))
     compute = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, x: jnp.tanh(x @ x), x))
     x, times, busy = jax.block_until_ready(compute(jnp.zeros((512, 512)))), [], []
-    ends = socket.socketpair()
-    with ThreadPoolExecutor(1) as sender, ThreadPoolExecutor(1) as receiver, ends[0], ends[1]:
-        source, target = Stream(ends[0], sender), Stream(ends[1], receiver)
-        receive = lambda: jax.block_until_ready(jax.device_put(target.receive(message), device))
+    with processes(2) as groups, ThreadPoolExecutor(1) as sender, ThreadPoolExecutor(1) as receiver:
+        source = remote_move(groups[0], (device, Elsewhere(1)), message)
+        target = remote_move(groups[1], (Elsewhere(0), device), message)
         for _ in range(HANDOVERS):
+            addresses = [group.address('handover') for group in groups]
             alone, _ = timed(compute, x)
             start, beside = time.monotonic(), compute(x)
             left = time.monotonic()
-            sent = sender.submit(source.send, message)
-            receiver.submit(receive).result()
+            sent = sender.submit(source, message, addresses[0])
+            jax.block_until_ready(receiver.submit(target, None, addresses[1]).result())
             times.append(time.monotonic() - left)
             sent.result()
             jax.block_until_ready(beside)

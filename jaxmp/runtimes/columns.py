@@ -2,7 +2,8 @@
 
 A column is the devices of one stage, one per replica. What a stage holds is a dict by replica, with
 the replicas of this process; `at` runs a function of one replica on all of a column, in which they
-reach each other (`jaxmp.exchange`). A column may span processes.
+reach each other (`jaxmp.exchange`). A column may span processes, which then move the operands of
+the collectives themselves (`jaxmp.exchange.pieces`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.distributed.placement import open_links
 from jaxmp.exchange import Exchange
 from jaxmp.exchange.collectives import AXIS, Collectives, over, part, whole
+from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.traffic import bytes_of
+from jaxmp.net.group import ProcessGroup
+from jaxmp.runtimes.placement import is_here
 from jaxmp.runtimes.types import ByReplica, Step, by_replica, is_by_replica, of_replica
 
 
@@ -30,16 +33,28 @@ class Columns:
 
     Attributes:
       devices: as given, as an array ``(R, S)``.
+      group: the processes.
       replicas: R.
       here: for each stage of this process its replicas here.
     """
 
-    def __init__(self, devices: Sequence[Sequence[Any]] | np.ndarray, options: Any = None) -> None:
-        """Takes a device per replica and stage; ``options`` are those of `jax.jit`'s compiler."""
+    def __init__(
+        self,
+        devices: Sequence[Sequence[Any]] | np.ndarray,
+        options: Any = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        """Takes a device per replica and stage.
+
+        Args:
+          devices: those of other processes as `jaxmp.runtimes.placement.Elsewhere`.
+          options: those of `jax.jit`'s compiler.
+          group: the processes; default this one alone.
+        """
         self.devices, self._options = np.array(devices, dtype=object), options
         self.replicas, count = self.devices.shape
-        mine = jax.process_index()
-        rows = lambda s: [r for r, d in enumerate(self.devices[:, s]) if d.process_index == mine]
+        self.group, self._pieces = group or ProcessGroup(), dict[Any, Pieces]()
+        rows = lambda s: [r for r, d in enumerate(self.devices[:, s]) if is_here(d)]
         self.here = {s: rows(s) for s in range(count) if rows(s)}
 
     def put(self, stage: int, tree: Any) -> ByReplica:
@@ -56,16 +71,36 @@ class Columns:
         own = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
         if self.replicas == 1:
             return ByReplica({0: on_one(f, None, self._options)(*(t[0] for t in own))})
-        mesh, here = self._mesh(stage), self.here[stage]
+        if len(here := self.here[stage]) < self.replicas:
+            return self._apart(stage, f, own)
+        mesh = self._mesh(stage)
         join = lambda t: whole(NamedSharding(mesh, P(AXIS)), [_row(t[r]) for r in here])
         out = on_all(f, mesh, self._options)(*map(join, own))
         return ByReplica({r: _unrow(part(out, self.devices[r, stage])) for r in here})
 
-    def open(self) -> None:
-        """Lets the replicas of each stage meet where they are in several processes."""
-        for stage in self.here:
-            if len({d.process_index for d in self.devices[:, stage]}) > 1:
-                open_links(self._mesh(stage))
+    def _apart(self, stage: int, f: Callable[..., Any], trees: Sequence[ByReplica]) -> ByReplica:
+        """``f`` of the replicas here, which reach the others by messages."""
+        rows = {r: tuple(t[r] for t in trees) for r in self.here[stage]}
+        first = next(iter(rows.values()))
+        like = jax.tree.structure(first), *((a.shape, str(a.dtype)) for a in jax.tree.leaves(first))
+        if (f, like) not in self._pieces:
+            self._pieces[f, like] = in_pieces(
+                lambda via, _, *t: f(via, *t), self.replicas, 0, *first
+            )
+        mine = self.group.index
+        members = [mine if is_here(d) else d.process for d in self.devices[:, stage]]
+        order = list(dict.fromkeys(members))
+
+        def gather(own: Sequence[bytes]) -> list[Any]:
+            came = self.group.swapped(order, f'exchange of stage {stage},', b''.join(own))
+            each = zip(order, came, strict=True)
+            cut = lambda p, part: np.split(np.frombuffer(part, np.uint8), members.count(p))
+            return [row for p, part in each for row in cut(p, part)]
+
+        args = {r: (0, *row) for r, row in rows.items()}
+        out = self._pieces[f, like].run(args, gather)
+        put = lambda r, tree: jax.device_put(tree, self.devices[r, stage])
+        return ByReplica({r: put(r, tree) for r, tree in out.items()})
 
     def _mesh(self, stage: int) -> Mesh:
         return Mesh(self.devices[:, stage], (AXIS,), axis_types=(AxisType.Auto,))

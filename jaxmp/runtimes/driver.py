@@ -2,8 +2,7 @@
 
 Python runs the actions of this process's stages in the order of a schedule. An action waits for the
 message that it reads and hands over the one that it makes; between two actions messages travel in
-the lanes of `jaxmp.runtimes.links`, packed, while stages compute. `jax.distributed` is started by
-the caller (see `jaxmp.distributed`).
+the lanes of `jaxmp.runtimes.links`, packed, while stages compute.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.distributed.placement import Device
 from jaxmp.runtimes.links import Lane, wait
+from jaxmp.runtimes.placement import Device, is_here
 from jaxmp.runtimes.schedule import Action, Message, Task, check, messages, size
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import MicroBatch, StageState, in_dtypes
@@ -290,7 +289,7 @@ def drive(
             f'{scheduled} and {microbatches}'
         )
     actions = [a for a in actions if a.kind == 'F' or a.stage >= first]
-    here = [s for s, d in enumerate(devices) if d.process_index == jax.process_index()]
+    here = [s for s, d in enumerate(devices) if is_here(d)]
     stages = {s: CompiledStage(programs[s], compiler_options) for s in here}
     lanes, sizes = {}, {}
     for a, b in sorted({(m.source, m.target) for m in sent_by(actions, first)}):

@@ -67,7 +67,7 @@ class Mpmd(OverColumns):
             {'train': train}, model.remat, model.trained, model.first,
         )  # fmt: skip
         plan = actions or one_f_one_b(len(self.programs), model.num_microbatches)
-        lane = opener(columns.devices, emulated)
+        lane = opener(columns.devices, columns.group, emulated)
         self.drivers: dict[int, Driver] = {}
         for r in sorted({r for here in columns.here.values() for r in here}):
             at, own = list(columns.devices[r]), functools.partial(lane, r)
@@ -121,16 +121,15 @@ class Mpmd(OverColumns):
         return other
 
     def collectives(self) -> dict[int, tuple[int, int]]:
-        """Bytes a message that the compiled links of this process's first replica move.
+        """Bytes a message of the links of this process's first replica.
 
         Empty in a single process, whose links copy from device to device.
         """
-        if jax.process_count() == 1:
+        if self.columns.group.count == 1:
             return {}
         driver = next(iter(self.drivers.values()))
-        ends = sorted({min(edge) for edge in driver.lanes})
-        moves = lambda *edge: driver.lanes[edge].permuted()
-        return {i: (moves(i, i + 1), moves(i + 1, i)) for i in ends}
+        size = lambda *edge: driver.sizes.get(edge, 0)
+        return {i: (size(i, i + 1), size(i + 1, i)) for i in {min(e) for e in driver.lanes}}
 
     def payload(self) -> np.ndarray:
         """Bytes of replica 0's messages so far, ``(links, 2)``, of the links that begin here."""

@@ -86,7 +86,7 @@ class Rows:
 
     def of(self, job: Job) -> Any:
         """The programs for ``job``; those of another row are freed first."""
-        from jaxmp.distributed.process_group import ProcessGroup
+        from jaxmp.net.group import ProcessGroup
         from jaxmp.training.loop import prepare
 
         if self._made is None or self._row != job.row:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.distributed.placement import open_links
-from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.exchange.copies import ENDS, Copies
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.placement import is_here
 from jaxmp.runtimes.types import ByReplica
 from jaxmp.training.groups import Groups, Home, copied, equal, is_first, joined, split, summed
 
@@ -61,7 +61,7 @@ class Between:
     def __init__(
         self, groups: Groups, group: ProcessGroup, columns: Columns, shapes: dict[int, Any]
     ) -> None:
-        """Opens the links between the copies of a table.
+        """Takes the copies of a table that are here.
 
         Args:
           groups: of the run.
@@ -79,15 +79,20 @@ class Between:
         """The copies of the token table in the first and in the last stage, by replica."""
         if not (group := copied(self.groups)):
             return {}
-        assert group.between
+        between = group.between
+        assert between
         [table] = jax.tree.leaves(split(self.groups, shapes)[group.homes[0], group])
-        ends = lambda r: tuple(self.columns.devices[r, s] for s in group.homes)
         rows = {r for s in group.homes for r in self.columns.here.get(s, ())}
-        tables = {r: Copies(group.between, table, ends(r)) for r in sorted(rows)}
-        for copies in tables.values():
-            if len(copies.here) == 1:
-                open_links(copies.mesh)
-        return tables
+
+        def copies(r: int) -> Copies:
+            both = {end: self.columns.devices[r, s] for end, s in self.ends.items()}
+            here, swap = {end: d for end, d in both.items() if is_here(d)}, None
+            if len(here) < len(both):
+                processes = [self.group.index if is_here(d) else d.process for d in both.values()]
+                swap = functools.partial(self.group.swapped, processes, f'table of replica {r},')
+            return Copies(between, table, here, swap)
+
+        return {r: copies(r) for r in sorted(rows)}
 
     def total(self, squares: dict[int, list[Any]]) -> Any:
         """The sum over all stages of each replica's squared norms, at every process."""

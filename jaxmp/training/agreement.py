@@ -1,15 +1,10 @@
-"""Checks, before a run starts, that its processes compute alike and share data and workdir."""
+"""Checks, before a run starts, that its processes compute alike and share data."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
-import socket
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,13 +14,12 @@ from jaxmp import config as schema
 from jaxmp import version
 from jaxmp.config import Config
 from jaxmp.data import Dataset, parts
-from jaxmp.distributed.monitor import ProcessGroupError
-from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.net.address import ProcessGroupError
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.fingerprint import fingerprint, weights
 
 HERE = ('data.dir', 'data.download', 'data.cache')  # keys that may differ between hosts
-PATIENCE = 10.0  # seconds in which a network file system must show a new file
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -42,7 +36,7 @@ def check_alike(group: ProcessGroup, exp: Experiment) -> None:
     Raises:
       ProcessGroupError: if they differ; the message names the process, what differs, and the cure.
     """
-    if not group.monitor:
+    if group.count == 1:
         return
     compare(group, fingerprint(exp), 'computes other numbers than', cure_of)
     check_data(group, exp.data)
@@ -72,9 +66,9 @@ def compare(
     Raises:
       ProcessGroupError: if a process has other texts than process 0.
     """
-    if not group.monitor:
+    if group.count == 1:
         return
-    rows, names = group.share(texts), group.monitor.names
+    rows, names = group.share(texts), group.names
     for i, row in enumerate(rows):
         if differ := [k for k in {**rows[0], **row} if row.get(k) != rows[0].get(k)]:
             first = differ[0]
@@ -117,37 +111,3 @@ def digest(a: Any) -> str:
     for rows in parts(a):
         hashed.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
     return f'{a.dtype}{list(a.shape)} {hashed.hexdigest()}'
-
-
-def check_workdir(group: ProcessGroup, workdir: Path) -> None:
-    """Checks that all processes see a new file of process 0 in the workdir; all must call it.
-
-    Raises:
-      ProcessGroupError: if a process does not see the file or cannot write to the folder.
-    """
-    if not group.monitor:
-        return
-    names, mark = group.monitor.names, workdir / f'.seen-by-all-{secrets.token_hex(8)}'
-    if group.index == 0:
-        mark.touch()
-    own = mark.name, str(workdir.absolute()), socket.gethostname()
-    name, folder, host = group.share(own)[0]
-    problems = group.share(_problem(workdir / name))
-    if group.index == 0:
-        mark.unlink(missing_ok=True)
-    for i, problem in enumerate(problems):
-        if problem:
-            raise ProcessGroupError(
-                f'{names[i]} {problem} the workdir of {names[0]}, {folder} on {host}; '
-                'give all processes the same --workdir, on a file system that all of them share'
-            )
-
-
-def _problem(mark: Path) -> str:
-    """What prevents this process from using the folder of ``mark``; empty if nothing does."""
-    end = time.monotonic() + PATIENCE
-    while not mark.exists():
-        if time.monotonic() > end:
-            return 'does not see'
-        time.sleep(0.1)
-    return '' if os.access(mark.parent, os.W_OK) else 'cannot write to'

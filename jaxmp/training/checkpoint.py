@@ -7,18 +7,15 @@ import json
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training import portable
 from jaxmp.training.files import WorkdirError, write_json
 from jaxmp.training.portable import Portable
@@ -31,10 +28,9 @@ NO_SPACE = 'No space left on device'
 class Checkpoints:
     """The checkpoints of a workdir, of which the newest two are kept.
 
-    All processes write one checkpoint together: the state of each process is a row of bytes in one
-    array over all processes. If a process is killed while it saves, all stages therefore resume
-    from the same older step. The processes need a shared file system. A checkpoint has the CRC-32
-    of each row; a checkpoint with a wrong CRC-32 is skipped.
+    The workdir is that of the first process, to which the others send their states, as one
+    checkpoint of them all; each gets from it what it needs to go on. A checkpoint has the CRC-32 of
+    each process's part; one with a wrong CRC-32 is skipped.
 
     Attributes:
       damaged: the checkpoints that `restore` has skipped, with a reason for each step.
@@ -47,7 +43,7 @@ class Checkpoints:
         config: dict[str, Any] | None = None,
         inputs: Mapping[str, str] | None = None,
     ) -> None:
-        """Opens ``workdir/checkpoints``.
+        """Opens ``workdir/checkpoints`` in the first process.
 
         Args:
           workdir: folder of the run.
@@ -60,11 +56,17 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp  # the import takes seconds
 
-        self._ocp, self._team = ocp, group or ProcessGroup()
+        self._ocp, self._group = ocp, group or ProcessGroup()
         self._workdir, self._config, self._inputs = workdir, config, dict(inputs or {})
         self.damaged: dict[int, str] = {}
+        if self._group.index:
+            return
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            max_to_keep=2,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
+            create=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes={0}),
         )
         folder = (workdir / 'checkpoints').absolute()
         try:
@@ -77,30 +79,37 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder, options=options)
 
     def save(self, step: int, state: Portable, place: dict[str, Any]) -> None:
-        """Writes the checkpoint of ``step``: this process's ``state``, and ``place`` (JSON).
+        """Writes the checkpoint of ``step``: the states of all processes, and ``place`` (JSON).
 
         It stays as it is if it is there already, as where a run is resumed to end at its step.
 
         Raises:
-          WorkdirError: if writing fails.
+          WorkdirError: in the first process, if writing fails.
         """
-        if step == self._manager.latest_step():
+        newest = None if self._group.index else self._manager.latest_step()
+        if step == self._group.share(newest)[0]:
             return
-        args, own = self._ocp.args, portable.to_bytes(state)
-        rows = self._rows(own)
-        layouts = self._team.share(portable.layout(state))
-        about = {
-            'place': place,
-            'inputs': self._inputs,
-            'layout': {k: v for one in layouts for k, v in one.items()},
-            'bytes': self._team.share(len(own)),
-            'crc32': self._team.share(zlib.crc32(own)),
-        }
+        rows = self._group.to_first(portable.to_bytes(state))
+        layouts = self._group.share(portable.layout(state))
+        if rows:
+            about = {
+                'place': place,
+                'inputs': self._inputs,
+                'layout': {k: v for one in layouts for k, v in one.items()},
+                'bytes': [len(row) for row in rows],
+                'crc32': [zlib.crc32(row) for row in rows],
+            }
+            self._write(step, rows, about)
+        self._group.barrier()
+
+    def _write(self, step: int, rows: Sequence[Any], about: dict[str, Any]) -> None:
+        """Writes a checkpoint, or raises WorkdirError."""
+        args = self._ocp.args
         both = args.Composite(
-            state=args.StandardSave({'rows': rows}),
+            state=args.StandardSave({'rows': joined(rows)}),
             place=args.JsonSave({**about, 'sum': _sum(about)}),
         )
-        if problem := self._no_room(sum(about['bytes'])) or self._write(step, both):
+        if problem := self._no_room(sum(about['bytes'])) or self._problem(step, both):
             raise WorkdirError(
                 f'cannot write the checkpoint of step {step} to {self._manager.directory}: '
                 f'{problem}; free space there and run the same command again'
@@ -124,7 +133,7 @@ class Checkpoints:
         free = shutil.disk_usage(folder).free
         return '' if free > needed else f'{needed:,} bytes must be free, and {free:,} are'
 
-    def _write(self, step: int, args: Any) -> str:
+    def _problem(self, step: int, args: Any) -> str:
         """Writes a checkpoint; returns the problem, or an empty text."""
         try:
             with _silent():
@@ -137,21 +146,35 @@ class Checkpoints:
     def restore(self, like: Portable) -> tuple[Portable, dict[str, Any]] | None:
         """The newest valid state and its place; None if there is no checkpoint.
 
-        All processes use the same step. Damaged checkpoints are moved to ``workdir/damaged``.
+        All processes use the same step, of which each gets what it needs. Damaged checkpoints are
+        moved to ``workdir/damaged``.
 
         Args:
           like: a state of this process with the same structure.
 
         Raises:
-          WorkdirError: if the checkpoint is of another model, channel or input, or all are damaged.
+          WorkdirError: in the first process, if the checkpoint is of another model, channel or
+            input, or all are damaged.
         """
+        layouts, saved = self._group.share(portable.layout(like)), None
+        if self._group.index == 0:
+            saved = self._restore({k: v for one in layouts for k, v in one.items()})
+        if self._group.count == 1:
+            return saved
+        place = self._group.share(saved and saved[1])[0]
+        if place is None:
+            return None
+        rows = [portable.to_bytes(portable.needed(saved[0], own)) for own in layouts if saved]
+        return portable.from_bytes([bytes(self._group.from_first(rows or None))]), place
+
+    def _restore(self, layout: dict[str, Any]) -> tuple[Portable, dict[str, Any]] | None:
+        """The newest valid state of all processes, and its place."""
         self.damaged = {}
-        for step in self._steps():
+        for step in sorted(self._manager.all_steps(), reverse=True):
             with _silent():
-                content, problem = self._read(Path(self._manager.directory, str(step)), like)
+                content, problem = self._read(Path(self._manager.directory, str(step)), layout)
                 if problem:
                     gc.collect()  # half-read objects of orbax log errors when they are freed
-            problem = self._all_problems(problem)
             if not problem:
                 self._set_aside()
                 return content['state'], content['place']
@@ -165,7 +188,7 @@ class Checkpoints:
         return None
 
     def newest(self, like: Portable) -> Portable:
-        """What all processes have saved last, read by this one alone.
+        """What all processes have saved last, in the first process.
 
         Args:
           like: a state of this process with the same structure.
@@ -174,23 +197,18 @@ class Checkpoints:
           WorkdirError: if it cannot be read.
         """
         folder = Path(self._manager.directory, str(self._manager.latest_step()))
-        content, problem = self._read(folder, like)
+        content, problem = self._read(folder, portable.layout(like))
         if problem:
             raise WorkdirError(f'cannot read {folder} again ({problem}); give the command again')
         return content['state']
 
-    def _steps(self) -> list[int]:
-        """The steps of the checkpoints that all processes see, newest first."""
-        seen = self._team.share(sorted(self._manager.all_steps()))
-        return sorted(set.intersection(*map(set, seen)), reverse=True)
-
-    def _read(self, where: Path, like: Portable) -> tuple[dict[str, Any], str]:
-        """The content of a checkpoint and its problem; it does not wait for other processes."""
+    def _read(self, where: Path, layout: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The content of a checkpoint and its problem."""
         try:
             about = self._ocp.JsonCheckpointHandler().restore(where / 'place')
             if about.pop('sum', None) != _sum(about):
                 return {}, 'its description has changed'
-            _check_layout(where, about['layout'], portable.layout(like))
+            _check_layout(where, about['layout'], layout)
             _check_inputs(where, about.get('inputs', {}), self._inputs)
             kind = self._ocp.RestoreArgs(restore_type=np.ndarray)
             args = self._ocp.args.PyTreeRestore(restore_args={'rows': kind})
@@ -206,42 +224,32 @@ class Checkpoints:
                 return {}, f'the part of process {i} has another checksum'
         return {'state': portable.from_bytes(rows), 'place': about['place']}, ''
 
-    def _rows(self, own: bytes) -> Any:
-        """The bytes of this process as a row of an array over all processes."""
-        width = max(self._team.share(len(own)))
-        row = np.frombuffer(own, np.uint8)[None]
-        if width > len(own):  # else a state of gigabytes is not copied
-            row = np.pad(row, ((0, 0), (0, width - len(own))))
-        n = self._team.count
-        if n == 1:
-            return row
-        devices = [next(d for d in jax.devices() if d.process_index == i) for i in range(n)]
-        mesh = Mesh(np.array(devices), ('process',), axis_types=(AxisType.Auto,))
-        place = NamedSharding(mesh, P('process'))
-        return jax.make_array_from_process_local_data(place, row, (n, width))
-
-    def _all_problems(self, problem: str) -> str:
-        """The problems of all processes as one text, the same in all processes."""
-        texts = self._team.share(problem[:LONGEST])
-        if self._team.count == 1:
-            return texts[0]
-        return ', '.join(f'process {i}: {text}' for i, text in enumerate(texts) if text)
-
     def _set_aside(self) -> None:
         """Moves damaged checkpoints to ``workdir/damaged``, to free their names for later ones."""
         if not self.damaged:
             return
-        for step in self.damaged if self._team.index == 0 else ():
+        for step in self.damaged:
             to = self._workdir / 'damaged' / str(step)
             shutil.rmtree(to, ignore_errors=True)
             to.parent.mkdir(exist_ok=True)
             (self._manager.directory / str(step)).rename(to)
-        self._team.share(None)  # the other processes wait for process 0
         self._manager.reload()
 
     def close(self) -> None:
         """Closes the checkpoint manager."""
-        self._manager.close()
+        if self._group.index == 0:
+            self._manager.close()
+
+
+def joined(rows: Sequence[Any]) -> np.ndarray:
+    """Bytes as rows of an array, with zeros after those that are shorter."""
+    width = max(map(len, rows))
+    if len(rows) == 1:  # a state of gigabytes is not copied
+        return np.frombuffer(rows[0], np.uint8)[None]
+    whole = np.zeros((len(rows), width), np.uint8)
+    for i, row in enumerate(rows):
+        whole[i, : len(row)] = np.frombuffer(row, np.uint8)
+    return whole
 
 
 @contextmanager

@@ -39,14 +39,16 @@ DRY_RUN = flags.DEFINE_bool(
 )
 CURVES = flags.DEFINE_bool('curves', True, 'draw the curves of the run at its end')
 COORDINATOR = flags.DEFINE_string(
-    'coordinator', None, 'host:port of process 0; the next port is used too'
+    'coordinator',
+    None,
+    'host:port of process 0; the next one too where one program runs in several',
 )
 PROCESSES = flags.DEFINE_integer('processes', None, 'number of processes')
 TOKEN_FILE = flags.DEFINE_string(
     'token_file', None, 'file with the secret that all processes share; default $JAXMP_TOKEN'
 )
-HEARTBEAT = flags.DEFINE_float(
-    'heartbeat_timeout', 60.0, 'seconds without a heartbeat after which a process has failed'
+SILENT = flags.DEFINE_float(
+    'silent', 60.0, 'seconds without a sign of life, or of work, after which a process has failed'
 )
 PROCESS = flags.DEFINE_integer('process', None, 'number of this process, from 0')
 
@@ -133,7 +135,8 @@ def run(argv: list[str]) -> None:
         )
     import jax
 
-    from jaxmp.distributed.process_group import Address, ProcessGroup
+    from jaxmp.net.connect import Address, end_without_memory
+    from jaxmp.net.group import ProcessGroup
     from jaxmp.training.elastic import train_as_member
     from jaxmp.training.loop import devices, process_group_of, train_and_evaluate
 
@@ -142,12 +145,13 @@ def run(argv: list[str]) -> None:
     workdir = Path(WORKDIR.value or default_workdir(config))
     place = COORDINATOR.value, PROCESSES.value, PROCESS.value
     try:
-        address = Address(*place, TOKEN_FILE.value, HEARTBEAT.value)
+        address = Address(*place, TOKEN_FILE.value, SILENT.value)
         if config.parallel.elastic and not DRY_RUN.value:
             with tracked(config, workdir, not address.process) as own:
                 sys.exit(143 if train_as_member(config, workdir, address, own) is None else 0)
         group = process_group_of(config, address)
         if group.count > 1:
+            end_without_memory(group.names[group.index])
             signal.signal(signal.SIGINT, lambda *_: group.fail('stopped by Ctrl-C'))
         if (count := devices(config, group.count)) > 1:  # makes a CPU appear as that many devices
             jax.config.update('jax_num_cpu_devices', count)
@@ -176,8 +180,8 @@ def set_up() -> None:
     """What a process does once before it trains: quiet logs, compiled programs and memory kept."""
     from absl import logging
 
-    from jaxmp.distributed.allocator import keep_freed_pages
-    from jaxmp.distributed.placement import keep_compiled
+    from jaxmp.runtimes.allocator import keep_freed_pages
+    from jaxmp.runtimes.placement import keep_compiled
 
     logging.set_verbosity(logging.WARNING)  # orbax logs each file that it writes
     keep_compiled()
@@ -199,7 +203,7 @@ def expected(error: BaseException) -> str | None:
     """The line with which an error ends the run; None if its traceback is to be shown."""
     import jax
 
-    from jaxmp.distributed.monitor import ProcessGroupError
+    from jaxmp.net.address import ProcessGroupError
     from jaxmp.training.files import WorkdirError
     from jaxmp.training.loop import DivergedError
     from jaxmp.training.replicas import DriftError

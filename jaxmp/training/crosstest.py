@@ -31,10 +31,10 @@ from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.config import KEYS, complete, flat, nested
-from jaxmp.distributed.process_group import ProcessGroup
 from jaxmp.feedback import direct
 from jaxmp.grammar import own_words
 from jaxmp.metrics import Metric
+from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import Pipeline
 from jaxmp.report import style
 from jaxmp.report.compare import picture

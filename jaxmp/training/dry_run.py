@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jaxmp import data
 from jaxmp.config import Config
-from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training.experiment import Experiment, microbatch_like, warnings_on_text
 from jaxmp.training.loop import prepare
 from jaxmp.training.sizes import (

@@ -20,10 +20,11 @@ import optax
 
 from jaxmp import config as schema
 from jaxmp.config import Config
-from jaxmp.distributed.address import token_of
 from jaxmp.distributed.member import BehindError, Member
-from jaxmp.distributed.process_group import Address, ProcessGroup, endpoint
 from jaxmp.exchange import Collectives, Exchange
+from jaxmp.net.address import token_of
+from jaxmp.net.connect import Address, endpoint
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.training.agreement import digests, settings_of
 from jaxmp.training.experiment import Experiment, experiment_of

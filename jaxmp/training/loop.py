@@ -15,10 +15,12 @@ import numpy as np
 from jaxmp import config as schema
 from jaxmp import data
 from jaxmp.config import Config
-from jaxmp.distributed.allocator import release_freed_pages
-from jaxmp.distributed.launchers import check_alone
-from jaxmp.distributed.process_group import Address, ProcessGroup, connect
-from jaxmp.training.agreement import check_alike, check_workdir, inputs, settings_of
+from jaxmp.net.connect import Address, connect, placed
+from jaxmp.net.group import ProcessGroup
+from jaxmp.net.launchers import check_alone
+from jaxmp.runtimes.allocator import release_freed_pages
+from jaxmp.runtimes.world import beside, start_jax
+from jaxmp.training.agreement import check_alike, inputs, settings_of
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment, experiment_of, warnings_on_text
 from jaxmp.training.files import claim, owned
@@ -59,7 +61,13 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
     schema.check(config)
     parallel = parallel_of(config, stage_count(config))
     if len(parts := parallel.parts()) > 1 or parallel.spans:
-        return connect(address, parts, settings_of(config), what=parallel.part)
+        address = placed(address)
+        alone = address.processes == 1 or parallel.spans
+        meeting = address if alone else beside(address)
+        group = connect(meeting, parts, settings_of(config), what=parallel.part)
+        if not alone:
+            start_jax(address, group)
+        return group
     runtime = config.parallel.runtime
     if all(a is None for a in address[:3]):
         check_alone(f'config.parallel.runtime={runtime!r} without replicas is one')
@@ -83,7 +91,7 @@ def prepare(config: Config, group: ProcessGroup, task: Task | None = None) -> Tr
     if group.count == 1:
         check_memory(exp)
     check_alike(group, exp)
-    group.share(None)  # all are here: links open now, before compiling parts them
+    group.barrier()  # all are here: links open now, before compiling parts them
     return Trainer(exp, group)
 
 
@@ -105,7 +113,7 @@ def train_and_evaluate(
       config: nested, as in configs/; what it lacks has its default.
       workdir: the run's folder.
       task: data, stages and scores, in place of those that ``config`` names.
-      group: the processes, from `jaxmp.distributed.process_group.connect`; default this one alone.
+      group: the processes, from `jaxmp.net.connect.connect`; default this one alone.
       trainer: from `prepare`, where other runs have used it.
       quiet: show and draw nothing.
       callbacks: each is called with every record, a dict, once it is a line of ``metrics.jsonl``,
@@ -132,7 +140,6 @@ def train_and_evaluate(
             kept = resolved.to_dict() | ({'processes': group.count} if several else {})
             stack.enter_context(owned(workdir))
             claim(workdir, kept)
-        check_workdir(group, workdir)
         checkpoints = stack.enter_context(closing(Checkpoints(workdir, group, kept, inputs(exp))))
         state, place = begin(trainer, checkpoints, workdir)
         done, total = int(state.step), exp.points.end
@@ -207,7 +214,8 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
                 place = {**place, **dict.fromkeys(r.exp.task.scores, 0.0), 'steps': 0, 'missed': 0}
             if stop or points.saves(step):
                 r.trainer.check(state)
-                r.checkpoints.save(step, r.trainer.export(state), place)
+                with r.trainer.group.phase('saving'):
+                    r.checkpoints.save(step, r.trainer.export(state), place)
     return state, place, stop
 
 
@@ -267,7 +275,8 @@ def record(r: Run, state: TrainState, place: Place) -> None:
             r.records.write({'kind': 'boundary', **base, **row})
     metric, tests = r.exp.task.metric, {}
     for mode in ('off', 'on'):
-        tests[mode] = r.trainer.evaluate(state, mode == 'on')
+        with r.trainer.group.phase('testing'):
+            tests[mode] = r.trainer.evaluate(state, mode == 'on')
         r.records.write({'kind': 'test', **base, 'compression': mode, **tests[mode]})
     labels = modes(len(r.exp.task.stages) - 1, r.exp.config)
     said = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]

@@ -143,7 +143,8 @@ class Meetings:
         def run(view: View, gather: Callable[[bytes], list[bytes]]) -> Any:
             args = words, changes, memory
             pieces = self._reduce(plan, p, len(view.members), args)
-            return pieces.run(view.members.index(self.member.replica), args, gather)
+            index = view.members.index(self.member.replica)
+            return pieces.run({index: args}, lambda rows: gather(rows[0]))[index]
 
         member = self.member
         round_ = lambda: jax.block_until_ready(member.gathering(number, _digest(sums), run))

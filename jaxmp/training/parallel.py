@@ -12,12 +12,13 @@ from typing import ClassVar
 import jax
 
 from jaxmp.config import KEYS, Config
-from jaxmp.distributed.placement import device_mesh, open_links, place
 from jaxmp.exchange import AXIS
+from jaxmp.net.group import ProcessGroup
 from jaxmp.plugins import called
 from jaxmp.runtimes import schedule
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.placement import device_mesh, open_links, place
 from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import Action
@@ -61,10 +62,13 @@ class Parallel:
         """The place of each part that processes divide; one or none for a single process."""
         return list(range(self.replicas))
 
-    def builder(self) -> Build:
+    def builder(self, group: ProcessGroup) -> Build:
         """Takes the devices of the run; what it returns makes runtimes over them.
 
         One that does not train is of the first replica alone.
+
+        Args:
+          group: the processes.
 
         Raises:
           ValueError: if there are too few devices, or processes cannot divide the parts.
@@ -103,7 +107,7 @@ class OverMesh(Parallel):
         """See `Parallel`."""
         return [0]
 
-    def builder(self) -> Build:
+    def builder(self, group: ProcessGroup) -> Build:
         """See `Parallel`."""
         columns = Columns(place(self.replicas, self.stages, apart=True))
         first = Columns(columns.devices[:1])
@@ -136,13 +140,13 @@ class ByStage(Parallel):
         homes = schedule.place(self.actions)
         return [r * (1 + max(homes)) + d for r in range(self.replicas) for d in homes]
 
-    def builder(self) -> Build:
+    def builder(self, group: ProcessGroup) -> Build:
         """See `Parallel`."""
         actions, c = self.actions, self.config.parallel
         homes = schedule.place(actions)
-        rows = place(self.replicas, 1 + max(homes))
-        columns = Columns([[row[d] for d in homes] for row in rows])
-        first = Columns(columns.devices[:1])
+        rows = place(self.replicas, 1 + max(homes), group=group)
+        columns = Columns([[row[d] for d in homes] for row in rows], group=group)
+        first = Columns(columns.devices[:1], group=group)
 
         def build(model: Model, train: bool) -> PlacedRuntime:
             emulated = (c.link_rate, c.link_delay) if train else (0.0, 0.0)

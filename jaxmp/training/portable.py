@@ -8,7 +8,7 @@ process saved of its stages, any process can take up: under another runtime, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.serialization
@@ -188,6 +188,13 @@ def whole(
         {**like, 'params': trained.part(exp.task.trained, params)}, data
     )
     return {**read, 'params': trained.whole(params, read['params'])}
+
+
+def needed(saved: Portable, parts: Iterable[str]) -> Portable:
+    """What `load` reads for some parts: them, those beside them and those of the first stage."""
+    own = [tuple(map(int, part.split('.'))) for part in parts]
+    read = {name(t, r) for s, r in own for t in (0, s - 1, s, s + 1)}
+    return saved._replace(parts={k: tree for k, tree in saved.parts.items() if k in read})
 
 
 def to_bytes(state: Portable) -> bytes:

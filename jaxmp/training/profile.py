@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp.boundary import Boundary
-from jaxmp.distributed.placement import Device
-from jaxmp.distributed.process_group import ProcessGroup
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import Driver
 from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.placement import Device
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.types import Batch, Step

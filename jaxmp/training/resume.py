@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.config import KEYS, Config, complete, flat
-from jaxmp.distributed.signals import leave_closed_terminal, stopping
+from jaxmp.net.signals import leave_closed_terminal, stopping
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxmp import exchange
 from jaxmp.boundary import Boundary, FeedbackState
-from jaxmp.distributed.placement import memory
 from jaxmp.pipeline import Pipeline
+from jaxmp.runtimes.placement import memory
 from jaxmp.runtimes.stage import StageProgram, programs
 from jaxmp.runtimes.state import MicroBatch
 from jaxmp.training.evaluate import model_of

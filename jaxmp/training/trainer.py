@@ -19,9 +19,9 @@ from jaxtyping import Array
 from jaxmp import data
 from jaxmp.boundary import Boundary
 from jaxmp.config import Config
-from jaxmp.distributed.allocator import release_freed_pages
-from jaxmp.distributed.process_group import ProcessGroup, together
 from jaxmp.hlo import interface_bytes
+from jaxmp.net.group import ProcessGroup
+from jaxmp.runtimes.allocator import release_freed_pages
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.types import Batch, ModelState, Runtime, Step, each
 from jaxmp.training import portable, replicas
@@ -32,6 +32,7 @@ from jaxmp.training.groups import exchanged
 from jaxmp.training.parallel import Build
 from jaxmp.training.portable import Portable
 from jaxmp.training.step import PER_REPLICA, Rules, TrainState, create, train_step
+from jaxmp.training.together import together
 
 Values = dict[str, Any]  # the scores of some steps, by name
 Stopped = Callable[[], bool]
@@ -76,7 +77,6 @@ class Trainer:
         self.between = None
         if self.training.together:
             return within(self.exp.groups)
-        self.training.columns.open()
         self.between = Between(self.exp.groups, self.group, self.training.columns, self.shapes())
         return self.between.across
 
@@ -90,7 +90,7 @@ class Trainer:
 
     def builder(self) -> Build:
         """Makes runtimes over the devices of the run."""
-        return self.exp.parallel.builder()
+        return self.exp.parallel.builder(self.group)
 
     def during(self, cuts: tuple[Boundary, ...], train: bool = True) -> Any:
         """The runtime with some boundaries between the stages, for training or for tests."""
@@ -200,6 +200,7 @@ class Trainer:
 
         def steps(state: TrainState) -> Iterator[tuple[TrainState, Any]]:
             for n, batch in enumerate(self.batches(order), int(state.step) + 1):
+                self.group.begin(n)
                 state, values = step(state, batch)
                 state = self.meet(state, n)
                 self.sent['steps'] += configured

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Device = Any  # a jax.Device
+from jaxmp.net.connect import owners
+from jaxmp.net.group import ProcessGroup
+
+Device = Any  # a jax.Device, or `Elsewhere`
 
 
 def device_mesh(**axes: int) -> Mesh:
@@ -53,25 +57,22 @@ def device_mesh(**axes: int) -> Mesh:
     )
 
 
-def owners(parts: int, processes: int, what: str = 'stage') -> list[int]:
-    """The number of the process of each part (stage or replica), in runs of equal length.
+@dataclass(frozen=True)
+class Elsewhere:
+    """The place of a device in another process, of which this process's JAX knows nothing."""
 
-    Raises:
-      ValueError: if there are more processes than parts.
-
-    >>> owners(4, 2)
-    [0, 0, 1, 1]
-    """
-    if processes > parts:
-        raise ValueError(
-            f'{parts} {what}s run in at most {parts} processes, got {processes}; start fewer, or '
-            'give --processes=1 for a single process'
-        )
-    return [i * processes // parts for i in range(parts)]
+    process: int
 
 
-def place(replicas: int, stages: int, apart: bool = False) -> list[list[Device]]:
-    """The device of each replica and stage, as ``[r][s]``.
+def is_here(device: Device) -> bool:
+    """Whether a device is one of this process."""
+    return not isinstance(device, Elsewhere) and device.process_index == jax.process_index()
+
+
+def place(
+    replicas: int, stages: int, apart: bool = False, group: ProcessGroup | None = None
+) -> list[list[Device]]:
+    """The device of each replica and stage, as ``[r][s]``; of other processes `Elsewhere`.
 
     The stages of replica 0, then those of replica 1, and so on, are divided into runs of equal
     length among the processes, and among the devices of each process. Stages may share a device,
@@ -81,23 +82,24 @@ def place(replicas: int, stages: int, apart: bool = False) -> list[list[Device]]
       replicas: number of replicas R.
       stages: number of stages S.
       apart: whether each stage needs a separate device.
+      group: the processes, each with a JAX of its own; default this one alone.
 
     Raises:
       ValueError: if there are more processes than stages of all replicas, or too few devices.
     """
-    owner, devices = owners(replicas * stages, jax.process_count()), []
-    for i, p in enumerate(owner):
-        own = [d for d in jax.devices() if d.process_index == p]
-        k, n = i - owner.index(p), owner.count(p)
-        here = {j // stages for j, q in enumerate(owner) if q == p}
-        need = n if apart else len(here)
-        if len(own) < need:
-            raise ValueError(
-                f'{n} stages of {len(here)} replicas need {need} devices in a process, there are '
-                f'{len(own)}; on a CPU start with '
-                f'XLA_FLAGS=--xla_force_host_platform_device_count={need}'
-            )
-        devices.append(own[k * min(len(own), n) // n])
+    group, local = group or ProcessGroup(), jax.local_devices()
+    owner = owners(replicas * stages, group.count)
+    mine = [i for i, p in enumerate(owner) if p == group.index]
+    parts = {i // stages for i in mine}
+    need = len(mine) if apart else len(parts)
+    if len(local) < need:
+        raise ValueError(
+            f'{len(mine)} stages of {len(parts)} replicas need {need} devices in a process, there '
+            f'are {len(local)}; on a CPU start with '
+            f'XLA_FLAGS=--xla_force_host_platform_device_count={need}'
+        )
+    own = {i: local[k * min(len(local), len(mine)) // len(mine)] for k, i in enumerate(mine)}
+    devices = [own.get(i, Elsewhere(p)) for i, p in enumerate(owner)]
     return [devices[r * stages : (r + 1) * stages] for r in range(replicas)]
 
 
@@ -109,18 +111,13 @@ def open_links(mesh: Mesh) -> None:
     connections for every later one, and gives up if one comes half a minute after the others. So
     this is done before anything is compiled whose time can differ that much.
     """
-    gathered(mesh, np.zeros(1, np.uint8))
-
-
-def gathered(mesh: Mesh, row: np.ndarray) -> np.ndarray:
-    """The row of each device of a mesh; every process gives that of its own devices."""
-    spread = NamedSharding(mesh, P(mesh.axis_names))
-    rows = jax.make_array_from_callback((mesh.size, row.size), spread, lambda _: row[None])
+    spread, row = NamedSharding(mesh, P(mesh.axis_names)), np.zeros((1, 1), np.uint8)
+    rows = jax.make_array_from_callback((mesh.size, 1), spread, lambda _: row)
 
     def open_links(rows: Any) -> Any:  # so is it called in JAX's log of compilations
         return rows
 
-    return np.asarray(jax.jit(open_links, out_shardings=NamedSharding(mesh, P()))(rows))
+    np.asarray(jax.jit(open_links, out_shardings=NamedSharding(mesh, P()))(rows))
 
 
 def cores() -> int:

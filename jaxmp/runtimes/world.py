@@ -1,4 +1,4 @@
-"""JAX's own service between the processes of a run: its addresses, its transport, its patience."""
+"""`start_jax`: JAX's own group of processes, where one program runs over the devices of several."""
 
 from __future__ import annotations
 
@@ -10,37 +10,52 @@ from typing import Any
 
 import jax
 
-from jaxmp.distributed.address import own_address
-from jaxmp.distributed.streams import listen_at
+from jaxmp.net.address import listen, own_address
+from jaxmp.net.connect import Address, endpoint
+from jaxmp.net.group import ProcessGroup
 
 
-def start_jax(
-    place: tuple[str | None, int | None, int | None],
-    end: tuple[str, int],
-    own: str,
-    seconds: tuple[float, float],
-) -> None:
-    """Starts `jax.distributed`, listening only on the address by which others reach process 0.
+def beside(address: Address) -> Address:
+    """The place where the processes of `jax.distributed` meet before: at the next port.
+
+    >>> beside(Address('[::1]:80', 2, 0)).coordinator
+    '[::1]:81'
+    """
+    host, port = endpoint(address)
+    return address._replace(coordinator=_join(host, port + 1 if port < 65535 else port - 1))
+
+
+def start_jax(address: Address, group: ProcessGroup) -> None:
+    """Starts `jax.distributed` between the processes of a group.
+
+    Process 0 listens only on the address by which the others reach it.
 
     Args:
-      place: coordinator, number of processes and number of this process.
-      end: host and port of process 0.
-      own: address of this process, on which gloo and `streams` listen.
-      seconds: for which it waits for all processes, and without a heartbeat or a packet until it
-        gives a process up.
+      address: where process 0 listens.
+      group: the processes.
+
+    Raises:
+      ProcessGroupError: if the port is in use.
     """
-    host, port = end
-    bound = own_address(host) if place[2] == 0 else ''
-    _use_gloo(own)
-    listen_at(own)
+    assert group.peer
+    host, port = endpoint(address)
+    bound = own_address(host) if group.index == 0 else ''
+    if group.index == 0:
+        listen(bound, port).close()
+    # It is longer than the group's, because only the group names the process that has failed.
+    terms, patience = group.peer.terms, round(2 * group.peer.terms.silent) + 60
+    _use_gloo(group.peer.host)
     _go_without_proxy(host)
     jax.distributed.initialize(
-        *place,
-        initialization_timeout=round(seconds[0]),
-        heartbeat_timeout_seconds=round(seconds[1]),
+        _join(host, port),
+        group.count,
+        group.index,
+        initialization_timeout=round(terms.start),
+        heartbeat_timeout_seconds=patience,
         coordinator_bind_address=_join(bound, port) if bound else None,
     )
-    _outlast(port, seconds[1])
+    _outlast(port, patience)
+    group.after.insert(0, jax.distributed.shutdown)
 
 
 def _go_without_proxy(host: str) -> None:

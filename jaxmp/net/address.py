@@ -10,9 +10,12 @@ import socket
 import time
 from pathlib import Path
 
-from jaxmp.distributed.monitor import GRACE, ProcessGroupError
-
 TOKEN = 'JAXMP_TOKEN'  # the environment variable that holds the secret
+ANSWER = 5.0  # seconds in which a machine accepts a connection
+
+
+class ProcessGroupError(RuntimeError):
+    """An error of the group: processes with different settings, or a process that has failed."""
 
 
 def host_and_port(text: str) -> tuple[str, int]:
@@ -134,7 +137,7 @@ def reach(address: tuple[str, int], patience: float, wrong: str, advice: str) ->
     end = time.monotonic() + patience
     while True:
         try:
-            return socket.create_connection(address, GRACE)
+            return socket.create_connection(address, ANSWER)
         except OSError as error:
             if time.monotonic() > end:
                 where = f'{address[0]}:{address[1]}'

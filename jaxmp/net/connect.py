@@ -1,0 +1,198 @@
+"""`connect`: the processes of a run meet at a switch, by default in process 0."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from jaxmp.net.address import host_and_port, own_address, token_of
+from jaxmp.net.group import LONG, ProcessGroup
+from jaxmp.net.keys import Keys, keys_of
+from jaxmp.net.launchers import check_alone, place_of
+from jaxmp.net.peer import GRACE, Peer
+from jaxmp.net.switch import Switch
+from jaxmp.net.views import Terms
+
+START = 50.0  # seconds in which all processes have to come
+LAST = 1.0  # seconds in which the others hear from the switch in process 0 why all end
+
+
+class Address(NamedTuple):
+    """The place of a process in its group.
+
+    Attributes:
+      coordinator: ``host:port`` of the switch, by default in process 0.
+      processes: number of processes.
+      process: number of this process.
+      token_file: file with the secret that all processes share; default the environment variable
+        `JAXMP_TOKEN`.
+      silent: seconds without a sign of life, or without any work done, after which a process counts
+        as failed.
+    """
+
+    coordinator: str | None
+    processes: int | None
+    process: int | None
+    token_file: str | None = None
+    silent: float = 60.0
+
+
+def connect(
+    address: Address, parts: Sequence[int], about: dict[str, Any], what: str = 'stage'
+) -> ProcessGroup:
+    """Connects to the other processes, and waits until all are there.
+
+    Args:
+      address: address of this process.
+      parts: the place of each stage or replica; the places are divided among the processes.
+      about: settings that must be the same in all processes; JSON.
+      what: kind of the parts, ``'stage'`` or ``'replica'``.
+
+    Raises:
+      ProcessGroupError: if a process does not connect or has other settings, the port is in use,
+        or processes on several hosts have no secret.
+      ValueError: if there are more processes than parts, or the address is invalid.
+    """
+    if address.processes == 1:
+        return ProcessGroup()
+    host, port = endpoint(address)
+    owner = owners(1 + max(parts), int(address.processes or 0), what)
+    names, process = names_of([owner[part] for part in parts], what), int(address.process or 0)
+    keys = keys_of(token_of(address.token_file, host))
+    terms = Terms(names, len(names), START, address.silent, back=0.0)
+    switch = Hosted(keys, host, port, lambda line: None) if process == 0 else None
+    end = ender(names[process], LAST if switch else 0.0)
+    about = {**json.loads(json.dumps(about)), 'processes': len(names)}
+    peer = Peer((host, port), keys, process, terms, about, end)
+    peer.announce('starting', LONG)
+    group = ProcessGroup(peer, peer.ready())
+    if switch:
+        group.after.append(switch.close)
+    return group
+
+
+def placed(address: Address) -> Address:
+    """The address, or without one that of the launcher's variables, or of a single process.
+
+    Raises:
+      ValueError: if a launcher says that there are several processes and not where.
+    """
+    if any(a is not None for a in address[:3]):
+        return address
+    if (place := place_of()) is None:
+        check_alone('no variable says where process 0 is: start it by srun or jaxmp launch')
+    return Address(*(place or (None, 1, None)), *address[3:])
+
+
+def endpoint(address: Address) -> tuple[str, int]:
+    """Host and port of the switch; raises ValueError if the address is invalid."""
+    coordinator, processes, process = address[:3]
+    if coordinator is None or processes is None or process is None:
+        raise ValueError(f'{address} is incomplete: give --coordinator, --processes and --process')
+    if not 0 <= process < processes:
+        raise ValueError(f'process {process} is not one of {processes}; give 0 to {processes - 1}')
+    if not address.silent >= 1:
+        raise ValueError(f'--silent={address.silent} is too short; give 1 second or more')
+    return host_and_port(coordinator)
+
+
+def owners(parts: int, processes: int, what: str = 'stage') -> list[int]:
+    """The number of the process of each part (stage or replica), in runs of equal length.
+
+    Raises:
+      ValueError: if there are more processes than parts.
+
+    >>> owners(4, 2)
+    [0, 0, 1, 1]
+    """
+    if processes > parts:
+        raise ValueError(
+            f'{parts} {what}s run in at most {parts} processes, got {processes}; start fewer, or '
+            'give --processes=1 for a single process'
+        )
+    return [i * processes // parts for i in range(parts)]
+
+
+def names_of(owners: Sequence[int], what: str = 'stage') -> tuple[str, ...]:
+    """The name of each process in messages, given the process of each stage or replica.
+
+    >>> names_of([0, 0, 1])
+    ('process 0 (stages 0, 1)', 'process 1 (stage 2)')
+    """
+    rows = [[str(s) for s, o in enumerate(owners) if o == p] for p in range(max(owners) + 1)]
+    one = lambda p, row: f'process {p} ({what}{"s" * (len(row) > 1)} {", ".join(row)})'
+    return tuple(one(p, row) for p, row in enumerate(rows))
+
+
+class Hosted:
+    """A switch in a thread of this process, at ``port``."""
+
+    def __init__(self, keys: Keys, host: str, port: int, say: Callable[[str], None]) -> None:
+        """Serves; see `Switch`."""
+        self._switch = Switch(keys, own_address(host), port, say)
+        self.port = self._switch.port
+        self._thread = threading.Thread(target=self._switch.serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends once all processes have left, or after some seconds."""
+        end = time.monotonic() + GRACE
+        while self._switch.busy and time.monotonic() < end:
+            time.sleep(0.02)
+        self._switch.stop()
+        self._thread.join(GRACE)
+
+
+@contextlib.contextmanager
+def processes(count: int, **terms: float) -> Iterator[list[ProcessGroup]]:
+    """Groups of this process, as so many have them; their messages go by the network."""
+    host, keys = '127.0.0.1', keys_of(secrets.token_hex())
+    switch = Hosted(keys, host, 0, lambda line: None)
+    agreed = Terms(names_of(range(count)), count, **terms)
+    peers = [Peer((host, switch.port), keys, i, agreed) for i in range(count)]
+    try:
+        with ThreadPoolExecutor(count) as threads:
+            views = list(threads.map(Peer.ready, peers))
+        yield [ProcessGroup(peer, view) for peer, view in zip(peers, views, strict=True)]
+    finally:
+        for peer in peers:
+            peer.close()
+        switch.close()
+
+
+def ender(name: str, seconds: float) -> Callable[[str], None]:
+    """Ends this process from any of its threads, some seconds after it has said the cause."""
+
+    def end(why: str) -> None:
+        text = why if why.startswith(f'{name}: ') else f'{name}: stopped: {why}'
+        sys.stdout.flush()
+        os.write(2, f'train.py: {text}\n'.encode())
+        time.sleep(seconds)
+        os._exit(1)
+
+    return end
+
+
+def end_without_memory(name: str) -> None:
+    """Makes a MemoryError in any thread end the process; by default only the thread ends."""
+    text = f'train.py: {name}: MemoryError, out of memory\n'.encode()
+
+    def ending(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def hook(args: Any) -> None:
+            if args.exc_type is MemoryError:  # allocate nothing; the others detect the exit
+                os.write(2, text)
+                os._exit(1)
+            plain(args)
+
+        return hook
+
+    sys.unraisablehook = ending(sys.unraisablehook)
+    threading.excepthook = ending(threading.excepthook)
