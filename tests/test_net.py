@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import socket
 import struct
@@ -22,7 +23,7 @@ from jaxmp.net.peer import Peer
 from jaxmp.net.register import GRACE, RETURN, Register
 from jaxmp.net.sockets import HANDSHAKE
 from jaxmp.net.switch import Switch
-from jaxmp.net.views import Terms, ViewChangedError
+from jaxmp.net.views import LOST, Terms, ViewChangedError
 
 KEYS = keys_of('the-secret-of-this-test')
 NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'
@@ -230,6 +231,39 @@ def test_a_cause_ends_all(run):
     text = 'process 2 (stages 2, 3): out of memory'
     assert together(*waits, lambda: groups[2].fail('out of memory')) == [text, text, None]
     assert f'the run has ended: {text}' in run.said
+
+
+def test_the_cause_is_the_first_one(run):
+    """Of a process that is lost where nobody may come in its place, and of what follows from it."""
+    a, b = run.groups(TWO._replace(back=0.0))
+
+    def fails():
+        try:
+            b.receive(0, (1, 'x'))
+        except (ViewChangedError, ProcessGroupError) as error:
+            b.fail(f'an error that follows: {error}')
+        return b.peer._error
+
+    a.peer._sockets.drop(a.peer._control)
+    a.peer._say = a.peer._look = lambda *_: None
+    [said] = together(fails)
+    assert re.fullmatch(r'process 0 \(stage 0\) has lost its connection: it was .*, at \S+', said)
+
+
+def test_a_switch_that_is_lost_with_its_process_is_named(relay, run):
+    """As of a process that has lost its connection, and not before the time to make it again."""
+    line = relay(run.switch.port)
+    there = {'inside': NAMES[0], 'place': ('127.0.0.1', line.port)}
+    peers = run.peer(0, TWO, **there), run.peer(1, TWO, inside=NAMES[0])
+    views = together(*(p.ready for p in peers))
+    line.cut()  # it is made again
+    time.sleep(1.5)
+    assert not peers[0]._error
+    began = time.monotonic()
+    run.switch.stop()
+    [said] = together(lambda: peers[1].receive(views[1], 0, 1, 'x'))
+    assert said == f'{NAMES[0]} {LOST}'
+    assert 2 < time.monotonic() - began < 8
 
 
 def test_who_has_left_owes_nothing_but_what_is_missing(run):

@@ -17,7 +17,7 @@ from jaxmp.net.address import host_and_port, own_address, token_of
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.keys import Keys, keys_of
 from jaxmp.net.launchers import check_alone, place_of
-from jaxmp.net.peer import GRACE, Peer
+from jaxmp.net.peer import LEAVING, Peer
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms
 
@@ -71,7 +71,7 @@ def connect(
     switch = Hosted(keys, host, port, lambda line: None) if process == 0 else None
     end = ender(names[process], LAST if switch else 0.0)
     about = {**json.loads(json.dumps(about)), 'processes': len(names)}
-    peer = Peer((host, port), keys, process, terms, about, end)
+    peer = Peer((host, port), keys, process, terms, about, end, inside=names[0])
     peer.announce('starting', LONG)
     group = ProcessGroup(peer, peer.ready())
     if switch:
@@ -144,11 +144,11 @@ class Hosted:
 
     def close(self) -> None:
         """Ends once all processes have left, or after some seconds."""
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + LEAVING
         while self._switch.busy and time.monotonic() < end:
             time.sleep(0.02)
         self._switch.stop()
-        self._thread.join(GRACE)
+        self._thread.join(LEAVING)
 
 
 @contextlib.contextmanager

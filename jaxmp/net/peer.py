@@ -23,9 +23,19 @@ from jaxmp.net.address import ProcessGroupError, reach
 from jaxmp.net.delivery import Arrivals, Delivery, Path
 from jaxmp.net.keys import Keys
 from jaxmp.net.sockets import DATA, Frames, Head, Sockets, address_of, endpoint, put
-from jaxmp.net.views import BEAT, WORKING, Terms, View, ViewChangedError, clock, stepped
+from jaxmp.net.views import (
+    BEAT,
+    GRACE,
+    LOST,
+    WORKING,
+    Terms,
+    View,
+    ViewChangedError,
+    clock,
+    stepped,
+)
 
-GRACE = 5.0  # seconds to wait for the others at the end
+LEAVING = 5.0  # seconds to wait for the others at the end
 ANSWER = 15.0  # seconds in which a switch that listens answers the first time
 CUT = 4  # a path is given up after this part of the time after which a process is
 T = TypeVar('T')
@@ -44,7 +54,7 @@ class Peer:
     def __init__(
         self, switch: tuple[str, int], keys: Keys, process: int, terms: Terms,
         about: Mapping[str, Any] = {}, end: Callable[[str], Any] = lambda why: None,
-        direct: bool = True,
+        direct: bool = True, inside: str = '',
     ) -> None:  # fmt: skip
         """Connects to the switch.
 
@@ -56,6 +66,7 @@ class Peer:
           about: settings that must be the same in all processes; JSON.
           end: called in another thread with the cause, when the run or this process is ended.
           direct: whether others may connect to this process, at a port that the system chooses.
+          inside: name of the process in which the switch runs, and with which it is lost for ever.
 
         Raises:
           ProcessGroupError: if nobody listens at the port for as long as the start may take.
@@ -64,7 +75,8 @@ class Peer:
         with reach(switch, terms.start, 'nobody answers', advice) as trial:
             own, host = (end()[0] for end in (trial.getsockname, trial.getpeername))
         self.host, self.process, self.terms, self._end = own, process, terms, end
-        self._where, self._once = endpoint(*switch), f'{process}.{secrets.token_hex(8)}'
+        self._inside_of, self._once = inside, f'{process}.{secrets.token_hex(8)}'
+        self._switch = inside or f'the switch at {endpoint(*switch)}'
         self._sockets, name = Sockets(keys), self._once.encode()
         place, key = endpoint(host, switch[1]), keys.switch.public
         self._listener = self._sockets.listening(keys.listener, own) if direct else None
@@ -86,7 +98,7 @@ class Peer:
         self._arrivals: dict[tuple[int, int], Arrivals] = {}
         self._deliveries: dict[int, Delivery] = {}
         self._paths: dict[tuple[str, str], Path] = {}  # by kind, and identity of the other end
-        self._worked = self._heard = self._looked = time.monotonic()
+        self._worked = self._heard = self._looked = self._reached = time.monotonic()
         self._known, self._hurry = False, 0.0  # until when paths are asked more often
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -196,22 +208,27 @@ class Peer:
             del self._waits[number]
 
     def fail(self, why: str) -> None:
-        """Ends the run for all, with the cause; returns when they are told."""
+        """Ends the run for all, with the cause; returns when they are told.
+
+        Where a view has ended and no other will begin, that cause comes first.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._inside, 2 * BEAT)
         self._do(lambda: put(self._control, {'kind': 'fail', 'why': why}))
         with self._changed:
-            self._changed.wait_for(lambda: self._error, GRACE)
+            self._changed.wait_for(lambda: self._error, LEAVING)
 
     def close(self) -> None:
         """Leaves when the others have all that was sent to them, or after some seconds."""
         under_way = lambda: self._tasks or any(d.sent for d in list(self._deliveries.values()))
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + LEAVING
         while self._thread.is_alive() and under_way() and time.monotonic() < end:
             self._closed.wait(0.01)
         self._closing = True
         self._do(lambda: put(self._control, {'kind': 'bye'}))
-        self._closed.wait(GRACE)
+        self._closed.wait(LEAVING)
         self._closed.set()
-        self._thread.join(GRACE)
+        self._thread.join(LEAVING)
 
     def _check(self, view: View) -> None:
         """Raises if a view has ended, or the run."""
@@ -274,21 +291,23 @@ class Peer:
             stopped, other = 'is stopped, swaps, or the network failed', 'has another token'
             cause = stopped if self._known else f'{other}, is stopped, or is no switch of this run'
             since = f'since {clock(quiet)} ({limit:g} s)'
-            self._stop(f'the switch at {self._where} has not answered {since}: it {cause}')
-        self._say()
+            self._stop(f'{self._switch} has not answered {since}: it {cause}')
+        if self._say() or not self._inside_of:
+            self._reached = now
+        elif now - self._reached > GRACE:
+            self._stop(f'{self._switch} {LOST}')
         for delivery in self._deliveries.values():
             delivery.look(now, self.terms.silent / CUT)
 
-    def _say(self) -> None:
-        """Tells the switch all that it may have to know."""
+    def _say(self) -> bool:
+        """Tells the switch all that it may have to know; False if there is no connection."""
         now, wait = time.monotonic(), min(self._waits.copy().values(), default=None)
         wait = wait and (*wait[:3], now - wait[3])
         work = now - self._worked, self._phase, self._limit, wait
         words = {'view': self._seen, 'ready': self._ready, 'value': self._value, 'work': work}
         members, left = [*self._places.items()] if self._inside else [], sorted(self._left)
         words |= {'kind': 'here', 'members': members, 'left': left, **self._about}
-        if not self._closing:
-            put(self._control, words)
+        return self._closing or put(self._control, words)
 
     def _take(self, socket: zmq.Socket, frames: Frames) -> None:
         """Acts on a message of the switch or of another process."""

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmp.net.views import BEAT, Terms, Wait, Work, blamed, clock, listed
+from jaxmp.net.views import BEAT, GRACE, LOST, Terms, Wait, Work, blamed, clock, listed
 
-GRACE = 3.0  # seconds in which a lost connection is made again
 RETURN = 10.0  # seconds in which the members of a view come to a new switch
 SUSPENDED = 5.0  # seconds without a look, after which this process was stopped itself
 
@@ -187,11 +186,12 @@ class Register:
         for i, seat in list(self.seats.items()):
             why, silent = '', self.terms.silent
             if seat.lost is not None and now - seat.lost > GRACE:
-                why = 'has lost its connection: it was killed, ran out of memory'
+                why = LOST
             elif now - seat.heard > silent:
-                why = f'was silent for {silent:g} s: it is suspended, hangs or swaps'
+                hangs = 'it is suspended, hangs or swaps, or the network failed'
+                why = f'was silent for {silent:g} s: {hangs}'
             if why:
-                self._remove(i, f'{why}, or the network failed', now)
+                self._remove(i, why, now)
         missing = [i for i in self.members if not (self._inside(i) or i in self.left)]
         if missing and now - self.since > RETURN:
             self._end(f'{listed(map(self._name, missing))} did not come to the new switch', now)
@@ -222,7 +222,7 @@ class Register:
         gone, seconds = '; '.join(self.gone.values()), now - self.since
         if not self.began and seconds > self.terms.start:
             self.fail(f'{listed(absent)} did not connect within {self.terms.start:g} s')
-        elif self.began and seconds > self.terms.back:
+        elif self.began and seconds >= self.terms.back:
             nobody = f'; nobody came in its place within {self.terms.back:g} s'
             self.fail(gone + nobody * (self.terms.back > 0))
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 BEAT = 1.0  # seconds between two signs of life
+GRACE = 3.0  # seconds in which a lost connection is made again
 WORKING = 'working'
+LOST = 'has lost its connection: it was killed, ran out of memory, or the network failed'
 
 
 class Terms(NamedTuple):
