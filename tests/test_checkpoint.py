@@ -7,6 +7,7 @@ import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -94,11 +95,11 @@ def test_a_wrong_number_is_named(saved, tmp_path):
     kept._manager.delete(10)
     good, wrong = state_at(10), state_at(10)
     wrong.parts['0.0']['params']['w'][7, 7] += 1
-    good, wrong = (portable.to_bytes(s) for s in (good, wrong))
+    (good,), (wrong,) = (portable.to_pieces(s) for s in (good, wrong))
     about = {'place': {'steps': 10}, 'layout': portable.layout(LIKE)}
     about |= {'bytes': [len(good)], 'crc32': [zlib.crc32(good)]}
     both = ocp.args.Composite(
-        state=ocp.args.StandardSave({'rows': checkpoint.joined([wrong])}),
+        state=ocp.args.PyTreeSave({'rows': checkpoint.joined([wrong])}),
         place=ocp.args.JsonSave({**about, 'sum': checkpoint._sum(about)}),
     )
     kept._manager.save(10, args=both)
@@ -133,17 +134,16 @@ def test_a_full_disk_is_one_line(saved, tmp_path, monkeypatch):
     kept.close()
 
 
-def test_a_first_checkpoint_asks_for_the_room_of_its_state(tmp_path, monkeypatch):
-    """A state of 3 MB onto a disk with 2 MB; a second state of as much onto what the first left."""
+def test_a_checkpoint_asks_for_the_room_of_its_state(tmp_path, monkeypatch):
+    """A state of 3 MB onto a disk with 2 MB, before there is another and after."""
     state = Portable(np.int32(1), np.zeros(2, np.uint32), {'0.0': {'w': np.ones(750_000, 'f')}})
     kept, usage = checkpoint.Checkpoints(tmp_path), shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2_000_000))
-    with pytest.raises(files.WorkdirError, match=r'3,000,\d{3} bytes must be free, and 2'):
-        kept.save(1, state, {})
-    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2**30))
-    kept.save(1, state, {})
-    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2_000_000))
-    kept.save(2, state, {})  # ones take little room
+    for step in (1, 2):
+        monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2_000_000))
+        with pytest.raises(files.WorkdirError, match=r'3,000,\d{3} bytes must be free, and 2'):
+            kept.save(step, state, {})
+        monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2**30))
+        kept.save(step, state, {})
     assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['1', '2']
     kept.close()
 
@@ -178,8 +178,35 @@ def test_a_step_is_saved_once(tmp_path):
     for place in ({'steps': 1}, {'steps': 0}):
         kept.save(3, state_at(3), place)
     assert kept.restore(LIKE)[1] == {'steps': 1}
-def test_processes_share_the_folder_of_the_first(tmp_path):
+
+
+def test_a_large_array_is_saved_apart_and_not_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr(portable, 'LARGE', 1000)
+    state = state_at(1)
+    large = [a for a in jax.tree.leaves(state.parts) if a.nbytes >= 1000]
+    _, *pieces = portable.to_pieces(state)
+    assert len(pieces) == len(large) > 0
+    assert all(np.shares_memory(piece, a) for piece, a in zip(pieces, large, strict=True))
+    kept = checkpoint.Checkpoints(tmp_path)
+    for step in (1, 2):
+        kept.save(step, state_at(step), {'steps': step})
+    assert same(kept.restore(LIKE)[0], state_at(2))
+    monkeypatch.setattr(portable, 'LARGE', 2**24)  # it is read whatever is large now
+    assert same(kept.restore(LIKE)[0], state_at(2))
+    about = tmp_path / 'checkpoints' / '2' / 'place' / 'metadata'
+    text = json.loads(about.read_text())
+    text['large'][0][0] += 1
+    text['sum'] = checkpoint._sum({k: v for k, v in text.items() if k != 'sum'})
+    about.write_text(json.dumps(text))
+    assert same(kept.restore(LIKE)[0], state_at(1))
+    assert 'the part of process 0 has another checksum' in kept.damaged[2]
+    kept.close()
+
+
+@pytest.mark.parametrize('large', [2**24, 50])
+def test_processes_share_the_folder_of_the_first(tmp_path, monkeypatch, large):
     """The others have no folder; each gets its part, its neighbours' and the first stage's."""
+    monkeypatch.setattr(portable, 'LARGE', large)
     arrays = np.random.default_rng(0).standard_normal((5, 7, 3), np.float32)
     part = lambda s: {'params': {'w': arrays[s][: s + 1]}, 'exchange': [()]}
     places = [(0, 1), (2,), (3, 4)]

@@ -118,7 +118,7 @@ def test_what_is_frozen_stays_and_the_rest_learns_as_if_it_were_all(runtime, rep
         momenta = [a for a in jax.tree.leaves(part['opt_state']) if a.ndim]
         assert [a.shape for a in momenta] == [(3, 3), (3,)]
         assert set(part) == NAMES
-    saved = portable.from_bytes([portable.to_bytes(made.export(state))])
+    saved = portable.from_pieces([portable.to_pieces(made.export(state))])
     loaded = made.load(made.create(), saved)
     jax.tree.map(np.testing.assert_array_equal, made.export(loaded).parts, parts)
     for row in made.training.rows(loaded.model.params[0]).values():

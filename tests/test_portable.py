@@ -91,8 +91,8 @@ def test_a_run_goes_on_under_another_runtime(saved, of, to):
     state = trainer.load(trainer.create(), read)
     assert int(state.step) == 2
     trainer.check(state)
-    again = checkpoint.portable.to_bytes(trainer.export(state))
-    again = checkpoint.portable.from_bytes([again])
+    again = checkpoint.portable.to_pieces(trainer.export(state))
+    again = checkpoint.portable.from_pieces([again])
     jax.tree.map(np.testing.assert_array_equal, again, read)
     memory = [part[k] for part in read.parts.values() for k in ('feedback', 'opt_state')]
     assert all(np.any(a) for tree in memory for a in jax.tree.leaves(tree) if np.size(a) > 30)

@@ -97,12 +97,16 @@ def test_processes_meet_at_the_first(processes):
     for g in groups:
         g.begin(3)
     rows = [b'a' * 100, b'b' * 7]
+    plain = lambda pieces: list(map(bytes, pieces))
     swap = lambda g: [bytes(row) for row in g.swapped([1, 0], 'x', rows[g.index])]
     assert together(*(lambda g=g: swap(g) for g in groups)) == [rows[::-1]] * 2
-    first, second = (lambda g=g: g.to_first(rows[g.index]) for g in groups[::-1])
-    assert together(first, second) == [rows, None]
-    given = lambda g: bytes(g.from_first(None if g.index else rows))
-    assert together(*(lambda g=g: given(g) for g in groups[::-1])) == rows
+    both = [[row, b'c'] for row in rows]
+    first, second = (lambda g=g: g.to_first(both[g.index]) for g in groups[::-1])
+    gathered, none = together(first, second)
+    assert [*map(plain, gathered)] == both
+    assert none is None
+    given = lambda g: plain(g.from_first(None if g.index else both))
+    assert together(*(lambda g=g: given(g) for g in groups[::-1])) == both
     assert groups[0].address('x') == (3, 'x 2')
     assert together(*(g.close for g in groups)) == [None] * 2
     assert not processes.causes

@@ -72,22 +72,22 @@ class ProcessGroup:
         one = lambda i: memoryview(content) if i == self.index else self.receive(i, address)[0]
         return [one(i) for i in members]
 
-    def to_first(self, content: bytes) -> list[memoryview] | None:
-        """The bytes of all members, at the first one; None at the others."""
+    def to_first(self, pieces: Sequence[Any]) -> list[Sequence[Any]] | None:
+        """The pieces of all members, bytes, at the first one; None at the others."""
         (first, *others), address = self.view.members, self.address('to the first,')
         if self.index == first:
-            return [memoryview(content), *(self.receive(i, address)[0] for i in others)]
-        self.send(first, address, content)
+            return [pieces, *(self.receive(i, address) for i in others)]
+        self.send(first, address, *pieces)
         return None
 
-    def from_first(self, contents: Sequence[bytes] | None) -> memoryview:
-        """The one of ``contents``, which the first member has, that is for this process."""
+    def from_first(self, rows: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
+        """The pieces, of those by member that the first one has, that are for this process."""
         (first, *others), address = self.view.members, self.address('from the first,')
-        if contents is None:
-            return self.receive(first, address)[0]
-        for other, content in zip(others, contents[1:], strict=True):
-            self.send(other, address, content)
-        return memoryview(contents[0])
+        if rows is None:
+            return self.receive(first, address)
+        for other, pieces in zip(others, rows[1:], strict=True):
+            self.send(other, address, *pieces)
+        return rows[0]
 
     # Decisions.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -61,13 +63,21 @@ class Checkpoints:
         self.damaged: dict[int, str] = {}
         if self._group.index:
             return
+        alone = ocp.options.MultiprocessingOptions(active_processes={0})
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2,
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
             create=False,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes={0}),
+            multiprocessing_options=alone,
         )
+        handlers = {  # a state of floats gets 8 % smaller by compression, in twice the time
+            'state': ocp.PyTreeCheckpointHandler(
+                save_device_host_concurrent_gb=1, use_compression=False,
+                multiprocessing_options=alone,
+            ),
+            'place': ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+        }  # fmt: skip
         folder = (workdir / 'checkpoints').absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)  # orbax would fail only after an epoch
@@ -76,7 +86,7 @@ class Checkpoints:
                 f'cannot keep checkpoints in {folder}: {error}; give a --workdir in which that is '
                 'a folder or does not exist'
             ) from error
-        self._manager = ocp.CheckpointManager(folder, options=options)
+        self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
     def save(self, step: int, state: Portable, place: dict[str, Any]) -> None:
         """Writes the checkpoint of ``step``: the states of all processes, and ``place`` (JSON).
@@ -89,27 +99,34 @@ class Checkpoints:
         newest = None if self._group.index else self._manager.latest_step()
         if step == self._group.share(newest)[0]:
             return
-        rows = self._group.to_first(portable.to_bytes(state))
+        rows = self._group.to_first(portable.to_pieces(state))
         layouts = self._group.share(portable.layout(state))
         if rows:
             about = {
                 'place': place,
                 'inputs': self._inputs,
                 'layout': {k: v for one in layouts for k, v in one.items()},
-                'bytes': [len(row) for row in rows],
-                'crc32': [zlib.crc32(row) for row in rows],
+                'bytes': [len(row[0]) for row in rows],
+                'crc32': [zlib.crc32(row[0]) for row in rows],
+                'large': [list(map(zlib.crc32, row[1:])) for row in rows],
             }
             self._write(step, rows, about)
         self._group.barrier()
 
     def _write(self, step: int, rows: Sequence[Any], about: dict[str, Any]) -> None:
         """Writes a checkpoint, or raises WorkdirError."""
-        args = self._ocp.args
+        # For arrays of JAX's, orbax takes a seventh of the time and half the memory.
+        large = {
+            f'{i}.{k}': jax.device_put(np.frombuffer(piece, np.uint8), may_alias=True)
+            for i, row in enumerate(rows)
+            for k, piece in enumerate(row[1:])
+        }
+        state = {'rows': joined([row[0] for row in rows])} | ({'large': large} if large else {})
+        args, size = self._ocp.args, sum(about['bytes']) + sum(a.nbytes for a in large.values())
         both = args.Composite(
-            state=args.StandardSave({'rows': joined(rows)}),
-            place=args.JsonSave({**about, 'sum': _sum(about)}),
+            state=args.PyTreeSave(state), place=args.JsonSave({**about, 'sum': _sum(about)})
         )
-        if problem := self._no_room(sum(about['bytes'])) or self._problem(step, both):
+        if problem := self._no_room(size) or self._problem(step, both):
             raise WorkdirError(
                 f'cannot write the checkpoint of step {step} to {self._manager.directory}: '
                 f'{problem}; free space there and run the same command again'
@@ -119,18 +136,11 @@ class Checkpoints:
             self._config = None
 
     def _no_room(self, size: int) -> str:
-        """A message if less space is free than the last checkpoint took, else empty.
+        """A message if less than ``size`` bytes are free, else empty.
 
         Without this check orbax would print a long traceback.
-
-        Args:
-          size: bytes of the states of all processes, which the first checkpoint may take.
         """
-        folder, last = self._manager.directory, self._manager.latest_step()
-        files = Path(folder, str(last)).rglob('*')
-        taken = size if last is None else sum(512 * p.stat().st_blocks for p in files)
-        needed = max(LEAST_ROOM, taken)
-        free = shutil.disk_usage(folder).free
+        needed, free = max(LEAST_ROOM, size), shutil.disk_usage(self._manager.directory).free
         return '' if free > needed else f'{needed:,} bytes must be free, and {free:,} are'
 
     def _problem(self, step: int, args: Any) -> str:
@@ -164,8 +174,8 @@ class Checkpoints:
         place = self._group.share(saved and saved[1])[0]
         if place is None:
             return None
-        rows = [portable.to_bytes(portable.needed(saved[0], own)) for own in layouts if saved]
-        return portable.from_bytes([bytes(self._group.from_first(rows or None))]), place
+        rows = [portable.to_pieces(portable.needed(saved[0], own)) for own in layouts if saved]
+        return portable.from_pieces([self._group.from_first(rows or None)]), place
 
     def _restore(self, layout: dict[str, Any]) -> tuple[Portable, dict[str, Any]] | None:
         """The newest valid state of all processes, and its place."""
@@ -211,18 +221,25 @@ class Checkpoints:
             _check_layout(where, about['layout'], layout)
             _check_inputs(where, about.get('inputs', {}), self._inputs)
             kind = self._ocp.RestoreArgs(restore_type=np.ndarray)
-            args = self._ocp.args.PyTreeRestore(restore_args={'rows': kind})
+            pieces = about.get('large') or [[]] * len(about['bytes'])
+            names = [[f'{i}.{k}' for k in range(len(row))] for i, row in enumerate(pieces)]
+            large = dict.fromkeys(itertools.chain(*names), kind)
+            wanted = {'rows': kind} | ({'large': large} if large else {})
+            args = self._ocp.args.PyTreeRestore(restore_args=wanted)
             state = self._ocp.PyTreeCheckpointHandler().restore(where / 'state', args=args)
         except (WorkdirError, MemoryError):
             raise
         except Exception as error:  # for damaged files orbax raises almost any exception
             return {}, _line(error)
-        rows = zip(state['rows'], about['bytes'], strict=True)
-        rows = [row[:size].tobytes() for row, size in rows]
-        for i, (row, digest) in enumerate(zip(rows, about['crc32'], strict=True)):
-            if zlib.crc32(row) != digest:
+        rows = [row[:size] for row, size in zip(state['rows'], about['bytes'], strict=True)]
+        rows = [
+            [row, *(state['large'][name] for name in own)]
+            for row, own in zip(rows, names, strict=True)
+        ]
+        for i, row in enumerate(rows):
+            if list(map(zlib.crc32, row)) != [about['crc32'][i], *pieces[i]]:
                 return {}, f'the part of process {i} has another checksum'
-        return {'state': portable.from_bytes(rows), 'place': about['place']}, ''
+        return {'state': portable.from_pieces(rows), 'place': about['place']}, ''
 
     def _set_aside(self) -> None:
         """Moves damaged checkpoints to ``workdir/damaged``, to free their names for later ones."""

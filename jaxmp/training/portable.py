@@ -23,6 +23,8 @@ from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.training.groups import groups_at, homes, is_first
 from jaxmp.training.step import TrainState
 
+LARGE = 2**20  # bytes of an array that is a piece of its own
+_PIECE = '__piece__'
 COPIES = 'tied'  # the name in checkpoints of the states of sums of copies
 
 
@@ -197,15 +199,38 @@ def needed(saved: Portable, parts: Iterable[str]) -> Portable:
     return saved._replace(parts={k: tree for k, tree in saved.parts.items() if k in read})
 
 
-def to_bytes(state: Portable) -> bytes:
-    """The serialized parts of this process."""
-    arrays: Any = jax.tree.map(np.asarray, state._asdict())
-    return flax.serialization.to_bytes(arrays)
+def to_pieces(state: Portable) -> list[Any]:
+    """The parts of this process in bytes: a text of all, then each array that is too large for it.
+
+    The large are memory of ``state``, which is not copied.
+    """
+    pieces: list[Any] = []
+
+    def place(leaf: Any) -> Any:
+        a = np.asarray(leaf)
+        if a.nbytes < LARGE:
+            return a
+        pieces.append(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)
+        return {_PIECE: len(pieces), 'dtype': a.dtype.name, 'shape': list(a.shape)}
+
+    tree = jax.tree.map(place, flax.serialization.to_state_dict(state._asdict()))
+    return [flax.serialization.msgpack_serialize(tree), *pieces]
 
 
-def from_bytes(rows: Sequence[bytes]) -> Portable:
-    """The parts of all processes, as nested dicts."""
-    states: list[Any] = [flax.serialization.msgpack_restore(row) for row in rows]
+def from_pieces(rows: Sequence[Sequence[Any]]) -> Portable:
+    """The parts of all processes, as nested dicts; inverse of `to_pieces`."""
+
+    def read(row: Sequence[Any]) -> Any:
+        def array(at: Any) -> Any:
+            if not is_piece(at):
+                return at
+            return np.frombuffer(row[at[_PIECE]], jnp.dtype(at['dtype'])).reshape(at['shape'])
+
+        is_piece = lambda tree: isinstance(tree, dict) and _PIECE in tree
+        tree = flax.serialization.msgpack_restore(bytes(row[0]))
+        return jax.tree.map(array, tree, is_leaf=is_piece)
+
+    states = [read(row) for row in rows]
     parts = {k: tree for state in states for k, tree in state['parts'].items()}
     return Portable(states[0]['step'], states[0]['key'], parts)
 
