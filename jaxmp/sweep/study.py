@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.config import KINDS, Summary, flat, nearest, settings
+from jaxmp.config import KEYS, KINDS, Summary, flat, nearest, settings
 from jaxmp.plugins import find, module
 
 WEIGHTS = 'SHA-256 of the weights in model.path'
@@ -104,8 +104,10 @@ def put(config: Any, text: str) -> None:
 
     >>> from jaxmp.config import default
     >>> c = default()
-    >>> put(c, 'optimizer.lr=0.5'), put(c, 'data.download=True'), c.optimizer.lr, c.data.download
-    (None, None, 0.5, True)
+    >>> for text in ('optimizer.lr=0.5', 'data.download=True', 'eval_every=9 steps'):
+    ...     put(c, text)
+    >>> c.optimizer.lr, c.data.download, c.eval_every
+    (0.5, True, '9 steps')
     """
     key, _, value = text.partition('=')
     values = flat(config.to_dict())
@@ -113,7 +115,7 @@ def put(config: Any, text: str) -> None:
         near = nearest(key, values)
         hint = f' (did you mean {near}?)' if near else ''
         raise ValueError(f'--set {text}: no key {key!r}{hint}; allowed are {", ".join(values)}')
-    kind = type(values[key])
+    kind = str if key in KEYS and KEYS[key].length else type(values[key])
     try:
         read = {'True': True, 'False': False}[value] if kind is bool else kind(value)
     except (KeyError, ValueError):
