@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 from jaxmp.net.__main__ import main as switch  # noqa: E402
 from jaxmp.net.address import ProcessGroupError  # noqa: E402
 from jaxmp.net.arrays import buffers, filled  # noqa: E402
+from jaxmp.net.group import ProcessGroup  # noqa: E402
 from jaxmp.net.keys import keys_of  # noqa: E402
 from jaxmp.net.peer import Peer  # noqa: E402
 from jaxmp.net.views import Terms, ViewChangedError  # noqa: E402
