@@ -523,3 +523,37 @@ def test_muon_is_for_kernels_and_adam_for_the_rest():
         for t in (y, grads)
     )
     assert found[0] / found[-1] < 1.8 < given[0] / given[-1]
+
+
+def test_muon_takes_each_blocks_matrix_of_a_decoder(tmp_path):
+    """As the same matrix by itself; vectors and the table of tokens are Adam's."""
+    config = config_of('text_gpt2')
+    config.optimizer.update(name='muon', schedule='constant', lr=0.1)
+    shapes = {
+        'layers': {
+            'q_proj': {'weight': (3, 12, 20), 'lora_a': (3, 4, 20), 'lora_b': (3, 12, 4)},
+            'norm': {'weight': (3, 20)},
+        },
+        'embed_tokens': {'weight': (30, 20)},
+    }
+    r = np.random.default_rng(0)
+    draw = lambda s: r.standard_normal(s).astype(np.float32)
+    grads = jax.tree.map(draw, shapes, is_leaf=lambda s: isinstance(s, tuple))
+    optimizer = optimizer_of(config, 10)
+    first = jax.jit(
+        lambda g: optimizer.update(g, optimizer.init(g), jax.tree.map(jnp.zeros_like, g))
+    )
+    y, _ = first(grads)
+    for name, stack in grads['layers']['q_proj'].items():
+        for i, matrix in enumerate(stack):
+            alone, _ = first({'kernel': matrix.T})
+            np.testing.assert_allclose(
+                y['layers']['q_proj'][name][i], alone['kernel'].T, rtol=1e-3, atol=1e-5
+            )
+            rms = np.sqrt(np.mean(alone['kernel'] ** 2))
+            assert 0.7 < rms / (0.2 * 0.1) < 1.2
+    for found, given in (
+        (y['embed_tokens']['weight'], grads['embed_tokens']['weight']),
+        (y['layers']['norm']['weight'], grads['layers']['norm']['weight']),
+    ):
+        np.testing.assert_allclose(found, -np.abs(found).mean() * np.sign(given), rtol=1e-3)

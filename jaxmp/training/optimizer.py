@@ -16,6 +16,7 @@ from jaxmp.plugins import called
 from jaxmp.training.points import points_of, steps_of
 
 MUON_RMS = 0.2  # of an update of Adam; Muon is Scalable for LLM Training, arXiv 2502.16982
+STACKED = ('weight', 'lora_a', 'lora_b')  # names of the matrices of a decoder's blocks
 
 
 def rate_of(config: Config, epoch_steps: int) -> Callable[[Any], Any]:
@@ -72,12 +73,15 @@ def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Calla
 
 
 def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
-    """The optimizer of one stage's parameters.
+    r"""The optimizer of one stage's parameters.
 
     ``sgd``: momentum, weight decay on all parameters. ``adamw``: decoupled weight decay.
-    ``muon``: Muon for all kernels, as matrices whose last axis is the output, with updates of the
-    RMS that AdamW's have, so that one rate serves both; AdamW with Nesterov's momentum
-    for the rest, tables included.
+    ``muon``: Muon for all kernels, as matrices whose last axis is the output, and for each block's
+    matrices ``(out, in)`` of a decoder, low-rank factors included; AdamW with Nesterov's momentum
+    for the rest, tables included. The momentum ``M = U S V'`` moves an ``m x n`` matrix by the RMS
+    that AdamW's updates have, so that one rate serves both:
+
+    .. math:: W \leftarrow W - 0.2\,\eta\,\sqrt{\max(m, n)}\; U V^\top
 
     Raises:
       ValueError: as `rate_of` and `of_stage`; if an own function returns no optimizer.
@@ -88,7 +92,7 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
     if c.name == 'muon':
         return optax.contrib.muon(
             rate, weight_decay=c.weight_decay, adam_weight_decay=c.weight_decay,
-            muon_weight_dimension_numbers=_kernels, consistent_rms=MUON_RMS,
+            muon_weight_dimension_numbers=_matrices, consistent_rms=MUON_RMS,
         )  # fmt: skip
     if c.name == 'sgd':
         return optax.chain(optax.add_decayed_weights(c.weight_decay), optax.sgd(rate, c.momentum))
@@ -194,12 +198,20 @@ def _close(a: Any, b: Any) -> bool:
     return all(np.allclose(x, y, rtol=1e-5, atol=0, equal_nan=True) for x, y in pairs)
 
 
-def _kernels(params: Any) -> Any:
-    """Of each kernel the axes of its matrix, of any other parameter None."""
+def _matrices(params: Any) -> Any:
+    """Of each matrix its axes, of any other parameter None.
+
+    A ``kernel`` is one matrix, whose last axis is the output. Under ``layers``, where
+    `jaxmp.models.decoder` stacks the blocks of a stage, an array of three axes is one matrix
+    ``(out, in)`` per block; two axes are vectors, such as scales.
+    """
 
     def axes(path: Any, a: Any) -> Any:
-        if jax.tree_util.keystr(path[-1:], simple=True) != 'kernel' or a.ndim < 2:
-            return None
-        return optax.contrib.MuonDimensionNumbers(tuple(range(a.ndim - 1)), a.ndim - 1)
+        names = jax.tree_util.keystr(path, simple=True, separator='.').split('.')
+        if names[-1] == 'kernel' and a.ndim >= 2:
+            return optax.contrib.MuonDimensionNumbers(tuple(range(a.ndim - 1)), a.ndim - 1)
+        if 'layers' in names[:-1] and names[-1] in STACKED and a.ndim == 3:
+            return optax.contrib.MuonDimensionNumbers(2, 1)
+        return None
 
     return jax.tree.map_with_path(axes, params)
