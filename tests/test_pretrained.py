@@ -7,6 +7,7 @@ import urllib.error
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
@@ -30,6 +31,7 @@ from jaxmp.training import (
     fingerprint,
     language_model,
     loop,
+    masters,
     task,
     trained,
 )
@@ -325,7 +327,7 @@ def test_forms_of_what_is_trained():
 
 
 def test_what_is_not_trained_may_have_16_bits(tmp_path):
-    """Trained parameters, the residual stream and the messages stay float32."""
+    """Low-rank updates, the residual stream and the messages stay float32."""
     folder = tiny(tmp_path)
     made = task.task_of(small(folder, train='lora(2)', param_dtype='bfloat16'))
     variables = [made.read(s, jax.random.key(0)) for s in range(2)]
@@ -342,6 +344,55 @@ def test_what_is_not_trained_may_have_16_bits(tmp_path):
     wanted = logits(wide.stages, [wide.read(s, jax.random.key(0)) for s in range(2)], x)
     error = np.abs(logits(made.stages, variables, x) - wanted).max() / np.abs(wanted).max()
     assert 0 < error < 0.02
+
+
+def test_parameters_in_16_bits_are_float32_copies_rounded():
+    """To the bit those of AdamW in float32 whose gradients are taken at the rounded parameters."""
+    start = {'a': jax.random.normal(jax.random.key(0), (6, 5)), 'lora_a': jnp.ones(3)}
+    narrow = {'a': start['a'].astype(jnp.bfloat16), 'lora_a': start['lora_a']}
+    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    loss = lambda p: sum(jnp.sum(jnp.sin(3 * a) ** 2) for a in p.values())
+    gradient = jax.jit(jax.grad(loss))  # the rest is not compiled, which could join two roundings
+    both = masters.with_masters(plain)
+    params, wide = narrow, jax.tree.map(lambda a: a.astype(jnp.float32), narrow)
+    state, wide_state = both.init(params), plain.init(wide)
+    assert list(state.masters) == ["['a']"]  # what has float32 already needs no copy
+    for _ in range(50):
+        rounded = jax.tree.map(lambda a, p: a.astype(p.dtype), wide, narrow)
+        widened = jax.tree.map(lambda g: g.astype(jnp.float32), gradient(rounded))
+        updates, wide_state = plain.update(widened, wide_state, wide)
+        wide = optax.apply_updates(wide, updates)
+        updates, state = both.update(gradient(params), state, params)
+        params = optax.apply_updates(params, updates)
+        for name, a in params.items():
+            assert a.dtype == narrow[name].dtype
+            np.testing.assert_array_equal(a, wide[name].astype(a.dtype))
+    moved = np.asarray(params['a'] != narrow['a'])
+    assert moved.mean() > 0.5  # though no step was half the distance to the next number
+    changed = {**params, 'a': params['a'] + 1}  # by an exchange of replicas
+    _, state = both.update(jax.tree.map(jnp.zeros_like, changed), state, changed)
+    np.testing.assert_allclose(state.masters["['a']"], changed['a'].astype(np.float32), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_training_in_16_bits_is_that_in_float32_but_for_rounding(tmp_path):
+    """Also its checkpoint, its export, and a table of two stages."""
+    folder = tiny(tmp_path / 'base')
+    losses, dtypes = {}, {}
+    for dtype in ('float32', 'bfloat16'):
+        run = tmp_path / dtype
+        for epochs in (1, 3):  # the second goes on from a checkpoint
+            config = small(folder, train='all', param_dtype=dtype, epochs=epochs, lr=3e-3)
+            config.optimizer.schedule = 'constant'
+            summary = loop.train_and_evaluate(config, run, quiet=True, draw=False)
+        losses[dtype] = np.array(summary['history']['train']['loss'])
+        stored = load_file(run / 'model' / 'model-00001-of-00002.safetensors')
+        dtypes[dtype] = {a.dtype.name for a in stored.values()}
+    assert dtypes == {d: {d} for d in losses}
+    assert losses['float32'][0] - losses['float32'][-1] > 0.05
+    np.testing.assert_allclose(losses['bfloat16'], losses['float32'], atol=0.02)
+    at_once = loop.train_and_evaluate(config, tmp_path / 'one', quiet=True, draw=False)
+    assert at_once['history']['train']['loss'] == losses['bfloat16'].tolist()
 
 
 # GGUF.

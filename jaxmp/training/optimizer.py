@@ -13,6 +13,7 @@ import optax
 
 from jaxmp.config import KEYS, Config
 from jaxmp.plugins import called
+from jaxmp.training.masters import with_masters
 from jaxmp.training.points import points_of, steps_of
 
 MUON_RMS = 0.2  # of an update of Adam; Muon is Scalable for LLM Training, arXiv 2502.16982
@@ -73,7 +74,7 @@ def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Calla
 
 
 def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
-    r"""The optimizer of one stage's parameters.
+    r"""The optimizer of one stage's parameters; where those have 16 bits, with float32 copies.
 
     ``sgd``: momentum, weight decay on all parameters. ``adamw``: decoupled weight decay.
     ``muon``: Muon for all kernels, as matrices whose last axis is the output, and for each block's
@@ -86,7 +87,15 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
     Raises:
       ValueError: as `rate_of` and `of_stage`; if an own function returns no optimizer.
     """
-    c, rate = config.optimizer, rate_of(config, epoch_steps)
+    name, whole = config.optimizer.name, _whole(config, rate_of(config, epoch_steps))
+    if config.model.param_dtype != 'float32':
+        whole = with_masters(whole)
+    return of_stage(whole, name) if ':' in name else whole
+
+
+def _whole(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTransformation:
+    """The optimizer that ``config.optimizer`` names, as that of one tree of parameters."""
+    c = config.optimizer
     if c.name == 'adamw':
         return optax.adamw(rate, weight_decay=c.weight_decay)
     if c.name == 'muon':
@@ -102,7 +111,7 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
             f'config.optimizer.name={c.name!r} returned {type(chosen).__name__}; it must be '
             f'{KEYS["optimizer.name"].own}'
         )
-    return of_stage(chosen, c.name)
+    return chosen
 
 
 class WholeNorm(NamedTuple):

@@ -74,7 +74,7 @@ def task_of_checkpoint(config: Config) -> Task:
         pretrained.copy_companions(checkpoint.place, root)
 
     def dtype(path: trained.Path) -> Any:
-        return jnp.float32 if choice.select(path) else jnp.dtype(c.param_dtype)
+        return jnp.float32 if path[-1] in pretrained.LOW_RANK else jnp.dtype(c.param_dtype)
 
     # The stages of one process have one table, unless a step donates it and returns two.
     table = None if choice.select(decoder.TABLE.path) else {}
