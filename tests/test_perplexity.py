@@ -1,5 +1,6 @@
 """Perplexity of a text by codec: of a checkpoint that was not trained here, and the command."""
 
+import functools
 import json
 
 import jax
@@ -12,7 +13,7 @@ from jaxmp.data.tokenizer import byte_level
 from jaxmp.models import gpt2, weights
 from jaxmp.models.layers import next_token_nats
 from jaxmp.pipeline import pipeline
-from jaxmp.training import crosstest, generate, language_model, perplexity
+from jaxmp.training import crosstest, generate, language_model, perplexity, sampling
 from jaxmp.wire import Ctx
 from tests.test_decoder import opened, save
 from tests.test_pretrained import tiny
@@ -145,5 +146,26 @@ def test_a_gpt2_is_tested_too_and_has_no_cache(tmp_path):
     found = perplexity.scores(model, BLOCKS, channels, 4)['raw'].nats
     y = stages[0].apply(own, jnp.asarray(BLOCKS))
     np.testing.assert_allclose(found, next_token_nats(y, BLOCKS).mean(1), rtol=1e-4)
-    with pytest.raises(SystemExit, match='is a checkpoint of a GPT-2, whose stages keep no cache'):
-        generate.main([str(tmp_path), '--tokenizer=bytes'])
+
+
+def test_a_gpt2_continues_prompts_without_a_cache(tmp_path, capsys):
+    """By the likeliest token of the text so far, computed anew."""
+    stages = gpt2.gpt2(gpt2.Config(256, 12, width=8, blocks=2, heads=2), 1)
+    own = stages[0].init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    own = jax.tree.map(lambda a: 8 * a, own)  # so that tokens vary
+    weights.write(str(tmp_path), stages, [own])
+    words = [str(tmp_path), '--tokenizer=bytes', '--temperature=0']
+    generate.main([*words, '--tokens=5', '--prompt', 'ab', 'xyz'])
+    model = language_model.open_language_model(str(tmp_path), tokenizer='bytes')
+    rows = [list(b'ab'), list(b'xyz')]
+    greedy = functools.partial(generate.choose, temperature=0)
+    for i, token in sampling.continuations(sampling.reader_of(model), rows, 5, greedy):
+        rows[i] += [] if token is None else [token]
+    for row, start in zip(rows, (2, 3), strict=True):
+        likeliest = stages[0].apply(own, jnp.asarray([row[:-1]]))[0].argmax(-1)
+        np.testing.assert_array_equal(row[start:], likeliest[start - 1 :])
+        assert len(set(row[start:])) > 1
+    written = [bytes(row).decode(errors='replace') + '\n' for row in rows]
+    assert capsys.readouterr().out == ''.join(written)
+    with pytest.raises(SystemExit, match='and --tokens=10 are more than the 12 positions of'):
+        generate.main([*words, '--tokens=10', '--prompt', 'xyz'])

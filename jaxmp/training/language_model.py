@@ -148,7 +148,10 @@ def _of_checkpoint(path: str, count: int, cuts: Sequence[int], tokenizer: str) -
     return LanguageModel(
         (name.resolve().name if name.exists() else path), stages, variables, words,
         stops=_stops(words, place) | _ends(checkpoint.described),
-        positions=int(checkpoint.described.get('max_position_embeddings') or 0),
+        positions=int(
+            checkpoint.described.get('max_position_embeddings')
+            or getattr(getattr(stages[0], 'config'), 'positions', 0)  # noqa: B009 - of a GPT-2
+        ),
     )  # fmt: skip
 
 

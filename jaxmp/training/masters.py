@@ -51,13 +51,13 @@ def with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTrans
         wide = jax.tree.map(_wide, params)
         return Masters(_narrow(wide, params), optimizer.init(wide))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Masters]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Masters]:
         def before(path: Any, p: Array) -> Array:
             master = state.masters.get(jax.tree_util.keystr(path), p)
             return jnp.where(_rounded(master, p.dtype) == p, master, _wide(p))
 
         wide = jax.tree.map_with_path(before, params)
-        updates, inner = optimizer.update(jax.tree.map(_wide, grads), state.state, wide)
+        updates, inner = optimizer.update(jax.tree.map(_wide, updates), state.state, wide)
         after = optax.apply_updates(wide, updates)
 
         def moved(update: Array, master: Array, p: Array) -> Array:  # p + this is the rounded copy

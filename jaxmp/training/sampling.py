@@ -1,7 +1,7 @@
 """Tokens that continue prompts, one for each prompt per step, with a cache or a window.
 
 A `Reader` is a model that has read some tokens. A decoder's keeps keys and values, so that a step
-computes one position. That of stages without a cache computes a window of the last tokens again.
+computes one position. Those of stages without a cache compute all tokens again, or a window.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Reader(NamedTuple):
 
 def reader_of(model: LanguageModel, cuts: tuple[Boundary, ...] | None = None) -> Reader:
     """The reader of a model whose boundaries are ``cuts``, which have no state; None: open."""
-    return cached(model, cuts) if model.cached else windowed(model, cuts)
+    if model.cached:
+        return cached(model, cuts)
+    return windowed(model, cuts) if model.before else again(model)
 
 
 def cached(model: LanguageModel, cuts: tuple[Boundary, ...] | None = None) -> Reader:
@@ -87,6 +89,34 @@ def windowed(model: LanguageModel, cuts: tuple[Boundary, ...] | None = None) -> 
     def score(window: State, tokens: Tokens, key: Array) -> tuple[Array, State]:
         window = read(window, tokens, key)
         return scores(variables, window, key), window
+
+    return Reader(start, read, score)
+
+
+def again(model: LanguageModel) -> Reader:
+    """The reader of a checkpoint without a cache: each step computes the whole text again.
+
+    All texts stand at the start of rows of one length, so that one program is compiled. A token
+    sees only those before it, so what fills the rest makes no difference.
+    """
+    pipe, variables = _pipeline(model, None)
+
+    @jax.jit
+    def scores(variables: Any, rows: Tokens, last: Array, key: Array) -> Array:
+        logits, _ = _apply(pipe, variables, rows, key, False)
+        return jax.lax.dynamic_index_in_dim(logits, last, 1, keepdims=False)
+
+    def start(batch: int, length: int) -> State:
+        return jnp.zeros((batch, length), jnp.int32), 0
+
+    def read(state: State, tokens: Tokens, key: Array) -> State:
+        rows, count = state
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, tokens, count, 1)
+        return rows, count + tokens.shape[1]
+
+    def score(state: State, tokens: Tokens, key: Array) -> tuple[Array, State]:
+        rows, count = read(state, tokens, key)
+        return scores(variables, rows, jnp.int32(count - 1), key), (rows, count)
 
     return Reader(start, read, score)
 
