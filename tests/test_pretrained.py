@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import signal
 import urllib.error
 
 import jax
@@ -35,7 +37,8 @@ from jaxmp.training import (
     task,
     trained,
 )
-from tests.runs import config_of
+from tests.runs import LAUNCH, config_of, pids, records, text_of, wait_for_steps
+from tests.runs import start as start_run
 from tests.test_decoder import (
     CASES,
     GOLDEN,
@@ -176,6 +179,40 @@ def test_updates_over_two_replicas_are_exchanged_alone_and_equal_the_joined_batc
     adapters = sum(adapter.nbytes for adapter in a.values())
     assert shared['exchange']['compiled'] == {'all-reduce': adapters}
     assert shared['exchange']['sent'] == adapters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('train', ['lora(2)', 'all'])
+def test_two_processes_one_of_them_killed_end_like_two_that_were_not(tmp_path, train):
+    """kill -9 in the middle, then the same command: records, parameters and bytes are equal."""
+    changes = {'path': str(tiny(tmp_path / 'model')), **SHORT, 'train': train, 'epochs': 2}
+    changes |= {'fwd': 'outliers(mx(4))', 'bwd': 'ef21(top_k(0.1))', 'runtime': 'mpmd'}
+    changes |= {'eval_every': '3 steps', 'checkpoint_every': '2 steps'}
+    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+    run = lambda workdir: start_run(workdir, *LAUNCH, name='finetune', **changes)
+    out, code = text_of(run(whole))
+    assert code == 0, out[-2000:]
+    process = run(cut)
+    wait_for_steps(process, cut, 4)
+    os.kill(pids(cut, 1)[0], signal.SIGKILL)
+    out, code = text_of(process)
+    assert code == 137, out[-2000:]
+    assert len(records(cut)) < len(records(whole))
+    out, code = text_of(run(cut))
+    assert code == 0, out[-2000:]
+    assert 'resuming from step' in out
+    assert records(cut) == records(whole)
+    a, b = (json.loads((w / 'summary.json').read_text()) for w in (whole, cut))
+    assert a['processes'] == 2
+    same = ('bytes', *(['tied'] if train == 'all' else []))
+    assert [a[k] for k in same] == [b[k] for k in same]
+    written = sorted(p.name for p in (whole / 'model').glob('*.safetensors'))
+    for name in written:
+        one, other = (load_file(w / 'model' / name) for w in (whole, cut))
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    adapters = ['adapter_model.safetensors']
+    shards = ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    assert written == (shards if train == 'all' else adapters)
 
 
 def test_merged_updates_give_the_same_logits(tmp_path):
