@@ -142,10 +142,10 @@ KEYS: Mapping[str, Key] = {
         words=('constant', 'cosine', 'linear', 'wsd'),
         own='make(config, steps_per_epoch) -> step -> rate'),
     'optimizer.warmup': Key(
-        '0 steps', "in which the rate rises from 0: '100 steps', '1 epoch' or '3%' of the run",
+        '0 steps', "over which the rate rises from 0: '100 steps', '1 epoch' or '3%' of the run",
         length=True),
     'optimizer.decay': Key(
-        '20%', 'in which the rate of wsd falls to 0 at the end; before, it is constant', 1,
+        '20%', 'over which the rate of wsd falls to 0 at the end; before, it is constant', 1,
         length=True, schedule='wsd'),
     'optimizer.cosine_epochs': Key(
         0, 'half a period of schedule=cosine, which then moves by epochs; 0: the run, by steps'),
@@ -183,10 +183,10 @@ KEYS: Mapping[str, Key] = {
         'off', 'errors and feedback norms at the boundaries, before each test',
         words=('off', 'epochs'), idle=True, free=True),
     'eval_every': Key(
-        1, "of a test, a number of epochs, '500 steps' or '10%' of the run; one is at the end", 1,
+        1, "how often it is tested: a number of epochs, '500 steps' or '10%' of the run", 1,
         length=True, free=True),
     'checkpoint_every': Key(
-        1, "likewise, of a checkpoint", 1, length=True, idle=True, free=True),
+        1, 'how often it is saved, likewise', 1, length=True, idle=True, free=True),
 }  # fmt: skip
 FREE = frozenset(name for name, key in KEYS.items() if key.free)
 IDLE = frozenset(name for name, key in KEYS.items() if key.idle)

@@ -93,6 +93,23 @@ def test_a_run_that_is_killed_inside_an_epoch_ends_like_another(
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
+def test_a_killed_run_ends_like_another_where_the_steps_to_a_point_are_one_program(
+    tmp_path, monkeypatch
+):
+    """As on an accelerator, which looks for a signal at points alone."""
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    config = small(**RANDOM, **INSIDE)
+    trainer = loop.prepare(config, loop.ProcessGroup())
+    assert trainer.scans
+    loop.train_and_evaluate(config, tmp_path / 'whole', trainer=trainer, quiet=True)
+    for at, saved in ((-1, 4), (5, 4), (8, 6), (11, 9)):
+        interrupted(monkeypatch, config, tmp_path / 'cut', trainer, at)
+        assert (tmp_path / 'cut' / 'checkpoints' / str(saved)).is_dir()
+    loop.train_and_evaluate(config, tmp_path / 'cut', trainer=trainer, quiet=True)
+    assert records(tmp_path / 'cut') == records(tmp_path / 'whole')
+
+
 def test_where_a_run_is_tested_changes_nothing_of_it(tmp_path):
     """By steps, in other pieces, it is the run by epochs; its loss is the mean since a test."""
     by_epochs = loop.train_and_evaluate(small(epochs=2), tmp_path / 'a', quiet=True)
