@@ -111,7 +111,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, text, before):
     os.kill(pids(cut, 1)[0] if before else process.pid, signal.SIGKILL)
     out, code = text_of(process)
     assert code == (137 if before else -signal.SIGKILL), out[-2000:]
-    assert not before or 'lost connection to process 1 (replica 1)' in out
+    assert not before or 'stopped: process 1 (replica 1) has lost its connection' in out
     assert len(records(cut)) < len(records(whole)) == 9
     out, code = text_of(run_(cut))
     assert code == 0, out[-2000:]

@@ -233,15 +233,18 @@ def test_a_cause_ends_all(run):
     assert f'the run has ended: {text}' in run.said
 
 
-def test_the_cause_is_the_first_one(run):
+@pytest.mark.parametrize('follows', [False, True])
+def test_the_cause_is_the_first_one(run, follows):
     """Of a process that is lost where nobody may come in its place, and of what follows from it."""
     a, b = run.groups(TWO._replace(back=0.0))
 
     def fails():
         try:
-            b.receive(0, (1, 'x'))
+            if not follows:
+                b.receive(0, (1, 'x'))
         except (ViewChangedError, ProcessGroupError) as error:
             b.fail(f'an error that follows: {error}')
+        b.fail('a collective of another library has ended', follows)
         return b.peer._error
 
     a.peer._sockets.drop(a.peer._control)

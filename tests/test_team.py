@@ -24,10 +24,11 @@ from jaxmp.data import Dataset, Split
 from jaxmp.net import address, connect, guard
 from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.connect import Address, names_of
-from jaxmp.net.group import ProcessGroup
+from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.views import Terms
 from jaxmp.runtimes import world
 from jaxmp.training import agreement, elastic, loop, parallel
+from jaxmp.training import together as together_
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.fingerprint import fingerprint, own_files
 from jaxmp.training.loop import process_group_of
@@ -203,6 +204,25 @@ def test_a_port_in_use_is_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         launch.main(['--processes=2', '--port=65535', '--', 'true'])
     assert 'give a port from 1 to 65534' in capsys.readouterr().err
+
+
+def test_only_steps_that_have_compiled_are_expected_soon(three):
+    """Of five steps the first may take as long as it likes, and the rest the time of the terms."""
+    group, limits = three[0], []
+
+    def steps(g):
+        for n in range(5):
+            limits.extend([(g.peer._phase, g.peer._limit)] if g is group else [])
+            yield n, {'loss': float(n)}
+
+    def run(g):
+        with g.phase('starting'):
+            rows = list(together_.together(g, steps(g), (5, ['loss']), lambda: False, lambda v: v))
+        return [list(values['loss']) for _, values, _ in rows]
+
+    assert together(*(lambda g=g: run(g) for g in three))[0][0] == [0.0]
+    assert limits[0] == ('starting', LONG)
+    assert {*limits[1:]} == {('training', 20.0)}
 
 
 def text_data(seed, length=40):

@@ -136,13 +136,10 @@ class ProcessGroup:
         with self.peer.phase(name, seconds) if self.peer else contextlib.nullcontext():
             yield
 
-    def fail(self, cause: str) -> None:
-        """Ends all members with ``cause``; does nothing in a single process.
-
-        If the error follows from the failure of another process, that cause is reported instead.
-        """
+    def fail(self, cause: str, follows: bool = False) -> None:
+        """Ends all members with ``cause``; see `Peer.fail`. It does nothing in a single process."""
         if self.peer:
-            self.peer.fail(cause)
+            self.peer.fail(cause, follows)
 
     def close(self) -> None:
         """Waits for all members, and leaves."""

@@ -207,13 +207,16 @@ class Peer:
         finally:
             del self._waits[number]
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, follows: bool = False) -> None:
         """Ends the run for all, with the cause; returns when they are told.
 
-        Where a view has ended and no other will begin, that cause comes first.
+        Args:
+          why: the cause.
+          follows: whether that may follow from another process's end, which is then the cause.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._inside, 2 * BEAT)
+            first = lambda: self._error or (self._inside and not follows)
+            self._changed.wait_for(first, GRACE + 2 * BEAT)
         self._do(lambda: put(self._control, {'kind': 'fail', 'why': why}))
         with self._changed:
             self._changed.wait_for(lambda: self._error, LEAVING)

@@ -168,7 +168,8 @@ def run(argv: list[str]) -> None:
         group.close()
     except BaseException as error:
         said = expected(error)
-        group.fail(said or one_line(error)[:300])
+        collective = isinstance(error, jax.errors.JaxRuntimeError)  # which lost its other end
+        group.fail(said or one_line(error)[:300], follows=collective)
         if said is None:
             raise
         sys.excepthook = lambda *_: None  # for threads that a library has left
