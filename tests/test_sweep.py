@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxmp import spec
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
 from jaxmp.sweep import runner, study
@@ -147,6 +148,21 @@ def test_rows_on_which_an_open_verdict_hangs_have_more_seeds():
 
     assert seeds('converged', 'top10') == [*range(8)]
     assert seeds('converged', 'top20') == seeds('mnist', 'top10') == [*range(5)]
+
+
+def test_a_pretrained_model_has_rows_of_its_own():
+    found = study.study_of('paper_tables').get_study('pretrained', (5,))
+    rows = {c.name: c for seed, c in found if seed == 0}
+    assert len(found) == 3 * len(rows)
+    assert {'gpt2-none', 'nvfp4', 'best-2.3', 'lora-best-2.3', 'twice-aqsgd-2'} <= {*rows}
+    for c in rows.values():
+        assert c.data.train_examples * c.epochs * c.data.sequence_length == 102_400
+        names = {'examples': c.data.train_examples}
+        assert spec.parse(c.fwd, names)
+        assert spec.parse(c.bwd, names)
+    assert {c.model.train for c in rows.values()} == {'no_table', 'lora(8)'}
+    with pytest.raises(ValueError, match='the scale pretrained is of a language model, Table 5'):
+        study.study_of('paper_tables').get_study('pretrained', (1,))
 
 
 def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
