@@ -175,6 +175,9 @@ KEYS: Mapping[str, Key] = {
         free=True),
     'parallel.link_delay': Key(
         0.0, 'ms that each message takes besides', runtime='mpmd', free=True),
+    'parallel.send_once': Key(
+        True, 'send what frozen stages give of an example once; its receiver keeps it on disk',
+        runtime='mpmd', free=True),
     'parallel.profile': Key(
         False, 'measure where the time of one step went, stage by stage', runtime='mpmd',
         idle=True, free=True),

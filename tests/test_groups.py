@@ -1,6 +1,7 @@
 """Groups of parameters: cut and joined, frozen ones left as they are, copies held together."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -39,11 +40,11 @@ class Layer(nn.Module):
         return jnp.tanh(x @ (p['shared'] + p['kernel']) + p['bias'])
 
 
-def but_kernels(path):
+def but_kernels(stage, path):
     return path != ('kernel',)
 
 
-def biases(path):
+def biases(stage, path):
     return path == ('bias',)
 
 
@@ -146,11 +147,11 @@ class Fixed(nn.Module):
         return jnp.tanh(x @ self.param('kernel', lambda key: jnp.asarray(NUMBERS['kernel'])))
 
 
-def first_is_frozen(runtime, **parallel):
+def first_is_frozen(runtime, changes=None, fwd='raw', **parallel):
     """An epoch of three stages, of which the first is frozen: trainer, losses, state."""
-    config_ = settings(runtime, fwd='raw', bwd='uniform(8)', optimizer={'momentum': 0.9})
+    config_ = settings(runtime, fwd=fwd, bwd='uniform(8)', optimizer={'momentum': 0.9})
     config_.parallel.update(num_microbatches=2, **parallel)
-    three = task()._replace(stages=(Fixed(), Layer(), Layer()), tied=None)
+    three = task()._replace(stages=(Fixed(), Layer(), Layer()), tied=None, **(changes or {}))
     made = loop.prepare(config_, ProcessGroup(), three)
     *_, (state, values, _) = made.epoch(0, made.create(), np.arange(12))
     return made, values['loss'][-1], state
@@ -181,8 +182,68 @@ def test_below_what_is_trained_no_gradient_is_made_or_sent(runtime, parallel):
         assert not kinds & {(0, 'B'), (0, 'W')}
 
 
+@pytest.mark.parametrize('fwd', ['raw', 'per_sample(uniform(8))', 'top_k(0.5, values=fp16)'])
+def test_what_frozen_stages_give_is_sent_once(fwd):
+    """From the second epoch on it costs no bytes, and no number changes."""
+    orders = [np.random.default_rng(epoch).permutation(12) for epoch in range(3)]
+    ends = []
+    for once in (True, False):
+        made, *_ = first_is_frozen('mpmd', fwd=fwd, send_once=once)
+        state, losses, sent = made.create(), [], [made.training.payload().copy()]
+        if once:
+            made.training.drivers[0].kept.seen.fill(False)  # of the epoch before
+        for epoch, order in enumerate(orders):
+            for after, values, _ in made.epoch(epoch, state, order):
+                state = after
+                losses.append(float(np.ravel(values['loss'])[-1]))
+            sent.append(made.training.payload().copy())
+        ends.append((losses, jax.tree.leaves(state.model.params), np.diff(sent, axis=0)))
+    (losses, params, sent), (always, others, full) = ends
+    assert losses == always
+    jax.tree.map(np.testing.assert_array_equal, params, others)
+    np.testing.assert_array_equal(sent[0], full[0])
+    assert full[1, 0, 0] > 0
+    for epoch in (1, 2):
+        np.testing.assert_array_equal(sent[epoch], full[epoch] * [[0, 1], [1, 1]])
+
+
+def noised(x, key):
+    return x if key is None else x + jax.random.normal(key)
+
+
+class Noisy(Fixed):
+    """One that drops some of its output in training."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dropout(0.5, deterministic=not train)(super().__call__(x, train))
+
+
+@pytest.mark.parametrize(
+    ('fwd', 'changes', 'reason'),
+    [
+        ('ef(top_k(0.5))', {}, r'ef\(top_k\(0.5\)\) has a state'),
+        ('qsgd(4)', {}, r'qsgd\(4\) is random'),
+        (
+            'uniform(8)',
+            {},
+            r'depends on the others of its micro-batch; per_sample\(unif',
+        ),
+        ('raw', {'stages': (Noisy(), Layer(), Layer())}, 'a stage before boundary 1 is random'),
+        ('raw', {'prepare': noised}, 'the input or a stage b'),
+    ],
+)
+def test_what_changes_is_sent_each_time(fwd, changes, reason):
+    config_ = settings('mpmd', fwd=fwd, bwd='raw')
+    three = task()._replace(**{'stages': (Fixed(), Layer(), Layer()), 'tied': None, **changes})
+    exp = loop.prepare(config_, ProcessGroup(), three).exp
+    assert exp.first == 1
+    assert exp.kept == 0
+    assert re.search(f'^sends activations of frozen stages each time: .*{reason}', exp.sending)
+
+
 def test_a_model_of_which_nothing_is_trained_is_refused():
-    nothing = task(lambda path: path == ('scale',))._replace(tied=None)
+    nothing = task(lambda stage, path: path == ('scale',))._replace(tied=None)
     with pytest.raises(ValueError, match='none of the parameters of 2 stages is trained; select'):
         experiment.experiment_of(settings(), nothing)
 
@@ -216,7 +277,7 @@ def test_members_share_what_is_trained(tmp_path):
 
 def test_parts_of_replicas_are_put_back():
     tied = groups.Group((0, 1), TiedParameter(('wte',)).selects, 2, optax.sgd(0.1), exchange.mean)
-    some = (tied, *groups.rest(2, optax.sgd(0.1), exchange.mean, lambda path: path[0] != 'kept'))
+    some = (tied, *groups.rest(2, optax.sgd(0.1), exchange.mean, lambda s, path: path[0] != 'kept'))
     row = lambda n: {'wte': n, 'kept': {'x': 10 * n}, 'h': {'x': n, 'empty': {}}}
     trees = {1: ByReplica({0: row(1), 2: row(2)})}
     parts = groups.split(some, trees)

@@ -215,6 +215,26 @@ def test_two_processes_one_of_them_killed_end_like_two_that_were_not(tmp_path, t
     assert written == (shards if train == 'all' else adapters)
 
 
+@pytest.mark.slow
+def test_two_processes_send_what_a_frozen_stage_gives_once(tmp_path):
+    """Two epochs of a decoder of which the second stage is trained: half of the bytes forward."""
+    changes = {'path': str(tiny(tmp_path / 'model')), **SHORT, 'train': 'stage1.layers.*'}
+    changes |= {'epochs': 2, 'fwd': 'per_token(uniform(4))', 'runtime': 'mpmd'}
+    ends = {}
+    for once in (True, False):
+        workdir = tmp_path / str(once)
+        words = {**changes, 'parallel.send_once': once}
+        out, code = text_of(start_run(workdir, *LAUNCH, name='finetune', **words))
+        assert code == 0, out[-2000:]
+        assert ('sends 24 examples once, which stage 1 keeps on disk' in out) == once
+        ends[once] = json.loads((workdir / 'summary.json').read_text()), records(workdir)
+    (once, own), (always, others) = ends[True], ends[False]
+    assert own == others
+    (row,), (full,) = once['moved'], always['moved']
+    assert [2 * n for n in row['payload']] == full['payload']
+    assert full['payload'][0] > full['payload'][1] == 0
+
+
 def test_merged_updates_give_the_same_logits(tmp_path):
     config = small(tiny(tmp_path / 'base'), train='lora(2)', merge=True)
     made = task.task_of(config)
@@ -286,7 +306,7 @@ def test_a_task_gives_the_variables_of_a_stage_itself(tmp_path):
 def test_patterns_name_what_is_trained(tmp_path):
     made = task.task_of(small(tiny(tmp_path), train='*norm*, embed*, layers.mlp.*'))
     paths = [p for s in made.stages for p in pretrained.shapes(s)]
-    chosen = {'.'.join(p) for p in paths if made.trained(p)}
+    chosen = {'.'.join(p) for p in paths if made.trained(0, p)}
     assert 'layers.self_attn.q_proj.weight' not in chosen
     assert {'norm.weight', 'embed_tokens.weight', 'layers.mlp.up_proj.weight'} < chosen
     assert made.copied is not None
@@ -294,7 +314,7 @@ def test_patterns_name_what_is_trained(tmp_path):
     config = small(tiny(tmp_path / 'apart', tie_word_embeddings=False), train='no_table')
     made = task.task_of(config)
     assert made.tied is None
-    assert not made.trained(('lm_head', 'weight'))
+    assert not made.trained(1, ('lm_head', 'weight'))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jaxmp.runtimes.kept import Kept
 from jaxmp.runtimes.links import Lane, wait
 from jaxmp.runtimes.placement import Device, is_here
 from jaxmp.runtimes.schedule import Action, Message, Task, check, messages, size
@@ -62,6 +63,7 @@ class Driver:
       num_microbatches: M.
       first: number of the first stage that runs backwards.
       sending: messages of the last step that may still be on their way.
+      kept: messages to the stage ``first`` that need not be sent again, or None.
       measured: a list to which every action is added as it ran, with the times of
         `time.monotonic`. Each device then has a thread, which waits for the end of every action;
         no number changes. None measures nothing.
@@ -75,6 +77,7 @@ class Driver:
     num_microbatches: int = 1
     first: int = 0
     sending: list[Future[Any]] = field(default_factory=list)
+    kept: Kept | None = None
     measured: list[Action] | None = None
 
     @functools.cached_property
@@ -84,10 +87,18 @@ class Driver:
         sent = [m for m in sent_by(self.actions, self.first) if here & {m.source, m.target}]
         return [a for a in self.actions if a.stage in here], sent
 
-    @functools.cached_property
-    def moved(self) -> Traffic:
+    def left(self, known: Collection[int]) -> tuple[list[Action], list[Message]]:
+        """`order` without what leads to messages to the stage ``first`` that are kept."""
+        actions, sent = self.order
+        idle = lambda stage, m: stage < self.first and m in known
+        return (
+            [a for a in actions if not idle(a.stage, a.microbatch)],
+            [m for m in sent if not idle(m.source, m.microbatch)],
+        )
+
+    def moved(self, sent: Sequence[Message]) -> Traffic:
         """Payload bytes of a step, forward and backward, of each link that ends here."""
-        count = Counter((m.source, m.target) for m in self.order[1])
+        count = Counter((m.source, m.target) for m in sent)
         carried = lambda *edge: count[edge] * self.sizes.get(edge, 0)
         return {i: (carried(i, i + 1), carried(i + 1, i)) for i in {min(e) for e in self.lanes}}
 
@@ -113,13 +124,17 @@ class Driver:
           ValueError: if the micro-batches are not of the size the pipeline was built for.
         """
         batch = x, y, (Ctx() if ctx is None else ctx).reading(x)
-        actions, sent = self.order
+        ids = np.asarray(batch[2].ids)
+        known = self.kept.known(ids) if self.kept else frozenset()
+        actions, sent = self.left(known)
         split = lambda s: {a.microbatch for a in actions if a.stage == s and a.kind == 'W'}
         frozen = {s: Reader(p, states[s]) for s, p in self.stages.items() if s < self.first}
         workers = frozen | {
             s: Worker(p, states[s], split(s)) for s, p in self.stages.items() if s >= self.first
         }
-        self._run(actions, sent, workers, batch)
+        self._run(actions, sent, workers, batch, known)
+        if self.kept:
+            self.kept.seen[ids] = True
         n = np.float32(self.num_microbatches)
         totals = {s: w.stage.mean(w.total, n) for s, w in workers.items() if s >= self.first}
         like = lambda s: workers[s].stage.trained(workers[s].params)
@@ -131,7 +146,7 @@ class Driver:
             last.aux if last else None,
             grads,
             {s: w.state() for s, w in workers.items()},
-            self.moved,
+            self.moved(sent),
         )
 
     def predict(
@@ -185,8 +200,17 @@ class Driver:
         sent: Sequence[Message],
         workers: Mapping[int, Worker],
         batch: tuple[Any, Any, Ctx],
+        known: Collection[int] | None = None,
     ) -> None:
-        """Runs actions in order."""
+        """Runs actions in order.
+
+        Args:
+          actions: of this process.
+          sent: messages, likewise.
+          workers: of the stages here.
+          batch: inputs, targets and context.
+          known: micro-batches whose messages are kept here; None keeps and reads none.
+        """
         parts = {s: self._cut(s, batch) for s in workers}
         out, arriving = self._post(sent)
 
@@ -194,6 +218,12 @@ class Driver:
             (_, s, m, kind, *_), message = a, None
             if (coming := arriving.pop((kind, s, m), None)) is not None:
                 message = wait(coming)
+            if self.kept and known is not None and kind == 'F' and s == self.first:
+                ids = np.asarray(parts[s][m].ctx.ids)
+                if m in known:
+                    message = jax.device_put(self.kept.take(ids), self.devices[s])
+                else:
+                    self.kept.put(ids, message)
             made = self._act(a, workers[s], parts[s][m] if kind == 'F' else None, message)
             if (to := out.pop((kind, s, m), None)) is not None:
                 to.set_result(made)
@@ -263,6 +293,7 @@ def drive(
     lane: Callable[[int, int, Payload], Lane | None],
     compiler_options: Mapping[str, Any] | None = None,
     first: int = 0,
+    kept: int = 0,
 ) -> Driver:
     """The `Driver` of this process for a pipeline of unequal stages.
 
@@ -274,6 +305,7 @@ def drive(
       lane: ``(stage that sends, stage that receives, shapes of a message)`` -> the lane.
       compiler_options: those of `jax.jit`, for every program of a stage.
       first: number of the first stage that runs backwards.
+      kept: number of examples whose messages to it are kept.
 
     Raises:
       ValueError: if the schedule is broken, or stages, devices and schedule differ in number.
@@ -299,4 +331,12 @@ def drive(
             framed = lambda t: jax.ShapeDtypeStruct((1, *t.shape), t.dtype)
             lanes[a, b] = lane(a, b, jax.tree.map(framed, like))
             sizes[a, b] = nbytes(like)
-    return Driver(stages, devices, lanes, sizes, tuple(actions), microbatches, first)
+    store = None
+    if kept:
+        cut, x = programs[first].left, programs[first].x
+        assert cut, 'the first stage receives nothing'
+        framed = jax.tree.map(
+            lambda t: jax.ShapeDtypeStruct((1, *t.shape), t.dtype), cut.messages(x)[0]
+        )
+        store = Kept(kept, x.shape[0], framed if first in stages else None)
+    return Driver(stages, devices, lanes, sizes, tuple(actions), microbatches, first, kept=store)

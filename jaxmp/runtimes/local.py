@@ -22,7 +22,7 @@ from jaxmp.exchange import Collectives
 from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes.microbatch import context, cut, loop
 from jaxmp.runtimes.state import Feedback, in_dtypes
-from jaxmp.runtimes.trained import part, whole
+from jaxmp.runtimes.trained import of_stage, part, whole
 from jaxmp.runtimes.types import Batch, Model, ModelState, StepKeys
 from jaxmp.wire import widened
 
@@ -62,7 +62,7 @@ class Local:
         """See `Runtime`."""
         keys = StepKeys.of(key, batch['id'], self.via and self.via.index)
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], keys.augment)
-        trained = {s: part(self.model.trained, p) for s, p in state.params.items()}
+        trained = {s: part(of_stage(self.model.trained, s), p) for s, p in state.params.items()}
 
         def loss(params: Any, feedback: FeedbackState, model_state: Any, *at: Any) -> Any:
             m, x, y = at

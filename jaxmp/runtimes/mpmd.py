@@ -71,7 +71,9 @@ class Mpmd(OverColumns):
         self.drivers: dict[int, Driver] = {}
         for r in sorted({r for here in columns.here.values() for r in here}):
             at, own = list(columns.devices[r]), functools.partial(lane, r)
-            self.drivers[r] = drive(self.programs, at, plan, own, dict(options), model.first)
+            self.drivers[r] = drive(
+                self.programs, at, plan, own, dict(options), model.first, model.kept if train else 0
+            )
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))

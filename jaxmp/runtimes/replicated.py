@@ -25,7 +25,7 @@ from jaxmp.exchange.traffic import compiled_operands
 from jaxmp.runtimes.columns import on_all, on_one
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.state import Feedback, StageState
-from jaxmp.runtimes.trained import everything, part, whole
+from jaxmp.runtimes.trained import everything, of_stage, part, whole
 from jaxmp.runtimes.types import Batch, Model, ModelState, Step, output
 
 
@@ -140,7 +140,7 @@ class Replicated:
         trained = self.local.model.trained
         if trained is everything:
             return jax.jit(run, donate_argnums=0)
-        select = lambda keep, params: {s: part(keep, p) for s, p in params.items()}
+        select = lambda keep, params: {s: part(of_stage(keep, s), p) for s, p in params.items()}
         moved = lambda state, params: state.replace(model=state.model._replace(params=params))
         together = lambda params, fixed: {s: whole(p, fixed[s]) for s, p in params.items()}
 
@@ -150,7 +150,7 @@ class Replicated:
             return moved(state, select(trained, state.model.params)), values
 
         def bound(state: Any, *rest: Any) -> tuple[Any, Any]:
-            fixed = select(lambda path: not trained(path), state.model.params)
+            fixed = select(lambda *at: not trained(*at), state.model.params)
             state = moved(state, select(trained, state.model.params))
             state, values = compiled(state, fixed, *rest)
             return moved(state, together(state.model.params, fixed)), values

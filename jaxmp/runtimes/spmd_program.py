@@ -82,7 +82,8 @@ class SpmdProgram:
     @functools.cached_property
     def gradients(self) -> Packing:
         """Layout of the gradients, and of sums of them."""
-        return Packing([part(self.stages[0].trained, s.params) for s in self.shapes])
+        pairs = zip(self.stages, self.shapes, strict=True)
+        return Packing([part(stage.trained, s.params) for stage, s in pairs])
 
     @functools.cached_property
     def memory(self) -> FeedbackMemory:

@@ -30,7 +30,7 @@ from jaxmp.runtimes.state import (
     Residuals,
     StageState,
 )
-from jaxmp.runtimes.trained import Select, everything, part, whole
+from jaxmp.runtimes.trained import Path, Select, all_paths, everything, of_stage, part, whole
 from jaxmp.wire import Ctx, Like, Payload, like, widened
 
 Loss = Callable[[Array, Array], tuple[Array, Any]]
@@ -63,7 +63,7 @@ class StageProgram:
     loss: Loss | None
     kwargs: tuple[tuple[str, Any], ...]
     remat: bool = False
-    trained: Select = everything
+    trained: Callable[[Path], bool] = all_paths
     returns: bool = True
 
     def init(self, key: Array, draw: bool = True) -> StageState:
@@ -259,7 +259,7 @@ def programs(
       x: a micro-batch of the input, or its shape and dtype.
       kwargs: passed to every stage's ``__call__``, for example ``train=True``.
       remat: see `StageProgram`.
-      trained: likewise.
+      trained: whether the parameter of a path in a stage has a gradient.
       first: number of the first stage with trained parameters.
 
     Raises:
@@ -278,7 +278,7 @@ def programs(
     return tuple(
         StageProgram(
             s, stage, cuts[s], cuts[s + 1], shapes[s], shapes[s + 1],
-            loss if s == n - 1 else None, items, remat, trained, s > first,
+            loss if s == n - 1 else None, items, remat, of_stage(trained, s), s > first,
         )
         for s, stage in enumerate(stages)
     )  # fmt: skip

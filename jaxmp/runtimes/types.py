@@ -62,8 +62,10 @@ class Model(NamedTuple):
       x: shape and dtype of a micro-batch of the input, of one replica.
       num_microbatches: M.
       remat: whether the backward runs each stage again instead of reading its residuals.
-      trained: whether the parameter of a path in a stage's parameters has a gradient.
+      trained: whether the parameter of a stage and of a path in it has a gradient.
       first: number of the first stage with such parameters; those before it run no backward.
+      kept: number of the training examples, if what the stage ``first`` receives of each never
+        changes (`jaxmp.runtimes.kept`); 0 where it does, or is to be sent each time.
     """
 
     stages: tuple[Stage, ...]
@@ -75,6 +77,7 @@ class Model(NamedTuple):
     remat: bool = False
     trained: Select = everything
     first: int = 0
+    kept: int = 0
 
 
 class ModelState(NamedTuple):

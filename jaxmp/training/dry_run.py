@@ -42,6 +42,8 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
             console.print(table)
         for line in warnings_on_text(exp):
             console.print(f'warning: {line}', markup=False, highlight=False)
+        if exp.sending:
+            console.print(f'boundary {exp.first} {exp.sending}', markup=False, highlight=False)
     if exp.parallel.apart:
         check_residuals(exp)
         if group.index == 0:

@@ -94,7 +94,9 @@ def model_of(exp: Experiment, cuts: tuple[Boundary, ...]) -> Model:
         return scores['loss'], scores
 
     remat, x, task = exp.config.parallel.remat, microbatch_like(exp), exp.task
-    return Model(task.stages, cuts, task.prepare, loss, x, n, remat, task.trained, exp.first)
+    return Model(
+        task.stages, cuts, task.prepare, loss, x, n, remat, task.trained, exp.first, exp.kept
+    )
 
 
 def evaluation_key(key: Array, batch: int) -> Array:

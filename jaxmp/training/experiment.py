@@ -23,7 +23,7 @@ from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
 from jaxmp.pipeline import Pipeline, pipeline
-from jaxmp.runtimes.trained import everything, part
+from jaxmp.runtimes.trained import everything, of_stage, part
 from jaxmp.sinks import warnings_of
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
@@ -48,6 +48,9 @@ class Experiment(NamedTuple):
       epoch_steps: steps per epoch.
       exchange: between replicas.
       first: number of the first stage that has trained parameters, before which no gradient goes.
+      kept: number of examples that the boundary before it carries once, or 0; see
+        `jaxmp.training.unchanging`.
+      sending: what that boundary does, and why; empty where nothing before it is frozen.
     """
 
     config: Config
@@ -59,6 +62,8 @@ class Experiment(NamedTuple):
     epoch_steps: int
     exchange: Exchange
     first: int = 0
+    kept: int = 0
+    sending: str = ''
 
     @property
     def parallel(self) -> Parallel:
@@ -121,7 +126,8 @@ def first_trained(exp: Experiment) -> int:
     if select is everything:
         return 0
     params = [v.get('params', {}) for v in variables_like(exp.model, microbatch_like(exp))[0]]
-    trained = [s for s, tree in enumerate(params) if jax.tree.leaves(part(select, tree))]
+    here = lambda s, tree: jax.tree.leaves(part(of_stage(select, s), tree))
+    trained = [s for s, tree in enumerate(params) if here(s, tree)]
     if not trained:
         names = ['/'.join(path) for tree in params for path in flatten_dict(tree)]
         raise ValueError(

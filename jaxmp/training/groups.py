@@ -20,7 +20,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp.exchange import Exchange
-from jaxmp.runtimes.trained import Path, everything, whole
+from jaxmp.runtimes.trained import Path, Select, everything, of_stage, whole
 from jaxmp.runtimes.types import ByReplica, each
 from jaxmp.training.optimizer import Optimizer
 
@@ -58,7 +58,7 @@ def rest(
     stages: int,
     optimizer: Optimizer,
     exchange: Exchange,
-    trained: Callable[[Path], bool] = everything,
+    trained: Select = everything,
 ) -> Groups:
     """One group per stage, of what no earlier group has.
 
@@ -66,9 +66,10 @@ def rest(
       stages: their number.
       optimizer: of each group.
       exchange: of each group.
-      trained: the paths that are selected; what is at others is frozen.
+      trained: the stages and paths that are selected; what is at others is frozen.
     """
-    return tuple(Group((s,), trained, s, optimizer, exchange) for s in range(stages))
+    select = functools.partial(of_stage, trained)
+    return tuple(Group((s,), select(s), s, optimizer, exchange) for s in range(stages))
 
 
 def copied(groups: Groups) -> Group | None:

@@ -37,6 +37,7 @@ from jaxmp.training.summary import conclude, finish, modes, recipe
 from jaxmp.training.task import Task, stage_count
 from jaxmp.training.trackers import Callback
 from jaxmp.training.trainer import Trainer, Values
+from jaxmp.training.unchanging import with_kept
 
 
 class DivergedError(RuntimeError):
@@ -86,7 +87,7 @@ def devices(config: Config, processes: int) -> int:
 
 def prepare(config: Config, group: ProcessGroup, task: Task | None = None) -> Trainer:
     """What trains; raises ValueError or ProcessGroupError where ``config`` makes no sense."""
-    exp = experiment_of(config, task)
+    exp = with_kept(experiment_of(config, task), group)
     release_freed_pages()  # of the data as it was read
     if group.count == 1:
         check_memory(exp)
@@ -152,6 +153,8 @@ def train_and_evaluate(
                 display.say(recipe(resolved))
             for line in warnings_on_text(exp) if lead else ():
                 display.say(f'warning: {line}')
+            if exp.sending and lead:
+                display.say(f'boundary {exp.first} {exp.sending}')
             tell_resumption(display, checkpoints, workdir, done)
             probe = prober(exp) if probed(exp, group) else None
             r = Run(trainer, probe, checkpoints, records, display, seen, workdir, done)

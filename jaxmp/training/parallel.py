@@ -38,6 +38,7 @@ class Parallel:
       apart: whether stages are on devices of their own.
       skips: whether stages below all that is trained run no backward.
       spans: whether the stages of a replica may be in several processes.
+      keeps: whether what never changes is sent once.
       part: what processes divide among themselves.
     """
 
@@ -47,6 +48,7 @@ class Parallel:
     apart: ClassVar[bool] = False
     skips: ClassVar[bool] = True
     spans: ClassVar[bool] = False
+    keeps: ClassVar[bool] = False
     part: ClassVar[str] = 'replica'
 
     @property
@@ -128,6 +130,7 @@ class ByStage(Parallel):
 
     apart = True
     spans = True
+    keeps = True
     part = 'stage'
 
     @property

@@ -122,7 +122,8 @@ def variables_of(exp: Experiment, saved: Portable, like: Sequence[Any]) -> tuple
     rows = []
     for s, variables in enumerate(like):
         tree, params = saved.parts[name(s, 0)], variables['params']
-        target = {**variables, 'params': trained.part(task.trained, params)}
+        select = trained.of_stage(task.trained, s)
+        target = {**variables, 'params': trained.part(select, params)}
         read = flax.serialization.from_state_dict(
             target, {'params': tree['params'], **tree['model_state']}
         )
@@ -155,7 +156,7 @@ def part(stage: int, tree: dict[str, Any], exp: Experiment) -> dict[str, Any]:
         feedback = feedback._replace(right_rx=())
     rows = zip(homes(exp.groups, [stage]), tree['exchange'], strict=True)
     exchange = [state if is_first(home) else () for home, state in rows]
-    params = trained.part(exp.task.trained, tree['params'])
+    params = trained.part(trained.of_stage(exp.task.trained, stage), tree['params'])
     changed = {'params': params, 'feedback': feedback, 'exchange': exchange}
     return jax.device_get({**tree, **changed})
 
@@ -187,7 +188,7 @@ def whole(
         data[COPIES] = {}
     params = like['params']
     read = flax.serialization.from_state_dict(
-        {**like, 'params': trained.part(exp.task.trained, params)}, data
+        {**like, 'params': trained.part(trained.of_stage(exp.task.trained, s), params)}, data
     )
     return {**read, 'params': trained.whole(params, read['params'])}
 

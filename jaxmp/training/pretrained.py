@@ -53,7 +53,7 @@ def task_of_checkpoint(config: Config) -> Task:
     )  # fmt: skip
     stages = decoder.decoder(sizes, c.stages, cuts_of(c.cuts), by_token=True)
     pretrained.check(checkpoint, stages)
-    paths = [p for s in stages for p in pretrained.shapes(s)]
+    paths = [(s, p) for s, stage in enumerate(stages) for p in pretrained.shapes(stage)]
     trained.check(c.train, choice, paths)
     dataset = text_of(config)
     if dataset.classes > sizes.vocabulary:
@@ -77,7 +77,7 @@ def task_of_checkpoint(config: Config) -> Task:
         return jnp.float32 if path[-1] in pretrained.LOW_RANK else jnp.dtype(c.param_dtype)
 
     # The stages of one process have one table, unless a step donates it and returns two.
-    table = None if choice.select(decoder.TABLE.path) else {}
+    table = None if choice.select(0, decoder.TABLE.path) else {}
     read = functools.partial(_read, checkpoint, stages, dtype, table)
     tied = decoder.TABLE if sizes.tied and len(stages) > 1 else None
     return Task(

@@ -62,6 +62,7 @@ def finish(
         'parameters': parameters(exp),
         'steps': steps,
         'epochs': exp.points.epochs_at(steps),
+        **({'kept': exp.kept} if exp.kept else {}),
         'seconds': round(place['seconds'], 1),
         'peak_memory': peak_memory(),
         **provenance(),
@@ -232,10 +233,12 @@ def byte_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
     >>> byte_cells({'boundary': 1, 'uncompressed': 4096, 'forward': 1024, 'backward': 2048})
     ('1', '4,096', '1,024', '4.00', '2,048', '2.00')
+    >>> byte_cells({'boundary': 1, 'uncompressed': 4096, 'forward': 1024, 'backward': 0})[-2:]
+    ('0', '')
     """
-    full, f, b = row['uncompressed'], row['forward'], row['backward']
-    ways = f'{f:,}', f'{full / f:.2f}', f'{b:,}', f'{full / b:.2f}'
-    return str(row['boundary']), f'{full:,}', *ways
+    full = row['uncompressed']
+    cells = lambda sent: (f'{sent:,}', f'{full / sent:.2f}' if sent else '')
+    return str(row['boundary']), f'{full:,}', *cells(row['forward']), *cells(row['backward'])
 
 
 def _phases(summary: dict[str, Any]) -> str:

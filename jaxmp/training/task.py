@@ -25,7 +25,7 @@ from jaxmp.models.huggingface import local
 from jaxmp.models.tied import WTE, TiedParameter, table
 from jaxmp.pipeline import Stage
 from jaxmp.plugins import called, imported
-from jaxmp.runtimes.trained import everything
+from jaxmp.runtimes.trained import Select, everything
 from jaxmp.training.datasets import dataset_of, text_of
 from jaxmp.wire import Like, like
 
@@ -50,7 +50,7 @@ class Task(NamedTuple):
       tied: a parameter that the first and the last of several stages share, or None.
       export: a function that writes the variables of all stages, and a tokenizer, to a folder in a
         common layout, or None.
-      trained: whether the parameter of a path in a stage's parameters is trained; others stay as
+      trained: ``(stage, path) -> bool``: whether that parameter is trained; others stay as
         ``start`` leaves them.
     """
 
@@ -63,7 +63,7 @@ class Task(NamedTuple):
     start: Callable[[int, Any, Array], Any] = _unchanged
     tied: TiedParameter | None = None
     export: Callable[[str, Any], None] | None = None
-    trained: Callable[[tuple[str, ...]], bool] = everything
+    trained: Select = everything
     read: Callable[[int, Array], Any] | None = None
 
     @property
@@ -76,8 +76,20 @@ class Task(NamedTuple):
 
     @property
     def copied(self) -> TiedParameter | None:
-        """The tied parameter, if it is trained."""
-        return self.tied if self.tied and self.trained(self.tied.path) else None
+        """The tied parameter, if it is trained.
+
+        Raises:
+          ValueError: if it is trained in the first or in the last stage alone.
+        """
+        if self.tied is None:
+            return None
+        path, last = self.tied.path, len(self.stages) - 1
+        if self.trained(0, path) != self.trained(last, path):
+            raise ValueError(
+                f'{".".join(path)} is trained in one of the stages that share it, 0 and {last}; '
+                'train it in both or in neither'
+            )
+        return self.tied if self.trained(0, path) else None
 
 
 def task_of(config: Config) -> Task:

@@ -6,9 +6,10 @@
     no_table                                all but the token table and the output layer
     lora(8, alpha=16, targets='q_proj')     low-rank updates alone
     *norm*, layers.mlp.*                    the parameters whose name a pattern matches
+    stage[12].*                             all parameters of stages 1 and 2, from 0
 
 Names are those of `jaxmp.models.decoder`, with dots: ``layers.self_attn.q_proj.weight`` is the
-array of all blocks of a stage.
+array of all blocks of a stage; ``stage2.`` before it is that of one stage.
 
 References:
   LoRA: Low-Rank Adaptation of Large Language Models, arXiv 2106.09685.
@@ -18,28 +19,31 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxmp import spec
 from jaxmp.models.decoder import PROJECTIONS, Lora
 from jaxmp.models.pretrained import LOW_RANK
-from jaxmp.training.groups import Path, everything
+from jaxmp.runtimes.trained import Path, Select, everything
 
 _TABLES = ('embed_tokens', 'lm_head')
-_FORMS = "all, no_table, lora(rank, alpha=, targets=), or patterns of names such as '*norm*'"
+_FORMS = (
+    'all, no_table, lora(rank, alpha=, targets=), or patterns of names such as '
+    "'*norm*' and 'stage1.*'"
+)
 
 
 class Trained(NamedTuple):
     """A choice of parameters.
 
     Attributes:
-      select: whether the parameter of a path is trained.
+      select: whether the parameter of a stage and of a path in it is trained.
       lora: the low-rank updates that the stages have, or None.
       patterns: of names; empty for the other forms.
     """
 
-    select: Callable[[Path], bool]
+    select: Select
     lora: Lora | None = None
     patterns: tuple[str, ...] = ()
 
@@ -52,7 +56,7 @@ def trained(text: str) -> Trained:
 
     >>> trained("lora(4, targets='q_proj v_*')").lora
     Lora(rank=4, alpha=8, targets=('q_proj', 'v_proj'))
-    >>> trained('no_table').select(('embed_tokens', 'weight'))
+    >>> trained('no_table').select(0, ('embed_tokens', 'weight'))
     False
     """
     says = f'config.model.train={text!r}'
@@ -69,7 +73,7 @@ def trained(text: str) -> Trained:
     patterns = _words(text)
     if not patterns:
         raise ValueError(f'{says} names nothing; allowed are {_FORMS}')
-    return Trained(lambda path: _matches('.'.join(path), patterns), None, patterns)
+    return Trained(lambda *at: any(_matches(n, patterns) for n in _names(*at)), None, patterns)
 
 
 def lora(rank: int, alpha: float = 0, targets: str = '*') -> Lora:
@@ -95,15 +99,24 @@ def lora(rank: int, alpha: float = 0, targets: str = '*') -> Lora:
     return Lora(rank, alpha or 2 * rank, chosen)
 
 
-def check(text: str, choice: Trained, paths: Iterable[Path]) -> None:
+def check(text: str, choice: Trained, paths: Iterable[tuple[int, Path]]) -> None:
     """Raises ValueError if a pattern matches no parameter; the message has their names."""
-    names = sorted({'.'.join(path) for path in paths})
+    paths = list(paths)
+    names = sorted({'.'.join(path) for _, path in paths})
+    every = [name for at in paths for name in _names(*at)]
     for pattern in choice.patterns:
-        if not fnmatch.filter(names, pattern):
+        if not fnmatch.filter(every, pattern):
             raise ValueError(
                 f'config.model.train={text!r}: {pattern!r} matches no parameter; there are '
-                f'{", ".join(names)}; allowed are {_FORMS}'
+                f'{", ".join(names)}, also with stage0. to stage{max(paths)[0]}. before them; '
+                f'allowed are {_FORMS}'
             )
+
+
+def _names(stage: int, path: Path) -> tuple[str, str]:
+    """The name of a parameter, and that with its stage."""
+    name = '.'.join(path)
+    return name, f'stage{stage}.{name}'
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -114,9 +127,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_no_table(path: Path) -> bool:
+def _is_no_table(stage: int, path: Path) -> bool:
     return path[0] not in _TABLES
 
 
-def _is_low_rank(path: Path) -> bool:
+def _is_low_rank(stage: int, path: Path) -> bool:
     return path[-1] in LOW_RANK
