@@ -16,7 +16,7 @@ from jaxmp.feedback import direct
 from jaxmp.metrics import ACCURACY
 from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import Pipeline
-from jaxmp.training import experiment, loop, progress, records
+from jaxmp.training import experiment, loop, points, progress, records
 from jaxmp.training.trainer import Trainer
 from tests.runs import SMALL, config_of, known_model
 
@@ -84,18 +84,9 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
         now[0] += 500
         return {'loss': 1.0, 'accuracy': 0.5}
 
-    config = ml_collections.ConfigDict(
-        {
-            'epochs': 3,
-            'seed': 0,
-            'batch_size': 100,
-            'checkpoint_every': 9,
-            'fwd': 'raw',
-            'bwd': 'raw',
-        }
-    )
+    config = ml_collections.ConfigDict({'seed': 0, 'batch_size': 100, 'fwd': 'raw', 'bwd': 'raw'})
     s = SimpleNamespace(
-        config=config, epoch_steps=4,
+        config=config, points=points.Points(epoch=4, test=4, save=36, end=12),
         task=SimpleNamespace(metric=ACCURACY, scores=('loss', 'accuracy'), stages=()),
         data=SimpleNamespace(train=SimpleNamespace(y=np.zeros(400))),
     )  # fmt: skip
