@@ -31,12 +31,15 @@ from jaxmp.training import (
     experiment,
     files,
     fingerprint,
+    footprint,
     language_model,
     loop,
     masters,
     task,
     trained,
 )
+from jaxmp.training.parallel import parallel_of
+from jaxmp.training.sizes import residual_rows
 from tests.runs import LAUNCH, config_of, pids, records, text_of, wait_for_steps
 from tests.runs import start as start_run
 from tests.test_decoder import (
@@ -284,6 +287,12 @@ def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
     changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'base'))
     with pytest.raises(ValueError, match=message):
         task.task_of(small(tmp_path / 'low', train='lora(3)'))
+    changed(tmp_path / 'low', base_model_name_or_path='/gone/away')
+    with pytest.raises(FileNotFoundError, match="belong to '/gone/away', which is not there; put"):
+        adapters.open_with_adapters(str(tmp_path / 'low'))
+    (tmp_path / 'low' / adapters.FILE).unlink()
+    with pytest.raises(FileNotFoundError, match=r'_config\.json and no adapter_model'):
+        adapters.open_with_adapters(str(tmp_path / 'low'))
     changed(tmp_path / 'low', peft_type='IA3')
     with pytest.raises(ValueError, match='of another kind than LoRA; merge them with PEFT'):
         adapters.open_with_adapters(str(tmp_path / 'low'))
@@ -342,13 +351,34 @@ def test_what_cannot_be_trained(tmp_path, text, message):
         ({'cuts': '1 x'}, r"cuts='1 x' is not a list of numbers of blocks such as '8 16 23'"),
         ({'cuts': '2 1'}, r'cuts=\(2, 1\) of a decoder with 3 blocks'),
         ({'stages': 4}, '4 stages of a decoder with 3 blocks'),
-        ({'tokenizer': 'bpe-300'}, 'has 256 tokens and the tokenizer of the text 300; leave'),
+        ({'tokenizer': 'bpe-300'}, 'has 256 tokens and the tokenizer 300, so it is of another m'),
         ({'model': 'gpt2', 'train': 'all'}, "train='all' is read by .*'pretrained' alone"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(tmp_path, changes, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         experiment.experiment_of(small(tiny(tmp_path), **changes))
+
+
+def test_a_checkpoint_without_its_tokenizer_is_not_trained_on_bytes(tmp_path):
+    """The rows of the bytes' numbers are those of other tokens."""
+    message = 'table of .* has 5,000 tokens and the tokenizer 256, .*leave config.data.tokenizer ou'
+    with pytest.raises(ValueError, match=message):
+        experiment.experiment_of(small(tiny(tmp_path, vocab_size=5000)))
+
+
+@pytest.mark.parametrize('dtype', ['F8_E4M3', 'I8'])
+def test_weights_that_need_a_scale_are_refused(tmp_path, dtype):
+    """They would be read as numbers of another size, or not at all."""
+    name = 'model.layers.0.self_attn.q_proj.weight'
+    header = json.dumps({name: {'dtype': dtype, 'shape': [4], 'data_offsets': [0, 4]}}).encode()
+    file = tmp_path / 'model.safetensors'
+    file.write_bytes(len(header).to_bytes(8, 'little') + header + bytes(4))
+    _, read = checkpoint.open_tensors([file])
+    with pytest.raises(
+        ValueError, match=f'{name} in .* is {dtype}, and tensors of F64, .*quantise'
+    ):
+        read(name)
 
 
 def test_cuts_are_the_boundaries(tmp_path):
@@ -450,6 +480,56 @@ def test_training_in_16_bits_is_that_in_float32_but_for_rounding(tmp_path):
     np.testing.assert_allclose(losses['bfloat16'], losses['float32'], atol=0.02)
     at_once = loop.train_and_evaluate(config, tmp_path / 'one', quiet=True, draw=False)
     assert at_once['history']['train']['loss'] == losses['bfloat16'].tolist()
+
+
+@pytest.mark.parametrize(
+    'changes', [{'train': 'no_table'}, {'train': 'lora(2)', 'param_dtype': 'bfloat16'}]
+)
+def test_the_memory_of_a_process_is_that_of_its_arrays(tmp_path, changes):
+    """A frozen table of two stages counts once."""
+    lines = []
+    config = small(tiny(tmp_path), stages=3, optimizer='adamw', **changes)
+    trainer = loop.prepare(config, loop.ProcessGroup(), say=lines.append)
+    state, exp = trainer.create(), trainer.exp
+    unique = lambda tree: sum({id(a): a.nbytes for a in jax.tree.leaves(tree)}.values())
+    sizes = footprint.footprint(exp, range(3))
+    assert sizes['parameters'] == unique(state.model.params)
+    assert sizes['optimizer'] == unique(state.opt_state)
+    assert sizes['gradients'] == sum(
+        a.nbytes for tree in state.model.params.values() for path, a in names(tree).items()
+        if exp.task.trained(tuple(path.split('.')))
+    )  # fmt: skip
+    assert sizes['activations'] == sum(size for size, _ in residual_rows(exp))
+    [line] = lines
+    assert line.startswith(f'memory of a process: {footprint.described(sizes)}; it has ')
+    apart = [footprint.footprint(exp, [s])['parameters'] for s in range(3)]
+    table = state.model.params[0]['embed_tokens']['weight'].nbytes
+    assert sum(apart) == sizes['parameters'] + table
+
+
+def test_a_process_has_its_stages_for_each_of_its_replicas(tmp_path):
+    of = lambda **changes: parallel_of(small(tmp_path, **changes), 3).stages_of_process
+    assert of()(0, 1) == [0, 1, 2]
+    assert of(replicas=4)(1, 2) == [0, 1, 2, 0, 1, 2]
+    assert of(runtime='spmd', replicas=2)(0, 1) == [0, 1, 2, 0, 1, 2]
+    assert [of(runtime='mpmd')(i, 2) for i in (0, 1)] == [[0, 1], [2]]
+    assert of(runtime='mpmd', replicas=2)(1, 2) == [0, 1, 2]
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    folder = tiny(tmp_path)
+    monkeypatch.setattr(footprint, 'memory', lambda: 2**10)
+    monkeypatch.setattr(pretrained, 'read', None)
+    config = small(folder, train='no_table')
+    config.model.remat = False
+    needs = r'at least 0\.00 GiB: parameters 0\.00, gradients .*; it has 0\.00 GiB; try config\.'
+    helps = (
+        r"model\.train='lora\(8\)', config\.model\.remat=True, a config\.batch_size below 4, stage"
+    )
+    with pytest.raises(ValueError, match=needs + helps):
+        loop.prepare(config, loop.ProcessGroup())
+    with pytest.raises(ValueError, match=r"try config\.model\.param_dtype='bfloat16'"):
+        loop.prepare(small(folder, train='lora(2)'), loop.ProcessGroup())
 
 
 # GGUF.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from jaxmp.models.checkpoint import Checkpoint, contents, open_checkpoint, open_tensors
+from jaxmp.models.checkpoint import AGAIN, Checkpoint, contents, open_checkpoint, open_tensors
 from jaxmp.models.decoder import Lora, Stage
 from jaxmp.models.huggingface import local
 from jaxmp.models.pretrained import LOW_RANK, dump, save, tensors_of
@@ -41,7 +41,16 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
     about = contents(place / ABOUT)
     if about.get('peft_type') != 'LORA' or about.get('use_dora') or about.get('use_rslora'):
         raise ValueError(f'{place} has adapters of another kind than LoRA; merge them with PEFT')
-    base = open_checkpoint(local(str(about.get('base_model_name_or_path'))))
+    if not (place / FILE).is_file():
+        raise FileNotFoundError(f'{place} has {ABOUT} and no {FILE}; {AGAIN}')
+    whose = str(about.get('base_model_name_or_path'))
+    try:
+        base = open_checkpoint(local(whose))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f'{place / ABOUT} says that its adapters belong to {whose!r}, which is not there; '
+            'put its path or name into base_model_name_or_path'
+        ) from error
     shapes, read = open_tensors([place / FILE])
     names = {_ours(name): name for name in shapes}
     alone = {n.rpartition('.')[0] for n in names}

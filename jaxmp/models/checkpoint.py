@@ -17,6 +17,7 @@ import numpy as np
 FILE = 'model.safetensors'
 INDEX = f'{FILE}.index.json'
 AGAIN = 'download the files again'
+_DTYPES = ('F64', 'F32', 'F16', 'BF16')  # as safetensors names them; others need a scale beside
 
 
 class Checkpoint(NamedTuple):
@@ -66,13 +67,24 @@ def open_tensors(
     """The shapes of all tensors of some safetensors files, and a function that reads one.
 
     Raises:
-      ValueError: if a file is damaged or cut off.
+      ValueError: if a file is damaged or cut off; the function, if a tensor is quantised.
     """
     shapes, where = {}, {}
-    for tensors in map(_open, files):
+    for file in files:
+        tensors = _open(file)
         for name in tensors.keys():  # noqa: SIM118 - not a dict
-            shapes[name], where[name] = tuple(tensors.get_slice(name).get_shape()), tensors
-    return shapes, lambda name: where[name].get_tensor(name)
+            shapes[name], where[name] = tuple(tensors.get_slice(name).get_shape()), (tensors, file)
+
+    def read(name: str) -> np.ndarray:
+        tensors, file = where[name]
+        if (dtype := tensors.get_slice(name).get_dtype()) not in _DTYPES:
+            raise ValueError(
+                f'{name} in {file} is {dtype}, and tensors of {", ".join(_DTYPES)} are read; give '
+                'a checkpoint that is not quantised, or a GGUF file'
+            )
+        return tensors.get_tensor(name)
+
+    return shapes, read
 
 
 def wanted() -> str:

@@ -119,6 +119,26 @@ def check(checkpoint: Checkpoint, stages: Sequence[Stage]) -> None:
             )
 
 
+def check_tokenizer(place: Path, rows: int, tokens: int, key: str) -> None:
+    """Raises ValueError if a tokenizer is of another checkpoint.
+
+    A table may have more rows than there are tokens, of which some checkpoints leave a few unused.
+
+    Args:
+      place: of the checkpoint.
+      rows: of its token table.
+      tokens: of the tokenizer.
+      key: what names the tokenizer.
+    """
+    if rows / 2 <= tokens <= rows:
+        return
+    raise ValueError(
+        f'the table of {place} has {rows:,} tokens and the tokenizer {tokens:,}, so it is of '
+        f"another model; leave {key} out, which takes the checkpoint's own, or give the folder "
+        'with tokenizer.json, or the GGUF file, of this model'
+    )
+
+
 def _flat(tree: Any) -> dict[Keys, Any]:
     flat: dict[Any, Any] = flatten_dict(tree)
     return flat

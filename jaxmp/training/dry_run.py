@@ -13,6 +13,7 @@ from jaxmp import data
 from jaxmp.config import Config
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training.experiment import Experiment, microbatch_like, warnings_on_text
+from jaxmp.training.footprint import parameters
 from jaxmp.training.loop import prepare
 from jaxmp.training.sizes import (
     check_residuals,
@@ -20,7 +21,6 @@ from jaxmp.training.sizes import (
     likes,
     message_bytes,
     residual_rows,
-    shapes,
 )
 from jaxmp.training.summary import BYTES, byte_cells
 from jaxmp.training.task import Task
@@ -34,9 +34,10 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
     Raises:
       ValueError: for a configuration that makes no sense, or that needs more memory than there is.
     """
-    trainer = prepare(config, group, task)
-    exp = trainer.exp
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    say = lambda line: None if group.index else console.print(line, highlight=False)
+    trainer = prepare(config, group, task, say)
+    exp = trainer.exp
     if group.index == 0:
         for table in (stages(exp), boundaries(exp)):
             console.print(table)
@@ -59,16 +60,16 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
 
 def stages(exp: Experiment) -> Table:
     """Parameters and output of each stage."""
-    variables, sent, x = shapes(exp)[0], likes(exp), microbatch_like(exp)
+    params, sent, x = parameters(exp), likes(exp), microbatch_like(exp)
     size = '' if exp.replicas == 1 else f' of one of {exp.replicas} replicas'
     table = Table(title=f'stages: a micro-batch{size} enters as {x.dtype.name}{list(x.shape)}')
     for head in ('stage', 'module', 'parameters', 'bytes', 'sends'):
         table.add_column(head, justify='left' if head == 'module' else 'right')
-    for s, own in enumerate(variables):
-        count = sum(p.size for p in jax.tree.leaves(own['params']))
+    for s, own in params.items():
+        count = sum(p.size for p in jax.tree.leaves(own))
         sends = f'{sent[s].dtype.name}{list(sent[s].shape)}' if s < len(sent) else ''
         name = type(exp.task.stages[s]).__name__
-        table.add_row(str(s), name, f'{count:,}', f'{nbytes(own["params"]):,}', sends)
+        table.add_row(str(s), name, f'{count:,}', f'{nbytes(own):,}', sends)
     return table
 
 

@@ -161,10 +161,18 @@ def groups_of(task: Task, optimizer: Optimizer, shared: Exchange, between: Excha
 
 
 def sized(dataset: data.Dataset, config: Config) -> data.Dataset:
-    """The data set with as many examples of each split as the configuration asks for."""
+    """The data set with as many examples of each split as the configuration asks for.
+
+    Raises:
+      ValueError: if it has fewer.
+    """
     for split in ('train', 'test'):
         if count := config.data[f'{split}_examples']:
-            dataset = dataset._replace(**{split: data.take(getattr(dataset, split), count)})
+            try:
+                rows = data.take(getattr(dataset, split), count)
+            except ValueError as error:
+                raise ValueError(f'config.data.{split}_examples={count}: {error}') from None
+            dataset = dataset._replace(**{split: rows})
     return dataset
 
 

@@ -138,19 +138,15 @@ def _of_checkpoint(path: str, count: int, cuts: Sequence[int], tokenizer: str) -
     place = checkpoint.place
     words = tokenizer_of(tokenizer or str(place))
     stages, variables = _stages(checkpoint, count, cuts)
-    vocabulary = getattr(stages[0], 'config').vocabulary  # noqa: B009 - both kinds have one
-    if words.size > vocabulary:
-        raise ValueError(
-            f'the table of {place} has {vocabulary} tokens and the tokenizer {words.size}; leave '
-            "--tokenizer out, which takes the checkpoint's own"
-        )
+    sizes = getattr(stages[0], 'config')  # noqa: B009 - stages of both kinds have one
+    pretrained.check_tokenizer(place, sizes.vocabulary, words.size, '--tokenizer')
     name = Path(path).expanduser()
     return LanguageModel(
         (name.resolve().name if name.exists() else path), stages, variables, words,
         stops=_stops(words, place) | _ends(checkpoint.described),
         positions=int(
             checkpoint.described.get('max_position_embeddings')
-            or getattr(getattr(stages[0], 'config'), 'positions', 0)  # noqa: B009 - of a GPT-2
+            or getattr(sizes, 'positions', 0)  # of a GPT-2
         ),
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -20,6 +21,7 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.net.launchers import check_alone
 from jaxmp.runtimes.allocator import release_freed_pages
 from jaxmp.runtimes.world import beside, start_jax
+from jaxmp.training import footprint
 from jaxmp.training.agreement import check_alike, inputs, settings_of
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment, experiment_of, warnings_on_text
@@ -85,12 +87,31 @@ def devices(config: Config, processes: int) -> int:
     return parallel_of(config, stage_count(config)).devices(processes)
 
 
-def prepare(config: Config, group: ProcessGroup, task: Task | None = None) -> Trainer:
-    """What trains; raises ValueError or ProcessGroupError where ``config`` makes no sense."""
+def prepare(
+    config: Config,
+    group: ProcessGroup,
+    task: Task | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Trainer:
+    """What trains.
+
+    Args:
+      config: all keys.
+      group: the processes.
+      task: in place of the one that ``config`` names.
+      say: is told what memory this process needs, where its parameters are of a checkpoint.
+
+    Raises:
+      ValueError: where ``config`` makes no sense, or needs more memory than there is.
+      ProcessGroupError: if the processes differ.
+    """
     exp = with_kept(experiment_of(config, task), group)
     release_freed_pages()  # of the data as it was read
     if group.count == 1:
         check_memory(exp)
+    if config.model.path:
+        stages = exp.parallel.stages_of_process(group.index, group.count)
+        say(footprint.check(exp, footprint.footprint(exp, stages), len(set(stages))))
     check_alike(group, exp)
     group.barrier()  # all are here: links open now, before compiling parts them
     return Trainer(exp, group)
@@ -132,7 +153,8 @@ def train_and_evaluate(
     """
     workdir, group = Path(workdir), group or ProcessGroup()
     resolved = schema.complete(config)
-    trainer = trainer or prepare(resolved, group, task)
+    say = lambda line: None if quiet or group.index else print(line, file=sys.stderr)
+    trainer = trainer or prepare(resolved, group, task, say)
     exp = trainer.exp
     lead, kept = group.index == 0, None
     with ExitStack() as stack:

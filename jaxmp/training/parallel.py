@@ -13,6 +13,7 @@ import jax
 
 from jaxmp.config import KEYS, Config
 from jaxmp.exchange import AXIS
+from jaxmp.net.connect import owners
 from jaxmp.net.group import ProcessGroup
 from jaxmp.plugins import called
 from jaxmp.runtimes import schedule
@@ -64,6 +65,10 @@ class Parallel:
         """The place of each part that processes divide; one or none for a single process."""
         return list(range(self.replicas))
 
+    def stages_of_process(self, index: int, count: int) -> list[int]:
+        """The stages of a process of ``count``, once for each replica that it has."""
+        return list(range(self.stages)) * owners(self.replicas, count).count(index)
+
     def builder(self, group: ProcessGroup) -> Build:
         """Takes the devices of the run; what it returns makes runtimes over them.
 
@@ -109,6 +114,10 @@ class OverMesh(Parallel):
         """See `Parallel`."""
         return [0]
 
+    def stages_of_process(self, index: int, count: int) -> list[int]:
+        """See `Parallel`."""
+        return list(range(self.stages)) * self.replicas
+
     def builder(self, group: ProcessGroup) -> Build:
         """See `Parallel`."""
         columns = Columns(place(self.replicas, self.stages, apart=True))
@@ -142,6 +151,12 @@ class ByStage(Parallel):
         """See `Parallel`."""
         homes = schedule.place(self.actions)
         return [r * (1 + max(homes)) + d for r in range(self.replicas) for d in homes]
+
+    def stages_of_process(self, index: int, count: int) -> list[int]:
+        """See `Parallel`."""
+        places = self.parts()
+        owner = owners(1 + max(places), count)
+        return [i % self.stages for i, place in enumerate(places) if owner[place] == index]
 
     def builder(self, group: ProcessGroup) -> Build:
         """See `Parallel`."""

@@ -56,12 +56,9 @@ def task_of_checkpoint(config: Config) -> Task:
     paths = [(s, p) for s, stage in enumerate(stages) for p in pretrained.shapes(stage)]
     trained.check(c.train, choice, paths)
     dataset = text_of(config)
-    if dataset.classes > sizes.vocabulary:
-        raise ValueError(
-            f'the table of {checkpoint.place} has {sizes.vocabulary} tokens and the tokenizer of '
-            f'the text {dataset.classes}; leave config.data.tokenizer out, which takes the '
-            "checkpoint's own"
-        )
+    pretrained.check_tokenizer(
+        checkpoint.place, sizes.vocabulary, dataset.classes, 'config.data.tokenizer'
+    )
 
     def export(folder: str, variables: Any) -> None:
         root = Path(folder)
