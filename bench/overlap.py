@@ -38,6 +38,7 @@ from workers import Rows, serve, workers
 
 import jaxmp
 from jaxmp import Ctx
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import drive
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.placement import place
@@ -94,7 +95,7 @@ class Case(NamedTuple):
     schedule: str
 
 
-def machine(case: Case, stages: int) -> Any:
+def machine(case: Case, stages: int, group: ProcessGroup) -> Any:
     """The pipeline of a case."""
     seconds = tuple(t / 1e3 for t in case.times)
     cut = jaxmp.boundary(jaxmp.parse('raw'), jaxmp.parse('raw'))
@@ -102,21 +103,21 @@ def machine(case: Case, stages: int) -> Any:
     score = lambda y, target: (y.mean() + 0 * target.mean(), None)
     made = programs([Sleeper(seconds)] * stages, [cut] * (stages - 1), score, x, {})
     plan = SCHEDULES[case.schedule](stages, case.microbatches, Costs(*seconds))
-    at = place(1, stages)[0]
-    return drive(made, at, plan, functools.partial(opener(np.array([at])), 0))
+    at = place(1, stages, group=group)[0]
+    return drive(made, at, plan, functools.partial(opener(np.array([at]), group), 0))
 
 
 class Worker:
     """Answers the orders."""
 
-    def __init__(self, stages: int) -> None:
-        self.stages = stages
+    def __init__(self, stages: int, group: ProcessGroup) -> None:
+        self.stages, self.group = stages, group
 
     def steps(self, case: Sequence[Any], n: int) -> list[float]:
         """Seconds of ``n`` steps of a new pipeline, after some that do not count."""
         times, *others = case
         made = Case(tuple(times), *others)
-        driver, m = machine(made, self.stages), made.microbatches
+        driver, m = machine(made, self.stages, self.group), made.microbatches
         states, taken = driver.init(jax.random.key(0)), []
         x = np.ones((m, made.floats), np.float32)
         for _ in range(WARM + n):
@@ -225,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    serve(Worker, *sys.argv[1:]) if ':' in ''.join(sys.argv[1:2]) else main()
+    serve(Worker, *sys.argv[1:], apart=True) if ':' in ''.join(sys.argv[1:2]) else main()

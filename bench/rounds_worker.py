@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,13 @@ from workers import interfaces, serve
 
 from jaxmp import data
 from jaxmp.config import complete
-from jaxmp.distributed.hub import Hub
-from jaxmp.distributed.member import Member
 from jaxmp.exchange import AXIS, bytes_of
-from jaxmp.net.address import listen
+from jaxmp.net.connect import Hosted, names_of
 from jaxmp.net.group import ProcessGroup
+from jaxmp.net.keys import keys_of
+from jaxmp.net.member import Member
+from jaxmp.net.peer import Peer
+from jaxmp.net.views import Terms
 from jaxmp.plugins import load
 from jaxmp.runtimes.placement import device_mesh, open_links
 from jaxmp.training import replicas
@@ -67,13 +68,13 @@ class Worker:
         return replicas.traffic(exp, trees, lambda rule, tree: bytes_of(rule, tree, self.n))
 
     def _rounds(self, exp: Experiment, port: int) -> Run:
-        """Replicas that meet by a hub, beside the first of them."""
-        where = emulated_network.address(0)
+        """Replicas that meet by a switch, beside the first of them."""
+        where, keys = emulated_network.address(0), keys_of('bench')
         if self.me == 0:
-            hub = Hub(listen(where, port), self.n, say=lambda line: None)
-            threading.Thread(target=hub.serve, daemon=True).start()
+            Hosted(keys, where, port, lambda line: None)
+        terms = Terms(names_of(range(self.n), 'replica'), self.n, PATIENCE, PATIENCE)
         trainer = ElasticTrainer(exp, self.me, Path(tempfile.mkdtemp()))
-        trainer.meetings.member = Member((where, port), self.me, '', PATIENCE)
+        trainer.meetings.member = Member(Peer((where, port), keys, self.me, terms))
         return Run(exp, trainer, trainer.enter(trainer.create()), 0)
 
     def _every_step(self, exp: Experiment) -> Run:

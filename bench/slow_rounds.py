@@ -5,9 +5,9 @@ Rows are kept as they are measured (`.jsonl`), and it goes on where it was stopp
 table (`.md`) lies beside them.
 
 The network is that of `configs/text_gpt2_diloco.py`; each replica is a process and a namespace, and
-the replicas share this machine's cores. Namespaces stand in a chain. Rounds go by a hub in the
-first one, as in a run with ``parallel.elastic``, so that the link next to it carries the messages
-of all others; exchanges of each step are collectives of one program.
+the replicas share this machine's cores. Namespaces stand in a chain. Rounds go
+directly between replicas, and by a switch in the first namespace, as in a run with
+``parallel.elastic``; exchanges of each step are collectives of one program.
 **Step time**: wall time of two rounds over their steps, in the slowest replica, for which the
 others wait where they meet; the median of ``--windows``. **Without**: that of the same replicas
 and their optimizer with no exchange, in turns with it.

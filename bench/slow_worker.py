@@ -26,6 +26,7 @@ from workers import interfaces, serve
 import jaxmp
 from jaxmp import Ctx
 from jaxmp.feedback import per_microbatch
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import Driver, drive
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.placement import place
@@ -41,10 +42,16 @@ class Trainer:
     """The stages of this process, their optimizer states and the number of steps done."""
 
     def __init__(
-        self, task: Task, fwd: str, bwd: str, devices: Any = None, plan: Plan = (1, '1f1b')
+        self,
+        task: Task,
+        fwd: str,
+        bwd: str,
+        devices: Any = None,
+        plan: Plan = (1, '1f1b'),
+        group: ProcessGroup | None = None,
     ) -> None:
         self.task, self.count = task, 0
-        self.machine = machine(task, fwd, bwd, devices, plan)
+        self.machine = machine(task, fwd, bwd, devices, plan, group or ProcessGroup())
         self.states = self.machine.init(jax.random.key(SEED))
         params = {s: state.params for s, state in self.states.items()}
         self.memory = {s: task.optimizer.init(p) for s, p in params.items()}
@@ -76,7 +83,9 @@ class Trainer:
         return None if result.loss is None else float(result.loss), result.moved
 
 
-def machine(task: Task, fwd: str, bwd: str, devices: Any, plan: Plan) -> Driver:
+def machine(
+    task: Task, fwd: str, bwd: str, devices: Any, plan: Plan, group: ProcessGroup
+) -> Driver:
     """The pipeline with such channels."""
     m, name = plan
     names = {'examples': len(task.x)}
@@ -86,8 +95,8 @@ def machine(task: Task, fwd: str, bwd: str, devices: Any, plan: Plan) -> Driver:
     made = programs(task.stages, [cut] * (n - 1), loss, x, {})
     if not (make := named(name)):
         raise ValueError(f'{name!r} is no schedule')
-    at = devices or place(1, n)[0]
-    lane = functools.partial(opener(np.array([at])), 0)
+    at = devices or place(1, n, group=group)[0]
+    lane = functools.partial(opener(np.array([at]), group), 0)
     return drive(made, at, make(n, m), lane)
 
 
@@ -130,8 +139,8 @@ def codec_seconds(task: Task, texts: tuple[str, str], repeats: int) -> float:
 class Worker:
     """Answers the orders."""
 
-    def __init__(self, stages: int) -> None:
-        self.stages = stages
+    def __init__(self, stages: int, group: ProcessGroup) -> None:
+        self.stages, self.group = stages, group
         self.tasks: dict[str, Task] = {}
         self.trainer: Any = None
         self.plain: dict[str, Trainer] = {}  # raw, all stages here; kept, for it compiles long
@@ -147,7 +156,7 @@ class Worker:
         """Makes the network from its seed and does nothing else."""
         self.trainer = None
         plan = microbatches, schedule
-        self.trainer = Trainer(self._task(model), fwd, bwd, plan=plan)
+        self.trainer = Trainer(self._task(model), fwd, bwd, plan=plan, group=self.group)
         return {}
 
     def steps(self, n: int) -> dict[str, Any]:
@@ -190,4 +199,4 @@ class Worker:
 
 
 if __name__ == '__main__':
-    serve(Worker, *sys.argv[1:])
+    serve(Worker, *sys.argv[1:], apart=True)

@@ -72,7 +72,8 @@ class Crew:
             member = subprocess.Popen(
                 lab.inside(s, sys.executable, str(HERE / script), *words),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env={**os.environ, 'PYTHONPATH': paths}, start_new_session=True,
+                env={**os.environ, 'PYTHONPATH': paths, 'JAXMP_TOKEN': 'bench'},
+                start_new_session=True,
             )  # fmt: skip
             self.members.append(member)
 
@@ -122,14 +123,16 @@ def steady(windows: Sequence[float], share: float = 0.05) -> bool:
     return len(last) == 3 and max(last) <= min(last) * (1 + share)
 
 
-def serve(make: Any, coordinator: str, count: str, index: str) -> None:
+def serve(make: Any, coordinator: str, count: str, index: str, apart: bool = False) -> None:
     """Joins the other processes, then answers orders until there are no more.
 
     Args:
-      make: ``count -> worker``, whose methods are the orders.
+      make: ``count -> worker``, or ``(count, group) -> worker`` where all are apart; its methods
+        are the orders.
       coordinator: host:port of process 0.
       count: how many processes there are.
       index: of this one.
+      apart: whether each has a JAX of its own.
     """
     import jax
     from timing import keep_freed_pages
@@ -138,10 +141,16 @@ def serve(make: Any, coordinator: str, count: str, index: str) -> None:
     os.dup2(2, 1)  # gloo prints
     keep_freed_pages()
     jax.config.update('jax_platforms', 'cpu')
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=60)
-    jax.devices()  # the processes meet here; else the first to need a device waits for the others
-    worker = make(int(count))
+    if apart:
+        from jaxmp.net.connect import Address, connect
+
+        address = Address(coordinator, int(count), int(index))
+        worker = make(int(count), connect(address, range(int(count)), {}))
+    else:
+        jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+        jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=60)
+        jax.devices()  # the processes meet here; else the first to need one waits for the others
+        worker = make(int(count))
     try:
         for line in sys.stdin:
             order = json.loads(line)

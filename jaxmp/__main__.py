@@ -14,7 +14,7 @@ COMMANDS = {
     'evaluate': ('jaxmp.training.crosstest', 'test runs and checkpoints with other codecs'),
     'generate': ('jaxmp.training.generate', 'text from a checkpoint or a run, token by token'),
     'launch': ('jaxmp.launch', 'start the processes of a run on this machine'),
-    'hub': ('jaxmp.distributed.hub', 'where the replicas of an elastic run on several hosts meet'),
+    'switch': ('jaxmp.net.__main__', 'where the replicas of an elastic run on several hosts meet'),
     'plan': ('jaxmp.plan.__main__', 'choose codecs, schedule and micro-batches for a link'),
     'bench': ('jaxmp.bench.__main__', 'score channels: bits, error, time, steps, time over links'),
     'codecs': ('jaxmp.codecs.__main__', 'the words of the algebra, with bits per element'),

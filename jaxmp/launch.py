@@ -9,8 +9,8 @@ and stop; a second Ctrl-C ends them at once. If one fails, the others are ended 
 Each process has a group of its own with all that it starts, such as the program behind a shell; no
 group outlives the launcher.
 
-With ``--elastic`` the processes are the replicas of an elastic run. The launcher is their hub, and
-starts a process again that was killed; the others go on meanwhile.
+With ``--elastic`` the processes are the replicas of an elastic run. The launcher has their switch,
+and starts a process again that was killed; the others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.distributed.hub import Hub
 from jaxmp.net import guard
-from jaxmp.net.address import TOKEN, ProcessGroupError, listen, secret
+from jaxmp.net.address import TOKEN, ProcessGroupError, secret
+from jaxmp.net.connect import Hosted
+from jaxmp.net.keys import keys_of
 from jaxmp.net.signals import leave_closed_terminal, stopping
 
 PATIENCE = 60.0  # seconds in which all processes must save and end after a signal
@@ -77,7 +77,7 @@ class Group(NamedTuple):
     Attributes:
       command: the command that they run.
       processes: their number.
-      port: of process 0, or of the hub.
+      port: of process 0, or of the launcher's switch.
       token: their secret.
     """
 
@@ -251,14 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.port is not None and not 0 < args.port < 65535:
         parser.error(f'--port {args.port}: give a port from 1 to 65534')
     asked = _signals()
-    group, hub = group_of(args.command, args.processes, args.port or free_port()), None
+    group = group_of(args.command, args.processes, args.port or free_port())
     if args.elastic:
         try:
-            server = listen('127.0.0.1', group.port)
+            Hosted(keys_of(group.token), '127.0.0.1', group.port, _say)
         except ProcessGroupError as error:
             parser.error(str(error))
-        hub = Hub(server, group.processes, group.token, say=_say)
-        threading.Thread(target=hub.serve, daemon=True).start()
     watcher, running = _guard(), []
 
     def again(i: int) -> subprocess.Popen:
@@ -279,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 127
     try:
-        return watch(running, asked, again if hub else None, args.restarts)
+        return watch(running, asked, again if args.elastic else None, args.restarts)
     finally:
         _signal([p for p in running if has_members(p)], signal.SIGKILL)
         watcher.kill()

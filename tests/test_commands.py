@@ -22,7 +22,7 @@ BAD = {
     'launch': (['--processes', '0', '--', 'x'], r'--processes 0: give 1 or more'),
     'plan': (['--link=fast'], r'--link=fast: not a rate above 0, .*such as --link=100mbit,50ms'),
     'bench': (['top_k(10)'], r'top_k fraction 10 is not in \(0, 1\]; for 10 % write top_k'),
-    'hub': (['--address=x', '--replicas=two'], r'--replicas: invalid int value'),
+    'switch': (['--address=x'], 'is not host:port'),
     'codecs': (['nowhere.words'], r"cannot import 'nowhere\.words'"),
 }
 

@@ -276,7 +276,7 @@ def test_processes_that_compute_other_numbers_are_named(three, switch):
 
 
 def test_what_computes_is_compared_before_a_run(monkeypatch):
-    """Between the processes of a group, and of an elastic run by the hub."""
+    """Between the processes of a group, and of an elastic run by the switch."""
     monkeypatch.setattr(loop, 'Trainer', lambda exp, group: None)
     other = lambda value: [value, {**value, 'random bits': '0'} if value else value]
     group = SimpleNamespace(index=0, count=2, names=NAMES[:2], share=other)

@@ -1,4 +1,4 @@
-"""The switch by itself: `python -m jaxmp.net --address 10.0.0.1:9876`."""
+"""The switch by itself: `jaxmp switch --address 10.0.0.1:9876`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxmp.net.switch import Switch
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog='python -m jaxmp.net',
+        prog='jaxmp switch',
         description='The place where the processes of a run meet.',
     )
     parser.add_argument('--address', required=True, help='host:port by which all reach it')

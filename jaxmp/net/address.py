@@ -30,7 +30,7 @@ def host_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(':')
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(
-            f'{text!r}, as address of the coordinator or hub, is not host:port, such as '
+            f'{text!r}, as address of the coordinator, is not host:port, such as '
             '10.0.0.1:9876, with a port up to 65535'
         )
     return host.strip('[]'), int(port)

@@ -183,8 +183,9 @@ class Peer:
           seconds: at least those of the terms count.
         """
         self.progress()
-        self._phase, self._limit = phase, max(seconds, self.terms.silent)
-        self._do(self._say)
+        if phase != self._phase:
+            self._phase, self._limit = phase, max(seconds, self.terms.silent)
+            self._do(self._say)
 
     @contextlib.contextmanager
     def phase(self, name: str, seconds: float) -> Iterator[None]:
@@ -232,6 +233,9 @@ class Peer:
         self._closed.wait(LEAVING)
         self._closed.set()
         self._thread.join(LEAVING)
+        with self._changed:  # other threads may wait
+            self._error = self._error or f'{self.terms.names[self.process]} has left'
+            self._changed.notify_all()
 
     def _check(self, view: View) -> None:
         """Raises if a view has ended, or the run."""

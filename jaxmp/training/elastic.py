@@ -1,7 +1,7 @@
 """Training of replicas that come and go, each a process with a JAX of its own.
 
 Replica k trains on the k-th of n cuts of every batch, as a run of one program. Between its steps
-the rounds of `diloco` go by a hub (`jaxmp.training.meetings`). A replica that joins takes the
+the rounds of `diloco` go by a switch (`jaxmp.training.meetings`). A replica that joins takes the
 shared state from the others, its optimizer's state from its own checkpoint, and goes on at their
 step. Every replica has a workdir of its own with its records; that of replica 0 is the run's.
 """
@@ -20,11 +20,14 @@ import optax
 
 from jaxmp import config as schema
 from jaxmp.config import Config
-from jaxmp.distributed.member import BehindError, Member
 from jaxmp.exchange import Collectives, Exchange
 from jaxmp.net.address import token_of
-from jaxmp.net.connect import Address, endpoint
-from jaxmp.net.group import ProcessGroup
+from jaxmp.net.connect import Address, endpoint, names_of
+from jaxmp.net.group import LONG, ProcessGroup
+from jaxmp.net.keys import keys_of
+from jaxmp.net.member import BehindError, Member
+from jaxmp.net.peer import Peer
+from jaxmp.net.views import Terms
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.training.agreement import digests, settings_of
 from jaxmp.training.experiment import Experiment, experiment_of
@@ -38,7 +41,7 @@ from jaxmp.training.task import Task
 from jaxmp.training.trackers import Callback
 from jaxmp.training.trainer import Trainer
 
-PATIENCE = 50.0  # seconds in which the hub must answer
+START = 50.0  # seconds to wait for all replicas at the start, and for the switch
 ALONE = Exchange(lambda grads, n: (), lambda grads, state, key, via: (grads, state))
 
 
@@ -54,23 +57,26 @@ def train_as_member(
     Args:
       config: all keys.
       workdir: folder of replica 0; the others use ``workdir/replicas/K``.
-      address: host and port of the hub as the coordinator, number of replicas, and this one's.
+      address: host and port of the switch, number of replicas, and this one's.
       callbacks: called with each record of this replica.
       task: in place of the one that ``config`` names.
 
     Raises:
       ValueError: if the configuration cannot be elastic, or as `train_and_evaluate`.
-      ProcessGroupError: if the hub does not answer, or refuses this replica.
+      ProcessGroupError: if the switch does not answer, or refuses this replica.
     """
     check(config, address)
     host, port = endpoint(address)
-    k, token = int(address.process or 0), token_of(address.token_file, host)
+    k, keys = int(address.process or 0), keys_of(token_of(address.token_file, host))
+    names = names_of(range(config.parallel.replicas), 'replica')
+    terms = Terms(names, 1, START, address.silent)
     workdir = workdir / 'replicas' / str(k) if k else workdir
     exp = experiment_of(config, task)
     trainer = ElasticTrainer(exp, k, workdir)
     meetings = trainer.meetings
     while True:
-        meetings.member = Member((host, port), k, token, PATIENCE)
+        meetings.member = Member(Peer((host, port), keys, k, terms, about(exp)))
+        meetings.member.peer.announce('starting', LONG)
         try:
             summary = train_and_evaluate(
                 config, workdir, task, trainer=trainer, callbacks=callbacks, quiet=k > 0
@@ -154,9 +160,16 @@ class ElasticTrainer(Trainer):
 
     def meet(self, state: TrainState, number: int) -> TrainState:
         """See `Trainer`."""
+        member = self.meetings.member
+        member.peer.announce('training', 0)
         state = self.meetings.turn(state, number)
-        note(self.meetings.member, self.workdir)
+        note(member, self.workdir)
         return state
+
+    def evaluate(self, state: TrainState, compressed: bool) -> dict[str, float]:
+        """See `Trainer`."""
+        self.meetings.member.peer.announce('testing', LONG)
+        return super().evaluate(state, compressed)
 
     def averaged(self, state: TrainState) -> dict[int, tuple[Any, Any]]:
         """The shared parameters, and the statistics of this replica."""
@@ -180,7 +193,7 @@ class ElasticTrainer(Trainer):
         step = self.bound(self.during(self.exp.boundaries(epoch)), self.rules(epoch))
         batch = next(self.batches(np.arange(self.exp.config.batch_size)))
         step(jax.tree.map(jnp.copy, state), batch)
-        welcome = meetings.member.join(number, meetings.digest(), about(self.exp))
+        welcome = meetings.member.join(number, meetings.digest(), meetings.to_bytes)
         if welcome.state:
             meetings.load(welcome.state)
             params = meetings.shared(state.model.params)
@@ -188,13 +201,12 @@ class ElasticTrainer(Trainer):
         if welcome.step != number:
             opt_state = at_step(state.opt_state, welcome.step)
             state = state.replace(step=jnp.asarray(welcome.step, jnp.int32), opt_state=opt_state)
-        if welcome.provide:
-            meetings.member.provide(welcome.step, meetings.digest(), meetings.to_bytes())
         return jax.tree.map(jnp.copy, state)  # the first step takes its buffers
 
     def leave(self, state: TrainState, finished: bool) -> None:
         """See `Trainer`."""
-        self.meetings.member.close(int(state.step), finished, self.meetings.to_bytes)
+        if finished:
+            self.meetings.end(int(state.step))
 
     def moved(self) -> dict[str, Any]:
         """See `Trainer`; each replica is a process."""

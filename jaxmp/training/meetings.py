@@ -1,7 +1,7 @@
 """`Meetings`: the shared part of an elastic replica's state, and the rounds that are under way.
 
 A replica trains alone, and after certain steps its pseudo-gradients go through the rule of `diloco`
-to the others, by the hub (`jaxmp.distributed.hub`). A thread does this, so that with a delay the
+to the others, by the switch (`jaxmp.net.member`). A thread does this, so that with a delay the
 inner steps go on meanwhile. The result depends on the messages of all members only, so that the
 shared parameters have the same bits at all of them.
 """
@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.distributed.member import Member, View
 from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.rounds import Plan, applied, change
 from jaxmp.exchange.settled import reduced
+from jaxmp.net.member import Gather, Member, Members
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.groups import Home, by_home, equal, homes, is_first, joined, split
 from jaxmp.training.replicas import checksums
@@ -34,7 +34,7 @@ class Meetings:
     """The states of `diloco` of one replica, by stage and group (`jaxmp.training.groups`).
 
     Attributes:
-      member: the connection to the hub.
+      member: the place among the others.
       held: the states.
     """
 
@@ -119,7 +119,7 @@ class Meetings:
         Raises:
           BehindError: if the others go on without this replica.
         """
-        plan = self._plan((number - 1) // self.exp.epoch_steps)
+        plan, last = self._plan((number - 1) // self.exp.epoch_steps), 0
         for p, first in enumerate(plan.sends):
             since = number - first
             if since % plan.steps == 0:
@@ -128,10 +128,17 @@ class Meetings:
                 self._settle(p)
                 params = self._apply(plan, p, state.model.params)
                 state = state.replace(model=state.model._replace(params=params))
-                if self.member.asked.is_set():
-                    content = self.to_bytes()
-                    self.member.provide(number, self.digest(), content)
+                last = number - plan.delay
+        if last:
+            self.member.applied(number, last, self.to_bytes)
         return state
+
+    def end(self, number: int) -> None:
+        """Waits for all others after the last step; those who have just come get the state."""
+        self._settle_all()
+        gather = lambda members, gather: gather(b'')
+        self.member.gathering(number + 1, self.digest(), gather)
+        self.member.applied(number, number + 1, self.to_bytes)
 
     def _send(self, plan: Plan, p: int, state: TrainState, number: int) -> None:
         """Begins the round of fragment p."""
@@ -140,10 +147,9 @@ class Meetings:
         changes, words, sums = begin(state.model.params, parts, self.key, number)
         memory = [part['held'] for part in parts]
 
-        def run(view: View, gather: Callable[[bytes], list[bytes]]) -> Any:
-            args = words, changes, memory
-            pieces = self._reduce(plan, p, len(view.members), args)
-            index = view.members.index(self.member.replica)
+        def run(members: Members, gather: Gather) -> Any:
+            args, index = (words, changes, memory), members.index(self.member.replica)
+            pieces = self._reduce(plan, p, len(members), args)
             return pieces.run({index: args}, lambda rows: gather(rows[0]))[index]
 
         member = self.member

@@ -1,1 +1,0 @@
-"""Processes and devices: rendezvous, placement of stages and replicas, detection of failures."""
