@@ -92,7 +92,7 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
     )  # fmt: skip
     r = SimpleNamespace(
         exp=s, signals=[], probe=None,
-        trainer=SimpleNamespace(epoch=steps, evaluate=evaluate, **dict.fromkeys(
+        trainer=SimpleNamespace(epoch=steps, evaluate=evaluate, group=ProcessGroup(), **dict.fromkeys(
             ('check', 'export'), lambda state: None)),
         checkpoints=SimpleNamespace(save=lambda *given: None),
         records=records.Records(None, 0),
