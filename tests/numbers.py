@@ -48,6 +48,12 @@ def logged(pattern):
     return [float(v) for v in re.search(pattern, (ROOT / 'docs/LOG.md').read_text()).groups()]
 
 
+def smollm2(key):
+    """What was measured of SmolLM2-135M, of both formats the worse."""
+    rows = json.loads((ROOT / 'bench/results/smollm2_135m.json').read_text())['rows']
+    return max(row[key] for row in rows)
+
+
 # Studies.
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import urllib.error
 
@@ -40,7 +41,7 @@ from jaxmp.training import (
 )
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.sizes import residual_rows
-from tests.runs import LAUNCH, config_of, pids, records, text_of, wait_for_steps
+from tests.runs import LAUNCH, ROOT, config_of, pids, records, text_of, wait_for_steps
 from tests.runs import start as start_run
 from tests.test_decoder import (
     CASES,
@@ -505,6 +506,19 @@ def test_the_memory_of_a_process_is_that_of_its_arrays(tmp_path, changes):
     apart = [footprint.footprint(exp, [s])['parameters'] for s in range(3)]
     table = state.model.params[0]['embed_tokens']['weight'].nbytes
     assert sum(apart) == sizes['parameters'] + table
+
+
+def test_a_metric_of_a_checkpoint_gets_the_scores_of_its_tokens(tmp_path):
+    """As docs/own_model.md says: the nats of each next token, and -1 where none counts."""
+    page = (ROOT / 'docs' / 'own_model.md').read_text()
+    [code] = re.findall(r'^```python\n([^`]*def bits_per_token.*?)^```', page, re.M | re.S)
+    (tmp_path / 'bits.py').write_text(code)
+    made = task.task_of(small(tiny(tmp_path), metric=f'{tmp_path / "bits.py"}:bits_per_token'))
+    output = np.random.default_rng(0).uniform(size=(2, 5, 2)).astype(np.float32)
+    y = np.array([[1, 2, -1, 3, -1], [4, 5, 6, 7, 8]])
+    scores = made.score(output, y)
+    np.testing.assert_allclose(scores['bits_per_token'], scores['loss'] / np.log(2), rtol=1e-6)
+    assert made.metric.score == 'bits_per_token'
 
 
 def test_a_process_has_its_stages_for_each_of_its_replicas(tmp_path):
