@@ -40,7 +40,7 @@ from jaxmp.report import style
 from jaxmp.report.compare import picture
 from jaxmp.runtimes.local import Local, join, split
 from jaxmp.spec import parse
-from jaxmp.training import perplexity, perplexity_page
+from jaxmp.training import nats_table, perplexity, perplexity_page
 from jaxmp.training.checkpoint import Checkpoints, WorkdirError
 from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment, experiment_of
@@ -274,6 +274,16 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument('--tokens', type=int, default=16384, help='first tokens of the text')
     text.add_argument('--block', type=int, default=256, help='tokens of a block')
     text.add_argument('--batch', type=int, default=4, help='blocks of a message')
+    study = made.add_argument_group('a table of rows, each in a file of the folder --out')
+    study.add_argument('--study', help='a file with get_rows(), or pretrained_codecs')
+    study.add_argument('--rows', default='', help='names of rows, with commas; default all')
+    study.add_argument('--before', type=Path, help='a text from which rules learn before --text')
+    study.add_argument(
+        '--work',
+        type=Path,
+        default=Path('runs/evaluate'),
+        help='folder of what stands before the first boundary, which is computed once',
+    )
     return made
 
 
@@ -313,6 +323,8 @@ def _by_text(args: argparse.Namespace) -> None:
             f'--block={args.block} --batch={args.batch}: give blocks of 2 tokens or more, and a '
             'batch of 1 or more'
         )
+    if args.study:
+        return _by_study(args)
     found, about = {}, {}
     for path in args.run:
         model, blocks, channels = perplexity.prepared(str(path), args)
@@ -327,6 +339,18 @@ def _by_text(args: argparse.Namespace) -> None:
         scores = {'text': text, 'models': about, 'scores': perplexity_page.record(found)}
         write_json(args.out.with_suffix('.json'), provenance() | scores)
         print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))
+
+
+def _by_study(args: argparse.Namespace) -> None:
+    """The rows of a study."""
+    if len(args.run) > 1 or args.codec or args.cuts or args.stages or not args.out:
+        raise ValueError(
+            '--study names the codecs and the cuts of its rows; give one checkpoint, and --out, the '
+            'folder of the results, without --codec, --cuts and --stages'
+        )
+    rows = nats_table.rows_of(args.study, [n for n in args.rows.split(',') if n])
+    path, *rest = str(args.run[0]), args.text, args.before, args.block, args.batch, args.work
+    nats_table.run(rows, nats_table.Setting(path, *rest), args.out)
 
 
 if __name__ == '__main__':

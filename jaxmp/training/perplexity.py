@@ -10,7 +10,7 @@ blocks. Blocks differ much more than codecs do, so that the differences are pair
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,17 +133,15 @@ def scores(
       batch: blocks that cross the boundaries together.
     """
     size = min(batch, len(blocks))
-    first, own = model.stages[0], model.variables[0]
-    start = jax.jit(lambda v, x: run_stage(first, v, x, Ctx().reading(x), {'train': False})[0])
+    start = before_first(model)
     tails = {text: tail(model, channel) for text, channel in channels.items()}
     found: dict[str, list[np.ndarray]] = {text: [] for text in channels}
     memory: dict[str, Any] = {}
     message: Like | None = None
     for i in range(0, len(blocks), size):
         tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
-        x = start(own, tokens)
+        x, ctx = start(tokens), context(i, tokens)
         message = like(x)
-        ctx = Ctx(jax.random.fold_in(jax.random.key(0), i), jnp.arange(i, i + size), tokens=tokens)
         for text, (initial, run) in tails.items():
             before = memory[text] if i else initial(x)
             nats, memory[text] = run(model.variables[1:], before, x, ctx)
@@ -151,12 +149,26 @@ def scores(
     assert message is not None, 'there are blocks'
     means = {text: np.concatenate(parts) for text, parts in found.items()}
     return {
-        text: _score(bits(channels[text], message) / message.size, nats, means['raw'])
+        text: score_of(bits(channels[text], message) / message.size, nats, means['raw'])
         for text, nats in means.items()
     }
 
 
-def _score(bits: float, nats: np.ndarray, uncompressed: np.ndarray) -> Score:
+def before_first(model: LanguageModel) -> Callable[[Array], Array]:
+    """What computes, from a batch of tokens, what arrives at the first boundary."""
+    first, own = model.stages[0], model.variables[0]
+    run = jax.jit(lambda v, x: run_stage(first, v, x, Ctx().reading(x), {'train': False})[0])
+    return lambda tokens: run(own, tokens)
+
+
+def context(first: int, tokens: Int[Array, 'B T']) -> Ctx:
+    """The context of a batch whose first block has the number ``first``."""
+    key = jax.random.fold_in(jax.random.key(0), first)
+    return Ctx(key, jnp.arange(first, first + len(tokens)), tokens=tokens)
+
+
+def score_of(bits: float, nats: np.ndarray, uncompressed: np.ndarray) -> Score:
+    """The score of a codec, from nats by block with it and without."""
     lost = nats - uncompressed
     error = np.std(lost, ddof=1) / np.sqrt(len(lost)) if len(lost) > 1 else np.nan
     return Score(bits, nats, float(np.mean(lost)), float(error))
@@ -166,7 +178,7 @@ Initial = Callable[[Array], FeedbackState]
 Run = Callable[[Any, FeedbackState, Array, Ctx], tuple[Float[Array, 'B T1'], FeedbackState]]
 
 
-def tail(model: LanguageModel, channel: Channel) -> tuple[Initial, Run]:
+def tail(model: LanguageModel, channel: Channel | Sequence[Channel]) -> tuple[Initial, Run]:
     """What begins at the first boundary: initial states, and the nats of a batch with the next."""
     stages = (Arrived(), *model.stages[1:])
     pipe = pipeline(stages, channel, direct(raw))

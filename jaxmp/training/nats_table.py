@@ -1,0 +1,271 @@
+"""The rows of a table of nats lost by codec, each in a result file of its own.
+
+A study is a Python file with ``get_rows()``, such as configs/pretrained_codecs.py. A finished row is
+saved as ``OUT/NAME.json`` and is not computed again. What stands before the first boundary is
+computed once for all rows, and kept in a folder. A rule may learn from another text first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxmp.boundary import FeedbackState, init_feedback
+from jaxmp.codecs import raw
+from jaxmp.feedback import Channel, direct
+from jaxmp.pipeline import pipeline
+from jaxmp.plugins import find, module
+from jaxmp.spec import parse
+from jaxmp.sweep.study import digest
+from jaxmp.training.files import locked, whole, write
+from jaxmp.training.language_model import LanguageModel, open_language_model
+from jaxmp.training.moments import Arrived
+from jaxmp.training.perplexity import before_first, blocks_of, context, score_of, tail
+from jaxmp.training.progress import duration
+from jaxmp.training.summary import provenance
+from jaxmp.wire import Ctx, bits, like
+
+NONE = 'none'  # the row that the others are compared with
+Blocks = Int[np.ndarray, 'N T']
+
+
+class Row(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+      name: of its result file.
+      fwd: forward channel of all boundaries, or of each with ``;`` between them.
+      learn: a channel whose state, after the text to learn from, is that of ``fwd``; empty: none.
+      cuts: numbers of blocks before each boundary.
+      tokens: of the text that is scored.
+      learned_tokens: of the text to learn from.
+    """
+
+    name: str
+    fwd: str
+    learn: str = ''
+    cuts: tuple[int, ...] = (16,)
+    tokens: int = 51_200
+    learned_tokens: int = 0
+
+
+class Setting(NamedTuple):
+    """What all rows have in common.
+
+    Attributes:
+      path: of the checkpoint.
+      text: the file that is scored.
+      before: the file that rules learn from.
+      block: tokens of a block.
+      batch: blocks of a message.
+      work: folder of what stands before the first boundary.
+    """
+
+    path: str
+    text: Path
+    before: Path | None
+    block: int
+    batch: int
+    work: Path
+
+
+def rows_of(study: str, names: Sequence[str] = ()) -> list[Row]:
+    """The rows of a study, or those of some names.
+
+    Raises:
+      ValueError: if the file is no study, two rows share a name, or there is no row of a name.
+    """
+    made = module(find(study))
+    if not hasattr(made, 'get_rows'):
+        raise ValueError(f'{study} has no get_rows(); see configs/pretrained_codecs.py')
+    rows: list[Row] = made.get_rows()
+    known = [row.name for row in rows]
+    if twice := sorted({n for n in known if known.count(n) > 1}):
+        raise ValueError(f'{study} has two rows {twice[0]}; give each a name of its own')
+    if known[:1] != [NONE]:
+        raise ValueError(
+            f'the first row of {study} is not {NONE!r}, which others are compared with'
+        )
+    if unknown := [n for n in names if n not in known]:
+        raise ValueError(f'no row {unknown[0]!r}; allowed are {", ".join(known)}')
+    return [row for row in rows if not names or row.name in names]
+
+
+def run(rows: Sequence[Row], setting: Setting, out: Path) -> None:
+    """Computes the rows that are not finished, and prints each with the time left.
+
+    Several processes may share the work.
+
+    Raises:
+      ValueError: if a finished row was made with another setting, or `NONE` is not finished.
+    """
+    done = [found for row in rows if (found := finished(row, setting, out))]
+    for number, row in enumerate(rows, 1):
+        with locked(setting.work / 'rows' / row.name) as mine:
+            if not mine or finished(row, setting, out):
+                continue
+            found = record(row, setting, out) | {'command': command(setting, row), **provenance()}
+            out.mkdir(parents=True, exist_ok=True)
+            lines = (f' {json.dumps(k)}: {json.dumps(v)}' for k, v in found.items())
+            write(out / f'{row.name}.json', '{\n' + ',\n'.join(lines) + '\n}\n')
+        done.append(found)
+        lost = f'{found["nats_lost"]:+.4f} +- {found["standard_error"]:.4f}'
+        todo = [r for r in rows[number:] if not (out / f'{r.name}.json').is_file()]
+        print(
+            f'[{number}/{len(rows)}] {row.name}  {found["bits"]:.3f} bits  {lost} nats  '
+            f'{duration(found["seconds"])}; {len(todo)} to do, about {left(todo, done)} left',
+            flush=True,
+        )
+
+
+def command(setting: Setting, row: Row) -> str:
+    """The command that computes a row, without the folders of a machine."""
+    before = f' --before={setting.before.name}' * bool(row.learn and setting.before)
+    return (
+        f'jaxmp evaluate {Path(setting.path).name} --text={setting.text.name}{before} '
+        f'--study=pretrained_codecs --rows={row.name} --block={setting.block} '
+        f'--batch={setting.batch} --out=results/pretrained_codecs'
+    )
+
+
+def left(todo: Sequence[Row], done: Sequence[dict[str, Any]]) -> str:
+    """The estimated time of some rows, from the median time a token of those done."""
+    seconds = statistics.median(d['seconds'] / d['tokens'] for d in done)
+    return duration(seconds * sum(row.tokens for row in todo))
+
+
+def finished(row: Row, setting: Setting, out: Path) -> dict[str, Any] | None:
+    """The result of a row, or None if it is not finished.
+
+    Raises:
+      ValueError: if it was made with another setting.
+    """
+    path = out / f'{row.name}.json'
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    want = json.loads(json.dumps(described(row, setting)))
+    if clash := [k for k in want if found.get(k) != want[k]]:
+        raise ValueError(
+            f'{path} was made with other settings: '
+            + ', '.join(f'{k}={found.get(k)!r} (now {want[k]!r})' for k in clash)
+            + '; move it away or give another --out'
+        )
+    return found
+
+
+def described(row: Row, setting: Setting) -> dict[str, Any]:
+    """The settings of a row, as its result has them."""
+    before = setting.before.name if row.learn and setting.before else ''
+    return row._asdict() | {
+        'model': Path(setting.path).name,
+        'weights': digest(setting.path),
+        'text': setting.text.name,
+        'block': setting.block,
+        'batch': setting.batch,
+        'learned_from': before,
+    }
+
+
+def record(row: Row, setting: Setting, out: Path) -> dict[str, Any]:
+    """The result of a row: its settings, bits, nats, and nats lost with a standard error.
+
+    Raises:
+      ValueError: if `NONE` is not finished, or has less blocks.
+    """
+    start = time.perf_counter()
+    model = opened(setting.path, row.cuts)
+    blocks = blocks_of(model, setting.text, setting.block, row.tokens, setting.batch)
+    channels = _channels(row.fwd, model, blocks)
+    state, sizes = None, [32.0]
+    if row.learn:
+        state = learned(row.cuts, row.learn, row.learned_tokens, setting)
+    kept = setting.work / f'{digest(setting.path)}-{row.cuts[0]}'
+    initial, step = tail(model, channels)
+    parts = []
+    for ctx, x in arrivals(model, blocks, setting.batch, kept):
+        state = initial(x) if state is None else state
+        nats, state = step(model.variables[1:], state, x, ctx)
+        parts.append(np.asarray(nats, np.float64).mean(1))
+        sizes = [bits(c, like(x)) / x.size for c in channels]
+    nats = np.concatenate(parts)
+    uncompressed = nats if row.name == NONE else _uncompressed(out, len(nats))
+    score = score_of(float(np.mean(sizes)), nats, uncompressed)
+    return {
+        **described(row, setting), 'blocks': len(nats), **score.record(), 'bits_by_cut': sizes,
+        'seconds': round(time.perf_counter() - start, 1),
+        'nats_by_block': [round(float(v), 6) for v in nats],
+    }  # fmt: skip
+
+
+def _channels(text: str, model: LanguageModel, blocks: Blocks) -> list[Channel]:
+    """One channel per boundary."""
+    numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
+    found = [parse(part, numbers) for part in text.split(';')]
+    return found * (len(model.stages) - 1) if len(found) == 1 else found
+
+
+def _uncompressed(out: Path, count: int) -> Float[np.ndarray, ' N']:
+    path = out / f'{NONE}.json'
+    nats = json.loads(path.read_text())['nats_by_block'] if path.is_file() else []
+    if len(nats) < count:
+        raise ValueError(
+            f'{path} has {len(nats)} blocks, and {count} are compared; run {NONE} first'
+        )
+    return np.array(nats[:count])
+
+
+@functools.lru_cache(1)
+def opened(path: str, cuts: tuple[int, ...]) -> LanguageModel:
+    """A checkpoint in stages; the last one is kept for the next row."""
+    return open_language_model(path, 0, cuts)
+
+
+def arrivals(
+    model: LanguageModel, blocks: Blocks, size: int, folder: Path
+) -> Iterator[tuple[Ctx, Array]]:
+    """What arrives at the first boundary, batch by batch, kept in ``folder`` by its tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    start = before_first(model)
+    for i in range(0, len(blocks), size):
+        tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
+        file = folder / f'{hashlib.sha256(np.asarray(tokens).tobytes()).hexdigest()[:16]}.npy'
+        if not file.is_file():
+            with whole(file) as part, part.open('wb') as stream:
+                np.save(stream, np.asarray(start(tokens)))
+        yield context(i, tokens), jnp.asarray(np.load(file))
+
+
+@functools.lru_cache(2)
+def learned(cuts: tuple[int, ...], text: str, tokens: int, setting: Setting) -> FeedbackState:
+    """The states of channels after the text to learn from.
+
+    Raises:
+      ValueError: if there is no such text.
+    """
+    model = opened(setting.path, cuts)
+    if setting.before is None:
+        raise ValueError(f'{text} learns from a text first; give --before=FILE')
+    blocks = blocks_of(model, setting.before, setting.block, tokens, setting.batch)
+    channels = _channels(text, model, blocks)
+    pipe = pipeline((Arrived(), *model.stages[1:-1], Arrived()), channels, direct(raw))
+    step = jax.jit(lambda v, state, x, ctx: pipe.apply(v, state, x, ctx, train=False)[2])
+    state, variables = None, ({}, *model.variables[1:-1], {})
+    kept = setting.work / f'{digest(setting.path)}-{cuts[0]}'
+    for ctx, x in arrivals(model, blocks, setting.batch, kept):
+        if state is None:
+            state = init_feedback(pipe.boundaries, [x] * len(channels))
+        state = step(variables, state, x, ctx)
+    assert state is not None, 'there are blocks'
+    return state
