@@ -345,8 +345,8 @@ def _by_study(args: argparse.Namespace) -> None:
     """The rows of a study."""
     if len(args.run) > 1 or args.codec or args.cuts or args.stages or not args.out:
         raise ValueError(
-            '--study names the codecs and the cuts of its rows; give one checkpoint, and --out, the '
-            'folder of the results, without --codec, --cuts and --stages'
+            '--study names the codecs and the cuts of its rows; give one checkpoint, and --out, '
+            'the folder of the results, without --codec, --cuts and --stages'
         )
     rows = nats_table.rows_of(args.study, [n for n in args.rows.split(',') if n])
     path, *rest = str(args.run[0]), args.text, args.before, args.block, args.batch, args.work

@@ -1,7 +1,7 @@
 """The rows of a table of nats lost by codec, each in a result file of its own.
 
-A study is a Python file with ``get_rows()``, such as configs/pretrained_codecs.py. A finished row is
-saved as ``OUT/NAME.json`` and is not computed again. What stands before the first boundary is
+A study is a Python file with ``get_rows()``, such as configs/pretrained_codecs.py. A finished row
+is saved as ``OUT/NAME.json`` and is not computed again. What stands before the first boundary is
 computed once for all rows, and kept in a folder. A rule may learn from another text first.
 """
 
