@@ -2,7 +2,8 @@
 
 The command reads only the result files in FOLDER. It writes DIR/report.md, DIR/report.html (one
 file with the pictures inside), the pictures as PNG and as SVG, and a CSV of all runs per study. The
-tables have the paper's numbers beside ours.
+tables have the paper's numbers beside ours. Rows of `jaxmp evaluate --study` are a table and a
+picture of nats lost by codec.
 
 `jaxmp report polar ROWS.jsonl ... --out NAME` writes NAME.md, NAME.png and NAME.svg from the rows
 of bench/polar.py and bench/gradients.py.
@@ -11,15 +12,18 @@ of bench/polar.py and bench/gradients.py.
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxmp.report import page, polar
+from jaxmp.report import lost, page, polar
 from jaxmp.report.claims import judge
 from jaxmp.report.results import Study, last, load
 from jaxmp.report.tables import HEADS, cells, markdown, marked, notes, write_csv
 
 MARKS = re.compile(
-    r'(<!-- (?P<what>results|verdicts) (?P<study>\S+) -->\n).*?(<!-- /(?P=what) -->)', re.DOTALL
+    r'(<!-- (?P<what>results|verdicts|nats) (?P<study>\S+) -->\n).*?(<!-- /(?P=what) -->)',
+    re.DOTALL,
 )
 
 
@@ -43,13 +47,19 @@ def findings(*studies: Study) -> str:
     return markdown(['claim', *heads], rows, words=1 + len(heads)) + '\n'
 
 
-def renew(text: str, studies: list[Study]) -> str:
+def nats(table: lost.Table) -> str:
+    """The bars of a table of nats lost, and its settings."""
+    return f'{lost.bars(table)}\n\n{lost.setting(table)}\n'
+
+
+def renew(text: str, studies: list[Study], tables: Sequence[lost.Table] = ()) -> str:
     """``text`` with the tables of each study written between their marks.
 
     Raises:
       ValueError: if a mark has the name of an unknown study.
     """
-    known, make = {s.name: s for s in studies}, {'results': overview, 'verdicts': findings}
+    known: dict[str, Any] = {s.name: s for s in (*studies, *tables)}
+    make = {'results': overview, 'verdicts': findings, 'nats': nats}
     named = lambda m: m['study'].split(',') if m['what'] == 'verdicts' else [m['study']]
     if unknown := [n for m in MARKS.finditer(text) for n in named(m) if n not in known]:
         raise ValueError(f'no study {unknown[0]!r}; allowed are {", ".join(known)}')
@@ -70,19 +80,38 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--out', type=Path, required=True, help='folder of the report')
     parser.add_argument(
         '--into', type=Path, nargs='+', default=[],
-        help='pages in which to replace <!-- results STUDY --> and <!-- verdicts STUDY,STUDY -->',
+        help='pages in which to replace <!-- results STUDY -->, <!-- nats STUDY --> and '
+        '<!-- verdicts STUDY,STUDY -->',
     )  # fmt: skip
     args = parser.parse_args(words)
     try:
-        studies = load(args.folder)
-        page.write(studies, args.folder.name, args.out)
+        tables = lost.load(args.folder)
+        studies = studies_of(args.folder, tables)
+        page.write(studies, args.folder.name, args.out, tables)
         for study in studies:
             write_csv(args.out / f'{study.name}.csv', study)
+        for table in tables:
+            lost.write_csv(args.out / f'{table.name}.csv', table)
         for into in args.into:
-            into.write_text(renew(into.read_text(), studies))
+            into.write_text(renew(into.read_text(), studies, tables))
     except (OSError, ValueError) as error:
         sys.exit(f'jaxmp report: {error}')
-    print(f'{sum(len(s.rows) for s in studies)} rows; {args.out / "report.html"}')
+    count = sum(len(s.rows) for s in (*studies, *tables))
+    print(f'{count} rows; {args.out / "report.html"}')
+
+
+def studies_of(folder: Path, tables: Sequence[lost.Table]) -> list[Study]:
+    """The studies of trainings in ``folder``; there may be none beside ``tables``.
+
+    Raises:
+      FileNotFoundError: if there are neither.
+    """
+    try:
+        return load(folder)
+    except FileNotFoundError:
+        if not tables:
+            raise
+        return []
 
 
 def _polar(words: list[str]) -> None:

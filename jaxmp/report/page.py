@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from jaxmp.config import KEYS, settings
-from jaxmp.report import figures
+from jaxmp.report import figures, lost
 from jaxmp.report.claims import OPEN, OTHER_MARGINS, RATIO, Evidence, Verdict, judge, telling
 from jaxmp.report.paper import PAPER, REGISTERED
 from jaxmp.report.residuals import CONFIDENCE, MOST, POWER, Estimate
@@ -164,7 +165,16 @@ def claims(study: Study) -> str:
     return '\n'.join(parts)
 
 
-def write(studies: list[Study], folder: str, out: Path) -> None:
+def nats(table: lost.Table, out: Path) -> str:
+    """The section of a table of nats lost; its picture is drawn into ``out``."""
+    drawn = picture(lost.TITLE, lost.draw(table, out))
+    return template(
+        'nats.md', name=table.name, picture=drawn, bars=lost.bars(table), rows=lost.whole(table),
+        setting=lost.setting(table),
+    )  # fmt: skip
+
+
+def write(studies: list[Study], folder: str, out: Path, tables: Sequence[lost.Table] = ()) -> None:
     """Writes report.md, report.html and the pictures."""
     out.mkdir(parents=True, exist_ok=True)
     parts = [
@@ -177,7 +187,9 @@ def write(studies: list[Study], folder: str, out: Path) -> None:
         margin=f'{100 * margin["errors"]:g}',
         allowed=' to '.join(f'{100 * m:g} %' for m in margin['allowed']),
         others=f'{100 * OTHER_MARGINS[0]:g} to {100 * OTHER_MARGINS[-1]:g} %',
-        studies='\n'.join([*parts, *(section(s, out) for s in studies)]),
+        studies='\n'.join(
+            [*parts, *(nats(t, out) for t in tables), *(section(s, out) for s in studies)]
+        ),
     )  # fmt: skip
     (out / 'report.md').write_text(text)
     (out / 'report.html').write_text(html(text, out))
