@@ -349,8 +349,11 @@ def _by_study(args: argparse.Namespace) -> None:
             'the folder of the results, without --codec, --cuts and --stages'
         )
     rows = nats_table.rows_of(args.study, [n for n in args.rows.split(',') if n])
-    path, *rest = str(args.run[0]), args.text, args.before, args.block, args.batch, args.work
-    nats_table.run(rows, nats_table.Setting(path, *rest), args.out)
+    setting = nats_table.Setting(
+        args.study, str(args.run[0]), args.tokenizer, args.text, args.before, args.block,
+        args.batch, args.work,
+    )  # fmt: skip
+    nats_table.run(rows, setting, args.out)
 
 
 if __name__ == '__main__':

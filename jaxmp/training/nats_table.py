@@ -64,7 +64,9 @@ class Setting(NamedTuple):
     """What all rows have in common.
 
     Attributes:
+      study: the file of the rows, or its name.
       path: of the checkpoint.
+      tokenizer: in place of the checkpoint's own; empty: that.
       text: the file that is scored.
       before: the file that rules learn from.
       block: tokens of a block.
@@ -72,7 +74,9 @@ class Setting(NamedTuple):
       work: folder of what stands before the first boundary.
     """
 
+    study: str
     path: str
+    tokenizer: str
     text: Path
     before: Path | None
     block: int
@@ -86,7 +90,10 @@ def rows_of(study: str, names: Sequence[str] = ()) -> list[Row]:
     Raises:
       ValueError: if the file is no study, two rows share a name, or there is no row of a name.
     """
-    made = module(find(study))
+    file = Path(find(study))
+    if not file.is_file():
+        raise ValueError(f'there is no such Python file: {file}; give one with get_rows()')
+    made = module(str(file))
     if not hasattr(made, 'get_rows'):
         raise ValueError(f'{study} has no get_rows(); see configs/pretrained_codecs.py')
     rows: list[Row] = made.get_rows()
@@ -132,10 +139,11 @@ def run(rows: Sequence[Row], setting: Setting, out: Path) -> None:
 def command(setting: Setting, row: Row) -> str:
     """The command that computes a row, without the folders of a machine."""
     before = f' --before={setting.before.name}' * bool(row.learn and setting.before)
+    study = Path(setting.study).stem
     return (
         f'jaxmp evaluate {Path(setting.path).name} --text={setting.text.name}{before} '
-        f'--study=pretrained_codecs --rows={row.name} --block={setting.block} '
-        f'--batch={setting.batch} --out=results/pretrained_codecs'
+        f'--study={study} --rows={row.name} --block={setting.block} --batch={setting.batch} '
+        f'--out=results/{study}'
     )
 
 
@@ -185,7 +193,7 @@ def record(row: Row, setting: Setting, out: Path) -> dict[str, Any]:
       ValueError: if `NONE` is not finished, or has less blocks.
     """
     start = time.perf_counter()
-    model = opened(setting.path, row.cuts)
+    model = opened(setting.path, setting.tokenizer, row.cuts)
     blocks = blocks_of(model, setting.text, setting.block, row.tokens, setting.batch)
     channels = _channels(row.fwd, model, blocks)
     state, sizes = None, [32.0]
@@ -227,9 +235,9 @@ def _uncompressed(out: Path, count: int) -> Float[np.ndarray, ' N']:
 
 
 @functools.lru_cache(1)
-def opened(path: str, cuts: tuple[int, ...]) -> LanguageModel:
+def opened(path: str, tokenizer: str, cuts: tuple[int, ...]) -> LanguageModel:
     """A checkpoint in stages; the last one is kept for the next row."""
-    return open_language_model(path, 0, cuts)
+    return open_language_model(path, 0, cuts, tokenizer)
 
 
 def arrivals(
@@ -254,7 +262,7 @@ def learned(cuts: tuple[int, ...], text: str, tokens: int, setting: Setting) -> 
     Raises:
       ValueError: if there is no such text.
     """
-    model = opened(setting.path, cuts)
+    model = opened(setting.path, setting.tokenizer, cuts)
     if setting.before is None:
         raise ValueError(f'{text} learns from a text first; give --before=FILE')
     blocks = blocks_of(model, setting.before, setting.block, tokens, setting.batch)
