@@ -196,13 +196,10 @@ def record(row: Row, setting: Setting, out: Path) -> dict[str, Any]:
     model = opened(setting.path, setting.tokenizer, row.cuts)
     blocks = blocks_of(model, setting.text, setting.block, row.tokens, setting.batch)
     channels = _channels(row.fwd, model, blocks)
-    state, sizes = None, [32.0]
-    if row.learn:
-        state = learned(row.cuts, row.learn, row.learned_tokens, setting)
-    kept = setting.work / f'{digest(setting.path)}-{row.cuts[0]}'
     initial, step = tail(model, channels)
-    parts = []
-    for ctx, x in arrivals(model, blocks, setting.batch, kept):
+    state = learned(row.cuts, row.learn, row.learned_tokens, setting) if row.learn else None
+    parts, sizes = [], []
+    for ctx, x in arrivals(model, blocks, setting, row.cuts):
         state = initial(x) if state is None else state
         nats, state = step(model.variables[1:], state, x, ctx)
         parts.append(np.asarray(nats, np.float64).mean(1))
@@ -241,9 +238,10 @@ def opened(path: str, tokenizer: str, cuts: tuple[int, ...]) -> LanguageModel:
 
 
 def arrivals(
-    model: LanguageModel, blocks: Blocks, size: int, folder: Path
+    model: LanguageModel, blocks: Blocks, setting: Setting, cuts: tuple[int, ...]
 ) -> Iterator[tuple[Ctx, Array]]:
-    """What arrives at the first boundary, batch by batch, kept in ``folder`` by its tokens."""
+    """What arrives at the first boundary, batch by batch, kept as files by their tokens."""
+    folder, size = setting.work / f'{digest(setting.path)}-{cuts[0]}', setting.batch
     folder.mkdir(parents=True, exist_ok=True)
     start = before_first(model)
     for i in range(0, len(blocks), size):
@@ -270,8 +268,7 @@ def learned(cuts: tuple[int, ...], text: str, tokens: int, setting: Setting) -> 
     pipe = pipeline((Arrived(), *model.stages[1:-1], Arrived()), channels, direct(raw))
     step = jax.jit(lambda v, state, x, ctx: pipe.apply(v, state, x, ctx, train=False)[2])
     state, variables = None, ({}, *model.variables[1:-1], {})
-    kept = setting.work / f'{digest(setting.path)}-{cuts[0]}'
-    for ctx, x in arrivals(model, blocks, setting.batch, kept):
+    for ctx, x in arrivals(model, blocks, setting, cuts):
         if state is None:
             state = init_feedback(pipe.boundaries, [x] * len(channels))
         state = step(variables, state, x, ctx)
