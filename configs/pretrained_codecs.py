@@ -14,13 +14,15 @@ from jaxmp.training.nats_table import Row
 LONG = 250_000  # tokens of the rows at the bars
 ONE, THREE = (16,), (8, 16, 23)  # of 30 blocks
 
-# Components of what is left without two heavy tokens and two heavy channels. What they learn from
-# 65,536 tokens of the training text stays as it is, and is not counted.
-KLT = 'outliers(klt({bits}, refresh=16, entropy=True{more}), channels=2, scaled=False)'
+# Components of what is left without a few heavy tokens and channels. What they learn from tokens of
+# the training text stays as it is, and is not counted.
+KLT = 'outliers(klt({bits:g}, refresh=16, entropy=True{more}), {tokens}channels=2, scaled=False)'
 WIDTHS = KLT.replace(', entropy=True', '')
-LEARNED = 65_536
+LEARNED, LEARNED_BOTH_WAYS = 65_536, 98_304  # tokens: two books, or three
 BARS = 4.3, 3, 2.3, 1.3, 0.7  # bits
-APART = 0.11  # bits of what is sent apart, and of means
+APART = {1: 0.08, 2: 0.11, 4: 0.18}  # bits of so many heavy tokens, and of all else
+HEAVY = 4, 1, 1  # tokens by cut: early blocks have more than one sink
+UNEVEN = -0.08, -0.04, 0.12  # bits by cut: an error of the last one costs most
 
 CODECS = {  # one cut; each without a state
     'bf16': 'bf16',
@@ -89,21 +91,46 @@ AT_THREE = (
 )  # fmt: skip
 
 
-def learned(name: str, text: str, bits: float, teacher: float, cuts: tuple[int, ...]) -> Row:
-    """A row of components that were learned before with ``teacher`` bits."""
-    channel = lambda b, more: text.format(bits=round(b, 2), more=more)
-    row = Row(name, channel(bits, ', fixed=True'), channel(teacher, ''), cuts)
+def klt(bits: float, tokens: int = 2, more: str = '', text: str = KLT) -> str:
+    """A channel of so many bits in all, with components of what heavy tokens leave."""
+    apart = '' if tokens == 2 else f'tokens={tokens}, '
+    return text.format(bits=round(bits - APART[tokens], 2), tokens=apart, more=more)
+
+
+def one(name: str, bits: float, more: str = '', text: str = KLT, teacher: float = 4) -> Row:
+    """A row of components at one cut, which were learned before with ``teacher`` bits."""
+    learn = klt(teacher + APART[2], text=text)
+    row = Row(name, klt(bits, more=f', fixed=True{more}', text=text), learn, ONE)
     return row._replace(learned_tokens=LEARNED)
+
+
+def three(name: str, bits: float, more: str = '', weighed: str = '') -> Row:
+    """A row at three cuts; ``weighed`` by the gradients of the text to learn from, or not."""
+    sizes = list(zip((bits + b for b in UNEVEN), HEAVY, strict=True))
+    fwd = ';'.join(klt(b, t, f', fixed=True{more}{weighed}') for b, t in sizes)
+    learn = klt(4 + APART[2], more=weighed) + ' | klt(4, refresh=16)' * bool(weighed)
+    return Row(name, fwd, learn, THREE, learned_tokens=LEARNED_BOTH_WAYS if weighed else LEARNED)
+
+
+MIDDLE, WEIGHED = ', middle=True', ', by_gradient=0.3'
 
 
 def get_rows() -> list[Row]:
     """The row without compression, then the others."""
-    bare = KLT.removeprefix('outliers(').removesuffix(', channels=2, scaled=False)')
+    bare = 'klt(2, refresh=16, entropy=True, fixed=True)', 'klt(4, refresh=16, entropy=True)'
+    rows = [
+        *(one(f'klt{bits}', bits) for bits in BARS),
+        one('klt0.7-middle', 0.7, MIDDLE),
+        *(three(f'three-klt{bits}', bits) for bits in BARS[2:4]),
+        *(three(f'three-weighed{bits}', bits, weighed=WEIGHED) for bits in BARS[:3]),
+        three('three-weighed1.3', 1.3, MIDDLE, WEIGHED),
+    ]
     return [
         Row('none', 'raw', tokens=LONG),
-        *(learned(f'klt{bits}', KLT, bits - APART, 4, ONE) for bits in BARS),
+        *rows,
         *(Row(name, text) for name, text in CODECS.items()),
-        *(learned(f'widths{b}', WIDTHS, b, b, ONE) for b in (4, 3, 2, 1)),
-        learned('klt2-alone', bare, 2, 4, ONE),
+        *(one(f'widths{b}', b + APART[2], text=WIDTHS, teacher=b) for b in (4, 3, 2, 1)),
+        Row('klt2-alone', *bare, ONE, learned_tokens=LEARNED),
         *(Row(f'three-{name}', CODECS[name], cuts=THREE) for name in AT_THREE),
+        *(row._replace(name=f'{row.name}-long', tokens=LONG) for row in rows),
     ]

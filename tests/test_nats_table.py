@@ -22,6 +22,10 @@ def get_rows():
         Row('two', 'raw;block(2)', cuts=(1, 2), tokens=64),
         Row('first', KLT.format(2, ', fixed=True'), cuts=(1,), tokens=128),
         Row('klt', KLT.format(2, ', fixed=True'), KLT.format(2, ''), (1,), 128, 256),
+        Row(
+            'weighed', KLT.format(2, ', fixed=True, by_gradient=0.5'),
+            KLT.format(2, ', by_gradient=0.5') + ' | klt(4, refresh=2)', (1,), 128, 256,
+        ),
     ]
 """
 
@@ -53,7 +57,7 @@ def rows(place):
 
 
 def test_each_row_is_a_file_with_what_it_takes_to_judge_it(rows):
-    assert {*rows} == {'none', 'block2', 'two-raw', 'two', 'first', 'klt'}
+    assert {*rows} == {'none', 'block2', 'two-raw', 'two', 'first', 'klt', 'weighed'}
     row, none = rows['block2'], np.array(rows['none']['nats_by_block'])
     assert (row['blocks'], rows['none']['blocks'], none.size) == (12, 16, 16)
     apart = np.array(row['nats_by_block']) - none[:12]
@@ -88,6 +92,23 @@ def test_a_rule_learns_before_it_is_tested(rows):
     assert rows['klt']['nats_by_block'] != rows['first']['nats_by_block']
     assert (rows['klt']['learned_from'], rows['first']['learned_from']) == ('other.txt', '')
     assert '--before=other.txt' in rows['klt']['command']
+
+
+def test_components_are_learned_from_gradients_too(rows, place):
+    """The states are those of training with the same channels: the basis is not orthogonal."""
+    assert rows['weighed']['bits'] == rows['klt']['bits']
+    assert rows['weighed']['nats_by_block'] != rows['klt']['nats_by_block']
+    setting = nats_table.Setting(
+        'rows', str(place / 'model'), 'bytes', place / 'some.txt', place / 'other.txt', 8, 2,
+        place / 'work',
+    )  # fmt: skip
+    learn = rows['weighed']['learn']
+    [(sender, receiver)] = nats_table.learned((1,), learn, 256, setting).fwd
+    book = np.asarray(receiver.book[1:])
+    np.testing.assert_array_equal(sender.known.book[1:], book)
+    assert np.abs(book @ book.T - np.eye(len(book))).max() > 0.05
+    alone = nats_table.learned((1,), rows['klt']['learn'], 256, setting).fwd[0][1].book[1:]
+    assert np.abs(alone @ alone.T - np.eye(len(book))).max() < 0.02
 
 
 def test_a_finished_row_is_not_computed_again(rows, place, monkeypatch, capsys):
@@ -199,7 +220,7 @@ def test_a_report_of_rows_alone_and_its_marks_in_a_page(rows, place, tmp_path):
     assert 'rules learned from 256 tokens of other.txt first, which no bits count' in (
         page.read_text()
     )
-    assert (tmp_path / 'r' / 'results.csv').read_text().count('\n') == 7
+    assert (tmp_path / 'r' / 'results.csv').read_text().count('\n') == 8
     with pytest.raises(SystemExit, match='has no result of a finished run'):
         report.main([str(tmp_path / 'r'), '--out', str(tmp_path / 's')])
 

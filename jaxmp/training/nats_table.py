@@ -12,7 +12,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxmp.boundary import FeedbackState, init_feedback
+from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
 from jaxmp.codecs import raw
 from jaxmp.feedback import Channel, direct
 from jaxmp.pipeline import pipeline
@@ -31,13 +31,14 @@ from jaxmp.sweep.study import digest
 from jaxmp.training.files import locked, whole, write
 from jaxmp.training.language_model import LanguageModel, open_language_model
 from jaxmp.training.moments import Arrived
-from jaxmp.training.perplexity import before_first, blocks_of, context, score_of, tail
+from jaxmp.training.perplexity import Initial, before_first, blocks_of, context, score_of, tail
 from jaxmp.training.progress import duration
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Ctx, bits, like
 
 NONE = 'none'  # the row that the others are compared with
 Blocks = Int[np.ndarray, 'N T']
+Lesson = Callable[[Any, FeedbackState, Array, Ctx], FeedbackState]
 
 
 class Row(NamedTuple):
@@ -46,7 +47,8 @@ class Row(NamedTuple):
     Attributes:
       name: of its result file.
       fwd: forward channel of all boundaries, or of each with ``;`` between them.
-      learn: a channel whose state, after the text to learn from, is that of ``fwd``; empty: none.
+      learn: the channel whose state, after the text to learn from, ``fwd`` begins with; behind
+        ``|`` that of the gradients, if it learns from them too; empty: none.
       cuts: numbers of blocks before each boundary.
       tokens: of the text that is scored.
       learned_tokens: of the text to learn from.
@@ -195,8 +197,8 @@ def record(row: Row, setting: Setting, out: Path) -> dict[str, Any]:
     start = time.perf_counter()
     model = opened(setting.path, setting.tokenizer, row.cuts)
     blocks = blocks_of(model, setting.text, setting.block, row.tokens, setting.batch)
-    channels = _channels(row.fwd, model, blocks)
-    initial, step = tail(model, channels)
+    channels, _ = _sides(row.fwd, model, blocks)
+    initial, step = tail(model, channels, _sides(row.learn or 'raw', model, blocks)[1])
     state = learned(row.cuts, row.learn, row.learned_tokens, setting) if row.learn else None
     parts, sizes = [], []
     for ctx, x in arrivals(model, blocks, setting, row.cuts):
@@ -214,11 +216,13 @@ def record(row: Row, setting: Setting, out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _channels(text: str, model: LanguageModel, blocks: Blocks) -> list[Channel]:
-    """One channel per boundary."""
+def _sides(text: str, model: LanguageModel, blocks: Blocks) -> tuple[list[Channel], Channel | None]:
+    """A forward channel per boundary, and the backward one behind ``|``, if any."""
     numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
-    found = [parse(part, numbers) for part in text.split(';')]
-    return found * (len(model.stages) - 1) if len(found) == 1 else found
+    forward, _, backward = text.partition('|')
+    found = [parse(part.strip(), numbers) for part in forward.split(';')]
+    each = found * (len(model.stages) - 1) if len(found) == 1 else found
+    return each, parse(backward.strip(), numbers) if backward else None
 
 
 def _uncompressed(out: Path, count: int) -> Float[np.ndarray, ' N']:
@@ -264,13 +268,36 @@ def learned(cuts: tuple[int, ...], text: str, tokens: int, setting: Setting) -> 
     if setting.before is None:
         raise ValueError(f'{text} learns from a text first; give --before=FILE')
     blocks = blocks_of(model, setting.before, setting.block, tokens, setting.batch)
-    channels = _channels(text, model, blocks)
-    pipe = pipeline((Arrived(), *model.stages[1:-1], Arrived()), channels, direct(raw))
-    step = jax.jit(lambda v, state, x, ctx: pipe.apply(v, state, x, ctx, train=False)[2])
-    state, variables = None, ({}, *model.variables[1:-1], {})
+    initial, step = lesson(model, *_sides(text, model, blocks))
+    state = None
     for ctx, x in arrivals(model, blocks, setting, cuts):
-        if state is None:
-            state = init_feedback(pipe.boundaries, [x] * len(channels))
-        state = step(variables, state, x, ctx)
+        state = step(model.variables, initial(x) if state is None else state, x, ctx)
     assert state is not None, 'there are blocks'
     return state
+
+
+def lesson(
+    model: LanguageModel, forward: list[Channel], backward: Channel | None
+) -> tuple[Initial, Lesson]:
+    """Initial states of channels, and a batch from which they learn.
+
+    Without a backward channel nothing behind the last boundary is computed.
+    """
+    if backward is None:
+        stages = (Arrived(), *model.stages[1:-1], Arrived())
+        pipe = pipeline(stages, forward, direct(raw))
+        step = lambda v, state, x, ctx: pipe.apply(({}, *v[1:-1], {}), state, x, ctx, train=False)[
+            2
+        ]
+        return lambda x: init_feedback(pipe.boundaries, [x] * len(forward)), jax.jit(step)
+    initial, run = tail(model, forward, backward)
+
+    @jax.jit
+    def both_ways(variables: Any, state: FeedbackState, x: Array, ctx: Ctx) -> FeedbackState:
+        def loss(_: Array, state: FeedbackState) -> tuple[Array, tuple[FeedbackState, None]]:
+            nats, after = run(variables[1:], state, x, ctx)
+            return jnp.sum(nats), (after, None)
+
+        return value_and_grad(loss)(jnp.zeros(()), state)[2]
+
+    return initial, both_ways

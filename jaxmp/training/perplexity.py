@@ -178,10 +178,18 @@ Initial = Callable[[Array], FeedbackState]
 Run = Callable[[Any, FeedbackState, Array, Ctx], tuple[Float[Array, 'B T1'], FeedbackState]]
 
 
-def tail(model: LanguageModel, channel: Channel | Sequence[Channel]) -> tuple[Initial, Run]:
-    """What begins at the first boundary: initial states, and the nats of a batch with the next."""
+def tail(
+    model: LanguageModel, channel: Channel | Sequence[Channel], backward: Channel | None = None
+) -> tuple[Initial, Run]:
+    """What begins at the first boundary: initial states, and the nats of a batch with the next.
+
+    Args:
+      model: stages with variables.
+      channel: forward, of all boundaries or of each.
+      backward: whose state a forward channel reads; nothing is sent by it.
+    """
     stages = (Arrived(), *model.stages[1:])
-    pipe = pipeline(stages, channel, direct(raw))
+    pipe = pipeline(stages, channel, backward or direct(raw))
     last = model.stages[-1]
 
     def initial(x: Array) -> FeedbackState:
