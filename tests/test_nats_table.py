@@ -207,6 +207,16 @@ def test_the_row_of_a_bar_is_the_best_within_its_bits():
     )
 
 
+def test_of_rows_that_send_the_same_the_longest_counts():
+    row = {'fwd': 'block(2)', 'cuts': [16], 'bits': 2.2, 'nats_lost': 0.001}
+    long = {**row, 'nats_lost': 0.02, 'tokens': 250000}
+    assert [r['name'] for r in lost.distinct([*table(a=row, b=long).rows.values()])] == [
+        'none',
+        'b',
+    ]
+    assert '| 2.3 | 0.01 | +0.0200 ± 0.0020 |' in lost.bars(table(a=row, b=long))
+
+
 def test_a_report_of_rows_alone_and_its_marks_in_a_page(rows, place, tmp_path):
     page = tmp_path / 'page.md'
     page.write_text('Here.\n<!-- nats results -->\nold\n<!-- /nats -->\n')
@@ -230,6 +240,6 @@ def test_the_study_has_all_families_and_its_texts_are_channels():
     assert len(rows) >= 40
     assert {lost.family(row.fwd) for row in rows if row.fwd != 'raw'} == {*lost.FAMILIES}
     for row in rows:
-        for text in (*row.fwd.split(';'), *row.learn.split(';')):
+        for text in (*row.fwd.split(';'), *row.learn.split('|')):
             if text:
-                parse(text)
+                parse(text.strip())

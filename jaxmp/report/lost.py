@@ -87,6 +87,12 @@ def by_cuts(table: Table) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         yield count, list(own)
 
 
+def distinct(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, but of those that send the same only the one of the most tokens."""
+    most = {r['fwd']: r for r in sorted(rows, key=lambda r: r['tokens'])}
+    return [r for r in rows if most[r['fwd']] is r]
+
+
 def best(rows: Sequence[dict[str, Any]], bits: float) -> dict[str, Any] | None:
     """The row that loses least among those with so many bits or less; None without any."""
     few = [r for r in rows if r['bits'] <= bits + SLACK]
@@ -117,7 +123,7 @@ def bars(table: Table) -> str:
     lines = []
     for count, rows in by_cuts(table):
         for bits, bar in BARS.get(count, {}).items():
-            if row := best(rows, bits):
+            if row := best(distinct(rows), bits):
                 cells = [COUNTS[count], f'{bits:g}', f'{bar:g}', lost(row), verdict(row, bar)]
                 lines.append([*cells, f'{row["bits"]:.2f}', f'{row["tokens"]:,}', _text(row)])
     heads = ['cuts', 'bits', 'bar, nats', 'nats lost', 'verdict', 'its bits', 'tokens', 'codec']
@@ -178,7 +184,7 @@ def draw(table: Table, out: Path) -> str:
 
 def paint(figure: Any, table: Table) -> None:
     """Draws nats lost against bits, a panel per number of cuts, with the bars as steps."""
-    groups = list(by_cuts(table))
+    groups = [(count, distinct(rows)) for count, rows in by_cuts(table)]
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     seen: dict[str, None] = {}
     for axes, (count, rows) in zip(panels, groups, strict=True):

@@ -140,7 +140,7 @@ def run(rows: Sequence[Row], setting: Setting, out: Path) -> None:
 
 def command(setting: Setting, row: Row) -> str:
     """The command that computes a row, without the folders of a machine."""
-    before = f' --before={setting.before.name}' * bool(row.learn and setting.before)
+    before = f' --before={setting.before.name}' if row.learn and setting.before else ''
     study = Path(setting.study).stem
     return (
         f'jaxmp evaluate {Path(setting.path).name} --text={setting.text.name}{before} '
