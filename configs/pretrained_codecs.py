@@ -20,7 +20,7 @@ KLT = 'outliers(klt({bits:g}, refresh=16, entropy=True{more}), {tokens}channels=
 WIDTHS = KLT.replace(', entropy=True', '')
 LEARNED, LEARNED_BOTH_WAYS = 65_536, 98_304  # tokens: two books, or three
 BARS = 4.3, 3, 2.3, 1.3, 0.7  # bits
-APART = {1: 0.08, 2: 0.11, 4: 0.18}  # bits of so many heavy tokens, and of all else
+APART = {0: 0.05, 1: 0.08, 2: 0.11, 4: 0.18}  # bits of so many heavy tokens, and of all else
 HEAVY = 4, 1, 1  # tokens by cut: early blocks have more than one sink
 UNEVEN = -0.08, -0.04, 0.12  # bits by cut: an error of the last one costs most
 
@@ -97,10 +97,12 @@ def klt(bits: float, tokens: int = 2, more: str = '', text: str = KLT) -> str:
     return text.format(bits=round(bits - APART[tokens], 2), tokens=apart, more=more)
 
 
-def one(name: str, bits: float, more: str = '', text: str = KLT, teacher: float = 4) -> Row:
+def one(
+    name: str, bits: float, more: str = '', text: str = KLT, teacher: float = 4, tokens: int = 2
+) -> Row:
     """A row of components at one cut, which were learned before with ``teacher`` bits."""
     learn = klt(teacher + APART[2], text=text)
-    row = Row(name, klt(bits, more=f', fixed=True{more}', text=text), learn, ONE)
+    row = Row(name, klt(bits, tokens, f', fixed=True{more}', text), learn, ONE)
     return row._replace(learned_tokens=LEARNED)
 
 
@@ -130,6 +132,7 @@ def get_rows() -> list[Row]:
         *rows,
         *(Row(name, text) for name, text in CODECS.items()),
         *(one(f'widths{b}', b + APART[2], text=WIDTHS, teacher=b) for b in (4, 3, 2, 1)),
+        one('klt2.3-no-sink', 2.3, tokens=0),  # the sink is sent as any other token
         Row('klt2-alone', *bare, ONE, learned_tokens=LEARNED),
         *(Row(f'three-{name}', CODECS[name], cuts=THREE) for name in AT_THREE),
         *(row._replace(name=f'{row.name}-long', tokens=LONG) for row in rows),
