@@ -10,7 +10,7 @@ from scipy import stats
 
 from jaxmp.config import settings
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
-from jaxmp.report import claims, residuals, results
+from jaxmp.report import claims, lost, residuals, results
 from jaxmp.report.paper import PAPER, paper_row
 from tests.runs import ROOT
 
@@ -232,6 +232,25 @@ def apart():
     named = ('ef21-top10', 'on'), ('ef21-top10', 'off'), ('top10-separate', 'off')
     pairs = [(r, m) for r in TEXT for m in ('on', 'off') if (r, m) not in named]
     return max(max(v) - min(v) for r, m in pairs for v in [seeds('cpu', f'gpt2-{r}', m)])
+
+
+# Nats lost on a pretrained language model.
+
+
+@cache
+def pretrained():
+    """The rows of the study pretrained_codecs."""
+    [table] = lost.load(ROOT / 'results' / 'pretrained_codecs')
+    return table.rows
+
+
+def nats_lost(row):
+    return pretrained()[row]['nats_lost']
+
+
+def sent(row):
+    """Bits per element."""
+    return pretrained()[row]['bits']
 
 
 # The paper.
