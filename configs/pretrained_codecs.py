@@ -22,6 +22,7 @@ LEARNED, LEARNED_BOTH_WAYS = 65_536, 98_304  # tokens: two books, or three
 BARS = 4.3, 3, 2.3, 1.3, 0.7  # bits
 APART = {0: 0.05, 1: 0.08, 2: 0.11, 4: 0.18}  # bits of so many heavy tokens, and of all else
 HEAVY = 4, 1, 1  # tokens by cut: early blocks have more than one sink
+FEWER = 2, 1, 1  # at few bits what they cost is worth more elsewhere
 UNEVEN = -0.08, -0.04, 0.12  # bits by cut: an error of the last one costs most
 
 CODECS = {  # one cut; each without a state
@@ -106,9 +107,11 @@ def one(
     return row._replace(learned_tokens=LEARNED)
 
 
-def three(name: str, bits: float, more: str = '', weighed: str = '') -> Row:
+def three(
+    name: str, bits: float, more: str = '', weighed: str = '', heavy: tuple[int, ...] = HEAVY
+) -> Row:
     """A row at three cuts; ``weighed`` by the gradients of the text to learn from, or not."""
-    sizes = list(zip((bits + b for b in UNEVEN), HEAVY, strict=True))
+    sizes = list(zip((bits + b for b in UNEVEN), heavy, strict=True))
     fwd = ';'.join(klt(b, t, f', fixed=True{more}{weighed}') for b, t in sizes)
     learn = klt(4 + APART[2], more=weighed) + ' | klt(4, refresh=16)' * bool(weighed)
     return Row(name, fwd, learn, THREE, learned_tokens=LEARNED_BOTH_WAYS if weighed else LEARNED)
@@ -120,20 +123,24 @@ MIDDLE, WEIGHED = ', middle=True', ', by_gradient=0.3'
 def get_rows() -> list[Row]:
     """The row without compression, then the others."""
     bare = 'klt(2, refresh=16, entropy=True, fixed=True)', 'klt(4, refresh=16, entropy=True)'
-    rows = [
-        *(one(f'klt{bits}', bits) for bits in BARS),
+    best = [
+        *(one(f'klt{bits}', bits) for bits in BARS[:4]),
         one('klt0.7-middle', 0.7, MIDDLE),
-        *(three(f'three-klt{bits}', bits) for bits in BARS[2:4]),
-        *(three(f'three-weighed{bits}', bits, weighed=WEIGHED) for bits in BARS[:3]),
-        three('three-weighed1.3', 1.3, MIDDLE, WEIGHED),
+        *(three(f'three-weighed{bits}', bits, weighed=WEIGHED) for bits in BARS[:2]),
+        three('three-weighed2.3-fewer', 2.3, '', WEIGHED, FEWER),
+        three('three-weighed1.3-fewer', 1.3, MIDDLE, WEIGHED, FEWER),
     ]
     return [
         Row('none', 'raw', tokens=LONG),
-        *rows,
+        *best,
+        one('klt0.7', 0.7),
+        three('three-weighed2.3', 2.3, weighed=WEIGHED),
+        three('three-weighed1.3', 1.3, MIDDLE, WEIGHED),
+        *(three(f'three-klt{bits}', bits) for bits in (2.3, 1.3)),
         *(Row(name, text) for name, text in CODECS.items()),
         *(one(f'widths{b}', b + APART[2], text=WIDTHS, teacher=b) for b in (4, 3, 2, 1)),
         one('klt2.3-no-sink', 2.3, tokens=0),  # the sink is sent as any other token
         Row('klt2-alone', *bare, ONE, learned_tokens=LEARNED),
         *(Row(f'three-{name}', CODECS[name], cuts=THREE) for name in AT_THREE),
-        *(row._replace(name=f'{row.name}-long', tokens=LONG) for row in rows),
+        *(row._replace(name=f'{row.name}-long', tokens=LONG) for row in best),
     ]
