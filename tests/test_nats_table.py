@@ -201,7 +201,7 @@ def test_the_row_of_a_bar_is_the_best_within_its_bits():
         ('one cut', '2.3'): 'met',
         ('three cuts', '4.3'): 'missed by 0.5 standard errors',
     }
-    assert '`mx(4)`<br>`mx(6)`' in lost.bars(TABLE)
+    assert '`mx(4)`<br>`mx(6)`' in lost.whole(TABLE)
     assert '| one cut | b | `block(2)` | 2.50 | +1.5000 ± 0.0020 | 1,234.50 | 51,200 |' in (
         lost.whole(TABLE)
     )

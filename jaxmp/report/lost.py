@@ -125,8 +125,8 @@ def bars(table: Table) -> str:
         for bits, bar in BARS.get(count, {}).items():
             if row := best(distinct(rows), bits):
                 cells = [COUNTS[count], f'{bits:g}', f'{bar:g}', lost(row), verdict(row, bar)]
-                lines.append([*cells, f'{row["bits"]:.2f}', f'{row["tokens"]:,}', _text(row)])
-    heads = ['cuts', 'bits', 'bar, nats', 'nats lost', 'verdict', 'its bits', 'tokens', 'codec']
+                lines.append([*cells, row['name'], f'{row["bits"]:.2f}', f'{row["tokens"]:,}'])
+    heads = ['cuts', 'bits', 'bar, nats', 'nats lost', 'verdict', 'row', 'its bits', 'tokens']
     return markdown(heads, lines, words=1)
 
 
@@ -153,16 +153,16 @@ def setting(table: Table) -> str:
     rows = list(table.rows.values())
     same = lambda key: ', '.join(sorted({str(r[key]) for r in rows}))
     none = table.rows['none']
-    cuts = sorted({' '.join(map(str, r['cuts'])) for r in rows}, key=len)
-    taught = next((r for r in rows if r['learned_tokens']), None)
+    cuts = sorted({', '.join(map(str, r['cuts'])) for r in rows}, key=len)
+    taught = sorted({r['learned_tokens'] for r in rows} - {0})
     learned = (
-        f'; rules learned from {taught["learned_tokens"]:,} tokens of {taught["learned_from"]} '
-        'first, which no bits count'
+        f'; rules learned from {" or ".join(f"{t:,}" for t in taught)} tokens of '
+        f'{" or ".join(sorted({r["learned_from"] for r in rows} - {""}))} first, which no bits count'
         if taught else ''
     )  # fmt: skip
     return (
         f'{same("model")}, {same("text")} in blocks of {same("block")} tokens, a message of '
-        f'{same("batch")} blocks; cuts after {" or ".join(cuts)} blocks{learned}. Without '
+        f'{same("batch")} blocks; cuts after {" blocks; or ".join(cuts)} blocks{learned}. Without '
         f'compression the perplexity is {none["perplexity"]:.2f}. ±: standard error over blocks of '
         f'the difference to no compression. Commit {same("commit")}; {same("hardware")}; '
         f'{sum(r["seconds"] for r in rows) / 3600:.1f} hours.'
@@ -207,7 +207,7 @@ def paint(figure: Any, table: Table) -> None:
         panels[0].plot([], [], c, marker=m, ls='', ms=5, label=k)[0]
         for k, (c, m) in FAMILIES.items() if k in seen
     ]  # fmt: skip
-    handles += panels[0].plot([], [], '_', color='black', ms=16, mew=2, label='a bar of this table')
+    handles += panels[0].plot([], [], '_', color='black', ms=16, mew=2, label='bar')
     figure.legend(handles=handles, loc='outside right upper', fontsize=8)
     figure.suptitle('What a pretrained language model loses by few bits at its boundaries')
     told = f'; triangle: {LEAST:g} nats or less'
