@@ -126,15 +126,14 @@ def get_rows() -> list[Row]:
     best = [
         *(one(f'klt{bits}', bits) for bits in BARS[:4]),
         one('klt0.7-middle', 0.7, MIDDLE),
-        *(three(f'three-weighed{bits}', bits, weighed=WEIGHED) for bits in BARS[:2]),
-        three('three-weighed2.3-fewer', 2.3, '', WEIGHED, FEWER),
+        *(three(f'three-weighed{bits}', bits, weighed=WEIGHED) for bits in BARS[:3]),
         three('three-weighed1.3-fewer', 1.3, MIDDLE, WEIGHED, FEWER),
     ]
     return [
         Row('none', 'raw', tokens=LONG),
         *best,
         one('klt0.7', 0.7),
-        three('three-weighed2.3', 2.3, weighed=WEIGHED),
+        three('three-weighed2.3-fewer', 2.3, '', WEIGHED, FEWER),
         three('three-weighed1.3', 1.3, MIDDLE, WEIGHED),
         *(three(f'three-klt{bits}', bits) for bits in (2.3, 1.3)),
         *(Row(name, text) for name, text in CODECS.items()),

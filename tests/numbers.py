@@ -253,6 +253,24 @@ def sent(row):
     return pretrained()[row]['bits']
 
 
+def best(cuts, bits):
+    """The row that is judged by a bar."""
+    rows = [r for r in pretrained().values() if len(r['cuts']) == cuts and r['fwd'] != 'raw']
+    return lost.best(lost.distinct(rows), bits)['name']
+
+
+def missed(cuts):
+    """The bits of the bars that no row meets."""
+    return [b for b, bar in lost.BARS[cuts].items() if nats_lost(best(cuts, b)) > bar]
+
+
+def plain(least, most):
+    """The row without a state that loses least at one cut among those of so many bits."""
+    rows = [r for r in pretrained().values() if len(r['cuts']) == 1 and not r['learned_tokens']]
+    few = [r for r in rows if least <= r['bits'] <= most]
+    return min(few, key=lambda r: r['nats_lost'])['name']
+
+
 # The paper.
 
 

@@ -155,9 +155,10 @@ def setting(table: Table) -> str:
     none = table.rows['none']
     cuts = sorted({', '.join(map(str, r['cuts'])) for r in rows}, key=len)
     taught = sorted({r['learned_tokens'] for r in rows} - {0})
+    texts = sorted({r['learned_from'] for r in rows} - {''})
     learned = (
         f'; rules learned from {" or ".join(f"{t:,}" for t in taught)} tokens of '
-        f'{" or ".join(sorted({r["learned_from"] for r in rows} - {""}))} first, which no bits count'
+        f'{" or ".join(texts)} first, which no bits count'
         if taught else ''
     )  # fmt: skip
     return (
