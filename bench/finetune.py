@@ -115,7 +115,7 @@ def main():
     p.add_argument('--out')
     a = p.parse_args()
     keep_freed_pages()
-    steps, compiling, losses = {}, {}, {}
+    steps, compiling, losses, tokens = {}, {}, {}, None
     for codec in ['raw'] + [a.codec] * bool(a.codec):
         steps[codec], compiling[codec], tokens = ours(a, codec)
     steps['torch'] = theirs(a, tokens)
