@@ -54,6 +54,14 @@ def smollm2(key):
     return max(row[key] for row in rows)
 
 
+CODEC = 'outliers(mx(4))'
+
+
+def finetuned(train):
+    """A committed fine-tuning of SmolLM2-135M, and its step beside torch's."""
+    return json.loads((ROOT / 'bench/results/smollm2_135m_finetune.json').read_text())[train]
+
+
 # Studies.
 
 

@@ -10,9 +10,8 @@ import optax
 import pytest
 
 from jaxmp import config as schema
-from jaxmp.distributed import process_group
 from jaxmp.report import compare, curves
-from jaxmp.training import checkpoint, command, experiment, files, loop, points
+from jaxmp.training import checkpoint, command, experiment, files, loop, points, together
 from jaxmp.training.optimizer import rate_of
 from tests.runs import SMALL, config_of, known_model, records
 from tests.tiny_stages import stages
@@ -48,7 +47,7 @@ def interrupted(monkeypatch, config, workdir, trainer, at):
             return after
 
         summed = loop.add
-        patch.setattr(process_group, 'MOST', 2)  # steps before it looks for a signal
+        patch.setattr(together, 'MOST', 2)  # steps before it looks for a signal
         patch.setattr(loop, 'add', add)
         try:
             assert loop.train_and_evaluate(config, workdir, trainer=trainer, quiet=True) is None
