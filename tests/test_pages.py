@@ -29,8 +29,8 @@ UNREAD = (  # the report's tables, which test_report.py makes again; comments; b
 )
 NAMES = (  # numbers that belong to a name; code
     r'`[^`]*`',
-    r'SmolLM2|Qwen[23]|Gemma [23]',
-    r'ResNet-18|GPT-2|SmolLM2-135M|CIFAR-10|cifar10_small|WikiText-2 v1|EF21|1F1B|float32|fp16',
+    r'SmolLM2(-135M)?|Qwen[23]|Gemma [23]',
+    r'ResNet-18|GPT-2|CIFAR-10|cifar10_small|WikiText-2 v1|EF21|1F1B|float32|fp16',
     r'Apache-2\.0|CC BY 4\.0',
     r'Tables? \d(-\d)?|Top\d+ %|fw\d-bw\d|(\d to )?\d-bit|largest 10 %|\d+ [GM]bit/s|\d+ cores',
     r'arXiv 2401\.07788|\(2106\.05203\)|\(2206\.01299\)',

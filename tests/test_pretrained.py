@@ -497,8 +497,8 @@ def test_the_memory_of_a_process_is_that_of_its_arrays(tmp_path, changes):
     assert sizes['parameters'] == unique(state.model.params)
     assert sizes['optimizer'] == unique(state.opt_state)
     assert sizes['gradients'] == sum(
-        a.nbytes for tree in state.model.params.values() for path, a in names(tree).items()
-        if exp.task.trained(tuple(path.split('.')))
+        a.nbytes for s, tree in state.model.params.items() for path, a in names(tree).items()
+        if exp.task.trained(s, tuple(path.split('.')))
     )  # fmt: skip
     assert sizes['activations'] == sum(size for size, _ in residual_rows(exp))
     [line] = lines

@@ -454,6 +454,8 @@ def test_every_config_key_is_read_and_headed():
         if 'def get_config(' in text:
             config_of(path.stem)
             assert 'python train.py' in header
+        elif 'def get_rows(' in text:
+            assert f'--study={path.stem}' in header
         else:
             assert 'def get_study(' in text
             assert re.search(rf'jaxmp[ .]sweep configs/{path.name}', header)
