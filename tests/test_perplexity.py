@@ -89,6 +89,8 @@ def test_blocks_are_whole_batches_and_begin_as_a_text(model, text):
     assert blocks(model, 8, 17, 4).shape == (2, 8)
     begins = model._replace(tokenizer=byte_level()._replace(begin=(1,)))
     assert blocks(begins, 8, 1000, 1)[:2].tolist() == [[1, *b'The Que'], [1, *b'en of H']]
+    with pytest.raises(ValueError, match='--block=8 is more than the 7 positions of '):
+        blocks(model._replace(positions=7), 8, 1000, 1)
 
 
 def test_the_command_tests_a_checkpoint_with_codecs(folder, text, tmp_path, capsys):

@@ -361,6 +361,13 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, changes, message):
         experiment.experiment_of(small(tiny(tmp_path), **changes))
 
 
+def test_sequences_are_no_longer_than_the_checkpoints(tmp_path):
+    folder = tiny(tmp_path, max_position_embeddings=16)
+    experiment.experiment_of(small(folder, sequence_length=16))
+    with pytest.raises(ValueError, match='sequence_length=17 is more than the 16 positions of /'):
+        experiment.experiment_of(small(folder, sequence_length=17))
+
+
 def test_a_checkpoint_without_its_tokenizer_is_not_trained_on_bytes(tmp_path):
     """The rows of the bytes' numbers are those of other tokens."""
     message = 'table of .* has 5,000 tokens and the tokenizer 256, .*leave config.data.tokenizer ou'

@@ -62,7 +62,7 @@ def fetch(repository: str, files: Sequence[str] = FILES) -> str:
     from huggingface_hub import constants, errors
 
     wanted = {'repo_id': repository, 'allow_patterns': list(files), 'etag_timeout': _SECONDS}
-    missing = ', '.join(files)
+    missing = 'its config.json, tokenizer and safetensors' if files is FILES else ', '.join(files)
     try:
         cached = hub.snapshot_download(**wanted, local_files_only=True)
         if not (rest := lacking(Path(cached))):

@@ -139,6 +139,19 @@ def check_tokenizer(place: Path, rows: int, tokens: int, key: str) -> None:
     )
 
 
+def check_length(tokens: int, positions: int, key: str, name: object) -> None:
+    """Raises ValueError if sequences are longer than those that a model was made for.
+
+    Args:
+      tokens: of a sequence.
+      positions: of the longest one; 0: not known.
+      key: what sets ``tokens``.
+      name: of the model.
+    """
+    if positions and tokens > positions:
+        raise ValueError(f'{key}={tokens} is more than the {positions} positions of {name}')
+
+
 def _flat(tree: Any) -> dict[Keys, Any]:
     flat: dict[Any, Any] = flatten_dict(tree)
     return flat

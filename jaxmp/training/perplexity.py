@@ -23,6 +23,7 @@ from jaxmp.boundary import FeedbackState, init_feedback
 from jaxmp.codecs import raw
 from jaxmp.feedback import Channel, direct
 from jaxmp.models.layers import next_token_nats
+from jaxmp.models.pretrained import check_length
 from jaxmp.pipeline import pipeline, run_stage
 from jaxmp.spec import parse
 from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
@@ -93,9 +94,11 @@ def blocks_of(
     Where the tokenizer begins a text with a token, so does each block.
 
     Raises:
-      ValueError: if the file is no text, or has less than two blocks.
+      ValueError: if the file is no text or has less than two blocks, or blocks are longer than the
+        model's sequences.
       OSError: if it cannot be read.
     """
+    check_length(length, model.positions, '--block', model.name)
     try:
         text = file.read_text(encoding='utf-8')
     except UnicodeDecodeError as error:

@@ -53,6 +53,9 @@ def task_of_checkpoint(config: Config) -> Task:
     )  # fmt: skip
     stages = decoder.decoder(sizes, c.stages, cuts_of(c.cuts), by_token=True)
     pretrained.check(checkpoint, stages)
+    positions = checkpoint.described.get('max_position_embeddings') or 0
+    length = config.data.sequence_length
+    pretrained.check_length(length, positions, 'config.data.sequence_length', checkpoint.place)
     paths = [(s, p) for s, stage in enumerate(stages) for p in pretrained.shapes(stage)]
     trained.check(c.train, choice, paths)
     dataset = text_of(config)
