@@ -152,6 +152,11 @@ KEYS: Mapping[str, Key] = {
     'optimizer.momentum': Key(0.0, 'of sgd'),
     'optimizer.weight_decay': Key(0.0, 'of all parameters'),
     'optimizer.clip_norm': Key(0.0, 'largest global norm of the gradients; 0: not clipped'),
+    'optimizer.delay': Key(0, 'steps that gradients come late, as where no stage ever waits'),
+    'optimizer.correction': Key(
+        'none', 'of late gradients, perhaps with its strength, `predict(0.5)`',
+        words=('none', 'predict', 'scale', 'compensate'),
+        pattern=r'(predict|scale|compensate)\(\d*\.?\d+\)'),
     # Where it runs.
     'parallel.runtime': Key(
         'local', 'local: one program; spmd: one over a mesh; mpmd: one per stage',

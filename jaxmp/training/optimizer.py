@@ -13,6 +13,7 @@ import optax
 
 from jaxmp.config import KEYS, Config
 from jaxmp.plugins import called
+from jaxmp.training.late import late
 from jaxmp.training.masters import with_masters
 from jaxmp.training.points import points_of, steps_of
 
@@ -85,12 +86,32 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
     .. math:: W \leftarrow W - 0.2\,\eta\,\sqrt{\max(m, n)}\; U V^\top
 
     Raises:
-      ValueError: as `rate_of` and `of_stage`; if an own function returns no optimizer.
+      ValueError: as `rate_of` and `of_stage`; if an own function returns no optimizer, or late
+        gradients are not to be had.
     """
-    name, whole = config.optimizer.name, _whole(config, rate_of(config, epoch_steps))
-    if config.model.param_dtype != 'float32':
-        whole = with_masters(whole)
-    return of_stage(whole, name) if ':' in name else whole
+    c, whole = config.optimizer, _whole(config, rate_of(config, epoch_steps))
+    masters = config.model.param_dtype != 'float32'
+    wrapped = lambda optimizer: with_masters(optimizer) if masters else optimizer
+    stage = of_stage(wrapped(whole), c.name) if ':' in c.name else wrapped(whole)
+    if not c.delay:
+        if c.correction != 'none':
+            raise ValueError(
+                f'config.optimizer.correction={c.correction!r} is of late gradients, and '
+                'config.optimizer.delay=0; give a delay, or leave it out'
+            )
+        return stage
+    if isinstance(stage, WholeNorm):
+        raise ValueError(
+            f'config.optimizer.name={c.name!r} clips by the norm of all stages, which is of another '
+            f'step than gradients with config.optimizer.delay={c.delay}; take '
+            'config.optimizer.clip_norm'
+        )
+    if config.parallel.elastic:
+        raise ValueError(
+            f'config.optimizer.delay={c.delay} with config.parallel.elastic=True: a replica that '
+            'joins has no gradients under way; leave one of them out'
+        )
+    return wrapped(late(whole, c.delay, c.correction))
 
 
 def _whole(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTransformation:

@@ -1,0 +1,146 @@
+"""Gradients that come late: the updates of a loop by hand, and known answers on a quadratic."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmp.training import loop
+from jaxmp.training.late import late
+from jaxmp.training.optimizer import optimizer_of
+from tests.runs import config_of, records
+
+RATE, CURVATURE = 0.1, 1.5
+FIRST = {'w': np.array([8.0, -3.0]), 'b': np.array(2.0)}
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    with jax.enable_x64(True):
+        yield
+
+
+def gradient(params, step):
+    """Of a quadratic whose centre moves, so that no step is like another."""
+    return jax.tree.map(lambda p: CURVATURE * (p - jnp.sin(1.0 * step)), params)
+
+
+def places(optimizer, steps):
+    """The parameters before each step."""
+    params, seen = FIRST, []
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for step in range(steps):
+        seen.append(params)
+        updates, state = update(gradient(params, step), state, params)
+        params = optax.apply_updates(params, updates)
+    return [*seen, params]
+
+
+def by_hand(delay, steps, word, strength):
+    """The same by a list of gradients."""
+    optimizer = optax.adam(RATE)
+    params, seen, due = FIRST, [], []
+    state, before = optimizer.init(params), jax.tree.map(jnp.zeros_like, FIRST)
+    for step in range(steps):
+        seen.append(params)
+        due.append(gradient(params, step))
+        if step < delay:
+            continue
+        g, then = due[step - delay], seen[step - delay]
+        if word == 'compensate':
+            guess = lambda g, p, old: g + strength * g * g * (p - old)
+            g = jax.tree.map(guess, g, params, then)
+        u, state = optimizer.update(g, state, params)
+        moved = {
+            'predict': lambda u, last: u + strength * (u - last),
+            'scale': lambda u, last: strength * u,
+        }.get(word, lambda u, last: u)
+        params = optax.apply_updates(params, jax.tree.map(moved, u, before))
+        before = u
+    return [*seen, params]
+
+
+@pytest.mark.parametrize('delay', [1, 3])
+@pytest.mark.parametrize(
+    ('text', 'word', 'strength'),
+    [
+        ('none', 'none', 0),
+        ('predict(0.5)', 'predict', 0.5),
+        ('scale(0.25)', 'scale', 0.25),
+        ('compensate(0.1)', 'compensate', 0.1),
+    ],
+)
+def test_updates_are_those_of_a_list_of_gradients(delay, text, word, strength):
+    found = places(late(optax.adam(RATE), delay, text), 8)
+    for a, b in zip(found, by_hand(delay, 8, word, strength), strict=True):
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12)
+
+
+@pytest.mark.parametrize('delay', [1, 2, 4])
+@pytest.mark.parametrize('word', ['none', 'predict', 'predict(0.5)', 'scale'])
+def test_on_a_quadratic_the_error_falls_by_the_largest_root(delay, word):
+    """Of z^(N+1) - z^N + rate h (1 + c - c / z), where the correction's c is 0 without it."""
+    pull = RATE * CURVATURE / (delay + 1 if word == 'scale' else 1)
+    ahead = {'predict': float(delay), 'predict(0.5)': 0.5}.get(word, 0.0)
+    root = max(abs(np.roots([1, -1, *[0] * (delay - 1), pull * (1 + ahead), -pull * ahead])))
+    optimizer, p = late(optax.sgd(RATE), delay, word), jnp.array(1.0)
+
+    def step(carry, _):
+        p, state = carry
+        update, state = optimizer.update(CURVATURE * p, state, p)
+        return (p + update, state), p
+
+    seen = jax.lax.scan(step, (p, optimizer.init(p)), None, 240)[1]
+    top = [np.abs(seen[i : i + 60]).max() for i in (120, 180)]  # a root may turn
+    assert (top[1] / top[0]) ** (1 / 60) == pytest.approx(root, rel=0.01)
+
+
+def test_weights_that_are_predicted_are_those_ahead():
+    """p = w + c u, and w moves as without a correction by the same gradients."""
+    optimizer = optax.sgd(RATE, 0.9)
+    found = places(late(optimizer, 2, 'predict'), 7)
+    state, w = optimizer.init(FIRST), FIRST
+    for step, after in enumerate(found[1:]):
+        if step < 2:
+            continue
+        u, state = optimizer.update(gradient(found[step - 2], step - 2), state, w)
+        w = optax.apply_updates(w, u)
+        ahead = jax.tree.map(lambda w, u: w + 2 * u, w, u)
+        for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(ahead), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def digits(**changes):
+    tiny = {'train_examples': 64, 'test_examples': 16, 'batch_size': 16, 'width': 2, 'epochs': 3}
+    return config_of('digits_resnet', **tiny, **changes)
+
+
+def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path):
+    with jax.enable_x64(False):
+        config, begun = (digits(delay=3, correction='predict(0.5)', clip_norm=0.5) for _ in 'ab')
+        begun.epochs = 1
+        whole = loop.train_and_evaluate(config, tmp_path / 'whole', quiet=True, draw=False)
+        loop.train_and_evaluate(begun, tmp_path / 'parts', quiet=True, draw=False)
+        parts = loop.train_and_evaluate(config, tmp_path / 'parts', quiet=True, draw=False)
+        on_time = loop.train_and_evaluate(digits(), tmp_path / 'on', quiet=True, draw=False)
+    assert parts['test'] == whole['test'] != on_time['test']
+    strip = lambda rows: [{k: v for k, v in row.items() if k != 'seconds'} for row in rows]
+    assert strip(records(tmp_path / 'parts')) == strip(records(tmp_path / 'whole'))
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'correction': 'predict'}, "correction='predict' is of late gradients, .*give a delay"),
+        ({'delay': 1, 'elastic': True}, 'delay=1 with .*elastic=True: a replica that joins'),
+        ({'delay': -1}, 'delay=-1'),
+        ({'delay': 1, 'correction': 'predict(x)'}, r"correction='predict\(x\)'"),
+    ],
+)
+def test_what_late_gradients_do_not_go_with(changes, message):
+    with pytest.raises(ValueError, match=message):
+        loop.schema.check(digits(**changes))
+        optimizer_of(digits(**changes), 4)
