@@ -15,6 +15,7 @@ COMMANDS = {
     'generate': ('jaxmp.training.generate', 'text from a checkpoint or a run, token by token'),
     'launch': ('jaxmp.launch', 'start the processes of a run on this machine'),
     'switch': ('jaxmp.net.__main__', 'where the replicas of an elastic run on several hosts meet'),
+    'pays': ('jaxmp.plan.pays', 'whether more machines make a step faster over a link'),
     'plan': ('jaxmp.plan.__main__', 'choose codecs, schedule and micro-batches for a link'),
     'bench': ('jaxmp.bench.__main__', 'score channels: bits, error, time, steps, time over links'),
     'codecs': ('jaxmp.codecs.__main__', 'the words of the algebra, with bits per element'),

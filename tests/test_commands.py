@@ -20,6 +20,7 @@ BAD = {
     'evaluate': (['/nowhere'], r'/nowhere is not the workdir of a run: .*No such file'),
     'generate': (['/nowhere'], r'there is no /nowhere; give a folder with config\.json'),
     'launch': (['--processes', '0', '--', 'x'], r'--processes 0: give 1 or more'),
+    'pays': (['--link=fast'], '--link=fast: not a rate above 0'),
     'plan': (['--link=fast'], r'--link=fast: not a rate above 0, .*such as --link=100mbit,50ms'),
     'bench': (['top_k(10)'], r'top_k fraction 10 is not in \(0, 1\]; for 10 % write top_k'),
     'switch': (['--address=x'], 'is not host:port'),

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from jaxmp.training import loop
+from jaxmp.training.experiment import experiment_of
 from jaxmp.training.late import late
-from jaxmp.training.optimizer import optimizer_of
 from tests.runs import config_of, records
 
 RATE, CURVATURE = 0.1, 1.5
@@ -136,11 +136,10 @@ def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path):
     [
         ({'correction': 'predict'}, "correction='predict' is of late gradients, .*give a delay"),
         ({'delay': 1, 'elastic': True}, 'delay=1 with .*elastic=True: a replica that joins'),
-        ({'delay': -1}, 'delay=-1'),
+        ({'delay': -1}, 'delay=-1 is not a whole number from 0'),
         ({'delay': 1, 'correction': 'predict(x)'}, r"correction='predict\(x\)'"),
     ],
 )
 def test_what_late_gradients_do_not_go_with(changes, message):
     with pytest.raises(ValueError, match=message):
-        loop.schema.check(digits(**changes))
-        optimizer_of(digits(**changes), 4)
+        experiment_of(digits(**changes))

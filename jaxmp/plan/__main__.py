@@ -50,11 +50,11 @@ UNIFORM = (  # of the paper, for comparison
 )
 
 
-def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and the texts ``key=value`` that change the configuration."""
+def parser_of(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """The flags of a command that probes a configuration for a link."""
     parser = argparse.ArgumentParser(
-        prog='jaxmp plan',
-        description=__doc__,
+        prog=prog,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -63,7 +63,20 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
     parser.add_argument('--error', type=float, default=0.1, help='largest error; default 0.1')
     parser.add_argument('--seconds', type=float, default=60, help='of the probe; default 60')
     parser.add_argument('--codecs', default='', help='further channels, with ; between them')
+    return parser
+
+
+def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and the texts ``key=value`` that change the configuration."""
+    parser = parser_of('jaxmp plan', __doc__)
     parser.add_argument('--out', type=Path, default=Path('plan.py'), help='default plan.py')
+    return parsed(parser, argv)
+
+
+def parsed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of a parser from `parser_of`, and the texts that change the configuration."""
     args, rest = parser.parse_known_args(argv)
     for text in rest:
         if not (text.startswith('--config.') and '=' in text):

@@ -102,8 +102,8 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
         return stage
     if isinstance(stage, WholeNorm):
         raise ValueError(
-            f'config.optimizer.name={c.name!r} clips by the norm of all stages, which is of another '
-            f'step than gradients with config.optimizer.delay={c.delay}; take '
+            f'config.optimizer.name={c.name!r} clips by the norm of all stages, which with '
+            f'config.optimizer.delay={c.delay} is of another step than the gradients; clip by '
             'config.optimizer.clip_norm'
         )
     if config.parallel.elastic:

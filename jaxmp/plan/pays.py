@@ -1,0 +1,342 @@
+"""`jaxmp pays`: does a further machine make a step faster over this link? One sentence first.
+
+    jaxmp pays --config=digits_resnet --link=50mbit,40ms
+
+It measures the model on this machine, as `jaxmp plan` does, and a step of the whole model alone.
+Then it predicts the step with each stage on a machine of its own, as fast as this one: raw, and
+with the codecs that `jaxmp plan` would choose. Steps are given in units of a step alone, which
+is the same batch on one machine. OUT.png has the picture, OUT.json the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxmp.plan.predict import Link, parse
+
+if TYPE_CHECKING:
+    from jaxmp.plan.choose import Choice
+    from jaxmp.training.experiment import Experiment
+
+RATES = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000  # Mbit/s
+MARGIN = 0.05  # of a step: machines vary by as much
+TURNS = 6  # steps alone, of which the first compiles
+
+
+class Row(NamedTuple):
+    """Seconds of a step over a link.
+
+    Attributes:
+      link: between neighbouring stages.
+      raw: seconds with raw messages.
+      choice: the plan.
+    """
+
+    link: Link
+    raw: float
+    choice: Choice
+
+    @property
+    def best(self) -> float:
+        """Seconds of the plan."""
+        return self.choice.seconds
+
+
+class Verdict(NamedTuple):
+    """What a link does for a model.
+
+    Attributes:
+      machines: as many as stages.
+      alone: seconds of a step on one machine.
+      needs: bytes of memory that the whole model needs at least.
+      has: bytes of this machine.
+      row: over the link that was asked about.
+      still: the same without its delay.
+      rows: over other rates with the same delay.
+    """
+
+    machines: int
+    alone: float
+    needs: int
+    has: int
+    row: Row
+    still: Row
+    rows: Sequence[Row]
+
+
+def crossing(rates: Sequence[float], ratios: Sequence[float], level: float) -> float | None:
+    """The rate above which a ratio that falls with the rate stays below ``level``; None if never.
+
+    Between two rates the ratio is a line over the logarithm of the rate; 0 if it is always below.
+
+    >>> crossing([1, 100], [3, 1], 2.0), crossing([1, 100], [1, 0.5], 2.0)
+    (10.0, 0)
+    >>> crossing([1, 100], [3, 2.5], 2.0)
+    """
+    above = [i for i, ratio in enumerate(ratios) if ratio > level]
+    if not above:
+        return 0
+    if (i := above[-1]) == len(rates) - 1:
+        return None
+    share = (ratios[i] - level) / (ratios[i] - ratios[i + 1])
+    return rates[i] * (rates[i + 1] / rates[i]) ** share
+
+
+def said(v: Verdict) -> str:
+    """The verdict in a few short sentences, each step in units of a step alone."""
+    link, codecs = spelled(v.row.link), named(v.row.choice)
+    begin = f'Alone 1.00 ({duration(v.alone)} a step). '
+    if v.needs > v.has:
+        begin = (
+            f'Alone it does not fit: it needs at least {v.needs / 2**30:.1f} GiB, and this machine '
+            f'has {v.has / 2**30:.1f}. If it did: 1.00 ({duration(v.alone)} a step). '
+        )
+    steps = f'raw messages {v.row.raw / v.alone:.2f}'
+    if codecs != 'raw':
+        steps += f', {codecs} {v.row.best / v.alone:.2f}'
+    return f'{begin}On {v.machines} machines over {link}: {steps}. {advice(v)}{delay(v)}'
+
+
+def advice(v: Verdict) -> str:
+    """Whether it pays, above which rate it does, and above which no codec is needed."""
+    rates = [r.link.rate for r in v.rows]
+    pays = crossing(rates, [r.best / v.alone for r in v.rows], 1 - MARGIN)
+    free = crossing(rates, [r.raw / r.best for r in v.rows], 1 + MARGIN)
+    if pays is None:
+        where = f'at no rate up to {spelled_rate(rates[-1])} does it'
+    else:
+        where = f'it does above {spelled_rate(max(pays, rates[0]))}'
+    text = f'{paying(v.row.best / v.alone)} ({where}).'
+    if free is not None and pays is not None:
+        text += f' Above {spelled_rate(max(free, rates[0]))} raw messages are as fast.'
+    return text
+
+
+def paying(ratio: float) -> str:
+    """A ratio to a step alone in words.
+
+    >>> paying(0.8), paying(1.01), paying(2.0)
+    ('It pays', 'It makes no difference', 'It does not pay')
+    """
+    if ratio < 1 - MARGIN:
+        return 'It pays'
+    return 'It does not pay' if ratio > 1 + MARGIN else 'It makes no difference'
+
+
+def delay(v: Verdict) -> str:
+    """What the delay costs."""
+    share = 100 * (1 - v.still.best / v.row.best)
+    return f' The delay costs {share:.0f} % of the step.' if share >= 1 else ''
+
+
+def named(choice: Choice) -> str:
+    """The codecs of a plan: one, one each way, or 'codecs of the plan' where they differ more."""
+    ways = [
+        list(dict.fromkeys(c.text for (a, b), c in choice.codecs.items() if (a < b) == forward))
+        for forward in (True, False)
+    ]
+    if any(len(way) > 1 for way in ways):
+        return 'codecs of the plan'
+    [fwd], [bwd] = ways
+    return fwd if fwd == bwd else f'{fwd} forward and {bwd} backward'
+
+
+def spelled(link: Link) -> str:
+    """A link in words.
+
+    >>> spelled(Link(50, 40)), spelled(Link(1000))
+    ('50 Mbit/s with 40 ms', '1 Gbit/s')
+    """
+    return spelled_rate(link.rate) + (f' with {link.delay:g} ms' if link.delay else '')
+
+
+def spelled_rate(rate: float) -> str:
+    """A rate with two digits.
+
+    >>> spelled_rate(8.764), spelled_rate(1234)
+    ('8.8 Mbit/s', '1.2 Gbit/s')
+    """
+    number = float(f'{rate:.2g}')
+    return f'{number:g} Mbit/s' if number < 1000 else f'{number / 1000:g} Gbit/s'
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three digits.
+
+    >>> duration(0.0123), duration(4.567)
+    ('12.3 ms', '4.57 s')
+    """
+    return f'{seconds:.3g} s' if seconds >= 1 else f'{1e3 * seconds:.3g} ms'
+
+
+# What is measured.
+
+
+def alone(exp: Experiment) -> float:
+    """Median seconds of a step of the whole model in one program."""
+    import jax
+    import numpy as np
+
+    from jaxmp import data
+    from jaxmp.net.group import ProcessGroup
+    from jaxmp.training.trainer import Trainer
+
+    trainer, size = Trainer(exp, ProcessGroup()), exp.config.batch_size
+    step, state = trainer.bound(trainer.training, trainer.rules(0)), trainer.create()
+    [batch] = data.batches(exp.data.train, size, np.arange(size))
+    if trainer.scans:
+        batch = np.arange(size)[None]
+    times = []
+    for _ in range(TURNS):
+        start = time.monotonic()
+        state, values = step(state, batch)
+        jax.block_until_ready((state, values))
+        times.append(time.monotonic() - start)
+    return statistics.median(times[1:])
+
+
+def by_itself(config: Any) -> Any:
+    """The configuration of one machine: one program, no compression, the same batch."""
+    from jaxmp.config import KEYS
+    from jaxmp.plan.__main__ import probed_config
+
+    c = probed_config(config)
+    idle = [name for name, key in KEYS.items() if key.runtime and 'local' not in key.runtime]
+    c.update_from_flattened_dict({name: KEYS[name].default for name in idle})
+    c.parallel.update(runtime='local', num_microbatches=1)
+    return c
+
+
+def verdict(config: Any, own: Sequence[str], link: Link, budget: float, seconds: float) -> Verdict:
+    """Measures, and predicts.
+
+    Raises:
+      ValueError: as `jaxmp.plan.__main__.planned`.
+    """
+    from jaxmp.plan.__main__ import planned
+    from jaxmp.plan.choose import choose, uniform
+    from jaxmp.runtimes.placement import memory
+    from jaxmp.training.experiment import experiment_of
+    from jaxmp.training.footprint import footprint
+
+    probed, choice = planned(config, own, link, budget, seconds)
+    exp = experiment_of(by_itself(config))
+    print('the whole model alone', file=sys.stderr, flush=True)
+
+    def row(link: Link, choice: Choice | None = None) -> Row:
+        raw = uniform(probed, link, 'raw', 'raw')
+        assert raw, 'raw is always measured'
+        return Row(link, raw.seconds, choice or choose(probed, link, budget))
+
+    machines = len(next(iter(probed.stages.values())))
+    needs = sum(footprint(exp, range(machines)).values())
+    rates = sorted({*RATES, link.rate})
+    rows = [row(Link(r, link.delay), choice if r == link.rate else None) for r in rates]
+    here = next(r for r in rows if r.link.rate == link.rate)
+    still = row(Link(link.rate)) if link.delay else here
+    return Verdict(machines, alone(exp), needs, memory(), here, still, rows)
+
+
+# What is shown.
+
+
+def record(v: Verdict) -> dict[str, Any]:
+    """The numbers as JSON has them."""
+    rows = [
+        {
+            'rate': r.link.rate, 'delay': r.link.delay, 'raw': r.raw, 'best': r.best,
+            'codecs': named(r.choice), 'schedule': r.choice.order.schedule,
+            'microbatches': r.choice.order.microbatches,
+        }
+        for r in v.rows
+    ]  # fmt: skip
+    one = {'machines': v.machines, 'alone': v.alone, 'needs': v.needs, 'has': v.has}
+    return {'verdict': said(v), **one, 'rate': v.row.link.rate, 'rows': rows}
+
+
+def show(v: Verdict) -> None:
+    """Prints the sentence and a row per rate."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
+    console.print(said(v), highlight=False)
+    table = Table(title='a step, in units of a step alone')
+    for head in ('link', 'raw', 'compressed', 'codecs', ''):
+        table.add_column(head, justify='right' if head in ('raw', 'compressed') else 'left')
+    for r in v.rows:
+        ratio, mark = r.best / v.alone, ' *' if r.link == v.row.link else ''
+        cells = f'{r.raw / v.alone:.2f}', f'{ratio:.2f}', named(r.choice), paying(ratio)
+        table.add_row(spelled(r.link) + mark, *cells)
+    console.print(table)
+
+
+def draw(v: Verdict, path: Path) -> None:
+    """Time of a step against the rate of the link; both axes logarithmic."""
+    from jaxmp.report import style
+
+    with style.style():
+        figure = style.figure(6.5, 4)
+        axes = figure.subplots()
+        rates = [r.link.rate for r in v.rows]
+        lines = {
+            'raw messages': ('black', 's', [r.raw / v.alone for r in v.rows]),
+            'compressed as planned': (style.PALETTE[1], 'o', [r.best / v.alone for r in v.rows]),
+        }
+        for label, (colour, mark, values) in lines.items():
+            axes.plot(rates, values, color=colour, marker=mark, ms=4, label=label)
+        axes.axhline(1, color=style.PALETTE[2], label='one machine alone')
+        axes.axvline(v.row.link.rate, color='gray', ls=':', label='the link asked about')
+        axes.set_xscale('log')
+        axes.xaxis.set_major_formatter('{x:g}')
+        style.logarithmic(axes)
+        late = f', {v.row.link.delay:g} ms' if v.row.link.delay else ''
+        axes.set(xlabel=f'Mbit/s between stages{late}', ylabel='step, in steps alone')
+        axes.legend()
+        figure.suptitle(f'{v.machines} machines against one')
+        style.caption(
+            figure, f'predicted from measurements of this machine; 1 is {duration(v.alone)}'
+        )
+        style.save(figure, path, style.digest(record(v), __file__))
+
+
+def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and the texts ``key=value`` that change the configuration."""
+    from jaxmp.plan.__main__ import parsed, parser_of
+
+    parser = parser_of('jaxmp pays', __doc__)
+    parser.add_argument('--out', type=Path, default=Path('pays.png'), help='default pays.png')
+    return parsed(parser, argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    args, texts = arguments(argv)
+    try:
+        link = parse(args.link)
+        from jaxmp.plan.__main__ import changed
+        from jaxmp.runtimes.allocator import keep_freed_pages
+        from jaxmp.runtimes.placement import keep_compiled
+
+        config, _ = changed(args.config, texts)
+        keep_compiled()
+        keep_freed_pages()
+        own = [t.strip() for t in args.codecs.split(';') if t.strip()]
+        v = verdict(config, own, link, args.error, args.seconds)
+        show(v)
+        draw(v, args.out)
+        args.out.with_suffix('.json').write_text(json.dumps(record(v), indent=1) + '\n')
+    except (OSError, ValueError) as error:
+        sys.exit(f'jaxmp pays: {error}')
+    print(f'wrote {args.out} and {args.out.with_suffix(".json")}')
+
+
+if __name__ == '__main__':
+    main()

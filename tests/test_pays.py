@@ -1,0 +1,86 @@
+"""Whether further machines pay: verdicts of made-up numbers, and the command on a model."""
+
+import json
+
+import pytest
+
+from jaxmp.plan import pays
+from jaxmp.plan.choose import Candidate, Choice, Order
+from jaxmp.plan.predict import Link
+
+EDGES = (0, 1), (1, 0)
+
+
+def choice(seconds, *texts):
+    codecs = {e: Candidate(t, 4.0, 0.0, 0.0, 0.0, 1.0) for e, t in zip(EDGES, texts, strict=True)}
+    return Choice(Order('1f1b', 4), codecs, seconds)
+
+
+def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block(4)')):
+    """Steps over 1, 10 and 100 Mbit/s, of which the second is asked about; alone takes 2 s."""
+    rows = [
+        pays.Row(Link(rate, delay), r, choice(b, *(texts if b < r else ('raw', 'raw'))))
+        for rate, r, b in zip((1, 10, 100), raw, best, strict=True)
+    ]
+    quiet = rows[1]._replace(choice=rows[1].choice._replace(seconds=still or rows[1].best))
+    return pays.Verdict(2, 2.0, needs << 30, 8 << 30, rows[1], quiet, rows)
+
+
+@pytest.mark.parametrize(
+    ('v', 'text'),
+    [
+        (
+            verdict((20, 7.4, 1.5), (4.0, 1.64, 1.5), 40.0, 1.14),
+            'Alone 1.00 (2 s a step). On 2 machines over 10 Mbit/s with 40 ms: raw messages 3.70, '
+            'block(4) 0.82. It pays (it does above 7.8 Mbit/s). Above 97 Mbit/s raw messages are '
+            'as fast. The delay costs 30 % of the step.',
+        ),
+        (
+            verdict((20, 7.4, 3.0), (4.0, 3.6, 3.0)),
+            'Alone 1.00 (2 s a step). On 2 machines over 10 Mbit/s: raw messages 3.70, block(4) '
+            '1.80. It does not pay (at no rate up to 100 Mbit/s does it).',
+        ),
+        (
+            verdict((20, 2.0, 1.5), (20, 2.0, 1.5), needs=9),
+            'Alone it does not fit: it needs at least 9.0 GiB, and this machine has 8.0. If it '
+            'did: 1.00 (2 s a step). On 2 machines over 10 Mbit/s: raw messages 1.00. It makes no '
+            'difference (it does above 16 Mbit/s). Above 1 Mbit/s raw messages are as fast.',
+        ),
+        (
+            verdict((4, 2.4, 1.5), (1.6, 1.5, 1.5), texts=('mx(4)', 'nvfp4')),
+            'Alone 1.00 (2 s a step). On 2 machines over 10 Mbit/s: raw messages 1.20, mx(4) '
+            'forward and nvfp4 backward 0.75. It pays (it does above 1 Mbit/s). Above 83 Mbit/s '
+            'raw messages are as fast.',
+        ),
+    ],
+    ids=['pays', 'never', 'no difference', 'always'],
+)
+def test_a_verdict_says_what_to_do(v, text):
+    assert pays.said(v) == text
+    assert pays.record(v)['rows'][1]['raw'] == v.row.raw
+
+
+def test_the_command_tells_the_verdict_first(tmp_path, monkeypatch, capsys):
+    """Of the digits over a link of 1 kbit/s, which never pays."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pays, 'RATES', (1, 1000))
+    pays.main([
+        '--config=digits_resnet', '--link=1kbit', '--seconds=1', '--config.model.width=2',
+         '--config.batch_size=8', '--config.parallel.num_microbatches=2',
+    ])  # fmt: skip
+    shown = ' '.join(capsys.readouterr().out.split())
+    assert shown.startswith('Alone 1.00 (')
+    assert 'It does not pay' in shown
+    saved = json.loads((tmp_path / 'pays.json').read_text())
+    assert [row['rate'] for row in saved['rows']] == [0.001, 1, 1000]
+    first, *_, last = saved['rows']
+    assert first['raw'] > first['best'] > 100 * saved['alone'] > 0
+    assert first['raw'] > 10 * last['raw']
+    assert saved['machines'] == 4  # of a ResNet-18
+    assert (tmp_path / 'pays.png').stat().st_size > 5000
+
+
+def test_a_link_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        pays.main(['--config=digits_resnet'])
+    assert '--link' in capsys.readouterr().err
