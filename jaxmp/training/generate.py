@@ -2,12 +2,16 @@
 
     jaxmp generate HuggingFaceTB/SmolLM2-135M-Instruct --chat --prompt 'What is a codec?'
     jaxmp generate runs/text_gpt2 --prompt 'Alice was' 'The Queen' --tokens 200
+    jaxmp launch --processes 4 -- jaxmp generate MODEL --codec 'mx(4)' --prompt 'Once' 'Now'
 
 A checkpoint is a folder, a GGUF file or a name of the hub. A finished run continues a prompt with
 its boundaries' compression off and on, by the same random numbers, so that the texts are equal as
 long as the models agree. With a cache, a message has the new tokens only. GPT-2 has no cache: it
 computes the whole text again for each token, and of a run a window that the run's test text fills
 before the prompt.
+
+Over several processes each has some stages and their cache, and packed messages of --codec (of a
+run: its own) go between them; as many prompts are under way as there are processes.
 """
 
 from __future__ import annotations
@@ -15,13 +19,56 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from jaxmp.boundary import Boundary
+from jaxmp.boundary import Boundary, boundary
+from jaxmp.codecs import raw
 from jaxmp.data import chat
 from jaxmp.feedback import direct
-from jaxmp.training.language_model import LanguageModel, open_language_model
+from jaxmp.net.connect import Address, connect, end_without_memory, owners, placed
+from jaxmp.net.group import LONG, ProcessGroup
+from jaxmp.plan.predict import parse as parse_link
+from jaxmp.spec import parse
+from jaxmp.training.language_model import (
+    LanguageModel,
+    config_of_run,
+    is_run,
+    open_language_model,
+)
 from jaxmp.training.sampling import choose, continuations, reader_of
+from jaxmp.training.task import cuts_of, stage_count
+
+# Flags that differ between the processes of one text.
+LOCAL = {'model', 'coordinator', 'process', 'processes', 'token_file', 'silent'}
+
+
+class Text(NamedTuple):
+    """A text that is being written.
+
+    Attributes:
+      head: what stands before it.
+      model: its model.
+      prompts: the tokens of its prompts.
+      events: the tokens that follow, as `jaxmp.training.sampling.continuations` yields them.
+    """
+
+    head: str
+    model: LanguageModel
+    prompts: list[list[int]]
+    events: Iterable[tuple[int, int | None]]
+
+
+class Draw(NamedTuple):
+    """How tokens are drawn; see `jaxmp.training.sampling.choose`."""
+
+    temperature: float
+    top_p: float
+
+    def __call__(self, logits: Any, key: Any, first: int = 0) -> Any:
+        """The tokens of rows, the first of which has the number ``first``."""
+        return choose(logits, key, self.temperature, self.top_p, first)
 
 
 def prompts_of(model: LanguageModel, texts: Sequence[str], as_chat: bool) -> list[list[int]]:
@@ -98,23 +145,34 @@ def written(
             now += 1
 
 
-def modes(model: LanguageModel) -> dict[str, tuple[Boundary, ...] | None]:
-    """The boundaries of each text, by its headline; of a checkpoint one, without a headline.
+def modes(model: LanguageModel, codec: str) -> dict[str, tuple[Boundary, ...] | None]:
+    """The boundaries of each text, by its headline; of a checkpoint one, without a headline."""
+    if model.boundaries is None or codec:
+        return {'': boundaries_of(model, codec) if codec else None}
+    off, on = (f'--- compression {mode} (fwd {model.fwd}) ---' for mode in ('off', 'on'))
+    try:
+        return {off: None, on: boundaries_of(model)}
+    except ValueError as error:
+        print(f'{error}; the text is without compression alone', file=sys.stderr)
+        return {off: None}
+
+
+def boundaries_of(model: LanguageModel, codec: str = '') -> tuple[Boundary, ...]:
+    """The boundaries of a codec; without one, those of the run, or open ones of a checkpoint.
 
     What a run's feedback remembers is of its training, so a boundary is plain ``C(x)``.
+
+    Raises:
+      ValueError: if a channel of the run has components, which its folder model lacks.
     """
-    if model.boundaries is None:
-        return {'': None}
-    off, on = (f'--- compression {mode} (fwd {model.fwd}) ---' for mode in ('off', 'on'))
+    if codec or model.boundaries is None:
+        channel = parse(codec or 'raw', {'vocabulary': model.tokenizer.size})
+        return (boundary(channel, direct(raw)),) * (len(model.stages) - 1)
     if any(b.fwd.state_of == 'channel' for b in model.boundaries):
-        print(
-            f'fwd {model.fwd} needs its components, which the folder model of a run lacks; the '
-            'text is without compression alone',
-            file=sys.stderr,
+        raise ValueError(
+            f'fwd {model.fwd} needs its components, which the folder model of a run lacks'
         )
-        return {off: None}
-    cuts = tuple(Boundary(direct(b.fwd.codec), b.bwd, b.via) for b in model.boundaries)
-    return {off: None, on: cuts}
+    return tuple(Boundary(direct(b.fwd.codec), b.bwd, b.via) for b in model.boundaries)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -141,6 +199,16 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument('--tokenizer', default='', help="in place of the checkpoint's own")
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--codec', default='', help='between stages; default raw, of a run its own')
+    parser.add_argument('--stages', type=int, default=0, help='of a checkpoint; default processes')
+    parser.add_argument('--cuts', default='', help="blocks before each boundary, such as '8 16 23'")
+    apart = parser.add_argument_group('several processes', 'jaxmp launch and Slurm say these')
+    apart.add_argument('--coordinator', help='host:port of process 0')
+    apart.add_argument('--processes', type=int)
+    apart.add_argument('--process', type=int, help='number of this process, from 0')
+    apart.add_argument('--token-file', help='with the secret of all; default $JAXMP_TOKEN')
+    apart.add_argument('--silent', type=float, default=60.0, help='seconds until one has failed')
+    apart.add_argument('--link', default='', help='emulated between processes, such as 20mbit,40ms')
     args = parser.parse_args(argv)
     if args.tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
         parser.error(
@@ -153,26 +221,82 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     args = parsed(argv)
+    place = args.coordinator, args.processes, args.process
+    group = ProcessGroup()
     try:
-        model = open_language_model(args.model, tokenizer=args.tokenizer)
-        prompts = prompts_of(model, args.prompt, args.chat)
-        stops = stops_of(model, args.stop)
-        check(model, prompts, args.tokens)
-    except (OSError, ValueError, ImportError) as error:
-        sys.exit(f'jaxmp generate: {error}')
-    chosen = functools.partial(choose, temperature=args.temperature, top_p=args.top_p)
-    begin = len(model.tokenizer.begin)
-    hidden = [len(p) if args.chat else begin for p in prompts]
-    for name, cuts in modes(model).items():
-        if name:
-            print(name)
-        events = continuations(
-            reader_of(model, cuts), prompts, args.tokens, chosen, stops, args.seed
+        address = placed(Address(*place, args.token_file, args.silent))
+        group, texts = (
+            by_processes(args, address) if address.processes != 1 else (group, here(args))
         )
-        written(
-            events, prompts, model.tokenizer.decode, hidden,
-            functools.partial(print, end='', flush=True),
-        )  # fmt: skip
+        for head, model, prompts, events in texts:
+            print(head, end='')
+            begin = len(model.tokenizer.begin)
+            hidden = [len(p) if args.chat else begin for p in prompts]
+            out = functools.partial(print, end='', flush=True)
+            written(events, prompts, model.tokenizer.decode, hidden, out)
+        group.close()
+    except (OSError, ValueError, ImportError) as error:
+        group.fail(f'jaxmp generate: {error}')
+        sys.exit(f'jaxmp generate: {error}')
+    except BaseException as error:
+        group.fail(f'{type(error).__name__}: {error}')
+        raise
+
+
+def here(args: argparse.Namespace) -> Iterator[Text]:
+    """The texts of one process."""
+    cuts = cuts_of(args.cuts)
+    model = open_language_model(args.model, args.stages, cuts, args.tokenizer)
+    prompts, stops = asked(model, args)
+    for name, boundaries in modes(model, args.codec).items():
+        reader = reader_of(model, boundaries)
+        draw = Draw(args.temperature, args.top_p)
+        events = continuations(reader, prompts, args.tokens, draw, stops, args.seed)
+        yield Text(f'{name}\n' * bool(name), model, prompts, events)
+
+
+def by_processes(args: argparse.Namespace, address: Address) -> tuple[ProcessGroup, Iterable[Text]]:
+    """The group, and in its first process the text; the others work for it until it is written."""
+    from jaxmp.training import serving
+
+    path, cuts = Path(args.model).expanduser(), cuts_of(args.cuts)
+    known = is_run(path)
+    count = stage_count(config_of_run(path)) if known else len(cuts) + 1 if cuts else args.stages
+    count = count or int(address.processes or 1)
+    about = {k: v for k, v in vars(args).items() if k not in LOCAL}
+    group = connect(address, range(count), about)
+    end_without_memory(group.names[group.index])
+    try:
+        owner = owners(count, group.count)
+        own = [s for s in range(count) if owner[s] == group.index]
+        with group.phase('reading', LONG):
+            model = open_language_model(
+                args.model, 0 if known else count, cuts, args.tokenizer, lambda n: own
+            )
+        if not model.cached:
+            raise ValueError(f'{model.name} has no cache of keys and values; give one process')
+        prompts, stops = asked(model, args)
+        boundaries = boundaries_of(model, args.codec)
+        serving.check_by_token(boundaries, model.stages[0].config.width)  # pyright: ignore
+        draw = Draw(args.temperature, args.top_p)
+        part = serving.Part(model, boundaries, range(own[0], own[-1] + 1), draw)
+        ends = serving.Ends(group, part, parse_link(args.link) if args.link else None)
+        if group.index:
+            serving.serve(part, ends)
+            return group, []
+        events = serving.written(part, ends, prompts, args.tokens, stops, args.seed)
+        return group, [Text('', model, prompts, events)]
+    except BaseException as error:
+        group.fail(f'jaxmp generate: {error}')
+        raise
+
+
+def asked(model: LanguageModel, args: argparse.Namespace) -> tuple[list[list[int]], frozenset[int]]:
+    """The tokens of the prompts, and those that end a text."""
+    prompts = prompts_of(model, args.prompt, args.chat)
+    stops = stops_of(model, args.stop)
+    check(model, prompts, args.tokens)
+    return prompts, stops
 
 
 if __name__ == '__main__':

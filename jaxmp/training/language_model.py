@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.boundary import Boundary
-from jaxmp.config import KEYS, complete, flat, nested
+from jaxmp.config import KEYS, Config, complete, flat, nested
 from jaxmp.data.tokenizer import Tokenizer, tokenizer_of
 from jaxmp.models import decoder, families, gpt2, pretrained, weights
 from jaxmp.models.adapters import open_with_adapters
@@ -54,8 +54,16 @@ class LanguageModel(NamedTuple):
         return all(isinstance(stage, decoder.Stage) for stage in self.stages)
 
 
+Own = Callable[[int], Sequence[int]]  # numbers of the stages that are read, given how many
+
+
+def every(stages: int) -> Sequence[int]:
+    """All stages."""
+    return range(stages)
+
+
 def open_language_model(
-    path: str, stages: int = 0, cuts: Sequence[int] = (), tokenizer: str = ''
+    path: str, stages: int = 0, cuts: Sequence[int] = (), tokenizer: str = '', own: Own = every
 ) -> LanguageModel:
     """The language model of a checkpoint or of a finished run.
 
@@ -64,6 +72,7 @@ def open_language_model(
       stages: number of stages of a checkpoint; 0: one.
       cuts: numbers of blocks before each boundary, in place of ``stages``.
       tokenizer: of a checkpoint that has none; see `jaxmp.data.tokenizer.tokenizer_of`.
+      own: the stages that are read; of the others the variables are None.
 
     Raises:
       FileNotFoundError: if there is no such checkpoint or run.
@@ -71,13 +80,13 @@ def open_language_model(
       ValueError: if it is damaged, of an unknown family, or stages are given for a run.
     """
     if not is_run(Path(path).expanduser()):
-        return _of_checkpoint(path, stages or 1, cuts, tokenizer)
+        return _of_checkpoint(path, stages or 1, cuts, tokenizer, own)
     if stages or cuts or tokenizer:
         raise ValueError(
             f'{path} is a run, which has its own stages and tokenizer; leave --stages, --cuts and '
             f'--tokenizer out, or give its checkpoint, {Path(path) / "model"}'
         )
-    return _of_run(Path(path).expanduser())
+    return _of_run(Path(path).expanduser(), own)
 
 
 def is_run(folder: Path) -> bool:
@@ -90,8 +99,8 @@ def is_run(folder: Path) -> bool:
         return False
 
 
-def load(workdir: str | Path) -> tuple[Experiment, Any]:
-    """The experiment of a finished run, and the variables that it saved in ``workdir/model``.
+def config_of_run(workdir: str | Path) -> Config:
+    """The configuration that goes on with the variables in ``workdir/model``, in one program.
 
     Raises:
       FileNotFoundError: if ``workdir`` is not that of a finished run of a language model.
@@ -116,13 +125,29 @@ def load(workdir: str | Path) -> tuple[Experiment, Any]:
     values |= {'parallel.runtime': 'local', 'parallel.replicas': 1, 'tied_exchange': 'mean'}
     if any((folder / 'model' / f).is_file() for f in ('vocab.json', 'tokenizer.json')):
         values['data.tokenizer'] = str(folder / 'model')
-    exp = experiment_of(complete(nested(values)))
-    key = jax.random.key(0)
-    return exp, tuple(exp.task.start(i, {}, key) for i in range(len(exp.task.stages)))
+    return complete(nested(values))
 
 
-def _of_run(workdir: Path) -> LanguageModel:
-    exp, variables = load(workdir)
+def load(workdir: str | Path, own: Own = every) -> tuple[Experiment, Any]:
+    """The experiment of a finished run, and the variables that it saved in ``workdir/model``.
+
+    Raises:
+      FileNotFoundError: as `config_of_run`.
+      ValueError: if its files are damaged.
+    """
+    exp, key = experiment_of(config_of_run(workdir)), jax.random.key(0)
+    count = len(exp.task.stages)
+    return exp, _some(lambda s: exp.task.start(s, {}, key), count, own)
+
+
+def _some(read: Callable[[int], Any], count: int, own: Own) -> tuple[Any, ...]:
+    """The variables of some stages, in their places."""
+    here = own(count)
+    return tuple(read(s) if s in here else None for s in range(count))
+
+
+def _of_run(workdir: Path, own: Own) -> LanguageModel:
+    exp, variables = load(workdir, own)
     assert exp.data.tokenizer, 'a run of a language model reads a text'
     # The last position of a block has no target, so it was not trained.
     window = np.asarray(exp.data.test.x[0]).reshape(-1)[1 - exp.config.data.sequence_length :]
@@ -133,11 +158,13 @@ def _of_run(workdir: Path) -> LanguageModel:
     )  # fmt: skip
 
 
-def _of_checkpoint(path: str, count: int, cuts: Sequence[int], tokenizer: str) -> LanguageModel:
+def _of_checkpoint(
+    path: str, count: int, cuts: Sequence[int], tokenizer: str, own: Own
+) -> LanguageModel:
     checkpoint = open_with_adapters(path)
     place = checkpoint.place
     words = tokenizer_of(tokenizer or str(place))
-    stages, variables = _stages(checkpoint, count, cuts)
+    stages, variables = _stages(checkpoint, count, cuts, own)
     sizes = getattr(stages[0], 'config')  # noqa: B009 - stages of both kinds have one
     pretrained.check_tokenizer(place, sizes.vocabulary, words.size, '--tokenizer')
     name = Path(path).expanduser()
@@ -152,7 +179,7 @@ def _of_checkpoint(path: str, count: int, cuts: Sequence[int], tokenizer: str) -
 
 
 def _stages(
-    checkpoint: Checkpoint, count: int, cuts: Sequence[int]
+    checkpoint: Checkpoint, count: int, cuts: Sequence[int], own: Own
 ) -> tuple[tuple[Stage, ...], tuple[Any, ...]]:
     """The stages of a checkpoint, which compute in float32, and their variables."""
     folder, described = str(checkpoint.place), checkpoint.described
@@ -165,7 +192,7 @@ def _stages(
     )
     pretrained.check(checkpoint, stages)
     read = functools.partial(pretrained.read, checkpoint, stages, shared={})
-    return stages, tuple(map(read, range(len(stages))))
+    return stages, _some(read, len(stages), own)
 
 
 def _stops(tokenizer: Tokenizer, place: Path) -> frozenset[int]:

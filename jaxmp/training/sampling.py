@@ -158,7 +158,7 @@ def nucleus(logits: Float[Array, '... V'], p: float) -> Float[Array, '... V']:
 
 @functools.partial(jax.jit, static_argnames=('temperature', 'top_p'))
 def choose(
-    logits: Float[Array, 'B V'], key: Array, temperature: float, top_p: float = 1.0
+    logits: Float[Array, 'B V'], key: Array, temperature: float, top_p: float = 1.0, first: int = 0
 ) -> Int[Array, ' B']:
     """A token of each row, drawn from ``softmax(logits / temperature)``; at 0 the likeliest.
 
@@ -167,12 +167,13 @@ def choose(
       key: each row has a stream of its own.
       temperature: divisor.
       top_p: probability of the likeliest tokens among which is drawn.
+      first: number of the first row.
     """
     if not temperature:
         return jnp.argmax(logits, -1)
     scaled = logits.astype(jnp.float32) / temperature
     scaled = nucleus(scaled, top_p) if top_p < 1 else scaled
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits)))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(len(logits)))
     return jax.vmap(jax.random.categorical)(keys, scaled)
 
 
