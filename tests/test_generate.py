@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +128,8 @@ def test_texts_are_written_as_they_come_in_their_order():
 def test_the_command_continues_prompts(folder, capsys):
     words = [str(folder), '--tokenizer=bytes', '--temperature=0', '--tokens=4']
     generate.main([*words, '--prompt', 'ab', 'xyz'])
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert re.fullmatch(r'8 tokens, [\d.e+]+ a second after the first\n', told)
     model = language_model.open_language_model(str(folder), tokenizer='bytes')
     rows = texts(sampling.reader_of(model), [list(b'ab'), list(b'xyz')])
     wanted = [

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,6 +146,20 @@ def written(
             now += 1
 
 
+def timed(
+    events: Iterable[tuple[int, int | None]], say: Callable[[str], object]
+) -> Iterator[tuple[int, int | None]]:
+    """The events; at their end says how many tokens came in which time, from the first one on."""
+    count, start = 0, 0.0
+    for event in events:
+        start = start or time.monotonic()
+        count += event[1] is not None
+        yield event
+    seconds = time.monotonic() - start
+    if count > 1:
+        say(f'{count} tokens, {(count - 1) / seconds:.3g} a second after the first')
+
+
 def modes(model: LanguageModel, codec: str) -> dict[str, tuple[Boundary, ...] | None]:
     """The boundaries of each text, by its headline; of a checkpoint one, without a headline."""
     if model.boundaries is None or codec:
@@ -233,7 +248,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             begin = len(model.tokenizer.begin)
             hidden = [len(p) if args.chat else begin for p in prompts]
             out = functools.partial(print, end='', flush=True)
-            written(events, prompts, model.tokenizer.decode, hidden, out)
+            told = functools.partial(print, file=sys.stderr)
+            written(timed(events, told), prompts, model.tokenizer.decode, hidden, out)
         group.close()
     except (OSError, ValueError, ImportError) as error:
         group.fail(f'jaxmp generate: {error}')
