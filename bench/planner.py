@@ -37,7 +37,8 @@ from planner_worker import CORES, launched
 from timing import stem
 from workers import Rows
 
-from jaxmp.plan.__main__ import TEXTS, changed, planned
+from jaxmp.plan.__main__ import changed, planned
+from jaxmp.plan.candidates import ALIKE, RAW
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
 from jaxmp.plan.predict import parse
 from jaxmp.plan.write import text as written
@@ -100,7 +101,7 @@ def probe(args: argparse.Namespace) -> Probed:
 
     keep_freed_pages()
     config, _ = changed(args.config, args.change)
-    own = list(dict.fromkeys(t for pair in (*PAPER, *HAND) for t in pair if t not in TEXTS))
+    own = list(dict.fromkeys(t for pair in (*PAPER, *HAND) for t in pair if t not in (RAW, *ALIKE)))
     return planned(config, own, parse(args.links[0]), args.error, args.seconds)[0]
 
 

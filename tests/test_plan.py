@@ -5,17 +5,20 @@ import re
 import time
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import plugins
+from jaxmp import plugins, sinks, spec
 from jaxmp.config import complete
 from jaxmp.plan import __main__ as command
-from jaxmp.plan import choose, crossings, predict, show, stages, write
+from jaxmp.plan import candidates, choose, loss, predict, show, stages, steps, write
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
 from jaxmp.plan.clock import PASSES, Clock
-from jaxmp.plan.crossings import handover
+from jaxmp.plan.crossings import handover, measured
 from jaxmp.plan.predict import Link, Message, Times
+from jaxmp.plan.seen import Seen, seen
 from jaxmp.runtimes.plans import SCHEDULES, named
 from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.training.experiment import experiment_of
@@ -220,9 +223,9 @@ def test_a_written_file_is_a_configuration(tmp_path, schedule, monkeypatch):
 def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     """The whole command on a tiny network: errors fall with bits, and the file is a run."""
     known_model(monkeypatch, 'tiny', lambda classes, width: (Flat(24), Flat(classes)))
-    monkeypatch.setattr(command, 'TEXTS', ('raw', 'uniform(8)', 'ef21(uniform(4))'))
+    monkeypatch.setattr(candidates, 'ALIKE', ('uniform(8)', 'ef21(uniform(4))'))
     monkeypatch.setattr(command, 'UNIFORM', (('raw', 'raw'), ('uniform(8)', 'uniform(8)')))
-    monkeypatch.setattr(crossings, 'STEPS', 2)
+    monkeypatch.setattr(steps, 'STEPS', 2)
     monkeypatch.setattr(stages, 'MOST', 2)
     monkeypatch.setattr(command, 'EACH', 1)
     out = tmp_path / 'plan.py'
@@ -244,6 +247,125 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     assert [str(c.fwd) for c in exp.model.boundaries] == ['uniform(8)']
 
 
+class Sink(nn.Module):
+    """An image as a text of 64 tokens, of which the first has a thousand times the others' norm."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        y = nn.Dense(16)(x.reshape(len(x), -1, 1))
+        return jnp.concatenate([1000 * (1 + jnp.abs(y[:, :1])), y[:, 1:]], 1)
+
+
+def test_a_probe_that_sees_a_sink_proposes_no_word_with_one_scale(tmp_path, monkeypatch, capsys):
+    """The whole command: other candidates forward than backward, where no gradient has a sink."""
+    known_model(monkeypatch, 'sink', lambda classes, width: (Sink(), Flat(classes)))
+    monkeypatch.setattr(candidates, 'COMPONENTS', ())
+    monkeypatch.setattr(candidates, 'APART', ('outliers(lloyd(4))', 'nvfp4', 'mx(8)'))
+    monkeypatch.setattr(candidates, 'ALIKE', ('uniform(8)', 'lloyd(4)', 'fp16'))
+    monkeypatch.setattr(command, 'UNIFORM', (('raw', 'raw'), ('uniform(8)', 'uniform(8)')))
+    monkeypatch.setattr(steps, 'STEPS', 2)
+    monkeypatch.setattr(stages, 'MOST', 2)
+    monkeypatch.setattr(command, 'EACH', 1)
+    out = tmp_path / 'plan.py'
+    command.main(
+        ['--config.model.name=sink', '--config.batch_size=16', '--link=1mbit,5ms', '--seconds=9',
+         '--config.optimizer.lr=1e-9', f'--out={out}']
+    )  # fmt: skip
+    shown, told = capsys.readouterr()
+    ways = {way: set(re.findall(rf'{way} +│ (\S+) +│', shown)) for way in ('forward', 'backward')}
+    assert ways == {
+        'forward': {'raw', 'outliers(lloyd(4))', 'nvfp4', 'mx(8)'},
+        'backward': {'raw', 'uniform(8)', 'lloyd(4)', 'fp16'},
+    }
+    assert re.search(r'from stage 0 to 1: the heaviest token has \d{3,}\.\d times the norm', told)
+    assert complete(plugins.load(str(out))).fwd in ways['forward']
+
+
+def test_what_is_seen_of_a_pretrained_model_and_of_others():
+    """Of a pretrained model's gradients and of random numbers no token is heavy."""
+    with np.load(sinks.SAMPLE) as data:
+        sample = {name: seen(data[name]) for name in data if data[name].ndim}
+    assert sample['act_15'].has_sink
+    assert {n for n, s in sample.items() if s.has_sink} <= {
+        n for n in sample if n.startswith('act')
+    }
+    x = np.random.default_rng(0).normal(size=(4, 64, 48))
+    for heavy in (seen(x).has_sink, seen(x).has_heavy_channel, seen(x).falls):
+        assert not heavy
+    wide = np.random.default_rng(0).normal(size=(4, 64, 192)) * np.where(np.arange(192) == 5, 99, 1)
+    assert seen(wide).has_heavy_channel
+    assert not seen(wide).has_sink
+    mixed = x[..., :8] @ np.random.default_rng(1).normal(size=(8, 48))
+    assert seen(mixed).falls
+    assert seen(np.zeros((2, 3))) == Seen(1.0, 0.0, 1 / 3)
+
+
+@pytest.mark.parametrize('falls', [False, True])
+@pytest.mark.parametrize('heavy', [{'token': 140.0}, {'channel': 13.0}])
+def test_no_candidate_breaks_where_something_is_heavy(heavy, falls):
+    """The error of the median token, and of the worst, on activations of a pretrained model."""
+    what = Seen(**{'token': 1.0, 'channel': 1.0, 'components': 0.3 if falls else 0.9, **heavy})
+    texts = candidates.texts_for(what)
+    assert any('klt' in text for text in texts) == falls
+    for text in texts:
+        found = sinks.errors(spec.parse(text).codec)
+        assert not found.breaks, text
+        assert found.median < 0.5, text
+    plain = candidates.texts_for(Seen(1.0, 1.0, 0.9))
+    assert plain[:3] == ('raw', 'uniform(8)', 'uniform(4)')
+    assert any(sinks.errors(spec.parse(text).codec).breaks for text in plain)
+
+
+def probe_of(monkeypatch, name, *network):
+    """An experiment of a probe, whose training steps were two micro-batches of noise."""
+    known_model(monkeypatch, name, lambda classes, width: network)
+    config = config_of('digits_resnet')
+    config.model.name = name
+    config.batch_size, config.parallel.num_microbatches = 8, 2
+    exp = experiment_of(config)
+    batches = [{k: v[8 * i :][:8] for k, v in exp.data.train._asdict().items()} for i in (0, 1)]
+    variables, _ = exp.model.init(jax.random.key(0), jnp.asarray(batches[0]['x'][:4]))
+    first = lambda b: network[0].apply(variables[0], jnp.asarray(b['x'][:4]))
+    return exp, steps.Trained({(0, 1): [first(b) for b in batches]}, variables, 1.0, 0.0, batches)
+
+
+def test_an_error_is_weighed_by_what_it_does_to_the_loss(monkeypatch):
+    """The loss is of small numbers, which a codec with a smaller error loses: the order changes."""
+    exp, trained = probe_of(monkeypatch, 'flat', Flat(24), Flat(10))
+    [x, y] = (t.at[:, :12].mul(0.3) for t in trained.tensors[0, 1])
+    trained = trained._replace(tensors={(0, 1): [x, y]})
+    small = lambda exp, trained, first: (
+        lambda i, z: float(jnp.mean((z - trained.tensors[0, 1][i])[:, :12] ** 2))
+    )
+    found = {(0, 1): {text: spec.parse(text) for text in ('raw', 'top_k(0.5)', 'natural')}}
+    never, always = Clock(0.0, 0.0, str), Clock(math.inf, 0.0, str)
+    monkeypatch.setattr(loss, 'loss_behind', small)
+    alone, weighed = (measured(found, exp, trained, clock)[0, 1] for clock in (never, always))
+    order = lambda rows: [c.text for c in sorted(rows, key=lambda c: c.error)]
+    assert order(alone) == ['raw', 'top_k(0.5)', 'natural']
+    assert order(weighed) == ['raw', 'natural', 'top_k(0.5)']
+    noise = {i: t + loss.noise_for(t, jax.random.key(i + 5)) for i, t in enumerate((x, y))}
+    of_noise = loss.losses(exp, trained, (0, 1)).weighed(loss.NOISE, noise)
+    assert of_noise == pytest.approx(loss.NOISE, rel=0.3)
+
+
+def test_the_loss_behind_a_boundary_is_the_model_s(monkeypatch):
+    """Of the micro-batch 0 of each batch; what a chance does to the loss changes no error."""
+    exp, trained = probe_of(monkeypatch, 'flat', Flat(24), Flat(10))
+    behind = loss.loss_behind(exp, trained, 1)
+    for i, batch in enumerate(trained.batches):
+        x = trained.tensors[0, 1][i]
+        logits = Flat(10).apply(trained.variables[1], x)
+        nats = -jax.nn.log_softmax(logits)[jnp.arange(4), batch['y'][:4]].mean()
+        assert behind(i, x) == pytest.approx(float(nats), rel=1e-5)
+    odd = loss.Losses(lambda i, y: 1.0 + float(y), [1.0, 1.0], 2.0, 0.5)
+    assert odd.weighed(0.04, {0: 0.09, 1: 0.09}) == 0.04  # .01 above 2 x .04, and 2 x .07 is chance
+    assert odd.weighed(0.04, {0: 9.0, 1: 9.0}) == pytest.approx(4.5, rel=0.1)
+    assert odd.weighed(0.04, {0: -9.0, 1: -9.0}) == loss.LEAST * 0.04
+    assert odd.weighed(0.04, {0: math.nan, 1: 0.0}) == math.inf
+    assert odd.weighed(0.0, {0: 9.0}) == 0.0
+
+
 def test_what_follows_the_gradients_is_timed_without_them():
     """The rest of the runtime is as it was."""
 
@@ -254,7 +376,7 @@ def test_what_follows_the_gradients_is_timed_without_them():
             time.sleep(0.05)
             return x
 
-    start, via = time.monotonic(), crossings.Gradients(Slow())
+    start, via = time.monotonic(), steps.Gradients(Slow())
     assert (via.value_and_grad(3), via.last) == (3, 1)
     assert 0.05 <= via.seconds <= via.end - start
     assert start + 0.05 <= via.end <= time.monotonic()
@@ -277,13 +399,16 @@ def test_stages_take_what_a_step_of_training_took(monkeypatch):
     exp = experiment_of(config)
     clock = Clock(0.0, 0.0, lambda text: None)
     for gradients, forward, backward in (12.0, 2.0, 4.0), (3.0, 1.0, 2.0):
-        steps = crossings.Trained({}, [None, None], gradients, 0.5)
-        assert stages.stage_times(exp, steps, clock) == {1: [Times(forward, backward, (), 0.5)] * 2}
+        trained = steps.Trained({}, [None, None], gradients, 0.5)
+        assert stages.stage_times(exp, trained, clock) == {
+            1: [Times(forward, backward, (), 0.5)] * 2
+        }
     halves = lambda split: [[1.0, 1.5, 1.0]] * 2 if split else alone
     monkeypatch.setattr(stages, 'passes', lambda *_: halves)
-    steps, clock = crossings.Trained({}, [None, None], 12.0, 0.5), clock._replace(seconds=math.inf)
+    trained = steps.Trained({}, [None, None], 12.0, 0.5)
+    clock = clock._replace(seconds=math.inf)
     want = {1: [Times(2.0, 4.0, (3.0, 2.0), 0.5)] * 2}
-    assert stages.stage_times(exp, steps, clock) == want
+    assert stages.stage_times(exp, trained, clock) == want
 
 
 def test_few_numbers_of_micro_batches_lie_beyond_those_measured_first(monkeypatch):
@@ -293,7 +418,7 @@ def test_few_numbers_of_micro_batches_lie_beyond_those_measured_first(monkeypatc
     exp = stages.with_microbatches(experiment_of(config_of('text_gpt2')), 8)
     exp.config.batch_size = 32
     clock = Clock(math.inf, 0.0, told.append)
-    stages.stage_times(exp, crossings.Trained({}, [None] * 4, 1.0, 0.5), clock)
+    stages.stage_times(exp, steps.Trained({}, [None] * 4, 1.0, 0.5), clock)
     found = [int(n) for n in re.findall(r'stages with (\d+)', ' '.join(told))]
     assert found == [8, 16, 4, 2, 1]
 

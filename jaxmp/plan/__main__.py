@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice, Probed
     from jaxmp.training.experiment import Experiment
 
-TEXTS = (  # raw first: it always fits; then those of the paper, which are compared
-    'raw',
-    'uniform(8)',
-    'uniform(4)',
-    'top_k(0.1)',
-    'fp16',
-    'rotate(lloyd(4))',
-    'rotate(lloyd(3))',
-    'rotate(lloyd(2))',
-    'block(4)',
-    'uniform(6)',
-    'rotate(lloyd(1))',
-    'top_k(0.3)',
-    'top_k(0.1, values=fp16, indices=packed)',
-)
 EACH = 4  # micro-batches of the probe per stage
 UNIFORM = (  # of the paper, for comparison
     ('raw', 'raw'),
@@ -123,26 +108,32 @@ def planned(
       ValueError: if the configuration makes no sense, has one stage, or a text is no channel.
     """
     from jaxmp.grammar import own_words
+    from jaxmp.plan.candidates import channels, texts_for
     from jaxmp.plan.choose import Probed, choose
     from jaxmp.plan.clock import Clock
-    from jaxmp.plan.crossings import candidates, handover, measured, trained
+    from jaxmp.plan.crossings import handover, measured
+    from jaxmp.plan.seen import seen
     from jaxmp.plan.stages import stage_times
+    from jaxmp.plan.steps import trained
     from jaxmp.sinks import warnings_of
     from jaxmp.training.sizes import likes
 
     exp = probed_experiment(config)
     names = {'examples': len(exp.data.train.y), **own_words(config.codecs)}
     first = likes(exp)[0]
-    texts = dict.fromkeys([TEXTS[0], *own, *TEXTS[1:]])
     told = lambda text: print(text, file=sys.stderr, flush=True)
     clock = Clock(seconds, time.monotonic(), told)
-    channels = candidates(texts, names, first)
-    for line in warnings_of(channels.values(), exp.task.like):
+    for line in warnings_of(channels(own, names, first).values(), exp.task.like):
         told(f'warning: {line}')
     clock.say('training steps without compression')
     steps = trained(exp, clock)
-    clock.say(f'{len(channels)} candidates at {len(steps.tensors)} crossings')
-    crossings = measured(channels, steps.tensors, exp.config.parallel.num_microbatches, clock)
+    found = {}
+    for edge, tensors in steps.tensors.items():
+        known = seen(tensors[-1])
+        clock.say(f'from stage {edge[0]} to {edge[1]}: {known}')
+        texts = dict.fromkeys([*texts_for(known)[:1], *own, *texts_for(known)[1:]])
+        found[edge] = channels(texts, names, first)
+    crossings = measured(found, exp, steps, clock)
     probed = Probed(stage_times(exp, steps, clock), crossings, *handover())
     clock.say('choosing')
     return probed, choose(probed, link, budget)

@@ -4,161 +4,78 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp import data, spec
-from jaxmp.codecs import raw
-from jaxmp.feedback import Channel, direct
+from jaxmp.feedback import Channel
 from jaxmp.net.connect import processes
-from jaxmp.net.group import ProcessGroup
-from jaxmp.pipeline import pipeline
 from jaxmp.plan.choose import Candidate
 from jaxmp.plan.clock import PASSES, Clock, timed
+from jaxmp.plan.loss import Losses, losses
 from jaxmp.plan.predict import Edge
+from jaxmp.plan.steps import Trained
 from jaxmp.runtimes.links import remote_move
 from jaxmp.runtimes.placement import Elsewhere
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.portable import name
-from jaxmp.training.probe import keeping
-from jaxmp.training.step import train_step
-from jaxmp.training.trainer import Trainer
-from jaxmp.wire import Ctx, Like, bits, like
+from jaxmp.wire import Ctx, bits, like
 
-STEPS = 30  # of training before the snapshots, at most
-SNAPSHOTS = 4  # steps in a row whose tensors are kept
 LEAST = 4  # candidates
+LESSON = 100  # messages from which klt learns components: two books
 HANDOVERS = 30  # of an empty message; the median counts
-SHARES = {'training': 0.25, 'codecs': 0.75}  # of the time, at whose end a part stops
-
-Tensors = Mapping[Edge, Sequence[Array]]
-
-
-class Trained(NamedTuple):
-    """What the training steps of a probe gave.
-
-    Attributes:
-      tensors: what micro-batch 0 sent over each edge in the last steps, in their order.
-      variables: of all stages after them.
-      gradients: median seconds of a step until its gradients are there.
-      rest: median seconds per stage of what follows: a tied table's exchange, clipping, the
-        optimizer.
-    """
-
-    tensors: Tensors
-    variables: Sequence[Any]
-    gradients: float
-    rest: float
-
-
-def candidates(texts: Iterable[str], names: Mapping[str, Any], like: Like) -> dict[str, Channel]:
-    """The channels that texts name.
-
-    Raises:
-      ValueError: if a text names no channel, or one that does not stand by itself.
-    """
-    found = {}
-    for text in texts:
-        channel = spec.parse(text, names)
-        if channel.is_table:
-            raise ValueError(
-                f'--codecs: {text} keeps a state per example, which a probe cannot fill; give '
-                'codecs, or rules of feedback such as ef21'
-            )
-        if 'spread' in channel.needs:
-            raise ValueError(
-                f'--codecs: {text} is for activations whose gradient returns through klt, and a '
-                'plan has each crossing by itself; give it without by_gradient'
-            )
-        try:
-            bits(channel, like)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f'--codecs: {text} does not stand by itself at a boundary ({error}); give channels '
-                'that do, as `jaxmp codecs` lists them'
-            ) from None
-        found[text] = channel
-    return found
-
-
-def trained(exp: Experiment, clock: Clock) -> Trained:
-    """Training steps without compression, until a share of the time is over."""
-    keep, n = keeping(direct(raw)), len(exp.task.stages) - 1
-    kept = exp._replace(model=pipeline(exp.task.stages, [keep] * n, [keep] * n))
-    trainer, size = Trainer(kept, ProcessGroup()), exp.config.batch_size
-    via: Any = Gradients(trainer.training)
-    rules, state = trainer.rules(0), trainer.create()
-    found, times, i = [], [], 0
-    while len(found) < SNAPSHOTS or not (i >= STEPS or clock.spent(SHARES['training'])):
-        rows = data.order(exp.config.seed, i // exp.epoch_steps, len(exp.data.train.y))
-        first = i % exp.epoch_steps * size
-        [batch] = data.batches(exp.data.train, size, rows[first : first + size])
-        state, _ = train_step(rules, via, trainer.across, (state, batch))
-        jax.block_until_ready(state)
-        times.append((via.seconds, time.monotonic() - via.end))
-        parts = trainer.export(state).parts
-        found.append([parts[name(s, 0)]['feedback'] for s in range(n + 1)])
-        found, i = found[-SNAPSHOTS:], i + 1
-    clock.say(f'{i} training steps done')
-    first = lambda kept: jnp.asarray(kept.tensor[0])
-    ways: dict[Edge, list[Array]] = {}
-    for s in range(n):
-        ways[s, s + 1] = [first(stages[s].right_tx) for stages in found]
-        ways[s + 1, s] = [first(stages[s + 1].left_tx) for stages in found]
-    variables = jax.device_put(trainer.weights(state), jax.devices()[0])
-    gradients, rest = (statistics.median(t) for t in zip(*times[1:], strict=True))
-    return Trained(ways, variables, gradients, rest / (n + 1))
-
-
-class Gradients:
-    """A runtime that waits for its gradients, and keeps their seconds and the time of their end."""
-
-    def __init__(self, runtime: Any) -> None:
-        """Wraps a runtime."""
-        self._runtime, self.seconds, self.end = runtime, 0.0, 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        """What is not said here is the runtime's."""
-        return getattr(self._runtime, name)
-
-    def value_and_grad(self, *given: Any) -> Any:
-        """See `Runtime`."""
-        self.seconds, found = timed(self._runtime.value_and_grad, *given)
-        self.end = time.monotonic()
-        return found
+SHARES = {'losses': 0.6, 'codecs': 0.75}  # of the time, at whose end a part stops
 
 
 def measured(
-    texts: Mapping[str, Channel], tensors: Tensors, count: int, clock: Clock
+    found: Mapping[Edge, Mapping[str, Channel]], exp: Experiment, trained: Trained, clock: Clock
 ) -> dict[Edge, list[Candidate]]:
-    """The candidates of each edge, as many as the time allows, the same ones everywhere.
+    """The candidates of each edge, as many as the time allows, in turns of all edges.
 
     Args:
-      texts: candidates, of which the first `LEAST` are always measured.
-      tensors: of a micro-batch.
-      count: micro-batches of a batch.
+      found: candidates by edge, of which the first `LEAST` are always measured.
+      exp: of the probe.
+      trained: its training steps, whose tensors cross.
       clock: of the probe.
     """
-    found: dict[Edge, list[Candidate]] = {edge: [] for edge in tensors}
-    for i, (text, channel) in enumerate(texts.items()):
+    count = exp.config.parallel.num_microbatches
+    forward = [edge for edge in found if edge[0] < edge[1]]
+    weights = weights_of(exp, trained, forward, clock)
+    rows: dict[Edge, list[Candidate]] = {edge: [] for edge in found}
+    for i in range(max(map(len, found.values()))):
+        turn = {edge: list(own.items())[i] for edge, own in found.items() if i < len(own)}
         if i >= LEAST and clock.spent(SHARES['codecs']):
-            left = list(texts)[i:]
+            left = dict.fromkeys(t for own in found.values() for t in list(own)[i:])
             clock.say(f'no time for {"; ".join(left)}: give more --seconds, or fewer codecs')
             break
-        clock.say(text)
-        send, recv = compiled(channel)
-        for edge, own in tensors.items():
-            encode, decode, error = crossed(channel, (send, recv), own)
-            size = bits(channel, like(own[0]))
+        clock.say('; '.join(dict.fromkeys(text for text, _ in turn.values())))
+        ends = {text: compiled(channel) for text, channel in turn.values()}
+        for edge, (text, channel) in turn.items():
+            tensors = trained.tensors[edge]
+            encode, decode, error, arrived = crossed(channel, ends[text], tensors)
+            weighed = weights[edge].weighed(error, arrived) if edge in weights else error
+            size = bits(channel, like(tensors[0]))
             times = count * encode, count * decode, count * size / 8
-            found[edge].append(Candidate(text, size / own[0].size, error, *times))
-    return found
+            rows[edge].append(Candidate(text, size / tensors[0].size, weighed, *times))
+    return rows
+
+
+def weights_of(
+    exp: Experiment, trained: Trained, edges: Sequence[Edge], clock: Clock
+) -> dict[Edge, Losses]:
+    """What weighs the errors of each forward edge, as far as the time allows."""
+    found: dict[Edge, Losses] = {}
+    for edge in edges:
+        if clock.spent(SHARES['losses']):
+            clock.say('no time to weigh the errors by the loss: give more --seconds')
+            break
+        clock.say(f'the loss behind boundary {edge[1]}')
+        found[edge] = losses(exp, trained, edge)
+    return found if len(found) == len(edges) else {}  # errors are compared over boundaries
 
 
 def compiled(channel: Channel) -> tuple[Any, Any]:
@@ -170,27 +87,31 @@ def compiled(channel: Channel) -> tuple[Any, Any]:
 
 def crossed(
     channel: Channel, ends: tuple[Any, Any], tensors: Sequence[Array]
-) -> tuple[float, float, float]:
-    """Median seconds to encode and to decode, and the relative squared error.
+) -> tuple[float, float, float, dict[int, Array]]:
+    """Median seconds to encode and to decode, the relative squared error, and what arrived.
 
-    The tensors cross one after another, so that a rule of feedback has its state; of the error the
-    later half of them counts.
+    The tensors cross one after another, so that a rule of feedback has its state; of error and
+    arrivals the later half of them counts. A rule that learns of channels, such as `jaxmp.klt`,
+    has `LESSON` messages of the other half before.
     """
     (send, recv), x = ends, like(tensors[0])
     tx, rx = channel.init(x)
-    times, squares = [], []
-    rounds = [*tensors, *tensors[: max(0, 1 + PASSES - len(tensors))]]
-    for i, tensor in enumerate(rounds):
-        key = jax.random.key(i)
+    times, squares, arrived = [], [], {}
+    half, n = max(1, len(tensors) // 2), len(tensors)
+    lesson = [i % half for i in range(LESSON)] if channel.state_of == 'channel' else []
+    order = [*lesson, *(i % n for i in range(max(n, 1 + PASSES)))]
+    for i, at in enumerate(order):
+        tensor, key = tensors[at], jax.random.key(i)
         encode, (message, tx) = timed(send, tensor, tx, key)
         decode, (y, rx) = timed(recv, message, rx, x, key)
         times.append((encode, decode))
-        if len(tensors) // 2 <= i < len(tensors):
+        if n // 2 <= i - len(lesson) < n:
+            arrived[at] = y
             wide = np.asarray(tensor, np.float64)
             squares.append((np.sum((np.asarray(y, np.float64) - wide) ** 2), np.sum(wide**2)))
     wrong, whole = np.sum(squares, axis=0)
     encode, decode = (statistics.median(t) for t in zip(*times[1:], strict=True))
-    return encode, decode, float(wrong / whole) if whole else float(wrong > 0)
+    return encode, decode, float(wrong / whole) if whole else float(wrong > 0), arrived
 
 
 def handover() -> tuple[float, float]:

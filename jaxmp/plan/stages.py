@@ -14,8 +14,8 @@ from jaxtyping import Array
 
 from jaxmp import data
 from jaxmp.plan.clock import PASSES, Clock
-from jaxmp.plan.crossings import Trained
 from jaxmp.plan.predict import Times
+from jaxmp.plan.steps import Trained
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch, StageState
 from jaxmp.runtimes.worker import CompiledStage, Worker
