@@ -1,6 +1,6 @@
 """Three steps of a small uneven pipeline by any runtime; also run as one of several processes.
 
-python -m tests.pipelines address process processes case count replicas schedule delay out.npz
+python -m tests.pipelines address process processes kind case count replicas schedule delay out.npz
 """
 
 import functools
@@ -26,7 +26,7 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.mpmd import Mpmd
-from jaxmp.runtimes.placement import device_mesh, place
+from jaxmp.runtimes.placement import device_mesh, open_links, place
 from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import place as devices_of
@@ -35,6 +35,7 @@ from jaxmp.runtimes.types import Model
 from jaxmp.runtimes.world import beside, start_jax
 from jaxmp.training.across import Across
 from jaxmp.training.groups import rest
+from jaxmp.training.parallel import RUNTIMES
 from jaxmp.training.step import PER_REPLICA, Rules, create, train_step
 from tests.runs import QUICK
 
@@ -198,7 +199,10 @@ def built(kind, case, n, replicas, group=ALONE, schedule='1f1b', remat=False, **
     if kind == 'local':
         return Replicated(whole, device_mesh(replica=replicas) if replicas > 1 else None)
     if kind == 'spmd':
-        columns = Columns(place(replicas, len(stages), apart=True), OPTIONS)
+        mesh = device_mesh(replica=replicas, stage=len(stages))
+        if group.count > 1:
+            open_links(mesh)
+        columns = Columns(mesh.devices, OPTIONS)
         return Spmd(whole, columns, options=OPTIONS)
     plan = SCHEDULES[schedule](len(stages), n)
     homes = devices_of(plan)
@@ -243,16 +247,17 @@ def steps(runtime, case, n, group=ALONE):
     return found, state.model._replace(feedback=memory), seconds
 
 
-def main(address, process, processes, case, n, replicas, schedule, delay, out):
+def main(address, process, processes, kind, case, n, replicas, schedule, delay, out):
     signal.alarm(300)  # whatever becomes of the parent
     jax.config.update('jax_enable_x64', True)
     place = Address(address, int(processes), int(process))
     group = connect(place, range(int(processes)), {}, 'stage')
-    if schedule == 'none':
+    if RUNTIMES[kind].joined:
         start_jax(beside(place), group)
-    slow = {'emulated': (0.0, float(delay)), 'schedule': schedule}
-    kind = 'local' if schedule == 'none' else 'mpmd'
-    found, state, seconds, runtime = run(kind, case, int(n), int(replicas), group, **slow)
+    if kind == 'spmd':
+        jax.config.update('jax_num_cpu_devices', 4 // int(processes))
+    slow = {'emulated': (0.0, float(delay))} if kind == 'mpmd' else {}
+    found, state, seconds, runtime = run(kind, case, int(n), int(replicas), group, schedule=schedule, **slow)
     arrays = {
         f'{name}/{s}/{r}/{i}': a
         for name, part in state._asdict().items()
@@ -261,7 +266,7 @@ def main(address, process, processes, case, n, replicas, schedule, delay, out):
         for i, a in enumerate(jax.tree.leaves(tree))
     }
     arrays['seconds'] = np.array(seconds)
-    if found[0] is not None:
+    if found[0]:
         arrays['means'] = np.array(found)
     np.savez(out, **{k: np.asarray(a) for k, a in arrays.items()})
     group.close()

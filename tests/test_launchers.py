@@ -62,7 +62,7 @@ def test_incomplete_variables_are_named(change):
     ('env', 'runtime', 'named'),
     [
         (KUBEFLOW, 'local', 'JAX_NUM_PROCESSES=2 and JAX_PROCESS_ID=1'),
-        (SKY, 'spmd', 'SKYPILOT_NUM_NODES=2 and SKYPILOT_NODE_RANK=1'),
+        (SKY, 'local', 'SKYPILOT_NUM_NODES=2 and SKYPILOT_NODE_RANK=1'),
         (SALLOC, 'local', "SLURM_NTASKS=4: .*runtime='local' without replicas is one"),
         (SALLOC, 'mpmd', 'SLURM_NTASKS=4: .*no variable says where process 0 is'),
         (SHELL, 'mpmd', 'SLURM_NTASKS=4: .*no variable says where process 0 is'),

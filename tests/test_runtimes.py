@@ -220,24 +220,30 @@ def run_processes(folder, count, *what):
     return [dict(np.load(out)) for out in outs]
 
 
+SPREAD = [('spmd', 2, case, 4, 1) for case in pipelines.CASES]
+SPREAD += [('spmd', 2, case, 4, 2) for case in REPLICATED]
+
+
 @pytest.mark.parametrize(
-    ('processes', 'case', 'n', 'replicas', 'schedule', 'delay'),
+    ('kind', 'processes', 'case', 'n', 'replicas', 'schedule', 'delay'),
     slow(
         [
-            (2, 'direct', 4, 1, 'zb_v', 0),
-            (4, 'ef21', 1, 1, '1f1b', 80),
-            (4, 'rounds', 4, 2, 'zb_h2', 0),
-            (2, 'direct', 4, 2, 'none', 0),
+            ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0),
+            ('mpmd', 4, 'ef21', 1, 1, '1f1b', 80),
+            ('mpmd', 4, 'rounds', 4, 2, 'zb_h2', 0),
+            ('local', 2, 'direct', 4, 2, '1f1b', 0),
+            ('spmd', 4, 'direct', 4, 2, '1f1b', 0),
+            *((*case, '1f1b', 0) for case in SPREAD),
         ],
-        lambda case: case[0] == 4 or case[4] == 'none',
+        lambda case: case != ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0),
     ),
 )
-def test_processes_equal_one_program(tmp_path, processes, case, n, replicas, schedule, delay):
+def test_processes_equal_one_program(tmp_path, kind, processes, case, n, replicas, schedule, delay):
     """Several lanes per device; links that take 80 ms per message; replicas that are apart.
 
-    And without a schedule: a program of all stages by each replica.
+    Of spmd a replica over two processes, each in one of its own, and a process for every device.
     """
-    saved = run_processes(tmp_path, processes, case, n, replicas, schedule, delay)
+    saved = run_processes(tmp_path, processes, kind, case, n, replicas, schedule, delay)
     waits = 2 * (processes - 1) * delay / 1e3
     assert min(saved[0]['seconds'][1:]) >= waits  # the first step compiles
     extra = 'means', 'seconds'
@@ -249,7 +255,7 @@ def test_processes_equal_one_program(tmp_path, processes, case, n, replicas, sch
         keys = [k for k in found if k.startswith(f'{name}/{s}/{r}/')]
         return [found[k] for k in sorted(keys, key=lambda k: int(k.rsplit('/', 1)[1]))]
 
-    assert assert_equal(leaves, case, n, replicas, schedule == 'none') == len(found)
+    assert assert_equal(leaves, case, n, replicas, kind == 'local') == len(found)
 
 
 # Bytes, memory, other platforms.

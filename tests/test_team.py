@@ -358,7 +358,7 @@ def test_one_process_needs_no_team_and_one_program_takes_none():
     assert process_group_of(config_of(runtime='mpmd'), nobody).count == 1
     with pytest.raises(
         ValueError,
-        match=r'processes need --config\.parallel\.runtime=mpmd or --config\.parallel\.replicas',
+        match=r'processes need --config\.parallel\.runtime=mpmd or spmd, or --config\.parallel\.rep',
     ):
         process_group_of(config_of(), Address('h:1', 2, 0))
 
@@ -456,15 +456,16 @@ def listening(pid):
 
 
 @pytest.mark.slow
-def test_two_processes_end_like_one_whatever_happens(tmp_path):
+@pytest.mark.parametrize('runtime', ['mpmd', 'spmd'])
+def test_two_processes_end_like_one_whatever_happens(tmp_path, runtime):
     """Ctrl-C in mid-epoch, kill -9, a damaged checkpoint, then to the end: the same numbers.
 
-    And on one machine nothing listens but on loopback: the switch and the peers.
+    And on one machine nothing listens but on loopback: the switch, the peers, JAX's own group.
     """
-    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-    out, code = text_of(start(whole, *LAUNCH, epochs=10, **MPMD))
+    whole, cut, keys = tmp_path / 'whole', tmp_path / 'cut', {**MPMD, 'runtime': runtime}
+    out, code = text_of(start(whole, *LAUNCH, epochs=10, **keys))
     assert code == 0, out[-2000:]
-    process = start(cut, *LAUNCH, epochs=10, **MPMD)
+    process = start(cut, *LAUNCH, epochs=10, **keys)
     wait_for_steps(process, cut, 5)
     assert listening(*pids(cut, 0)) | listening(*pids(cut, 1)) == {'0100007F'}, '127.0.0.1'
     process.send_signal(signal.SIGINT)
@@ -472,7 +473,7 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
     assert code == 143, out[-2000:]
     assert 'the same command goes on' in out
     saved = max(int(p.name) for p in (cut / 'checkpoints').iterdir() if p.name.isdigit())
-    process = start(cut, *LAUNCH, epochs=10, **MPMD)
+    process = start(cut, *LAUNCH, epochs=10, **keys)
     wait_for_steps(process, cut, saved + 1)  # it has gone on
     began = time.time()
     [victim] = pids(cut, 1)
@@ -484,13 +485,13 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path):
     assert subprocess.run(['pgrep', '-f', str(cut)], check=False).returncode == 1, 'nobody is left'
     alone = tmp_path / 'alone'
     shutil.copytree(cut, alone)
-    out, code = text_of(start(alone, epochs=10, **MPMD))
+    out, code = text_of(start(alone, epochs=10, **keys))
     assert code == 0, out[-2000:]
     assert 'resuming from step' in out
     for a, b in zip(records(whole), records(alone), strict=True):  # one goes on where two were
         assert {**a, 'loss': pytest.approx(a['loss'], rel=1e-4)} == b  # with fewer threads
     step = damage_newest(cut)
-    out, code = text_of(start(cut, *LAUNCH, epochs=10, **MPMD))
+    out, code = text_of(start(cut, *LAUNCH, epochs=10, **keys))
     assert code == 0, out[-2000:]
     assert f'checkpoint at step {step} is damaged (' in out
     assert 'resuming from step' in out
@@ -519,13 +520,17 @@ def get_config():
 
 
 @pytest.mark.slow
-def test_tied_tables_in_three_processes_are_one_parameter(tmp_path):
-    """Three processes, the second without a table, and one program, in float64: the same losses."""
+@pytest.mark.parametrize('runtime', ['mpmd', 'spmd'])
+def test_tied_tables_in_three_processes_are_one_parameter(tmp_path, runtime):
+    """Three processes, the second without a table, and one program, in float64: the same losses.
+
+    One program goes on from the checkpoint of the three as from its own.
+    """
     (tmp_path / 'tied.py').write_text(TIED)
     config = f'--config={tmp_path / "tied.py"}'
     env = {**ENV, 'JAX_ENABLE_X64': '1'}
     train = [sys.executable, str(ROOT / 'train.py'), config, '--nocurves']
-    three = [*LAUNCH[:4], '3', '--', *train, '--config.parallel.runtime=mpmd']
+    three = [*LAUNCH[:4], '3', '--', *train, f'--config.parallel.runtime={runtime}']
     train.append(f'--workdir={tmp_path / "one"}')
     three.append(f'--workdir={tmp_path / "three"}')
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
@@ -549,6 +554,14 @@ def test_tied_tables_in_three_processes_are_one_parameter(tmp_path):
     assert alone.keys() == spread.keys()
     for name, a in alone.items():  # of all stages, wherever they were
         np.testing.assert_allclose(spread[name], a, rtol=1e-6, atol=1e-7, err_msg=name)
+    for folder in ('one', 'three'):
+        on = [*train[:-1], f'--workdir={tmp_path / folder}', '--config.epochs=2']
+        out, code = text_of(subprocess.Popen(on, env=env, **pipes))
+        assert code == 0, out[-2000:]
+    one, three = (records(tmp_path / name) for name in ('one', 'three'))
+    assert len(one) == len(three) == 6
+    for a, b in zip(one, three, strict=True):
+        assert b['loss'] == pytest.approx(a['loss'], rel=1e-12)
 
 
 def test_a_loss_that_is_not_finite_ends_all(tmp_path):

@@ -2,8 +2,8 @@
 
 A column is the devices of one stage, one per replica. What a stage holds is a dict by replica, with
 the replicas of this process; `at` runs a function of one replica on all of a column, in which they
-reach each other (`jaxmp.exchange`). A column may span processes, which then move the operands of
-the collectives themselves (`jaxmp.exchange.pieces`).
+reach each other (`jaxmp.exchange`). A column may span processes. Where each has a JAX of its own,
+they move the operands of the collectives themselves (`jaxmp.exchange.pieces`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxmp.exchange.collectives import AXIS, Collectives, over, part, whole
 from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes.placement import is_here
+from jaxmp.runtimes.placement import Elsewhere, is_here
 from jaxmp.runtimes.types import ByReplica, Step, by_replica, is_by_replica, of_replica
 
 
@@ -71,9 +71,9 @@ class Columns:
         own = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
         if self.replicas == 1:
             return ByReplica({0: on_one(f, None, self._options)(*(t[0] for t in own))})
-        if len(here := self.here[stage]) < self.replicas:
+        if any(isinstance(d, Elsewhere) for d in self.devices[:, stage]):
             return self._apart(stage, f, own)
-        mesh = self._mesh(stage)
+        here, mesh = self.here[stage], self._mesh(stage)
         join = lambda t: whole(NamedSharding(mesh, P(AXIS)), [_row(t[r]) for r in here])
         out = on_all(f, mesh, self._options)(*map(join, own))
         return ByReplica({r: _unrow(part(out, self.devices[r, stage])) for r in here})
@@ -88,7 +88,7 @@ class Columns:
                 lambda via, _, *t: f(via, *t), self.replicas, 0, *first
             )
         mine = self.group.index
-        members = [mine if is_here(d) else d.process for d in self.devices[:, stage]]
+        members = [mine if is_here(d) else d.process_index for d in self.devices[:, stage]]
         order = list(dict.fromkeys(members))
 
         def gather(own: Sequence[bytes]) -> list[Any]:

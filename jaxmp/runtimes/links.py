@@ -119,11 +119,11 @@ def remote_move(group: ProcessGroup, ends: tuple[Device, Device], like: Payload)
     source, target = ends
 
     def send(message: Payload | None, address: Address) -> Payload:
-        group.send(target.process, address, *buffers(jax.tree.leaves(message)))
+        group.send(target.process_index, address, *buffers(jax.tree.leaves(message)))
         return message
 
     def receive(message: Payload | None, address: Address) -> Payload:
-        arrays = filled(group.receive(source.process, address), jax.tree.leaves(like))
+        arrays = filled(group.receive(source.process_index, address), jax.tree.leaves(like))
         return jax.device_put(jax.tree.unflatten(jax.tree.structure(like), arrays), target)
 
     return send if is_here(source) else receive

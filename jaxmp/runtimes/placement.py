@@ -61,7 +61,7 @@ def device_mesh(**axes: int) -> Mesh:
 class Elsewhere:
     """The place of a device in another process, of which this process's JAX knows nothing."""
 
-    process: int
+    process_index: int
 
 
 def is_here(device: Device) -> bool:
@@ -109,9 +109,19 @@ def open_links(mesh: Mesh) -> None:
 
     gloo connects the processes of a set of devices when they first run a program over it, keeps the
     connections for every later one, and gives up if one comes half a minute after the others. So
-    this is done before anything is compiled whose time can differ that much.
+    this is done before anything is compiled whose time can differ that much. Collectives run over
+    all devices, and over those along an axis.
     """
-    spread, row = NamedSharding(mesh, P(mesh.axis_names)), np.zeros((1, 1), np.uint8)
+    lines = [np.moveaxis(mesh.devices, i, -1) for i in range(mesh.devices.ndim)]
+    rows = [tuple(row) for line in lines for row in line.reshape(-1, line.shape[-1])]
+    for devices in dict.fromkeys([tuple(mesh.devices.flat), *rows]):
+        places = {d.process_index for d in devices}
+        if len(places) > 1 and jax.process_index() in places:
+            _open(Mesh(np.array(devices), ('all',)))
+
+
+def _open(mesh: Mesh) -> None:
+    spread, row = NamedSharding(mesh, P('all')), np.zeros((1, 1), np.uint8)
     rows = jax.make_array_from_callback((mesh.size, 1), spread, lambda _: row)
 
     def open_links(rows: Any) -> Any:  # so is it called in JAX's log of compilations

@@ -2,7 +2,8 @@
 
 Between steps a stage's parameters and statistics are trees on its own devices, so that the
 optimizer sees what it sees in every runtime; for a step each device packs its own, and no number
-travels for it. The feedback memory stays packed (`jaxmp.runtimes.memory`).
+travels for it. The feedback memory stays packed (`jaxmp.runtimes.memory`). The mesh may span the
+processes of `jax.distributed`: each runs the same program, and holds what its own devices hold.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxmp.hlo import permuted
 from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.memory import FeedbackMemory
 from jaxmp.runtimes.packing import Packing
+from jaxmp.runtimes.placement import is_here
 from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
 from jaxmp.runtimes.stage import StageProgram, programs, shapes
 from jaxmp.runtimes.state import StageState
@@ -48,15 +50,13 @@ class Spmd(OverColumns):
 
         Args:
           model: stages and boundaries.
-          columns: the devices, all of this process.
+          columns: the devices, of all processes of this JAX.
           train: passed to the stages.
           options: those of `jax.jit`'s compiler.
 
         Raises:
-          ValueError: if a device is of another process, or a channel's state has no row per sample.
+          ValueError: if a channel's state has no row per sample.
         """
-        if jax.process_count() > 1:
-            raise ValueError('runtime spmd is one process; use mpmd over several')
         stages = programs(
             model.stages, model.boundaries, model.loss if train else None, model.x,
             {'train': train}, model.remat, model.trained,
@@ -65,7 +65,7 @@ class Spmd(OverColumns):
         self.mesh = Mesh(columns.devices, (REPLICA, AXIS), axis_types=axes)
         self.program = SpmdProgram(stages, model.num_microbatches)
         self.columns, self.model, self.options = columns, model, dict(options)
-        self.stages, self.replicas = tuple(range(len(stages))), columns.replicas
+        self.stages, self.replicas = tuple(columns.here), columns.replicas
         self.last = len(stages) - 1
         self._steps, self._lowered = 0, None
 
@@ -73,13 +73,13 @@ class Spmd(OverColumns):
 
     def init(self, key: Array, draw: bool = True) -> ModelState:
         """See `Runtime`."""
-        states = [_init(p, key, draw) for p in self.program.stages]
+        states = {s: _init(self.program.stages[s], key, draw) for s in self.stages}
         put = lambda name: {s: self.columns.put(s, getattr(states[s], name)) for s in self.stages}
         return ModelState(put('params'), put('model_state'), self.pack(put('feedback')))
 
     def pack(self, feedback: dict[int, ByReplica]) -> Any:
         """The feedback memory of all stages as the step takes it; inverse of `unpack`."""
-        return self._packed(self.program.memory, feedback)
+        return self._packed(self.program.memory, feedback) if self.stages else ()
 
     def unpack(self, feedback: Any) -> dict[int, ByReplica]:
         """The feedback memory by stage and replica."""
@@ -90,13 +90,14 @@ class Spmd(OverColumns):
         cells = [  # an array without an input, such as padding alone, is on the first device
             jax.device_put(_pack(layout, s, trees[s][r]), device)
             for (r, s), device in np.ndenumerate(self.columns.devices)
+            if is_here(device)
         ]
         return whole(NamedSharding(self.mesh, SLICE), cells)
 
     def _trees(self, layout: Packing | FeedbackMemory, packed: Any) -> dict[int, ByReplica]:
         """Inverse of `_packed`."""
         cell = lambda r, s: _unpack(layout, s, part(packed, self.columns.devices[r, s]))
-        return {s: ByReplica({r: cell(r, s) for r in range(self.replicas)}) for s in self.stages}
+        return {s: ByReplica({r: cell(r, s) for r in self.columns.here[s]}) for s in self.stages}
 
     def shapes(self) -> list[StageState]:
         """Shapes of all stages' states."""
@@ -112,10 +113,11 @@ class Spmd(OverColumns):
         return {l: (moved[l, l + 1], moved[l + 1, l]) for l in range(self.last)}
 
     def payload(self) -> np.ndarray:
-        """Bytes of all messages so far, ``(links, 2)``, of the first replica."""
+        """Bytes of replica 0's messages so far, ``(links, 2)``, of the links that begin here."""
         pairs = [p.right.messages(p.y) for p in self.program.one_slot[:-1] if p.right]
-        sizes = [[nbytes(m) for m in pair] for pair in pairs]
-        return np.array(sizes, float) * self._steps * self.model.num_microbatches
+        sizes = np.array([[nbytes(m) for m in pair] for pair in pairs], float)
+        begins = [[0 in self.columns.here.get(l, ())] for l in range(self.last)]
+        return sizes * begins * self._steps * self.model.num_microbatches
 
     # Programs.
 
@@ -168,13 +170,13 @@ class Spmd(OverColumns):
     ) -> tuple[Any, dict[int, Any], ModelState]:
         """See `Runtime`."""
         _, statistics = self.program.packings
-        args = self._state(state), dict(batch), key
+        args = self._state(state), self._spread(batch, P(REPLICA)), key
         if self._lowered is None:
             self._lowered = self.step.lower(*args)
         self._steps += 1
         means, grads, (model_state, feedback) = self.step(*args)
-        row = lambda r: jax.tree.map(lambda a: a[r], means)
-        rows = ByReplica({r: row(r) for r in range(self.replicas)})
+        row = lambda r: jax.tree.map(lambda a: a[0], part(means, self.columns.devices[r, self.last]))
+        rows = ByReplica({r: row(r) for r in self.columns.here.get(self.last, ())})
         after = ModelState(state.params, self._trees(statistics, model_state), feedback)
         return rows, self._trees(self.program.gradients, grads), after
 
@@ -182,10 +184,20 @@ class Spmd(OverColumns):
         self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output
     ) -> tuple[Any, Any]:
         """See `PlacedRuntime`."""
-        inputs = {k: batch[k] for k in ('x', 'id')}
+        if not self.stages:
+            return None, state.feedback
+        inputs = self._spread({k: batch[k] for k in ('x', 'id')}, P())
         outputs, feedback = self.forwards(self._state(state), inputs, key)
-        rows = part(outputs, self.columns.devices[0, -1])
+        if not is_here(last := self.columns.devices[0, -1]):
+            return None, feedback
+        rows = part(outputs, last)
         return jax.jit(then)(rows.reshape(-1, *rows.shape[4:]), dict(batch)), feedback
+
+    def _spread(self, batch: Batch, how: P) -> dict[str, Array]:
+        """Arrays that every process has whole, as ones over the mesh; a device gets its cut."""
+        place = NamedSharding(self.mesh, how)
+        cut = lambda a: jax.make_array_from_callback(np.shape(a), place, lambda i: np.asarray(a)[i])
+        return {name: cut(a) for name, a in batch.items()}
 
 
 _init = jax.jit(StageProgram.init, static_argnums=(0, 2))

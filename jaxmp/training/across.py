@@ -88,7 +88,8 @@ class Between:
             both = {end: self.columns.devices[r, s] for end, s in self.ends.items()}
             here, swap = {end: d for end, d in both.items() if is_here(d)}, None
             if len(here) < len(both):
-                processes = [self.group.index if is_here(d) else d.process for d in both.values()]
+                index = lambda d: self.group.index if is_here(d) else d.process_index
+                processes = [*map(index, both.values())]
                 swap = functools.partial(self.group.swapped, processes, f'table of replica {r},')
             return Copies(between, table, here, swap)
 

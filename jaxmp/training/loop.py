@@ -63,12 +63,12 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
     """
     schema.check(config)
     parallel = parallel_of(config, stage_count(config))
-    if len(parts := parallel.parts()) > 1 or parallel.spans:
+    if len(parts := parallel.parts()) > 1 or not parallel.joined:
         address = placed(address)
-        alone = address.processes == 1 or parallel.spans
-        meeting = address if alone else beside(address)
+        joined = parallel.joined and address.processes != 1
+        meeting = beside(address) if joined else address
         group = connect(meeting, parts, settings_of(config), what=parallel.part)
-        if not alone:
+        if joined:
             start_jax(address, group)
         return group
     runtime = config.parallel.runtime
@@ -77,7 +77,7 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
     elif address.processes != 1:
         raise ValueError(
             f'config.parallel.runtime={runtime!r} is one process, got {address}; processes '
-            'need --config.parallel.runtime=mpmd or --config.parallel.replicas=N'
+            'need --config.parallel.runtime=mpmd or spmd, or --config.parallel.replicas=N'
         )
     return ProcessGroup()
 
@@ -159,7 +159,7 @@ def train_and_evaluate(
     lead, kept = group.index == 0, None
     with ExitStack() as stack:
         if lead:
-            several = exp.parallel.spans or group.count > 1
+            several = not exp.parallel.joined or group.count > 1
             kept = resolved.to_dict() | ({'processes': group.count} if several else {})
             stack.enter_context(owned(workdir))
             claim(workdir, kept)

@@ -25,6 +25,7 @@ from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model, PlacedRuntime
+from jaxmp.runtimes.wires import AXIS as STAGE
 
 Build = Callable[[Model, bool], PlacedRuntime]  # of a model, and whether it is trained
 
@@ -38,7 +39,7 @@ class Parallel:
       stages: their number S.
       apart: whether stages are on devices of their own.
       skips: whether stages below all that is trained run no backward.
-      spans: whether the stages of a replica may be in several processes.
+      joined: whether several processes are one JAX; else each has one of its own.
       keeps: whether what never changes is sent once.
       part: what processes divide among themselves.
     """
@@ -48,7 +49,7 @@ class Parallel:
 
     apart: ClassVar[bool] = False
     skips: ClassVar[bool] = True
-    spans: ClassVar[bool] = False
+    joined: ClassVar[bool] = True
     keeps: ClassVar[bool] = False
     part: ClassVar[str] = 'replica'
 
@@ -105,6 +106,7 @@ class OverMesh(Parallel):
 
     apart = True
     skips = False
+    part = 'stage'
 
     def devices(self, processes: int) -> int:
         """See `Parallel`."""
@@ -112,16 +114,19 @@ class OverMesh(Parallel):
 
     def parts(self) -> list[int]:
         """See `Parallel`."""
-        return [0]
+        return list(range(self.replicas * self.stages))
 
     def stages_of_process(self, index: int, count: int) -> list[int]:
         """See `Parallel`."""
-        return list(range(self.stages)) * self.replicas
+        places = owners(self.replicas * self.stages, count)
+        return [i % self.stages for i, owner in enumerate(places) if owner == index]
 
     def builder(self, group: ProcessGroup) -> Build:
         """See `Parallel`."""
-        columns = Columns(place(self.replicas, self.stages, apart=True))
-        first = Columns(columns.devices[:1])
+        mesh = device_mesh(**{AXIS: self.replicas, STAGE: self.stages})
+        if jax.process_count() > 1:
+            open_links(mesh)
+        columns, first = Columns(mesh.devices), Columns(mesh.devices[:1])
         return lambda model, train: Spmd(model, columns if train else first, train=train)
 
     def feedback_bytes(self, ends: Sequence[Sequence[int]]) -> int:
@@ -138,7 +143,7 @@ class ByStage(Parallel):
     """A program per stage, in the order of a schedule."""
 
     apart = True
-    spans = True
+    joined = False
     keeps = True
     part = 'stage'
 
