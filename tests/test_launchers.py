@@ -98,7 +98,7 @@ def test_no_proxy_stands_before_process_0(monkeypatch):
     monkeypatch.setattr(world.jax.distributed, 'initialize', note)
     monkeypatch.setattr(world, '_use_gloo', lambda own: None)
     world.start_jax(Address('10.0.0.1:9', 2, 1), a_group())
-    assert seen == ['a.example,10.0.0.1']
+    assert seen == ['a.example,10.0.0.1,127.0.0.1']
     assert os.environ['http_proxy'] == env['http_proxy'], 'downloads take it'
 
 

@@ -47,6 +47,7 @@ from tests.runs import (
 )
 
 NAMES = names_of([0, 1, 2, 2])
+REPLICAS = {'runtime': 'local', 'replicas': 2, 'exchange': 'mean'}
 ABOUT = {'lr': 0.1, 'jaxmp': '1'}
 
 
@@ -336,6 +337,42 @@ def test_jaxs_connections_outlast_a_cut_network(monkeypatch):
         world.start_jax(Address(f'{host}:{port}', 2, 1), group)
         assert after == [jax.distributed.shutdown]
         assert [*map(waits, ends), waits(other)] == [180, 180, 0]
+
+
+def test_jaxs_client_does_not_see_its_coordinator_end():
+    """It would abort its process; the group ends it, with a line."""
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = world._held_open(server.getsockname(), 5.0)
+        with socket.create_connection(('127.0.0.1', port), 20) as near:
+            near.sendall(b'ask')
+            far = server.accept()[0]
+            assert far.recv(9) == b'ask'
+            far.sendall(b'answer')
+            assert near.recv(9) == b'answer'
+            far.close()
+            near.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                near.recv(9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize(('part', 'keys'), [('stage', {'runtime': 'spmd'}), ('replica', REPLICAS)])
+def test_a_killed_process_of_one_jax_is_named_in_a_line(tmp_path, part, keys, victim):
+    """And in no other: neither JAX nor the collectives say more."""
+    words = {'model': 'lenet', 'fwd': 'raw', 'bwd': 'raw', **keys, 'checkpoint_every': '3 steps'}
+    process = start(tmp_path, *LAUNCH, epochs=500, **words)
+    wait_for_steps(process, tmp_path, 3)
+    began, [pid] = time.time(), pids(tmp_path, victim)
+    os.kill(pid, signal.SIGKILL)
+    out, code = text_of(process)
+    assert code == 137, out[-2000:]
+    assert time.time() - began < 20
+    said = [line for line in out.splitlines() if not line.startswith(('epoch', '[Gloo]'))]
+    cause = f'process {victim} ({part} {victim}) has lost its connection: it was killed, ran out of '
+    assert f'jaxmp launch: process {victim} was killed by SIGKILL' in said
+    [line] = (line for line in said if not line.startswith('jaxmp launch: '))
+    assert line.startswith(f'train.py: process {1 - victim} ({part} {1 - victim}): stopped: {cause}')
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxmp.net.address import listen, own_address
+from jaxmp.net.address import ProcessGroupError, listen, own_address, reach
 from jaxmp.net.connect import Address, endpoint
 from jaxmp.net.group import ProcessGroup
+
+LOOPBACK = '127.0.0.1'
 
 
 def beside(address: Address) -> Address:
@@ -45,9 +49,13 @@ def start_jax(address: Address, group: ProcessGroup) -> None:
     # It is longer than the group's, because only the group names the process that has failed.
     terms, patience = group.peer.terms, round(2 * group.peer.terms.silent) + 60
     _use_gloo(group.peer.host)
-    _go_without_proxy(host)
+    _go_without_proxy(host, LOOPBACK)
+    if group.index == 0:
+        coordinator = _join(host, port)
+    else:
+        coordinator = _join(LOOPBACK, _held_open((host, port), terms.start))
     jax.distributed.initialize(
-        _join(host, port),
+        coordinator,
         group.count,
         group.index,
         initialization_timeout=round(terms.start),
@@ -58,14 +66,53 @@ def start_jax(address: Address, group: ProcessGroup) -> None:
     group.after.insert(0, jax.distributed.shutdown)
 
 
-def _go_without_proxy(host: str) -> None:
-    """Makes gRPC reach ``host`` without the proxy that ``http_proxy`` names.
+def _held_open(address: tuple[str, int], patience: float) -> int:
+    """A port of this machine that leads to ``address``, and stays open when that has closed.
+
+    A process aborts, with 60 lines of stacks, when JAX's client sees the coordinator's process end.
+    So it does not see it: the group ends the process, with one line that names the other one.
+    """
+    server = socket.create_server((LOOPBACK, 0))
+
+    def away(near: socket.socket, far: socket.socket) -> None:
+        with far:
+            _pump(near, far)
+
+    def lead(near: socket.socket) -> None:
+        with contextlib.suppress(ProcessGroupError), near:  # JAX's client tries again
+            far = reach(address, patience, "no coordinator of JAX's", 'start process 0')
+            far.settimeout(None)
+            _start(away, near, far)
+            _pump(far, near)
+            threading.Event().wait()  # for ever
+
+    def serve() -> None:
+        while True:
+            _start(lead, server.accept()[0])
+
+    _start(serve)
+    return server.getsockname()[1]
+
+
+def _start(f: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=f, args=args, daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    """Passes bytes on until either end has closed."""
+    with contextlib.suppress(OSError):
+        while content := source.recv(2**16):
+            target.sendall(content)
+
+
+def _go_without_proxy(*hosts: str) -> None:
+    """Makes gRPC reach some hosts without the proxy that ``http_proxy`` names.
 
     A proxy is for the web. gRPC would send it even what goes to loopback, and JAX then aborts.
     """
     names = 'no_grpc_proxy', 'no_proxy'  # gRPC reads the second where there is no first
     others = next((os.environ[name] for name in names if os.environ.get(name)), '')
-    os.environ[names[0]] = ','.join(filter(None, (others, host)))
+    os.environ[names[0]] = ','.join(filter(None, (others, *hosts)))
     jax.config.update('jax_check_proxy_envs', False)  # it warns of what is mended here
 
 
