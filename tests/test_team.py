@@ -33,6 +33,7 @@ from jaxmp.training.experiment import experiment_of
 from jaxmp.training.fingerprint import fingerprint, own_files
 from jaxmp.training.loop import process_group_of
 from jaxmp.training.trainer import Trainer
+from tests import one_port
 from tests.runs import (
     ENV,
     LAUNCH,
@@ -597,6 +598,41 @@ def test_tied_tables_in_three_processes_are_one_parameter(tmp_path, runtime):
         assert code == 0, out[-2000:]
     one, three = (records(tmp_path / name) for name in ('one', 'three'))
     assert len(one) == len(three) == 6
+    for a, b in zip(one, three, strict=True):
+        assert b['loss'] == pytest.approx(a['loss'], rel=1e-12)
+
+
+def no_namespaces():
+    """Why this user can make no network namespaces here; empty if it can."""
+    if not shutil.which('unshare'):
+        return 'no unshare'
+    done = subprocess.run(['unshare', '-Urn', 'true'], capture_output=True, text=True, check=False)
+    return done.stderr.strip() if done.returncode else ''
+
+
+@pytest.mark.slow
+def test_one_open_port_of_one_host_is_enough(tmp_path):
+    """The second of three stages is in a namespace that reaches process 0's port and no other.
+
+    Nothing reaches it. The first and the last stage are neighbours of it, and of the token table.
+    """
+    if why := no_namespaces():
+        pytest.skip(why)
+    (tmp_path / 'tied.py').write_text(TIED)
+    train = [sys.executable, str(ROOT / 'train.py'), f'--config={tmp_path / "tied.py"}']
+    train += ['--nocurves', '--config.parallel.runtime=mpmd']
+    port = launch.free_port()
+    place = [f'--coordinator={one_port.HOST}:{port}', '--processes=3', f'--workdir={tmp_path}/three']
+    commands = [[*train, *place, f'--process={i}'] for i in range(3)]
+    inside = [[commands[0], commands[2]], [commands[1]]]
+    spread = ['unshare', '-Urn', sys.executable, one_port.__file__, str(port), json.dumps(inside)]
+    env = {**ENV, 'JAX_ENABLE_X64': '1', address.TOKEN: 'secret'}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
+    for command in ([*train, f'--workdir={tmp_path}/one'], spread):
+        out, code = text_of(subprocess.Popen(command, env=env, **pipes))
+        assert code == 0, out[-2000:]
+    one, three = (records(tmp_path / name) for name in ('one', 'three'))
+    assert len(one) == len(three) == 3
     for a, b in zip(one, three, strict=True):
         assert b['loss'] == pytest.approx(a['loss'], rel=1e-12)
 
