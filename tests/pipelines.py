@@ -257,7 +257,9 @@ def main(address, process, processes, kind, case, n, replicas, schedule, delay, 
     if kind == 'spmd':
         jax.config.update('jax_num_cpu_devices', 4 // int(processes))
     slow = {'emulated': (0.0, float(delay))} if kind == 'mpmd' else {}
-    found, state, seconds, runtime = run(kind, case, int(n), int(replicas), group, schedule=schedule, **slow)
+    found, state, seconds, runtime = run(
+        kind, case, int(n), int(replicas), group, schedule=schedule, **slow
+    )
     arrays = {
         f'{name}/{s}/{r}/{i}': a
         for name, part in state._asdict().items()

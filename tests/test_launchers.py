@@ -17,6 +17,7 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.net.signals import leave_closed_terminal
 from jaxmp.net.views import Terms
 from jaxmp.runtimes import world
+from jaxmp.training import loop
 from jaxmp.training.loop import process_group_of
 from jaxmp.training.resume import stop_signals
 from tests.runs import ENV, LAUNCH, config_of
@@ -78,6 +79,22 @@ def test_who_would_train_alone_beside_others_is_refused(env, runtime, named, mon
         process_group_of(config_of(runtime=runtime), NOBODY)
     alone = process_group_of(config_of(runtime=runtime), NOBODY._replace(processes=1))
     assert alone.count == 1
+
+
+@pytest.mark.parametrize(
+    ('runtime', 'replicas', 'joined'),
+    [('spmd', 1, True), ('spmd', 2, True), ('local', 2, True), ('mpmd', 2, False)],
+)
+def test_processes_of_one_program_are_one_jax(runtime, replicas, joined, monkeypatch):
+    """JAX's coordinator has the launcher's address then, and ours the next port."""
+    met, note = [], lambda name: lambda address, *_, **__: met.append((name, address[:3]))
+    monkeypatch.setattr(loop, 'connect', note('ours'))
+    monkeypatch.setattr(loop, 'start_jax', note('JAX'))
+    for name, value in KUBEFLOW.items():
+        monkeypatch.setenv(name, value)
+    process_group_of(config_of(model='lenet', runtime=runtime, replicas=replicas), NOBODY)
+    first, second = ('node-0:6666', 2, 1), ('node-0:6667', 2, 1)
+    assert met == ([('ours', second), ('JAX', first)] if joined else [('ours', first)])
 
 
 def a_group():

@@ -10,12 +10,16 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from jaxmp import __main__ as console
 from jaxmp import config, plugins
+from jaxmp.net.address import TOKEN
+from jaxmp.net.launchers import place_of
 from jaxmp.sweep.study import put, study_of
 from jaxmp.training.command import described
 from jaxmp.training.experiment import experiment_of
+from jaxmp.training.parallel import parallel_of
 from jaxmp.training.trained import trained
 from tests import numbers
 from tests.runs import ENV, ROOT
@@ -188,11 +192,59 @@ def check_command(words, capsys):
         assert study_of(rest[0]).get_study(scale)
 
 
-def check_training(words):
+EXAMPLES = {
+    path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / 'examples').glob('*.yaml')
+}
+
+
+def test_the_examples_say_what_to_give_them():
+    """In the comment that each begins with; the page on running names both."""
+    page = (ROOT / 'docs' / 'running.md').read_text()
+    assert {*EXAMPLES} == {'jobset', 'skypilot'}
+    for name in EXAMPLES:
+        assert (ROOT / 'examples' / f'{name}.yaml').read_text().count(f'examples/{name}.yaml') == 1
+        assert f'../examples/{name}.yaml' in page
+
+
+def test_a_jobset_starts_a_run_of_as_many_processes_as_pods(capsys):
+    """Its command is one of ours, and its variables the place of each pod."""
+    jobs, name = EXAMPLES['jobset']['spec'], EXAMPLES['jobset']['metadata']['name']
+    [job] = jobs['replicatedJobs']
+    pods = job['template']['spec']
+    [container] = pods['template']['spec']['containers']
+    env = {e['name']: e.get('value', '1') for e in container['env']}
+    assert place_of(env) == (f'{name}-{job["name"]}-0-0.{name}:9876', pods['completions'], 1)
+    assert pods['completions'] == pods['parallelism']
+    assert TOKEN in env
+    check_command(container['command'][1:], capsys)
+    c = trained_by(container['command'][2:])
+    parallel = parallel_of(c, c.model.stages)
+    assert parallel.joined
+    assert (
+        parallel.devices(pods['completions']) == container['resources']['limits']['nvidia.com/gpu']
+    )
+
+
+def test_skypilot_starts_a_run_of_its_nodes(capsys):
+    task = EXAMPLES['skypilot']
+    assert task['secrets'] == {TOKEN: None}
+    [words] = commands(task['run'])
+    check_command(words, capsys)
+    c = trained_by(words[1:])
+    assert task['num_nodes'] <= len(parallel_of(c, c.model.stages).parts())
+
+
+def trained_by(words):
+    """The configuration of a training with such flags."""
     given = dict(w.removeprefix('--').partition('=')[::2] for w in words)
     c = config.complete(plugins.load(given.pop('config', 'digits_resnet')))
     for key in [k for k in given if k.startswith('config.')]:
         put(c, f'{key.removeprefix("config.")}={given[key]}')
+    return c
+
+
+def check_training(words):
+    c = trained_by(words)
     if c.data.dir == 'DIR' or c.model.path.startswith('HuggingFaceTB/'):  # files that nobody has
         config.check(c)
         trained(c.model.train)

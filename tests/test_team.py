@@ -308,13 +308,23 @@ def test_own_files_are_compared_with_those_that_they_import(tmp_path, monkeypatc
     sys.modules.pop(str((tmp_path / 'mine.py').resolve()))
 
 
-def test_replicas_in_several_processes_meet_before_anything_compiles(monkeypatch):
+@pytest.mark.parametrize(('runtime', 'axes'), [('local', [2]), ('spmd', [2, 2])])
+def test_processes_of_one_program_meet_before_anything_compiles(runtime, axes, monkeypatch):
     opened, one = [], ProcessGroup()
-    monkeypatch.setattr(parallel, 'open_links', lambda mesh: opened.append(mesh.size))
+    mesh = lambda **axes: jax.make_mesh(tuple(axes.values()), tuple(axes))
+    monkeypatch.setattr(parallel, 'open_links', lambda mesh: opened.append([*mesh.shape.values()]))
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
-    monkeypatch.setattr(parallel, 'device_mesh', lambda **axes: jax.make_mesh((2,), tuple(axes)))
-    Trainer(experiment_of(config_of('digits_dataparallel')), one)
-    assert opened == [2]
+    monkeypatch.setattr(parallel, 'device_mesh', mesh)
+    Trainer(experiment_of(config_of('digits_dataparallel', runtime=runtime)), one)
+    assert opened == [axes]
+
+
+def test_stages_of_one_program_are_divided_evenly(monkeypatch):
+    """Between processes that are one JAX; else a process would have a device without a stage."""
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    exp = experiment_of(config_of(model='gpt2', data='alice', stages=3, runtime='spmd'))
+    with pytest.raises(ValueError, match='3 stages cannot be divided evenly among 2 processes; st'):
+        Trainer(exp, ProcessGroup())
 
 
 @pytest.mark.skipif(not hasattr(socket, 'TCP_USER_TIMEOUT'), reason='Linux only')
@@ -370,10 +380,14 @@ def test_a_killed_process_of_one_jax_is_named_in_a_line(tmp_path, part, keys, vi
     assert code == 137, out[-2000:]
     assert time.time() - began < 20
     said = [line for line in out.splitlines() if not line.startswith(('epoch', '[Gloo]'))]
-    cause = f'process {victim} ({part} {victim}) has lost its connection: it was killed, ran out of '
+    cause = (
+        f'process {victim} ({part} {victim}) has lost its connection: it was killed, ran out of '
+    )
     assert f'jaxmp launch: process {victim} was killed by SIGKILL' in said
     [line] = (line for line in said if not line.startswith('jaxmp launch: '))
-    assert line.startswith(f'train.py: process {1 - victim} ({part} {1 - victim}): stopped: {cause}')
+    assert line.startswith(
+        f'train.py: process {1 - victim} ({part} {1 - victim}): stopped: {cause}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,7 +410,7 @@ def test_one_process_needs_no_team_and_one_program_takes_none():
     assert process_group_of(config_of(runtime='mpmd'), nobody).count == 1
     with pytest.raises(
         ValueError,
-        match=r'processes need --config\.parallel\.runtime=mpmd or spmd, or --config\.parallel\.rep',
+        match=r'processes need --config\.parallel\.runtime=mpmd or spmd, or --config\.par',
     ):
         process_group_of(config_of(), Address('h:1', 2, 0))
 
@@ -622,7 +636,11 @@ def test_one_open_port_of_one_host_is_enough(tmp_path):
     train = [sys.executable, str(ROOT / 'train.py'), f'--config={tmp_path / "tied.py"}']
     train += ['--nocurves', '--config.parallel.runtime=mpmd']
     port = launch.free_port()
-    place = [f'--coordinator={one_port.HOST}:{port}', '--processes=3', f'--workdir={tmp_path}/three']
+    place = [
+        f'--coordinator={one_port.HOST}:{port}',
+        '--processes=3',
+        f'--workdir={tmp_path}/three',
+    ]
     commands = [[*train, *place, f'--process={i}'] for i in range(3)]
     inside = [[commands[0], commands[2]], [commands[1]]]
     spread = ['unshare', '-Urn', sys.executable, one_port.__file__, str(port), json.dumps(inside)]

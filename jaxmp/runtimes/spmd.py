@@ -175,7 +175,9 @@ class Spmd(OverColumns):
             self._lowered = self.step.lower(*args)
         self._steps += 1
         means, grads, (model_state, feedback) = self.step(*args)
-        row = lambda r: jax.tree.map(lambda a: a[0], part(means, self.columns.devices[r, self.last]))
+        row = lambda r: jax.tree.map(
+            lambda a: a[0], part(means, self.columns.devices[r, self.last])
+        )
         rows = ByReplica({r: row(r) for r in self.columns.here.get(self.last, ())})
         after = ModelState(state.params, self._trees(statistics, model_state), feedback)
         return rows, self._trees(self.program.gradients, grads), after

@@ -2,9 +2,9 @@
 
     python train.py [--config=NAME or FILE] [--workdir=DIR] [--config.key=value ...]
 
-With --config.parallel.runtime=mpmd the stages, and with --config.parallel.replicas=N the replicas,
-can run in several processes. A cluster or `jaxmp launch` starts them, or you start the same command
-on each host with --coordinator, --processes and --process; see docs/running.md.
+With --config.parallel.runtime=mpmd or spmd the stages, and with --config.parallel.replicas=N the
+replicas, can run in several processes. A cluster or `jaxmp launch` starts them, or you start the
+same command on each host with --coordinator, --processes and --process; see docs/running.md.
 """
 
 from __future__ import annotations
