@@ -9,6 +9,9 @@ and stop; a second Ctrl-C ends them at once. If one fails, the others are ended 
 Each process has a group of its own with all that it starts, such as the program behind a shell; no
 group outlives the launcher.
 
+If the command has ``--back=SECONDS``, a process that was killed is started again, up to
+``--restarts`` times, and the others wait for it.
+
 With ``--elastic`` the processes are the replicas of an elastic run. The launcher has their switch,
 and starts a process again that was killed; the others go on meanwhile.
 """
@@ -19,6 +22,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import secrets
 import signal
 import socket
@@ -104,6 +108,16 @@ def start(group: Group, i: int) -> subprocess.Popen:
     )
 
 
+def waits(command: Sequence[str]) -> bool:
+    """Whether the processes of a command wait for one that was killed.
+
+    >>> waits(['train.py', '--back=60']), waits(['train.py', '--back', '0']), waits(['train.py'])
+    (True, False, False)
+    """
+    found = re.search(r' --?back[= ](\S*)', ' '.join(command))
+    return bool(found) and found[1].strip('0.') != ''
+
+
 def impatient(asked: Sequence[int]) -> bool:
     """Whether Ctrl-C came a second time.
 
@@ -122,18 +136,19 @@ def watch(
     asked: Sequence[int],
     again: Callable[[int], subprocess.Popen] | None = None,
     restarts: int = 0,
+    elastic: bool = False,
 ) -> int:
     """Waits for all processes to end, and for what they have started.
 
     After a signal they have one minute to save; a second Ctrl-C ends them at once. After a failure
-    the others get SIGTERM, and are killed if that does not end them. In an elastic run the others
-    go on, and processes that were killed are started again.
+    the others get SIGTERM, and are killed if that does not end them; in an elastic run they go on.
 
     Args:
       running: the processes.
       asked: signals received so far; the first one is passed on as SIGTERM.
-      again: starts a process of an elastic run with a number; None in other runs.
+      again: starts a process with a number, where one that was killed may come back.
       restarts: how often each process is started again.
+      elastic: whether the others go on without a process.
 
     Returns:
       The exit status: 0, that of the first process that failed and was not started again, or 128 +
@@ -148,12 +163,12 @@ def watch(
             stop, term, kill = True, now, min(kill, now + PATIENCE)
         # A killed process (negative status) comes first: it is a cause, not an effect.
         for code, i in sorted((p.returncode, i) for i, p in enumerate(running) if p.poll()):
-            if i in failed or (failed and not again):
+            if i in failed or (failed and not elastic):
                 continue
             restart = again if code < 0 and left[i] > 0 and not asked else None
-            then = f'; started again, {left[i] - 1} times more at most' if restart else '; left out'
+            then = f'; started again, {left[i] - 1} times more at most' if restart else ''
             if not asked:
-                _say(f'process {i} {ending(code)}{then if again else ""}')
+                _say(f'process {i} {ending(code)}{then or "; left out" * elastic}')
             if again and not asked:
                 _signal([running[i]], signal.SIGKILL)  # what it has started
             if restart:
@@ -162,7 +177,7 @@ def watch(
                 continue
             failed.add(i)
             first = first or code
-            if not (again or stop):
+            if not (elastic or stop):
                 term, kill = now + NOTICE, now + guard.GRACE
         if not alive:
             if kill == -math.inf or not any(map(has_members, running)):
@@ -243,7 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--processes', type=int, required=True, help='number of processes')
     parser.add_argument('--port', type=int, help='port of process 0; the next one is used too')
     parser.add_argument('--elastic', action='store_true', help='replicas that may come and go')
-    parser.add_argument('--restarts', type=int, default=3, help='of each process, with --elastic')
+    parser.add_argument(
+        '--restarts', type=int, default=3, help='of a killed process, with --elastic or --back'
+    )
     parser.add_argument('command', nargs='+', help='-- python train.py ...')
     args = parser.parse_args(argv)
     if args.processes < 1:
@@ -277,7 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 127
     try:
-        return watch(running, asked, again if args.elastic else None, args.restarts)
+        returns = args.elastic or waits(args.command)
+        return watch(running, asked, again if returns else None, args.restarts, args.elastic)
     finally:
         _signal([p for p in running if has_members(p)], signal.SIGKILL)
         watcher.kill()

@@ -18,6 +18,7 @@ from jaxmp import Ctx, boundary, data, models, spec
 from jaxmp import config as schema
 from jaxmp.data import Dataset, Split, text, tokenizer
 from jaxmp.models import weights
+from jaxmp.net.views import ViewChangedError
 from jaxmp.runtimes import stage
 from jaxmp.training import command, dry_run, experiment, generate, loop, resume, sizes, task
 from jaxmp.training.files import WorkdirError
@@ -395,6 +396,25 @@ def _second_ctrl_c():
         assert seen == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def _lost_after_sigterm(heard):
+    with resume.stop_signals():
+        signal.raise_signal(signal.SIGTERM)
+        assert not heard
+        raise ViewChangedError('process 1 was started again')
+
+
+def test_a_signal_is_not_lost_with_another_process():
+    """The run would go on when that is back."""
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append('usual'))
+    try:
+        with pytest.raises(ViewChangedError):
+            _lost_after_sigterm(heard)
+        assert heard == ['usual']
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_stage_whose_output_changes_is_named():

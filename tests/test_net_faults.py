@@ -214,9 +214,11 @@ def test_the_run_goes_on_to_the_same_bits(begin, undisturbed, fault):
     ('name', 'number', 'limit', 'sentence'),
     [
         (1, signal.SIGKILL, 14, r'process 1 \(stage 1\) has lost its connection: it was killed, '
-         r'ran out of memory, or the network failed, at \S+; nobody came in its place within 8 s'),
+         r'ran out of memory, or the network failed, at \S+; nobody came in its place within 8 s; '
+         'the same command goes on from the last checkpoint'),
         (1, signal.SIGSTOP, 16, r'process 1 \(stage 1\) was silent for 4 s: it is suspended, hangs '
-         r'or swaps, or the network failed, at \S+; nobody came in its place within 8 s'),
+         r'or swaps, or the network failed, at \S+; nobody came in its place within 8 s; '
+         'the same command goes on from the last checkpoint'),
         ('switch', signal.SIGKILL, 8, 'the switch at .* has not answered since .* .4 s.: it is '
          'stopped, swaps, or the network failed'),
         ('switch', signal.SIGSTOP, 8, 'the switch at .* has not answered since .* .4 s.: it is '
@@ -251,23 +253,29 @@ def can_make_namespaces():
 
 
 @contextlib.contextmanager
-def one_open_port(port):
-    """Two hosts; of all ports the second reaches one of the first, and the first none."""
+def two_hosts():
+    """Two hosts that reach each other."""
     a, b = NAMESPACES
     try:
         for name in NAMESPACES:
             ip(f'netns add {name}')
         ip(f'-n {a} link add link0 type veth peer name link0 netns {b}')
-        for name, own, other, end in ((a, *HOSTS, 'sport'), (b, *HOSTS[::-1], 'dport')):
+        for name, own in zip(NAMESPACES, HOSTS, strict=True):
             ip(f'-n {name} address add {own}/24 dev link0')
             for device in ('lo', 'link0'):
                 ip(f'-n {name} link set {device} up')
-            ip(f'-n {name} rule add pref 10 to {other} ipproto tcp {end} {port} lookup main')
-            ip(f'-n {name} rule add pref 20 to {other} ipproto tcp blackhole')
         yield
     finally:
         for name in NAMESPACES:
             subprocess.run(['ip', 'netns', 'delete', name], capture_output=True)
+
+
+def leave_one_port(port):
+    """From now on the second host reaches one port of the first, and the first none."""
+    a, b = NAMESPACES
+    for name, other, end in ((a, HOSTS[1], 'sport'), (b, HOSTS[0], 'dport')):
+        ip(f'-n {name} rule add pref 10 to {other} ipproto tcp {end} {port} lookup main')
+        ip(f'-n {name} rule add pref 20 to {other} ipproto tcp blackhole')
 
 
 @pytest.mark.slow
@@ -276,7 +284,8 @@ def test_one_open_port_of_one_host_is_enough(tmp_path, undisturbed):
     """The switch and process 0 are on one host, the others on another."""
     inside = lambda name: ['ip', 'netns', 'exec', NAMESPACES[name in (1, 2)]]
     port = free_port()
-    with one_open_port(port):
+    with two_hosts():
+        leave_one_port(port)
         way = f'ip -n {NAMESPACES[1]} route get {HOSTS[0]} ipproto tcp dport'.split()
         assert not subprocess.run([*way, str(port)], capture_output=True).returncode
         assert subprocess.run([*way, str(port - 1)], capture_output=True).returncode

@@ -110,7 +110,7 @@ def test_processes_meet_at_the_first(processes):
     assert none is None
     given = lambda g: plain(g.from_first(None if g.index else both))
     assert together(*(lambda g=g: given(g) for g in groups[::-1])) == both
-    assert groups[0].address('x') == (3, 'x 2')
+    assert groups[0].address('x')[1:] == (3, 'x 2')
     assert together(*(g.close for g in groups)) == [None] * 2
     assert not processes.causes
 
@@ -397,6 +397,7 @@ def test_a_killed_process_of_one_jax_is_named_in_a_line(tmp_path, part, keys, vi
         (('h:1', 2, 2), 'process 2 is not one of 2'),
         (('host', 2, 0), 'is not host:port'),
         (('h:65536', 2, 0), 'is not host:port.*up to 65535'),
+        (('h:1', 2, 0, None, 60.0, -1.0), '--back=-1.0 is no time to wait; give 0'),
         (('h:1', 5, 0), '4 stages run in at most 4 processes, got 5'),
     ],
 )
@@ -413,6 +414,11 @@ def test_one_process_needs_no_team_and_one_program_takes_none():
         match=r'processes need --config\.parallel\.runtime=mpmd or spmd, or --config\.par',
     ):
         process_group_of(config_of(), Address('h:1', 2, 0))
+    for runtime in ('local', 'spmd'):
+        with pytest.raises(ValueError, match=rf"--back=60 .*runtime='{runtime}', ends as a whole"):
+            process_group_of(config_of(runtime=runtime), Address('h:1', 2, 0, back=60.0))
+    with pytest.raises(ValueError, match=r'--back=60 makes all wait .* leave one of them out'):
+        elastic.check(config_of('digits_dataparallel'), Address('h:1', 2, 0, back=60.0))
 
 
 @pytest.mark.parametrize('signals', [[-9], [1], [143, 143]])

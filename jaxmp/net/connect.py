@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import sys
@@ -36,6 +37,7 @@ class Address(NamedTuple):
         `JAXMP_TOKEN`.
       silent: seconds without a sign of life, or without any work done, after which a process counts
         as failed.
+      back: seconds for which the others wait until a process that has failed is back.
     """
 
     coordinator: str | None
@@ -43,6 +45,7 @@ class Address(NamedTuple):
     process: int | None
     token_file: str | None = None
     silent: float = 60.0
+    back: float = 0.0
 
 
 def connect(
@@ -67,7 +70,7 @@ def connect(
     owner = owners(1 + max(parts), int(address.processes or 0), what)
     names, process = names_of([owner[part] for part in parts], what), int(address.process or 0)
     keys = keys_of(token_of(address.token_file, host))
-    terms = Terms(names, len(names), START, address.silent, back=0.0)
+    terms = Terms(names, len(names), START, address.silent, address.back)
     switch = Hosted(keys, host, port, lambda line: None) if process == 0 else None
     end = ender(names[process], LAST if switch else 0.0)
     about = {**json.loads(json.dumps(about)), 'processes': len(names)}
@@ -101,6 +104,8 @@ def endpoint(address: Address) -> tuple[str, int]:
         raise ValueError(f'process {process} is not one of {processes}; give 0 to {processes - 1}')
     if not address.silent >= 1:
         raise ValueError(f'--silent={address.silent} is too short; give 1 second or more')
+    if not 0 <= address.back < math.inf:
+        raise ValueError(f'--back={address.back} is no time to wait; give 0 seconds or more')
     return host_and_port(coordinator)
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from jaxmp.net.peer import Peer
-from jaxmp.net.views import Terms, View
+from jaxmp.net.views import Terms, View, ViewChangedError
 
 DECISION = -1  # the step of what all decide: whoever waits for it has done its other work
 LONG = 1800.0  # seconds in which work other than steps has to go on
 ALONE = Terms(('this process',), 1)
+Address = tuple[View, int, str]  # view, step and tag of a message
 
 
 class ProcessGroup:
@@ -45,20 +46,32 @@ class ProcessGroup:
         self._step = step
         self._calls = Counter({'decision': self._calls['decision']})
 
-    def address(self, tag: str) -> tuple[int, str]:
-        """Step and tag of the next message under ``tag``, which both its ends count."""
-        self._calls[tag] += 1
-        return self._step, f'{tag} {self._calls[tag]}'
+    def again(self) -> None:
+        """Waits for the next view, in which all make their calls from the first one on.
 
-    def send(self, to: int, address: tuple[int, str], *buffers: Any) -> None:
+        Raises:
+          ProcessGroupError: if the run has ended, as where a process that is lost does not return.
+        """
+        assert self.peer
+        self.view = self.peer.ready()
+        self._step, self._calls = 0, Counter[str]()
+
+    def address(self, tag: str) -> Address:
+        """The address of the next message under ``tag``, which both its ends count."""
+        self._calls[tag] += 1
+        return self.view, self._step, f'{tag} {self._calls[tag]}'
+
+    def send(self, to: int, address: Address, *buffers: Any) -> None:
         """Sends buffers, which must not change until they have arrived; does not wait."""
         assert self.peer
-        self.peer.send(self.view, to, *address, *buffers)
+        view, step, tag = address
+        self.peer.send(view, to, step, tag, *buffers)
 
-    def receive(self, source: int, address: tuple[int, str]) -> list[memoryview]:
+    def receive(self, source: int, address: Address) -> list[memoryview]:
         """The buffers of a message, when they are there."""
         assert self.peer
-        return self.peer.receive(self.view, source, *address)
+        view, step, tag = address
+        return self.peer.receive(view, source, step, tag)
 
     def swapped(self, members: Sequence[int], tag: str, content: bytes) -> list[memoryview]:
         """The bytes of some members, of which this process is one, in their order.
@@ -98,13 +111,14 @@ class ProcessGroup:
         """
         if self.count == 1:
             return [content]
-        (first, *others), (_, tag) = self.view.members, self.address('decision')
+        (first, *others), (view, _, tag) = self.view.members, self.address('decision')
+        address = view, DECISION, tag
         if self.index != first:
-            self.send(first, (DECISION, tag), content)
-            return [bytes(row) for row in self.receive(first, (DECISION, tag))]
-        rows = [content, *(bytes(self.receive(i, (DECISION, tag))[0]) for i in others)]
+            self.send(first, address, content)
+            return [bytes(row) for row in self.receive(first, address)]
+        rows = [content, *(bytes(self.receive(i, address)[0]) for i in others)]
         for other in others:
-            self.send(other, (DECISION, tag), *rows)
+            self.send(other, address, *rows)
         return rows
 
     def share(self, value: Any) -> list[Any]:
@@ -142,9 +156,10 @@ class ProcessGroup:
             self.peer.fail(cause, follows)
 
     def close(self) -> None:
-        """Waits for all members, and leaves."""
+        """Waits for all members that are still there, and leaves."""
         if self.peer:
-            self.barrier()
+            with contextlib.suppress(ViewChangedError):
+                self.barrier()
             self.peer.close()
             for end in self.after:
                 end()

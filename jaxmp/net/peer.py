@@ -32,6 +32,7 @@ from jaxmp.net.views import (
     View,
     ViewChangedError,
     clock,
+    nobody,
     stepped,
 )
 
@@ -66,7 +67,7 @@ class Peer:
           about: settings that must be the same in all processes; JSON.
           end: called in another thread with the cause, when the run or this process is ended.
           direct: whether others may connect to this process, at a port that the system chooses.
-          inside: name of the process in which the switch runs, and with which it is lost for ever.
+          inside: name of the process in which the switch runs, and with which it is lost.
 
         Raises:
           ProcessGroupError: if nobody listens at the port for as long as the start may take.
@@ -293,16 +294,17 @@ class Peer:
         """Each second: a sign of life, and a look at who gives none."""
         if now - self._looked > 2 * BEAT:  # this process was suspended itself
             self._heard = self._worked = now
-        self._looked, quiet = now, now - self._heard
-        if quiet > (limit := self.terms.silent if self._known else min(ANSWER, self.terms.start)):
+        self._looked, quiet, back = now, now - self._heard, bool(self._inside_of) * self.terms.back
+        known = self.terms.silent + back
+        if quiet > (limit := known if self._known else min(ANSWER, self.terms.start)):
             stopped, other = 'is stopped, swaps, or the network failed', 'has another token'
             cause = stopped if self._known else f'{other}, is stopped, or is no switch of this run'
             since = f'since {clock(quiet)} ({limit:g} s)'
             self._stop(f'{self._switch} has not answered {since}: it {cause}')
         if self._say() or not self._inside_of:
             self._reached = now
-        elif now - self._reached > GRACE:
-            self._stop(f'{self._switch} {LOST}')
+        elif now - self._reached > (back or GRACE):
+            self._stop(f'{self._switch} {LOST}, at {clock(now - self._reached)}{nobody(back)}')
         for delivery in self._deliveries.values():
             delivery.look(now, self.terms.silent / CUT)
 

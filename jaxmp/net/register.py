@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmp.net.views import BEAT, GRACE, LOST, Terms, Wait, Work, blamed, clock, listed
+from jaxmp.net.views import BEAT, GRACE, LOST, Terms, Wait, Work, blamed, clock, listed, nobody
 
 RETURN = 10.0  # seconds in which the members of a view come to a new switch
 SUSPENDED = 5.0  # seconds without a look, after which this process was stopped itself
@@ -223,8 +223,7 @@ class Register:
         if not self.began and seconds > self.terms.start:
             self.fail(f'{listed(absent)} did not connect within {self.terms.start:g} s')
         elif self.began and seconds >= self.terms.back:
-            nobody = f'; nobody came in its place within {self.terms.back:g} s'
-            self.fail(gone + nobody * (self.terms.back > 0))
+            self.fail(gone + nobody(self.terms.back))
 
     def unreachable(self, identity: bytes, now: float) -> None:
         """Takes down that a connection is lost."""

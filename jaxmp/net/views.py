@@ -135,6 +135,16 @@ def stepped(step: int) -> str:
     return f'step {step}' if step >= 0 else 'what all decide'
 
 
+def nobody(back: float) -> str:
+    """The end of a line on a process that is lost, for which others have waited ``back`` seconds.
+
+    >>> nobody(60)
+    '; nobody came in its place within 60 s; the same command goes on from the last checkpoint'
+    """
+    advice = 'the same command goes on from the last checkpoint'
+    return f'; nobody came in its place within {back:g} s; {advice}' * (back > 0)
+
+
 def clock(ago: float) -> str:
     """The time of day some seconds ago."""
     return time.strftime('%H:%M:%S', time.localtime(time.time() - ago))

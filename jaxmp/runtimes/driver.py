@@ -173,6 +173,14 @@ class Driver:
         last = workers.get(len(self.devices) - 1)
         return last.outputs if last else None, {s: w.state() for s, w in workers.items()}
 
+    def again(self) -> None:
+        """Forgets what was under way, and what was sent once: a process may have begun again."""
+        for lane in self.lanes.values():
+            lane.drain()
+        self.sending.clear()
+        if self.kept:
+            self.kept.seen[:] = False
+
     def _cut(self, s: int, batch: tuple[Any, Any, Ctx]) -> list[MicroBatch]:
         """The micro-batches of a stage; what is on the host is taken by its programs from there."""
         x, y, ctx = batch

@@ -79,6 +79,11 @@ class Lane:
         self._note(n, start, end)
         return arrived, end
 
+    def drain(self) -> None:
+        """Waits until nothing is under way, as soon after a view has ended."""
+        if self._turn:
+            self._turn.submit(int).result()
+
     def _follow(self, n: int, done: Future[Payload], arrived: Future[Any]) -> None:
         """Gives ``arrived`` the copy of the result of ``done``, or its exception."""
         try:

@@ -115,6 +115,12 @@ class Mpmd(OverColumns):
                 feedback[s][r] = st.feedback
         return None if outputs is None else jax.jit(then)(outputs, dict(batch)), feedback
 
+    def again(self) -> None:
+        """Begins anew with the compiled programs, after another process was lost."""
+        for driver in self.drivers.values():
+            driver.again()
+        self._payload[:] = 0
+
     def measuring(self, measured: list[Action]) -> Mpmd:
         """The same runtime, which adds the actions of replica 0 to ``measured``; see `Driver`."""
         other = copy.copy(self)

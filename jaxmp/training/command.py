@@ -50,6 +50,9 @@ TOKEN_FILE = flags.DEFINE_string(
 SILENT = flags.DEFINE_float(
     'silent', 60.0, 'seconds without a sign of life, or of work, after which a process has failed'
 )
+BACK = flags.DEFINE_float(
+    'back', 0.0, 'seconds in which a process of mpmd that was killed may be started again'
+)
 PROCESS = flags.DEFINE_integer('process', None, 'number of this process, from 0')
 
 
@@ -145,7 +148,7 @@ def run(argv: list[str]) -> None:
     workdir = Path(WORKDIR.value or default_workdir(config))
     place = COORDINATOR.value, PROCESSES.value, PROCESS.value
     try:
-        address = Address(*place, TOKEN_FILE.value, SILENT.value)
+        address = Address(*place, TOKEN_FILE.value, SILENT.value, BACK.value)
         if config.parallel.elastic and not DRY_RUN.value:
             with tracked(config, workdir, not address.process) as own:
                 sys.exit(143 if train_as_member(config, workdir, address, own) is None else 0)
@@ -205,6 +208,7 @@ def expected(error: BaseException) -> str | None:
     import jax
 
     from jaxmp.net.address import ProcessGroupError
+    from jaxmp.net.views import ViewChangedError
     from jaxmp.training.files import WorkdirError
     from jaxmp.training.loop import DivergedError
     from jaxmp.training.replicas import DriftError
@@ -220,6 +224,7 @@ def expected(error: BaseException) -> str | None:
         DivergedError,
         DriftError,
         ProcessGroupError,
+        ViewChangedError,
     )
     return one_line(error) if isinstance(error, known) else None
 

@@ -99,6 +99,11 @@ def check(config: Config, address: Address) -> None:
             f'config.parallel.replicas={n} and config.parallel.runtime={runtime!r}; stages in '
             'programs of their own end together'
         )
+    if address.back:
+        raise ValueError(
+            f'--back={address.back:g} makes all wait for a process, and config.parallel.elastic='
+            'True lets the others go on; leave one of them out'
+        )
     if address.processes != n:
         raise ValueError(
             f'an elastic run has one process per replica, got {address.processes} processes and '

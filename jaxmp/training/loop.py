@@ -19,6 +19,7 @@ from jaxmp.config import Config
 from jaxmp.net.connect import Address, connect, placed
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.launchers import check_alone
+from jaxmp.net.views import ViewChangedError
 from jaxmp.runtimes.allocator import release_freed_pages
 from jaxmp.runtimes.world import beside, start_jax
 from jaxmp.training import footprint
@@ -63,6 +64,13 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
     """
     schema.check(config)
     parallel = parallel_of(config, stage_count(config))
+    runtime = config.parallel.runtime
+    if address.back and parallel.joined:
+        raise ValueError(
+            f'--back={address.back:g} waits until a stage is back, and one program, of '
+            f'config.parallel.runtime={runtime!r}, ends as a whole; leave it out, or take '
+            '--config.parallel.runtime=mpmd'
+        )
     if len(parts := parallel.parts()) > 1 or not parallel.joined:
         address = placed(address)
         joined = parallel.joined and address.processes != 1
@@ -71,7 +79,6 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
         if joined:
             start_jax(address, group)
         return group
-    runtime = config.parallel.runtime
     if all(a is None for a in address[:3]):
         check_alone(f'config.parallel.runtime={runtime!r} without replicas is one')
     elif address.processes != 1:
@@ -117,6 +124,19 @@ def prepare(
     return Trainer(exp, group)
 
 
+def prepare_again(trainer: Trainer) -> Trainer:
+    """The same trainer in another view; meanwhile processes that began again `prepare` theirs.
+
+    Raises:
+      ProcessGroupError: if the processes differ.
+    """
+    trainer.again()
+    with_kept(trainer.exp, trainer.group)
+    check_alike(trainer.group, trainer.exp)
+    trainer.group.barrier()
+    return trainer
+
+
 def train_and_evaluate(
     config: Mapping[str, Any] | ml_collections.ConfigDict,
     workdir: str | Path,
@@ -129,7 +149,8 @@ def train_and_evaluate(
 ) -> dict[str, Any] | None:
     """Trains, tests at every point, and leaves config, metrics, checkpoints, summary and curves.
 
-    Goes on from the last checkpoint. Of several processes the first one shows and writes.
+    Goes on from the last checkpoint. Of several processes the first one shows and writes. If one of
+    them is lost, the others wait for it as the group says, and all go on from that checkpoint.
 
     Args:
       config: nested, as in configs/; what it lacks has its default.
@@ -152,10 +173,34 @@ def train_and_evaluate(
       DivergedError: if the loss is not finite.
     """
     workdir, group = Path(workdir), group or ProcessGroup()
-    resolved = schema.complete(config)
+    resolved, why = schema.complete(config), ''
     say = lambda line: None if quiet or group.index else print(line, file=sys.stderr)
-    trainer = trainer or prepare(resolved, group, task, say)
-    exp = trainer.exp
+    while True:
+        try:
+            if why:
+                say(f'{why}; waits until all are there')
+                group.again()
+                trainer = trainer and prepare_again(trainer)
+            trainer = trainer or prepare(resolved, group, task, say)
+            summary = begun(resolved, workdir, trainer, (task, quiet, callbacks, draw))
+            group.barrier()  # whoever was lost until here may need the others
+            return summary
+        except ViewChangedError as error:
+            why = str(error)
+
+
+def begun(
+    resolved: Config, workdir: Path, trainer: Trainer, options: tuple[Any, ...]
+) -> dict[str, Any] | None:
+    """Trains from the last checkpoint to the end, with the processes of a view.
+
+    Args:
+      resolved: all keys.
+      workdir: the run's folder.
+      trainer: what trains.
+      options: the last arguments of `train_and_evaluate`, whose value this returns.
+    """
+    (task, quiet, callbacks, draw), group, exp = options, trainer.group, trainer.exp
     lead, kept = group.index == 0, None
     with ExitStack() as stack:
         if lead:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxmp.config import KEYS, Config, complete, flat
 from jaxmp.net.signals import leave_closed_terminal, stopping
+from jaxmp.net.views import ViewChangedError
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError
@@ -28,9 +29,10 @@ Place = dict[str, Any]  # since the last test: the steps, those that this proces
 def stop_signals() -> Iterator[list[int]]:
     """A list to which signals that end the run are appended, so that the loop can save before.
 
-    The second Ctrl-C has its usual effect.
+    The second Ctrl-C has its usual effect, and so has a signal if a process is lost meanwhile.
     """
     seen: list[int] = []
+    lost = False
 
     def note(number: int, _: Any) -> None:
         leave_closed_terminal()
@@ -42,9 +44,14 @@ def stop_signals() -> Iterator[list[int]]:
     old = {n: signal.signal(n, note) for n in stopping()}
     try:
         yield seen
+    except ViewChangedError:
+        lost = True
+        raise
     finally:
         for n, handler in old.items():
             signal.signal(n, handler)
+        for n in seen[:lost]:
+            signal.raise_signal(n)
 
 
 def begin(trainer: Trainer, checkpoints: Checkpoints, workdir: Path) -> tuple[Any, Place]:

@@ -297,6 +297,12 @@ class Trainer:
         """The state with which this process joins others that have gone on without it."""
         return state
 
+    def again(self) -> None:
+        """Begins anew with the compiled programs, after another process was lost."""
+        for runtime in self._runtimes.values():
+            runtime.again()
+        self.sent = {'steps': 0, 'bytes': 0}
+
     def leave(self, state: TrainState, finished: bool) -> None:
         """Told the last state, and whether the run has finished there."""
 
