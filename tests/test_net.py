@@ -13,17 +13,20 @@ import numpy as np
 import pytest
 import zmq
 
+from jaxmp.net import spare
 from jaxmp.net.__main__ import main as command
-from jaxmp.net.address import ProcessGroupError
+from jaxmp.net.address import TOKEN, ProcessGroupError
 from jaxmp.net.arrays import ALIGNMENT, buffers, filled
+from jaxmp.net.connect import Address
 from jaxmp.net.delivery import Arrivals, Delivery, Path
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.register import GRACE, RETURN, Register
 from jaxmp.net.sockets import HANDSHAKE
+from jaxmp.net.spare import take_part
 from jaxmp.net.switch import Switch
-from jaxmp.net.views import LOST, Terms, ViewChangedError
+from jaxmp.net.views import LOST, Terms, ViewChangedError, nobody
 
 KEYS = keys_of('the-secret-of-this-test')
 NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'
@@ -241,7 +244,7 @@ def test_the_cause_is_the_first_one(run, follows):
     def fails():
         try:
             if not follows:
-                b.receive(0, (1, 'x'))
+                b.receive(0, (b.view, 1, 'x'))
         except (ViewChangedError, ProcessGroupError) as error:
             b.fail(f'an error that follows: {error}')
         b.fail('a collective of another library has ended', follows)
@@ -253,11 +256,12 @@ def test_the_cause_is_the_first_one(run, follows):
     assert re.fullmatch(r'process 0 \(stage 0\) has lost its connection: it was .*, at \S+', said)
 
 
-def test_a_switch_that_is_lost_with_its_process_is_named(relay, run):
+@pytest.mark.parametrize(('back', 'least'), [(0.0, 2), (5.0, 4)])
+def test_a_switch_that_is_lost_with_its_process_is_named(relay, run, back, least):
     """As of a process that has lost its connection, and not before the time to make it again."""
-    line = relay(run.switch.port)
+    line, terms = relay(run.switch.port), TWO._replace(back=back)
     there = {'inside': NAMES[0], 'place': ('127.0.0.1', line.port)}
-    peers = run.peer(0, TWO, **there), run.peer(1, TWO, inside=NAMES[0])
+    peers = run.peer(0, terms, **there), run.peer(1, terms, inside=NAMES[0])
     views = together(*(p.ready for p in peers))
     line.cut()  # it is made again
     time.sleep(1.5)
@@ -265,8 +269,8 @@ def test_a_switch_that_is_lost_with_its_process_is_named(relay, run):
     began = time.monotonic()
     run.switch.stop()
     [said] = together(lambda: peers[1].receive(views[1], 0, 1, 'x'))
-    assert said == f'{NAMES[0]} {LOST}'
-    assert 2 < time.monotonic() - began < 8
+    assert re.fullmatch(rf'{re.escape(f"{NAMES[0]} {LOST}")}, at \S+?{nobody(back)}', said)
+    assert least < time.monotonic() - began < least + 6
 
 
 def test_who_has_left_owes_nothing_but_what_is_missing(run):
@@ -702,6 +706,40 @@ def test_one_that_was_killed_is_replaced_at_once():
     assert desk.told['0.a']['why'] == 'process 1 (stage 1) was started again'
 
 
+def test_a_spare_process_takes_the_part_of_one_that_does_not_come_back():
+    """Once, after half of the time; what comes later has no part any more."""
+    desk = Desk()
+    asked = lambda name: desk.hear(name, 'spare') or desk.told[name]['process']
+    assert asked('-1.a') is None
+    desk.begin()
+    alive = '0.a', '2.a'
+    desk.look(GRACE + 1, lost=['1.a'], heard=alive)
+    for identity in alive:
+        desk.hear(identity, view=1, ready=True)
+    assert asked('-1.a') is None
+    desk.look(TERMS.back / 2 + 1)
+    assert (asked('-1.a'), asked('-1.a'), asked('-1.b')) == (1, None, None)
+    desk.hear('1.c', ready=True)
+    assert (desk.register.number, desk.register.on) == (2, True)
+    assert asked('-1.b') is None
+    desk.hear('1.a', view=1)  # it was only stopped
+    desk.look(GRACE / 2 + 1)
+    desk.hear('1.c', view=2)
+    assert 'two processes are process 1' in desk.told['1.a']['why']
+    assert desk.register.on
+
+
+def test_a_spare_process_is_told_what_is_wrong(run, monkeypatch):
+    own = Address(f'127.0.0.1:{run.switch.port}', 2, None, silent=1.0, back=60.0)
+    for wrong in (own._replace(process=1), own._replace(back=0.0)):
+        with pytest.raises(ValueError, match='leave --process out, and give all the same --back'):
+            take_part(wrong)
+    monkeypatch.setattr(spare, 'ANSWER', 1.0)
+    monkeypatch.setenv(TOKEN, 'another')
+    with pytest.raises(ProcessGroupError, match='it has another token, is stopped, or is no'):
+        take_part(own)
+
+
 def test_who_does_not_come_back_ends_all():
     desk = Desk()
     desk.begin()
@@ -712,7 +750,7 @@ def test_who_does_not_come_back_ends_all():
     desk.look(TERMS.back + 2)
     why = desk.told['0.a']['why']
     assert 'process 1 (stage 1) has lost its connection' in why
-    assert why.endswith('nobody came in its place within 20 s')
+    assert why.endswith(nobody(20))
     desk.hear('2.a')
     assert desk.told['2.a'] == {'kind': 'failed', 'why': why}
     desk.begin(('0.b', '1.b', '2.b'))  # another run at the same switch

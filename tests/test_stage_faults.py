@@ -53,7 +53,8 @@ class Run:
 
     def start(self, i):
         """Starts a process, perhaps again."""
-        words = [*command(self.workdir, **self.changes), *self.flags, f'--process={i}']
+        own = '--spare' if i == 'spare' else f'--process={i}'
+        words = [*command(self.workdir, **self.changes), *self.flags, own]
         with open(self.folder / str(i), 'a') as out:
             self.running[i] = subprocess.Popen(
                 [*self.inside(i), *words], stdout=out, stderr=out, env=self.env
@@ -211,6 +212,24 @@ def test_all_go_on_to_the_same_bits(tmp_path, compiled, undisturbed, fault):
     finally:
         run.close()
     assert outcome(run.workdir) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_spare_process_takes_the_part_of_one_that_does_not_come_back(
+    tmp_path, compiled, undisturbed
+):
+    run = Run(tmp_path, compiled, back=20)
+    try:
+        run.start('spare')
+        run.reach(EVERY)
+        run.kill(2, again=False)
+        lost = run.running.pop(2)
+        run.end()
+    finally:
+        run.close()
+    assert lost.returncode == -signal.SIGKILL
+    assert outcome(run.workdir) == undisturbed
+    assert 'process 2 (stage 2) has lost its connection' in run.text(0)
 
 
 @pytest.mark.slow

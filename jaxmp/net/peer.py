@@ -303,7 +303,7 @@ class Peer:
             self._stop(f'{self._switch} has not answered {since}: it {cause}')
         if self._say() or not self._inside_of:
             self._reached = now
-        elif now - self._reached > (back or GRACE):
+        elif now - self._reached > (back or GRACE) and self._reached - self._heard < GRACE:
             self._stop(f'{self._switch} {LOST}, at {clock(now - self._reached)}{nobody(back)}')
         for delivery in self._deliveries.values():
             delivery.look(now, self.terms.silent / CUT)

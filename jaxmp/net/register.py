@@ -3,7 +3,8 @@
 It has no sockets and no clock. `take` and `look` change it, and what they want to say is in `out`.
 
 A process says each second that it is `here`, and what it does; `bye` when it has finished; `fail`
-with a cause that ends all. A view begins when all who are present are ready, and ends when a member
+with a cause that ends all. A `spare` process asks for the number of one that does not come back. A
+view begins when all who are present are ready, and ends when a member
 is lost or begins again, or another process comes. Each message says all that is so, so that a lost
 one does no harm: a switch that was killed and started again learns the view from its members.
 """
@@ -65,6 +66,7 @@ class Register:
         self.seats: dict[int, Seat] = {}
         self.members: dict[int, list[Any]] = {}  # identity, address and value
         self.gone: dict[int, str] = {}
+        self.replaced: set[int] = set()  # those of them whose part a spare process takes
         self.left: set[int] = set()
 
     # What a process says.
@@ -79,6 +81,8 @@ class Register:
             self._here(i, identity, message, now)
         elif kind == 'fail' and known:
             self.fail(f'{self._name(i)}: {message["why"]}')
+        elif kind == 'spare':
+            self.out.append((identity, {'kind': 'part', 'process': self._vacant(now)}))
         elif kind == 'bye':
             self.out.append((identity, {'kind': 'bye'}))
             if known:
@@ -143,7 +147,7 @@ class Register:
         if len(ready) < enough or {i for i in self.seats if self._inside(i)} - {*ready}:
             return
         self.number, self.on, self.began = self.number + 1, True, True
-        self.members, self.left, self.gone = {}, set(), {}
+        self.members, self.left, self.gone, self.replaced = {}, set(), {}, set()
         for i, seat in ((i, self.seats[i]) for i in ready):
             self.members[i] = [seat.identity.decode(), seat.said['address'], seat.said['value']]
         self.say(f'view {self.number}: {listed(map(self._name, ready))}')
@@ -163,6 +167,13 @@ class Register:
         self.gone[i], self.since = f'{self._name(i)} {why}, at {clock(0)}', now
         if member:
             self._end(f'{self._name(i)} {why}', now)
+
+    def _vacant(self, now: float) -> int | None:
+        """A process that was not back in half of the time, named once; None if there is none."""
+        late = not self.on and self.began and now - self.since > self.terms.back / 2
+        absent = sorted(self.gone.keys() - self.seats.keys() - self.replaced) if late else []
+        self.replaced.update(absent[:1])
+        return absent[0] if absent else None
 
     def fail(self, why: str, only: bytes | None = None) -> None:
         """Ends all with a cause, or one process; before the first view one is as needed as all."""

@@ -53,6 +53,9 @@ SILENT = flags.DEFINE_float(
 BACK = flags.DEFINE_float(
     'back', 0.0, 'seconds in which a process of mpmd that was killed may be started again'
 )
+SPARE = flags.DEFINE_bool(
+    'spare', False, 'wait, and take the part of a process that is not back in half of --back'
+)
 PROCESS = flags.DEFINE_integer('process', None, 'number of this process, from 0')
 
 
@@ -140,6 +143,7 @@ def run(argv: list[str]) -> None:
 
     from jaxmp.net.connect import Address, end_without_memory
     from jaxmp.net.group import ProcessGroup
+    from jaxmp.net.spare import take_part
     from jaxmp.training.elastic import train_as_member
     from jaxmp.training.loop import devices, process_group_of, train_and_evaluate
 
@@ -152,6 +156,9 @@ def run(argv: list[str]) -> None:
         if config.parallel.elastic and not DRY_RUN.value:
             with tracked(config, workdir, not address.process) as own:
                 sys.exit(143 if train_as_member(config, workdir, address, own) is None else 0)
+        if SPARE.value and (address := take_part(address)) is None:
+            print('the run has ended, and no part was left for this spare process')
+            return
         group = process_group_of(config, address)
         if group.count > 1:
             end_without_memory(group.names[group.index])
