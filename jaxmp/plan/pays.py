@@ -208,7 +208,7 @@ def by_itself(config: Any) -> Any:
     from jaxmp.plan.__main__ import probed_config
 
     c = probed_config(config)
-    idle = [name for name, key in KEYS.items() if key.runtime and 'local' not in key.runtime]
+    idle = [name for name, key in KEYS.items() if key.runtime]
     c.update_from_flattened_dict({name: KEYS[name].default for name in idle})
     c.parallel.update(runtime='local', num_microbatches=1)
     return c
