@@ -28,6 +28,7 @@ from jaxmp.models import (
 )
 from jaxmp.models.decoder import PROJECTIONS, decoder
 from jaxmp.models.rotary import frequencies
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training import (
     experiment,
     files,
@@ -165,6 +166,31 @@ def test_a_frozen_table_is_one_array_of_two_stages(tmp_path):
     assert table(state, 0) is table(state, 1) is first
     apart = loop.prepare(small(folder, train='all'), loop.ProcessGroup()).create()
     assert table(apart, 0) is not table(apart, 1)
+
+
+@pytest.mark.parametrize('train', ['lora(2)', 'all'])
+def test_step_and_test_are_compiled_before_parameters_are_read(tmp_path, train):
+    """Then neither is compiled again; a channel with a state and one without."""
+    config = small(tiny(tmp_path), train=train, fwd='ef21(uniform(4))', bwd='mx(4)')
+    trainer = loop.prepare(config, ProcessGroup())
+    trainer.compile_ahead()
+    state, batch = trainer.create(), next(trainer.batches(np.arange(4)))
+    step, compiled = trainer.bound(trainer.training, trainer.rules(0)), []
+
+    def note(event, seconds, fun_name='', **kwargs):
+        if event.endswith('backend_compile_duration'):
+            compiled.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        state, _ = step(state, batch)
+        assert not compiled
+        trainer.evaluate(state, True)
+        assert 'jit(run)' not in compiled
+        trainer.evaluate(state, False)  # which was not compiled before
+        assert 'jit(run)' in compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_updates_over_two_replicas_are_exchanged_alone_and_equal_the_joined_batch(tmp_path):

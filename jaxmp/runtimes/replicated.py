@@ -149,12 +149,17 @@ class Replicated:
             state, values = run(moved(state, together(state.model.params, fixed)), *rest)
             return moved(state, select(trained, state.model.params)), values
 
-        def bound(state: Any, *rest: Any) -> tuple[Any, Any]:
+        def apart(state: Any) -> tuple[Any, Any]:
             fixed = select(lambda *at: not trained(*at), state.model.params)
-            state = moved(state, select(trained, state.model.params))
+            return moved(state, select(trained, state.model.params)), fixed
+
+        def bound(state: Any, *rest: Any) -> tuple[Any, Any]:
+            state, fixed = apart(state)
             state, values = compiled(state, fixed, *rest)
             return moved(state, together(state.model.params, fixed)), values
 
+        lower = lambda state, *rest: compiled.lower(*apart(state), *rest)
+        setattr(bound, 'lower', lower)  # noqa: B010 - as a function that `jax.jit` returns has it
         return bound
 
     def scan(self, step: Step, each: Any, arrays: Mapping[str, Any]) -> Callable[..., Any]:
@@ -193,6 +198,10 @@ class Replicated:
     ) -> tuple[Any, Any]:
         """See `PlacedRuntime`; without a mesh."""
         return self._predict(then, state, batch, key) if self.stages else (None, state.feedback)
+
+    def predict_ahead(self, *shapes: Any) -> None:
+        """Compiles `predict` before there is a state; ``then`` and the shapes of its arguments."""
+        self._predict.lower(*shapes).compile()
 
     # Bytes.
 

@@ -61,6 +61,7 @@ def begin(trainer: Trainer, checkpoints: Checkpoints, workdir: Path) -> tuple[An
       WorkdirError: if the run is longer than the configuration says, as `check_length`, or as
         described in `Checkpoints.restore`.
     """
+    trainer.compile_ahead()
     exp, state = trainer.exp, trainer.create()
     place = {**dict.fromkeys(exp.task.scores, 0.0), 'steps': 0, 'missed': 0, 'seconds': 0.0}
     if (saved := checkpoints.restore(trainer.export(state))) is not None:

@@ -28,6 +28,7 @@ from jaxmp.training import portable, replicas
 from jaxmp.training.across import Across, Between, within
 from jaxmp.training.evaluate import cuts_to_score, feedback_to_score, means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
+from jaxmp.training.footprint import parameters
 from jaxmp.training.groups import exchanged
 from jaxmp.training.parallel import Build
 from jaxmp.training.portable import Portable
@@ -130,6 +131,30 @@ class Trainer:
         )
         step, key = runtime.numbered(0, jax.random.key_data(key))
         return state.replace(step=step, key=key)
+
+    def compile_ahead(self) -> None:
+        """Compiles step and test before parameters are read, so that memory holds one or the other.
+
+        It does so where one program has all stages and reads their parameters.
+        """
+        exp, runtime, key = self.exp, self.training, jax.random.key(self.exp.config.seed)
+        one = isinstance(runtime, Replicated) and runtime.mesh is None and self.group.count == 1
+        if not one or exp.task.read is None or self.scans:
+            return
+
+        def start(key: Array, params: Any) -> TrainState:
+            model = runtime.init(key, draw=False)._replace(params=params)
+            return create(Trainer.rules(self, 0), runtime, self.across, key, model)
+
+        state, size = jax.eval_shape(start, key, parameters(exp)), exp.config.batch_size
+        if self.during(exp.boundaries(0)) is runtime:
+            step = self.bound(runtime, self.rules(0))
+            step.lower(state, next(self.batches(np.arange(size)))).compile()
+        test: Any = self.during(cuts_to_score(exp, True), train=False)
+        pack = lambda f: test.pack(feedback_to_score(exp, True, runtime.unpack(f)))
+        model = state.model._replace(feedback=jax.eval_shape(pack, state.model.feedback))
+        batch = next(data.batches(exp.data.test, size, pad=True))
+        test.predict_ahead(self._sums, model, batch, key)
 
     def _params(self, stage: int, drawn: Any, key: Array) -> Any:
         """Those of a replica of a stage before the first step."""
