@@ -95,6 +95,9 @@ class Codec(NamedTuple):
       halves: if a message has a fixed number of elements, a function that keeps the elements of
         ``x`` that half a message would send and sets the others to zero, and a codec that sends
         the sum of two such tensors; else None.
+      levels: if ``decode`` returns a scale per sample times fixed levels, ``(payload, like, ctx) ->
+        (levels, scale)``, both in `compute_dtype` and the levels of ``(B, n)``. Levels are
+        multiples of ``2**-10`` below 4: no order of addition changes their sums (`rotate`).
       samples: what the message of a sample (axis 0) depends on: ``'joined'``, perhaps on all
         samples, as one range does; ``'alone'``, on that sample only; ``'compared'``, on how it
         compares with the others, which is what the codec is for.
@@ -107,6 +110,7 @@ class Codec(NamedTuple):
     indices: Callable[[Payload, Like, Ctx], Array | None] = lambda payload, like, ctx: None
     additive: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
     halves: tuple[Callable[[Array], Array], Codec] | None = None
+    levels: Callable[[Payload, Like, Ctx], tuple[Array, Array]] | None = None
     samples: Samples = 'joined'
     needs: frozenset[Need] = frozenset()
     origin: Origin | None = None
@@ -288,8 +292,21 @@ def _narrow_plane(codes: list[Array], part: int) -> list[Array]:
     return [functools.reduce(jnp.bitwise_or, shifted[j::step]) for j in range(step)]
 
 
-def unpack(packed: UInt8[Array, '... bytes'], width: int, count: int) -> Array:
-    """The ``count`` codes of ``pack(codes, width)``, as uint8, uint16 or uint32 by width."""
+def unpack(
+    packed: UInt8[Array, '... bytes'],
+    width: int,
+    count: int,
+    value: Callable[[Array], Array] = lambda run: run,
+) -> Array:
+    """The ``count`` codes of ``pack(codes, width)``, as uint8, uint16 or uint32 by width.
+
+    Args:
+      packed: what `pack` returned.
+      width: bits per code.
+      count: number of codes along the last axis.
+      value: elementwise function of a run of codes, whose values are returned instead; as for
+        `pack`, it is faster than a function of all codes.
+    """
     dtype = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else jnp.uint32
     runs = _runs(width)
     size, start, found = -(-count // runs), 0, []
@@ -300,7 +317,8 @@ def unpack(packed: UInt8[Array, '... bytes'], width: int, count: int) -> Array:
         start += step * length
         found.append([_part_of(plane, part, i).astype(dtype) << shift for i in range(runs)])
     codes = [functools.reduce(jnp.bitwise_or, parts) for parts in zip(*found, strict=True)]
-    return jnp.concatenate(codes, -1)[..., :count]
+    values = jnp.stack([value(code) for code in codes], -2)  # XLA:CPU vectorises it; see `_join`
+    return values.reshape(*values.shape[:-2], -1)[..., :count]
 
 
 def _part_of(plane: list[Array], part: int, run: int) -> Array:

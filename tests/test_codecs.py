@@ -317,6 +317,13 @@ def test_real_activations_need_a_range_for_few_elements():
             assert error['uniform(8)'] > 0.9, (name, error)
 
 
+def test_trellis_searches_no_longer_than_a_short_sample():
+    """A block of a rotation is a sample of 64 elements, not a run of 256 of which 192 are zeros."""
+    encode = jax.make_jaxpr(jaxmp.trellis(2).encode)(jaxmp.Like((10, 64), 'float32'), Ctx())
+    lengths = {eqn.params['length'] for eqn in encode.eqns if eqn.primitive.name == 'scan'}
+    assert lengths == {64}
+
+
 def test_sparseloco_sends_64_of_4096_values_in_two_bits():
     like = jaxmp.Like((3, 64, 128), 'float32')
     text = 'per_chunk(top_k(0.015625, values=lloyd(2), indices=packed), 4096)'

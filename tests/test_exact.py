@@ -25,6 +25,7 @@ CODECS = (
     *('log_scale(2)', 'log_scale(4)', 'log_scale(8)', 'polar(0.5, 32)', 'rotate(uniform(4), 32)'),
     *('lloyd(3)', 'lloyd(2, signed=False, unbiased=True)', 'trellis(2, 4, unbiased=True)'),
     *('outliers(lloyd(3), 1, 1)', 'outliers(trellis(2), causal=True)'),
+    *('rotate(lloyd(4), 64)', 'rotate(trellis(2), 128)'),
     *('mx(8)', 'mx(6)', 'mx(4)', 'nvfp4', 'spikes(block(2), 5)'),
     *('per_chunk(adaptive(lloyd(2), mx(4)), 50)', 'per_token(uniform(4))'),
 )

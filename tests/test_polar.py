@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import re
 import zlib
 from functools import partial
 
@@ -9,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 
 import jaxmp
 from jaxmp import Ctx
 from jaxmp.codecs import polarcode
 from jaxmp.codecs.polarcode import bhattacharyya, code, genie, hard_source, soft_source
 from jaxmp.codecs.polarsearch import FREE, kinds, successive, successive_list
-from jaxmp.codecs.rotate import hadamard
+from jaxmp.codecs.rotate import _across, _within, hadamard
 from jaxmp.report import __main__ as report
 from tests import laws
 
@@ -281,6 +284,28 @@ def test_rotation():
     turned = turn(jnp.asarray(x))
     np.testing.assert_allclose(turned, x @ h / 2048**0.5, atol=2e-5)
     np.testing.assert_allclose(turn(turned), x, atol=2e-6)
+
+
+@pytest.mark.parametrize('n', [2, 32, 64, 128, 1024, 4096])
+def test_the_product_that_rotates_is_exact_where_its_sums_are(n):
+    """Levels are multiples of 2**-10 below 4: both ends get these bits in any order of sums."""
+    r = np.random.default_rng(n)
+    for rows in (1, 3):
+        whole = r.integers(-4095, 4096, (rows, n))
+        whole[0] = 4095
+        sums = whole @ scipy.linalg.hadamard(n)
+        for product in (lambda x: _within(_across(x)), lambda x: _across(_within(x))):
+            y = quick(product)(jnp.asarray(whole, jnp.float32) / 1024)
+            np.testing.assert_array_equal(np.asarray(y, np.float64) * 1024, sums)
+
+
+def test_a_random_word_gives_the_signs_of_32_elements():
+    like = jaxmp.Like((100, 64), 'float32')
+    text = str(
+        jax.make_jaxpr(jaxmp.parse('rotate(raw, 64)').codec.encode)(like, Ctx(jax.random.key(0)))
+    )
+    drawn = re.findall(r'u32\[([\d,]+)\] = random_bits', text)
+    assert [math.prod(map(int, shape.split(','))) for shape in drawn] == [200]
 
 
 def test_rotation_makes_heavy_tails_normal():

@@ -179,3 +179,13 @@ def test_count(n, fraction, k):
 def test_k_out_of_range(k):
     with pytest.raises(ValueError, match=f'rows of 10 entries needs 1 <= k <= n, got k = {k}'):
         select.k_largest(jnp.zeros((1, 10)), k)
+
+
+@pytest.mark.parametrize(
+    ('n', 'k', 'dtype'),
+    [(1, 1, 'float32'), (5, 4, 'float32'), (72, 3, 'float32'), (577, 4, 'bfloat16')],
+)
+def test_few_of_a_row_are_found_as_many_are(n, k, dtype):
+    x = rows(KINDS, n, dtype)
+    found = jax.jit(partial(select.few_largest, k=k), compiler_options=QUICK)(x)
+    np.testing.assert_array_equal(found, largest(x, k))

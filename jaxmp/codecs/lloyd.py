@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import jax
@@ -26,7 +26,8 @@ from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, samples, unpack, wide
 from jaxmp.words import check_bools, word
 
-RUNS = 32  # of a row, whose sums are formed side by side
+RUNS = 32  # of a row, whose maxima are formed side by side
+AT_ONCE = 8  # runs of a row, whose sums are formed side by side
 ERRORS = (1.0, 0.3634, 0.1175, 0.0345, 0.0095, 0.0025)  # on normal data, by bits
 GRID = 2**10  # levels are multiples of 1 / GRID, so that products with a bfloat16 scale are exact
 
@@ -51,40 +52,36 @@ def normal_levels(count: int, zero: bool = False) -> tuple[float, ...]:
     return tuple(float(v) for v in np.round(x * GRID) / GRID)
 
 
-def sums(x: Float[Array, 'B n'], *functions: Callable[[Array], Array]) -> list[Array]:
-    """Sums of elementwise functions over each sample, ``(B, 1)``, all in one pass.
+@functools.partial(jax.jit, inline=True)  # else an eager call would compile a reduction again
+def sums(*terms: Float[Array, 'B n']) -> list[Array]:
+    """Sums of several arrays over each sample, ``(B, 1)``, all in one pass.
 
-    XLA:CPU adds the elements of a row one by one. Runs of a row are added by vectors, if the
-    results are joined; with a function alone XLA would put the last sum back into the loop.
+    XLA:CPU adds the elements of a row one by one. `AT_ONCE` runs of it are added by vectors, if all
+    sums are results of one reduction; then each term is computed in it, and never written.
     """
-    width = x.shape[1] // RUNS
-    runs = [x[:, i * width : (i + 1) * width] for i in range(RUNS)] * (width > 0)
-    rest = x[:, RUNS * width :]
-    parts = [functools.reduce(jnp.add, map(f, runs)) for f in functions] if runs else []
-    joined = jnp.concatenate(parts, 1).reshape(len(x), -1, width).sum(2) if runs else 0
-    totals = joined + jnp.stack([f(rest).sum(1) for f in functions], 1)
-    return jnp.split(totals, len(functions), 1)
+    zero, width = jnp.zeros((), terms[0].dtype), terms[0].shape[1] // AT_ONCE
+    runs = [t[:, : AT_ONCE * width].reshape(len(t), AT_ONCE, width) for t in terms]
+    added = lambda a, b: tuple(p + q for p, q in zip(a, b, strict=True))
+    totals = jax.lax.reduce(tuple(runs), (zero,) * len(terms), added, (1,))
+    ones = jnp.ones((width, 1), zero.dtype)  # a product, into which XLA does not fuse the reduction
+    rest = [t[:, AT_ONCE * width :].sum(1, keepdims=True) for t in terms]
+    return [jnp.dot(t, ones, precision='highest') + r for t, r in zip(totals, rest, strict=True)]
 
 
-@functools.partial(jax.jit, inline=True)  # else an eager call would compile its branches again
 def unit_rms(x: Float[Array, 'B n']) -> tuple[Array, Array]:
     """A power of two near the RMS of each sample, and the RMS of the sample divided by it.
 
     Of zeros both are 1; of a sample that holds NaN or an infinity the RMS is NaN.
     """
-    least, square = float(jnp.finfo(x.dtype).tiny), jnp.mean(x * x, 1, keepdims=True)
-    in_range = (square > least * 2**24) & (square < jnp.inf)
-    rms = jax.lax.cond(jnp.all(in_range), lambda: jnp.sqrt(square), lambda: _rms_of_any(x))
+    info = jnp.finfo(x.dtype)
+    far = 2.0 ** (info.maxexp * 5 // 8)  # squares of very small and very large numbers, in range
+    squares = sums(x * x, jnp.square(x * far), jnp.square(x * (1 / far)))
+    middle, small, large = (s / x.shape[1] for s in squares)
+    rms = jnp.where(middle < jnp.inf, jnp.sqrt(middle), jnp.sqrt(large) * far)
+    rms = jnp.where(middle < float(info.tiny) * 2**24, jnp.sqrt(small) / far, rms)
+    rms = jnp.where(rms == 0, 1, jnp.where(jnp.isfinite(rms), rms, jnp.nan))
     unit = _power(rms)
     return unit, rms * (1 / unit)
-
-
-def _rms_of_any(x: Array) -> Array:
-    """The RMS of samples whose squares may be beyond the range of floats; 1 of zeros."""
-    most = jnp.max(jnp.abs(x), 1, keepdims=True)  # may miss NaN, which the sum does not
-    unit = _power(most)  # a quotient by `most` may be made through its reciprocal, which may be 0
-    rms = jnp.sqrt(jnp.mean(jnp.square(x * (1 / unit)), 1, keepdims=True)) * unit
-    return jnp.where(rms == 0, 1, jnp.where(jnp.isfinite(rms), rms, jnp.nan))
 
 
 def _power(x: Array) -> Array:
@@ -134,8 +131,9 @@ def scale_of(words: Array, like: Like) -> Array:
 
 
 def scaled(y: Array, s: Array) -> Array:
-    """``s y`` for levels ``y >= 0``; what is beyond the largest float becomes that."""
-    return jnp.minimum(y * s, jnp.finfo(y.dtype).max)
+    """``s y`` for levels ``y``; what is beyond the largest float becomes that."""
+    most = jnp.finfo(y.dtype).max
+    return jnp.clip(y * s, -most, most)
 
 
 def nearest(a: Array, levels: Sequence[float], rms: Array) -> Array:
@@ -144,63 +142,21 @@ def nearest(a: Array, levels: Sequence[float], rms: Array) -> Array:
     return sum(((a > m * rms).astype(jnp.uint8) for m in middles), jnp.zeros(a.shape, jnp.uint8))
 
 
-def of_nearest(f: Callable[[float], Array], a: Array, levels: Sequence[float], rms: Array) -> Array:
-    """``f`` of the nearest level by comparisons, which XLA:CPU vectorises, unlike ``level * a``."""
-    y = jnp.broadcast_to(f(levels[0]), a.shape)
+def level_of(a: Array, levels: Sequence[float], rms: Array) -> Array:
+    """The nearest of ascending levels times ``rms`` to each ``a``, in units of ``rms``."""
+    y = jnp.full(a.shape, levels[0], a.dtype)
     for low, high in itertools.pairwise(levels):
-        y = jnp.where(a > (low + high) / 2 * rms, f(high), y)
+        y = jnp.where(a > (low + high) / 2 * rms, high, y)
     return y
 
 
 def chosen(number: Array, levels: Sequence[float], dtype: jnp.dtype) -> Array:
-    """``levels[number]`` by comparisons, which XLA:CPU vectorises where a table is not."""
-    level = jnp.full(number.shape, levels[0], dtype)
-    for i, value in enumerate(levels[1:], 1):
-        level = jnp.where(number >= i, value, level)
-    return level
-
-
-# Functions of a run of rows. A program holds each once for all runs, which are traced once.
-
-of_runs = functools.partial(jax.jit, static_argnames=('levels', 'signed'))
-
-
-def _size(run: Array, unit: Array, signed: bool) -> Array:
-    return (jnp.abs(run) if signed else run) * (1 / unit)
-
-
-@of_runs
-def _code(run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool) -> Array:
-    number = nearest(_size(run, unit, signed), levels, sigma)
-    return number + len(levels) * (run < 0).astype(jnp.uint8) if signed else number
-
-
-@of_runs
-def _magnitude(
-    run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool
-) -> Array:
-    return _size(run, unit, signed)
-
-
-@of_runs
-def _mixed(run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool) -> Array:
-    size = _size(run, unit, signed)
-    return of_nearest(lambda level: level * size, size, levels, sigma)
-
-
-@of_runs
-def _energy(
-    run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool
-) -> Array:
-    size = _size(run, unit, signed)
-    return of_nearest(lambda y: jnp.full((), y**2, size.dtype), size, levels, sigma)
-
-
-@of_runs
-def _square(
-    run: Array, unit: Array, sigma: Array, levels: tuple[float, ...], signed: bool
-) -> Array:
-    return jnp.square(_size(run, unit, signed))
+    """``levels[number]`` of ``2**k`` levels by k tests of bits, as XLA:CPU vectorises no table."""
+    y = [jnp.full(number.shape, level, dtype) for level in levels]
+    for k in range(len(levels).bit_length() - 1):
+        odd = (number >> k & 1) == 1
+        y = [jnp.where(odd, high, low) for low, high in zip(y[::2], y[1::2], strict=True)]
+    return y[0]
 
 
 @word
@@ -248,25 +204,32 @@ def lloyd(bits: int, signed: bool = True, unbiased: bool = False) -> Codec:
         # Of a rectified normal distribution only one half of the elements has energy.
         sigma = rms if signed else rms * np.float32(math.sqrt(2))
 
-        def of(f: Callable[..., Array], run: Array, *_: int) -> Array:
-            return f(run, unit, sigma, levels, signed)
-
-        terms = (_square, _mixed) if unbiased else (_mixed, _energy)
-        total = (_magnitude,) if signed and bits > 1 else ()
-        above, below, *rest = sums(x, *(functools.partial(of, f) for f in (*terms, *total)))
+        size = (jnp.abs(x) if signed else x) * (1 / unit)
+        level = level_of(size, levels, sigma)
+        terms = [size * size, size * level] if unbiased else [size * level, level * level]
+        above, below, *rest = sums(*terms, *([size] if signed and bits > 1 else []))
         for magnitudes in rest:
             one = alike(magnitudes, rms, x.shape[1], ERRORS[bits])
             above = jnp.where(one, -magnitudes, above)
             below = jnp.where(one, x.shape[1], below)
-        codes = pack(x, bits, functools.partial(of, _code))
-        return {'codes': codes, 'scale': scale_words(above, below, unit, rms)}
+
+        def code(run: Array, _: int) -> Array:
+            number = nearest((jnp.abs(run) if signed else run) * (1 / unit), levels, sigma)
+            return number + half * (run < 0).astype(jnp.uint8) if signed else number
+
+        return {'codes': pack(x, bits, code), 'scale': scale_words(above, below, unit, rms)}
+
+    def read(m: dict[str, Array], like: Like, ctx: Ctx) -> tuple[Array, Array]:
+        s = scale_of(m['scale'], like)
+
+        def value(q: Array) -> Array:
+            level = chosen(q & (half - 1) if signed else q, levels, s.dtype)
+            y = jnp.where(s < 0, 1, level)
+            return jnp.where(q >= half, -y, y) if signed else y
+
+        return unpack(m['codes'], bits, math.prod(like.shape[1:]), value), jnp.abs(s)
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
-        s = scale_of(m['scale'], like)
-        q = unpack(m['codes'], bits, math.prod(like.shape[1:]))
-        level = chosen(q & (half - 1) if signed else q, levels, s.dtype)
-        y = scaled(jnp.where(s < 0, 1, level), jnp.abs(s))
-        y = jnp.where(q >= half, -y, y) if signed else y
-        return saturated(y.reshape(like.shape), like.dtype)
+        return saturated(scaled(*read(m, like, ctx)).reshape(like.shape), like.dtype)
 
-    return Codec(encode, decode, samples='alone')
+    return Codec(encode, decode, levels=read, samples='alone')

@@ -19,6 +19,22 @@ from jaxmp.wire import KEY, Codec, Ctx, Like, compute_dtype, wide
 from jaxmp.words import word
 
 BLOCKS = [2**n for n in range(1, 21)]
+MOST_EXACT = 2**12  # levels, whose sum has no more than the 24 bits of a float32
+SIDE = 32  # of the matrix of a product, which a core multiplies as fast as it reads memory
+
+
+def _level(x: Float[Array, 'rows n'], level: int) -> Float[Array, 'rows n']:
+    """Sums and differences of the elements that lie ``2**level`` apart."""
+    halves = x.reshape(len(x), -1, 2, 2**level)
+    a, b = halves[:, :, 0], halves[:, :, 1]
+    return jnp.stack([a + b, a - b], 2).reshape(x.shape)
+
+
+def _of_means(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
+    """A rotation from means, in which all finite values have stayed finite."""
+    scaled = x * np.sqrt(x.shape[1]).astype(x.dtype)
+    largest = jnp.finfo(x.dtype).max
+    return jnp.where(jnp.isfinite(x), jnp.clip(scaled, -largest, largest), jnp.nan)
 
 
 def hadamard(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
@@ -27,14 +43,32 @@ def hadamard(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
     >>> hadamard(jnp.array([[2.0, 0.0, 0.0, 0.0]])).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
+    for level in range(x.shape[1].bit_length() - 1):
+        x = _level(x / 2, level)  # sums of two terms have the same bits on every CPU
+    return _of_means(x)
+
+
+# A product with the Hadamard matrix of ones is that of `hadamard` but for rounding, and several
+# times as fast. A row is a matrix X of rows of `SIDE` elements: the product is H X H, in any order.
+
+
+def _within(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
+    """``X H``."""
+    matrix = np.ones((1, 1), x.dtype)
+    while len(matrix) < min(x.shape[1], SIDE):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return jnp.dot(x.reshape(-1, len(matrix)), matrix, precision='highest').reshape(x.shape)
+
+
+def _across(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
+    """``H X``: sums and differences of the rows of X, or products if there are many."""
     rows, n = x.shape
-    for level in range(n.bit_length() - 1):  # sums of two terms have the same bits on every CPU
-        halves = (x / 2).reshape(rows, -1, 2, 2**level)  # means, so that finite values stay finite
-        a, b = halves[:, :, 0], halves[:, :, 1]
-        x = jnp.stack([a + b, a - b], 2).reshape(rows, n)
-    scaled = x * np.sqrt(n).astype(x.dtype)
-    largest = jnp.finfo(x.dtype).max
-    return jnp.where(jnp.isfinite(x), jnp.clip(scaled, -largest, largest), jnp.nan)
+    if n > 4 * SIDE:
+        columns = x.reshape(rows, -1, SIDE).swapaxes(1, 2).reshape(-1, n // SIDE)
+        return _across(_within(columns)).reshape(rows, SIDE, -1).swapaxes(1, 2).reshape(rows, n)
+    for level in range(SIDE.bit_length() - 1, n.bit_length() - 1):
+        x = _level(x, level)
+    return x
 
 
 @word
@@ -75,8 +109,12 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
     if isinstance(block, bool) or not isinstance(block, int) or block not in BLOCKS:
         raise ValueError(f'rotate block {block!r} is not a power of two from 2 to 2**20')
 
-    def signs(rows: int, ctx: Ctx) -> Array:
-        return jax.random.rademacher(ctx.key_of('rotate'), (rows, block), jnp.float32)
+    def flipped(x: Array, ctx: Ctx) -> Array:
+        """Each element with a random sign: 32 signs are the bits of one random word."""
+        shape = (len(x), -(-block // 32), 1)
+        words = jax.random.bits(ctx.key_of('rotate'), shape, jnp.uint32)
+        minus = words >> jnp.arange(min(block, 32), dtype=jnp.uint32) & 1
+        return jnp.where(minus.reshape(x.shape) == 1, -x, x)
 
     def part(ctx: Ctx) -> Ctx:  # the signs are drawn from the key, so the codec gets another one
         return ctx.fold(1)._replace(ids=None, tokens=None, indices=None)
@@ -84,12 +122,18 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
     def encode(x: Array, ctx: Ctx) -> Any:
         flat = wide(x).reshape(-1)
         x = jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
-        return codec.encode(hadamard(x * signs(len(x), ctx).astype(x.dtype)), part(ctx))
+        return codec.encode(_of_means(_within(_across(flipped(x, ctx) * (1 / block)))), part(ctx))
+
+    def rotated(m: Any, rows: Like, ctx: Ctx) -> Array:
+        if codec.levels is None or block > MOST_EXACT:
+            return hadamard(codec.decode(m, rows, ctx))
+        levels, scale = codec.levels(m, rows, ctx)
+        most = jnp.finfo(rows.dtype).max
+        return jnp.clip(_across(_within(levels)) * (scale * block**-0.5), -most, most)
 
     def decode(m: Any, like: Like, ctx: Ctx) -> Array:
-        dtype = compute_dtype(like)
-        rows = jax.ShapeDtypeStruct((-(-like.size // block), block), dtype)
-        x = hadamard(codec.decode(m, rows, part(ctx))) * signs(rows.shape[0], ctx).astype(dtype)
+        rows = jax.ShapeDtypeStruct((-(-like.size // block), block), compute_dtype(like))
+        x = flipped(rotated(m, rows, part(ctx)), ctx)
         return saturated(x.reshape(-1)[: like.size].reshape(like.shape), like.dtype)
 
     return Codec(encode, decode, needs=codec.needs | KEY)

@@ -26,6 +26,7 @@ Count = Callable[[Bool[Array, ' n']], Int32[Array, '']]
 
 LANES = 32  # columns of a vertical sum: one vector register of bytes
 FOLD = 8
+FEW = 4  # elements of a row that are found by merging lists; XLA:CPU does not vectorise 8
 
 
 def count(n: int, fraction: float) -> int:
@@ -77,6 +78,49 @@ def positions(words: UInt32[Array, 'B w'], k: int) -> Int32[Array, 'B k']:
     """
     row = partial(_positions, k=k)
     return _each_row(row, row, words)
+
+
+@partial(jax.jit, static_argnames='k', inline=True)
+def few_largest(x: Float[Array, 'B n'], k: int) -> Int32[Array, 'B k']:
+    """The positions of `k_largest`, for ``k <= FEW``, of all rows at once.
+
+    >>> few_largest(jnp.array([[1.0, -3.0, 2.0, 2.0]]), 2).tolist()
+    [[1, 2]]
+    """
+    n, key = x.shape[1], _magnitude(_bits(x))
+    least = _least(~key, k)[:, -1:]  # the complement of the k-th largest key
+    place = jnp.arange(n, dtype=jnp.uint32)
+    order = jnp.where(~key < least, place, jnp.where(~key == least, n + place, 2 * n))
+    chosen = _least(order, k)  # those above the k-th, then the first of its equals
+    return jnp.sort(jnp.where(chosen < n, chosen, chosen - n).astype(jnp.int32), axis=1)
+
+
+def _least(key: Shaped[Array, 'B n'], k: int) -> Shaped[Array, 'B k']:
+    """The k least of each row, ascending.
+
+    Eight parts of a row, each k lists of keys, are merged at a time: XLA:CPU merges all elements of
+    a part by vectors, if the lists are results of one reduction over few parts.
+    """
+    size, most = 1 << (k - 1).bit_length(), jnp.array(jnp.iinfo(key.dtype).max, key.dtype)
+    lists = [key] + [jnp.full(key.shape, most)] * (size - 1)
+    while (n := lists[0].shape[1]) > 1:
+        parts = min(8, n)
+        lists = [jnp.pad(a, ((0, 0), (0, -n % parts)), constant_values=most) for a in lists]
+        lists = [a.reshape(len(key), parts, -1) for a in lists]
+        lists = lax.reduce(tuple(lists), (most,) * size, _merged, (1,))
+    return jnp.concatenate(lists, 1)[:, :k]
+
+
+def _merged(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The least ``len(a)`` elements of two ascending lists of ``2**m``, ascending (bitonic)."""
+    least = [jnp.minimum(p, q) for p, q in zip(a, b[::-1], strict=True)]
+    apart = len(a) // 2
+    while apart:
+        for i in [i for i in range(len(a)) if not i & apart]:
+            p, q = least[i], least[i + apart]
+            least[i], least[i + apart] = jnp.minimum(p, q), jnp.maximum(p, q)
+        apart //= 2
+    return tuple(least)
 
 
 def bitmap(support: Int32[Array, 'B k'], n: int) -> UInt32[Array, 'B w']:

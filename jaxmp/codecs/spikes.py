@@ -58,12 +58,12 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
     def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
         flat = samples(x)
         k, n = apart(x).shape[1], flat.shape[1]
-        words = select.k_largest(flat, k)
-        at = select.positions(words, k)
+        few = k <= select.FEW
+        at = select.few_largest(flat, k) if few else select.positions(select.k_largest(flat, k), k)
         rest = jax.vmap(lambda row, s: row.at[s].set(0, unique_indices=True))(flat, at)
         return {
             'rest': codec.encode(rest.reshape(x.shape), ctx),
-            'positions': packed.encode(words, at, n),
+            'positions': packed.encode(select.bitmap(at, n), at, n),
             'values': values.encode(select.gather(flat, at), part(ctx)),
         }
 

@@ -117,14 +117,19 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
 
     def subsets(first: Array) -> Array:
         """The subset of levels of each element, from the first bits of a run."""
-        late = [jnp.pad(first, ((0, 0), (k, 0)))[:, :RUN] for k in range(states.bit_length())]
-        return _subset(late, states)
+        n, memory = first.shape[1], range(states.bit_length())
+        return _subset([jnp.pad(first, ((0, 0), (k, 0)))[:, :n] for k in memory], states)
+
+    def in_runs(x: Array) -> Array:
+        """Samples in runs of 256 elements, of which a shorter sample is one."""
+        run = min(RUN, x.shape[1])
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % run))).reshape(-1, run)
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
         x = wide(samples(x))
         unit, rms = unit_rms(x)
         v = x * (1 / unit)
-        runs = jnp.pad(v / rms, ((0, 0), (0, -v.shape[1] % RUN))).reshape(-1, RUN)
+        runs = in_runs(v / rms)
         first = _path(runs, levels, states)
         subset = subsets(first).astype(jnp.int32)
         one = jnp.ones((), runs.dtype)
@@ -139,17 +144,19 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         codes = jnp.where(one, (v < 0).astype(codes.dtype), codes)
         return {'codes': pack(codes, bits), 'scale': scale_words(above, below, unit, rms)}
 
-    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+    def read(m: dict[str, Array], like: Like, ctx: Ctx) -> tuple[Array, Array]:
         n, s = elements(like), scale_of(m['scale'], like)
         codes = unpack(m['codes'], bits, n)
-        runs = jnp.pad(codes, ((0, 0), (0, -n % RUN))).reshape(-1, RUN)
+        runs = in_runs(codes)
         number = (runs >> 1) * 4 + subsets(runs & 1)
         number = number.reshape(len(codes), -1)[:, :n]
         top = len(positive)
         magnitude = jnp.where(number >= top, number - top, top - 1 - number)
         one = s < 0
-        y = scaled(jnp.where(one, 1, chosen(magnitude, positive, s.dtype)), jnp.abs(s))
-        y = jnp.where(jnp.where(one, codes & 1 == 0, number >= top), y, -y)
-        return saturated(y.reshape(like.shape), like.dtype)
+        y = jnp.where(one, 1, chosen(magnitude, positive, s.dtype))
+        return jnp.where(jnp.where(one, codes & 1 == 0, number >= top), y, -y), jnp.abs(s)
 
-    return Codec(encode, decode, samples='alone')
+    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
+        return saturated(scaled(*read(m, like, ctx)).reshape(like.shape), like.dtype)
+
+    return Codec(encode, decode, levels=read, samples='alone')

@@ -209,6 +209,7 @@ def begun(
             stack.enter_context(owned(workdir))
             claim(workdir, kept)
         checkpoints = stack.enter_context(closing(Checkpoints(workdir, group, kept, inputs(exp))))
+        warnings = warnings_on_text(exp) if lead else []  # compiled before weights take memory
         state, place = begin(trainer, checkpoints, workdir)
         done, total = int(state.step), exp.points.end
         tested = done - (place['steps'] > 0)  # a test of ``done`` would have set it to 0
@@ -218,7 +219,7 @@ def begun(
         with closing(display), stop_signals() as seen:
             if task is not None or ':' in resolved.model.name + resolved.data.name:
                 display.say(recipe(resolved))
-            for line in warnings_on_text(exp) if lead else ():
+            for line in warnings:
                 display.say(f'warning: {line}')
             if exp.sending and lead:
                 display.say(f'boundary {exp.first} {exp.sending}')
