@@ -317,8 +317,7 @@ def unpack(
         start += step * length
         found.append([_part_of(plane, part, i).astype(dtype) << shift for i in range(runs)])
     codes = [functools.reduce(jnp.bitwise_or, parts) for parts in zip(*found, strict=True)]
-    values = jnp.stack([value(code) for code in codes], -2)  # XLA:CPU vectorises it; see `_join`
-    return values.reshape(*values.shape[:-2], -1)[..., :count]
+    return jnp.concatenate([value(code) for code in codes], -1)[..., :count]
 
 
 def _part_of(plane: list[Array], part: int, run: int) -> Array:
