@@ -18,7 +18,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.codecs.lloyd import GRID, alike, chosen, nearest, scale_of, scale_words, scaled, unit_rms
+from jaxmp.codecs.lloyd import (
+    GRID,
+    alike,
+    chosen,
+    scale_of,
+    scale_words,
+    scaled,
+    sums,
+    unit_rms,
+)
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
 from jaxmp.words import check_bools, word
@@ -46,7 +55,9 @@ def _subset(bits: list[Any], states: int) -> Any:
 
 
 def _path(u: Float[Array, 'rows n'], levels: Sequence[float], states: int) -> UInt8[Array, '...']:
-    """The first bit of each element's code on the path of least squared error (Viterbi).
+    """Of each element the subset of levels on the path of least squared error (Viterbi).
+
+    The first bit of its code is added as ``4 * bit``.
 
     A state is the bits before an element, the newest as the highest. Two states lead to each next
     one and differ in the bit that is dropped; a survivor is that of the nearer way.
@@ -65,8 +76,9 @@ def _path(u: Float[Array, 'rows n'], levels: Sequence[float], states: int) -> UI
         return tuple(jnp.minimum(*p) for p in pairs), functools.reduce(operator.or_, survivors)
 
     def backward(state: Array, survivors: Array) -> tuple[Array, Array]:
-        before = state << 1 & (states - 1) | survivors >> state & 1
-        return before, (state // half).astype(jnp.uint8)
+        first, before = state // half, state << 1 & (states - 1) | survivors >> state & 1
+        bits = [first, *(before >> k & 1 for k in reversed(range(memory)))]
+        return before, (4 * first + _subset(bits, states)).astype(jnp.uint8)
 
     first = jnp.zeros(len(u), u.dtype)
     start = (first, *[first + jnp.inf] * (states - 1))
@@ -117,8 +129,9 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
 
     def subsets(first: Array) -> Array:
         """The subset of levels of each element, from the first bits of a run."""
-        n, memory = first.shape[1], range(states.bit_length())
-        return _subset([jnp.pad(first, ((0, 0), (k, 0)))[:, :n] for k in memory], states)
+        n, memory = first.shape[1], states.bit_length() - 1
+        late = jnp.concatenate([jnp.zeros((len(first), memory), first.dtype), first], 1)
+        return _subset([late[:, memory - k :][:, :n] for k in range(memory + 1)], states)
 
     def in_runs(x: Array) -> Array:
         """Samples in runs of 256 elements, of which a shorter sample is one."""
@@ -130,15 +143,16 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         unit, rms = unit_rms(x)
         v = x * (1 / unit)
         runs = in_runs(v / rms)
-        first = _path(runs, levels, states)
-        subset = subsets(first).astype(jnp.int32)
-        one = jnp.ones((), runs.dtype)
-        number = jax.lax.select_n(subset, *(nearest(runs, levels[s::4], one) for s in range(4)))
+        path = _path(runs, levels, states)
+        subset, first = path & 3, path >> 2
+        middles = [(low + high) / 2 for low, high in zip(levels, levels[4:], strict=False)]
+        number = jnp.zeros(path.shape, jnp.uint8)
+        for k in range(0, len(middles), 4):
+            number += (runs > chosen(subset, middles[k : k + 4], v.dtype)).astype(jnp.uint8)
         y = chosen(4 * number + subset, levels, v.dtype)
         y, codes = (a.reshape(len(x), -1)[:, : v.shape[1]] for a in (y, number << 1 | first))
-        products = ((v, v), (v, y)) if unbiased else ((v, y), (y, y))
-        above, below = (jnp.sum(a * b, 1, keepdims=True) for a, b in products)
-        magnitudes = jnp.sum(jnp.abs(v), 1, keepdims=True)
+        products = (v * v, v * y) if unbiased else (v * y, y * y)
+        above, below, magnitudes = sums(*products, jnp.abs(v))
         one = alike(magnitudes, rms, v.shape[1], ERRORS[bits])
         above, below = jnp.where(one, -magnitudes, above), jnp.where(one, v.shape[1], below)
         codes = jnp.where(one, (v < 0).astype(codes.dtype), codes)
@@ -150,11 +164,8 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         runs = in_runs(codes)
         number = (runs >> 1) * 4 + subsets(runs & 1)
         number = number.reshape(len(codes), -1)[:, :n]
-        top = len(positive)
-        magnitude = jnp.where(number >= top, number - top, top - 1 - number)
-        one = s < 0
-        y = jnp.where(one, 1, chosen(magnitude, positive, s.dtype))
-        return jnp.where(jnp.where(one, codes & 1 == 0, number >= top), y, -y), jnp.abs(s)
+        y = jnp.where(s < 0, jnp.where(codes & 1 == 0, 1, -1), chosen(number, levels, s.dtype))
+        return y, jnp.abs(s)
 
     def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         return saturated(scaled(*read(m, like, ctx)).reshape(like.shape), like.dtype)
