@@ -21,6 +21,7 @@ from jaxmp.wire import Codec, Ctx, Like, like
 
 SAMPLE = Path(__file__).parent / 'data' / 'smollm2.npz'  # of SmolLM2-135M; see its NOTICE
 LARGE = 1.5  # times the error on normal data: the median is; the worst, twice that
+SPOILT = 0.3  # of its norm: an error with which the median token is spoilt, if the codec has less
 
 
 class Errors(NamedTuple):
@@ -40,9 +41,9 @@ class Errors(NamedTuple):
 
     @property
     def breaks(self) -> bool:
-        """Whether a token is worse than lost, and that because of the sink."""
+        """Whether a token is worse than lost, or most are spoilt, and that because of the sink."""
         large = LARGE * self.normal
-        return self.worst > 1 and (self.median > large or self.worst > 2 * large)
+        return self.worst > max(1, 2 * large) or self.median > max(SPOILT, large)
 
     def __str__(self) -> str:
         """The errors in a table: median, worst, sink."""

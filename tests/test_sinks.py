@@ -37,6 +37,13 @@ REAL = {
     'uniform(4)': None,
     'lloyd(4)': None,
     'one_bit': None,
+    'rotate(uniform(8))': None,  # no token is worse than lost; the median is, by 30 times its error
+    'rotate(max_scaled(4))': None,
+    'rotate(lloyd(4))': None,
+    'rotate(block(4))': None,
+    'rotate(lloyd(1))': (0.6, 0.8, 0.15),
+    'rotate(trellis(3))': (0.16, 0.7, 0.15),
+    'rotate(lloyd(2), 64)': (0.31, 0.4, 0.05),
 }
 
 

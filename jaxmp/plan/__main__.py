@@ -4,10 +4,12 @@
     python train.py --config=plan.py
 
 It probes the configuration on this machine, prints the table that it decides from, and writes a
-configuration that runs. The error is the relative squared error of a codec on activations and
-gradients of a few training steps. It is a proxy: it orders codecs of one kind well, and says little
-about the accuracy after training, or about feedback, which sends an error later. Predicted are
-stages on machines of their own, as fast as this one; replicas exchange gradients beside that.
+configuration that runs. Candidates follow from what the probe sees of a tensor: with a heavy token
+or channel none has one scale for all. The error of a gradient is the relative squared error of a
+few training steps. That of an activation is the error of white noise that raises the loss as much.
+It is a proxy: it orders codecs of one kind well, and says little about the accuracy after training,
+or about feedback, which sends an error later. Predicted are stages on machines of their own, as
+fast as this one; replicas exchange gradients beside that.
 """
 
 from __future__ import annotations
