@@ -230,7 +230,7 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, 'EACH', 1)
     out = tmp_path / 'plan.py'
     command.main(
-        ['--config.model.name=tiny', '--config.batch_size=16', '--link=1mbit,5ms', '--seconds=9',
+        ['--config.model.name=tiny', '--config.batch_size=16', '--link=0.1mbit,5ms', '--seconds=9',
          f'--out={out}', '--codecs=uniform(2)', '--error=0.001']
     )  # fmt: skip
     shown, told = capsys.readouterr()
@@ -347,6 +347,14 @@ def test_an_error_is_weighed_by_what_it_does_to_the_loss(monkeypatch):
     noise = {i: t + loss.noise_for(t, jax.random.key(i + 5)) for i, t in enumerate((x, y))}
     of_noise = loss.losses(exp, trained, (0, 1)).weighed(loss.NOISE, noise)
     assert of_noise == pytest.approx(loss.NOISE, rel=0.3)
+
+
+def test_the_noise_of_a_sink_is_that_of_the_others():
+    """Noise of its own size would cost so much that no candidate's error counts beside it."""
+    x = jnp.ones((2, 64, 32)).at[:, 0].set(1000.0)
+    squares = np.mean(np.square(loss.noise_for(x, jax.random.key(0))), -1)
+    assert squares[:, 1:].mean() == pytest.approx(loss.NOISE, rel=0.1)
+    assert squares[:, 0].max() < 2 * loss.NOISE
 
 
 def test_the_loss_behind_a_boundary_is_the_model_s(monkeypatch):

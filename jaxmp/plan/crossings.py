@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from jaxmp.feedback import Channel
@@ -19,6 +18,7 @@ from jaxmp.plan.choose import Candidate
 from jaxmp.plan.clock import PASSES, Clock, timed
 from jaxmp.plan.loss import Losses, losses
 from jaxmp.plan.predict import Edge
+from jaxmp.plan.seen import relative_error
 from jaxmp.plan.steps import Trained
 from jaxmp.runtimes.links import remote_move
 from jaxmp.runtimes.placement import Elsewhere
@@ -96,7 +96,7 @@ def crossed(
     """
     (send, recv), x = ends, like(tensors[0])
     tx, rx = channel.init(x)
-    times, squares, arrived = [], [], {}
+    times, arrived = [], {}
     half, n = max(1, len(tensors) // 2), len(tensors)
     lesson = [i % half for i in range(LESSON)] if channel.state_of == 'channel' else []
     order = [*lesson, *(i % n for i in range(max(n, 1 + PASSES)))]
@@ -107,11 +107,9 @@ def crossed(
         times.append((encode, decode))
         if n // 2 <= i - len(lesson) < n:
             arrived[at] = y
-            wide = np.asarray(tensor, np.float64)
-            squares.append((np.sum((np.asarray(y, np.float64) - wide) ** 2), np.sum(wide**2)))
-    wrong, whole = np.sum(squares, axis=0)
+    error = relative_error([tensors[i] for i in arrived], list(arrived.values()))
     encode, decode = (statistics.median(t) for t in zip(*times[1:], strict=True))
-    return encode, decode, float(wrong / whole) if whole else float(wrong > 0), arrived
+    return encode, decode, error, arrived
 
 
 def handover() -> tuple[float, float]:

@@ -3,7 +3,7 @@ r"""`Losses`: an error at a boundary, weighed by what it does to the loss.
 The squared error of a message says how large the error is, not whether it matters: where a sink
 arrives well and all other tokens are lost, it is small. So the rest of the model runs once on what
 the receiver sees. If the loss rises by d, and by d' with white noise of the relative squared error
-n in every token, the error counts as
+n in the median token, the error counts as
 
 .. math:: E = n \, d / d'
 
@@ -87,9 +87,13 @@ def losses(exp: Experiment, trained: Trained, edge: Edge) -> Losses:
 
 
 def noise_for(x: Array, key: Array) -> Array:
-    """White noise whose relative squared error is `NOISE` in every token, along the last axis."""
+    """White noise of the relative squared error `NOISE` in the median token, along the last axis.
+
+    A heavier token has as much, not more: the noise of a sink would cost more than all others'.
+    """
     square = jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True)
-    return (jax.random.normal(key, x.shape) * jnp.sqrt(NOISE * square)).astype(x.dtype)
+    square = NOISE * jnp.minimum(square, jnp.median(square))
+    return (jax.random.normal(key, x.shape) * jnp.sqrt(square)).astype(x.dtype)
 
 
 def loss_behind(exp: Experiment, trained: Trained, first: int) -> Loss:
