@@ -33,6 +33,7 @@ class Channel(NamedTuple):
         without compression where a test has no such rows: a rule that says nothing is taken to
         remember positions.
       reads: the fields of the context that the rule itself reads; `needs` has the codec's too.
+      mirror: ``tx -> rx``, the receiver's state where the sender knows it; else None.
       slots: where a crossing's state lies in the memory of a channel that keeps many, or None.
       values: ``(state, like) -> arrays``, what a state of an end says about tensors.
       spread: ``(rx, ctx) -> book``, what the receiver of a gradient knows of its components, as
@@ -50,6 +51,7 @@ class Channel(NamedTuple):
     shared_state: bool = False
     state_of: StateOf = 'position'
     reads: frozenset[Need] = frozenset()
+    mirror: Callable[[Tx], Rx] | None = None
     slots: Slots | None = None
     values: Callable[[Any, Like], Any] = lambda state, like: state
     spread: Callable[[Any, Ctx], Array] | None = None
@@ -62,9 +64,18 @@ class Channel(NamedTuple):
         return self.reads | self.codec.needs
 
     @property
+    def mirrored(self) -> Callable[[Tx], Rx] | None:
+        """``tx -> rx`` where the sender knows what the receiver remembers; else None."""
+        return self.mirror or (_itself if self.shared_state else None)
+
+    @property
     def is_table(self) -> bool:
         """Whether a state is a table of all examples or tokens, which all micro-batches share."""
         return self.state_of in ('example', *BY_TOKEN)
+
+
+def _itself(tx: Tx) -> Rx:
+    return tx
 
 
 class Slots(NamedTuple):

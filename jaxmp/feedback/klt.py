@@ -183,7 +183,7 @@ def klt(
     )
     return Channel(
         codec, init, send, recv, warm_start, state_of='channel',
-        reads=frozenset({'spread'}) if by_gradient else frozenset(),
+        reads=frozenset({'spread'}) if by_gradient else frozenset(), mirror=_mirror,
         values=lambda state, like: (), spread=lambda rx, ctx: rx.book,
         form=('klt', refresh, patch, by_sample, by_gradient > 0),
     )  # fmt: skip
@@ -263,6 +263,13 @@ def _book(basis: Array, variances: Array, bits: float) -> Array:
     """A book in numbers of bfloat16: widths and basis."""
     book = jnp.concatenate([best_widths(variances.astype(basis.dtype), bits)[None], basis])
     return jnp.asarray(book, jnp.bfloat16).astype(basis.dtype)
+
+
+def _mirror(tx: Sender) -> Receiver:
+    """What the receiver knows: the parts sent of the next book, and the others of this one."""
+    known, count = tx.known, len(tx.known.coming)
+    sent = jnp.arange(count)[:, None] < known.step
+    return known._replace(coming=jnp.where(sent, known.coming, _parts(known.book, count)))
 
 
 def _parts(book: Array, refresh: int) -> Array:

@@ -84,6 +84,6 @@ def slotted(slots: Slots, init: Callable[[Like], tuple[Tx, Rx]]) -> Channel:
 
     channel = one._replace(
         init=init, send=send, recv=recv, warm_start=warm_start, slots=slots,
-        spread=one.spread and spread,
+        spread=one.spread and spread, mirror=one.mirror and jax.vmap(one.mirror),
     )  # fmt: skip
     return channel

@@ -162,6 +162,10 @@ class OverColumns:
         """See `PlacedRuntime`; the number is one of numpy, which no device computes."""
         return np.asarray(step, np.int32), jax.random.wrap_key_data(jnp.asarray(words))
 
+    def compared(self, model: Any, step: int, say: Callable[[str], object]) -> Any:
+        """The state in which both ends of a boundary remember alike, as those of one program do."""
+        return model
+
     def bytes_of(self, exchange: Exchange, params: Any) -> dict[str, Any]:
         """See `PlacedRuntime`."""
         return bytes_of(exchange, params, self.columns.replicas)

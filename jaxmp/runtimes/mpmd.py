@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.driver import Driver, drive
 from jaxmp.runtimes.lanes import opener
@@ -120,6 +121,14 @@ class Mpmd(OverColumns):
         for driver in self.drivers.values():
             driver.again()
         self._payload[:] = 0
+
+    def compared(self, model: ModelState, step: int, say: Callable[[str], object]) -> ModelState:
+        """The state in which both ends of a boundary remember alike; see `mirrors.compared`."""
+        if self.columns.group.count == 1 or step % mirrors.EVERY:
+            return model
+        cuts = self.model.boundaries
+        feedback = mirrors.compared(cuts, self.columns, model.feedback, step, say)
+        return model._replace(feedback=feedback)
 
     def measuring(self, measured: list[Action]) -> Mpmd:
         """The same runtime, which adds the actions of replica 0 to ``measured``; see `Driver`."""

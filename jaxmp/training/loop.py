@@ -178,7 +178,8 @@ def train_and_evaluate(
     while True:
         try:
             if why:
-                say(f'{why}; waits until all are there')
+                if group.peer and (back := group.peer.terms.back):
+                    say(f'{why}; waits {back:g} s at most until all are there')
                 group.again()
                 trainer = trainer and prepare_again(trainer)
             trainer = trainer or prepare(resolved, group, task, say)
@@ -216,6 +217,7 @@ def begun(
         folder = workdir if lead else None
         records = stack.enter_context(closing(Records(folder, tested, callbacks)))
         display = Display(exp.task.metric, total, done, resolved.batch_size, quiet or not lead)
+        trainer.say = display.say
         with closing(display), stop_signals() as seen:
             if task is not None or ':' in resolved.model.name + resolved.data.name:
                 display.say(recipe(resolved))

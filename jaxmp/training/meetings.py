@@ -22,9 +22,9 @@ from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.rounds import Plan, applied, change
 from jaxmp.exchange.settled import reduced
 from jaxmp.net.member import Gather, Member, Members
+from jaxmp.runtimes.mirrors import checksums
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.groups import Home, by_home, equal, homes, is_first, joined, split
-from jaxmp.training.replicas import checksums
 from jaxmp.training.step import TrainState
 
 SHARED = ('start', 'memory', 'flying')  # of a fragment's state, what is the same at all members

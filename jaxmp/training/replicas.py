@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, UInt32
 
 from jaxmp.exchange import Collectives, Exchange
+from jaxmp.runtimes.mirrors import checksums
 from jaxmp.runtimes.types import each
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.step import TrainState
@@ -26,21 +25,6 @@ def mean(via: Collectives | None, tree: Any) -> Any:
     if via is None or not jax.tree.leaves(tree):
         return tree
     return via.mean(tree)
-
-
-def checksums(tree: Any) -> UInt32[Array, ' leaves']:
-    """Of every leaf a sum of its bits; equal replicas have equal sums.
-
-    Words are weighted by their position, so that exchanged ones are seen, too.
-    """
-
-    def one(a: Array) -> Array:
-        word = {1: jnp.uint8, 2: jnp.uint16}.get(a.dtype.itemsize, jnp.uint32)
-        row = lax.bitcast_convert_type(a, word).reshape(-1).astype(jnp.uint32)
-        weights = 2 * jnp.arange(row.shape[0], dtype=jnp.uint32) + 1
-        return jnp.sum(row * weights, dtype=jnp.uint32)
-
-    return jnp.stack([one(a) for a in jax.tree.leaves(tree)])
 
 
 def gathered_checksums(via: Collectives | None, tree: Any) -> UInt32[Array, 'n leaves']:

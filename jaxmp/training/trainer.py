@@ -51,8 +51,10 @@ class Trainer:
       exp: the experiment.
       training: the runtime with the boundaries that are configured.
       across: what a step needs over all stages.
+      say: is told what a user should know of a step, in the first process.
     """
 
+    say: Callable[[str], object] = print
     scored = 0  # number of the replica whose feedback and weights are those of the run
 
     def __init__(self, exp: Experiment, group: ProcessGroup) -> None:
@@ -228,6 +230,8 @@ class Trainer:
                 self.group.begin(n)
                 state, values = step(state, batch)
                 state = self.meet(state, n)
+                if self.between:
+                    state = state.replace(model=runtime.compared(state.model, n, self.say))
                 self.sent['steps'] += configured
                 yield state, values
 
