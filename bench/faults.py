@@ -1,11 +1,12 @@
 """Faults that no test makes, in four processes, and what the processes say.
 
-python bench/faults.py [process-0] [memory] [stopped] [paused] [cut] [gap]
+python bench/faults.py [process-0] [memory] [returns] [stopped] [paused] [cut] [gap]
 
 Linux; `cut` and `gap` need root, for network namespaces. Each fault starts the README's four
 processes, waits for the first epoch, makes the fault, and prints after how many seconds the
 processes that were not hit had ended, and what was said. Exit status 1 if one is left two minutes
-later, or, after `paused` and `gap`, if the run does not go on. docs/faults.md is its output.
+later, or, after `returns`, `paused` and `gap`, if the run does not go on. docs/faults.md is its
+output.
 """
 
 from __future__ import annotations
@@ -78,17 +79,19 @@ def gap(pid: int) -> None:
 
 
 class Fault(NamedTuple):
-    """A fault: the process it hits, what it does, whether the run goes on, and where it runs."""
+    """A fault: the process it hits, what it does, whether the run goes on, where, further flags."""
 
     process: int
     make: Callable[[int], None]
     goes_on: bool = False
     hosts: bool = False
+    flags: tuple[str, ...] = ()
 
 
 FAULTS = {
     'process-0': Fault(0, kill),
     'memory': Fault(2, starve),
+    'returns': Fault(2, kill, goes_on=True, flags=('--back=60',)),
     'stopped': Fault(2, stop),
     'paused': Fault(2, pause, goes_on=True),
     'cut': Fault(COUNT - 1, cut, hosts=True),
@@ -97,12 +100,12 @@ FAULTS = {
 
 
 @contextlib.contextmanager
-def started(workdir: str, hosts: bool, log: IO[str]) -> Iterator[list[subprocess.Popen]]:
+def started(workdir: str, fault: Fault, log: IO[str]) -> Iterator[list[subprocess.Popen]]:
     """The run: a launcher's processes on this machine, or a process in each namespace of a lab."""
     run = [sys.executable, str(ROOT / 'train.py'), f'--workdir={workdir}']
-    run += ['--config.parallel.runtime=mpmd', '--config.epochs=100']
+    run += ['--config.parallel.runtime=mpmd', '--config.epochs=100', *fault.flags]
     with contextlib.ExitStack() as stack:
-        if hosts:
+        if fault.hosts:
             made = stack.enter_context(emulated_network.lab(COUNT))
             place = [f'--coordinator={emulated_network.address(0)}:9876', f'--processes={COUNT}']
             commands = [made.inside(i, *run, *place, f'--process={i}') for i in range(COUNT)]
@@ -145,7 +148,7 @@ def check(name: str) -> bool:
     """Makes the fault and prints what came of it; whether that is what should."""
     fault = FAULTS[name]
     with tempfile.TemporaryDirectory() as workdir, tempfile.TemporaryFile('w+') as log:
-        with started(workdir, fault.hosts, log) as running:
+        with started(workdir, fault, log) as running:
             until(lambda: bool(step(workdir)), 300)
             [victim], before = pids(workdir, str(fault.process)), step(workdir)
             fault.make(victim)
@@ -165,7 +168,7 @@ def check(name: str) -> bool:
         said = [
             line
             for line in log.read().splitlines()
-            if re.match(r'(train\.py|jaxmp launch): ', line)
+            if re.match(r'train\.py: |jaxmp launch: |resuming |.* waits ', line)
         ]
         came = f'The next checkpoint {seconds:.1f} s after it' if fault.goes_on else (
             f'{"All" if fault.hosts else "The others"} ended after {seconds:.1f} s'

@@ -233,6 +233,25 @@ def test_a_spare_process_takes_the_part_of_one_that_does_not_come_back(
 
 
 @pytest.mark.slow
+def test_a_stage_of_a_replica_comes_back(tmp_path, compiled):
+    """Two replicas of two stages, which meet every second step; one run is not disturbed."""
+    exchange = {'replicas': 2, 'exchange': 'diloco(2, all_gather(ef(one_bit)))'}
+    runs = []
+    try:
+        for name in ('whole', 'disturbed'):
+            (tmp_path / name).mkdir()
+            runs.append(Run(tmp_path / name, compiled, {**CHANGES, **exchange, 'model': 'lenet'}))
+            runs[0].end()
+        runs[1].reach(EVERY)
+        runs[1].kill(2)
+        runs[1].end()
+    finally:
+        for run in runs:
+            run.close()
+    assert outcome(runs[0].workdir) == outcome(runs[1].workdir)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not can_make_namespaces(), reason='network namespaces need root and Linux')
 def test_neighbours_that_are_cut_off_go_by_the_switch(tmp_path, compiled, undisturbed):
     """Stages 0 and 1 are on one host, 2 and 3 on another, which then reaches the switch alone."""
