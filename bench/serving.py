@@ -19,7 +19,7 @@ from jaxmp.training.summary import provenance
 PROMPT = 'The history of the town begins'
 
 
-def rate(a, processes, prompts, link, codec):
+def tokens_a_second(a, processes, prompts, link, codec):
     """Tokens a second of one run."""
     words = [a.model, '--temperature=0', f'--tokens={a.tokens}']
     words += ['--prompt', *[PROMPT] * prompts]
@@ -30,7 +30,8 @@ def rate(a, processes, prompts, link, codec):
         ]  # fmt: skip
         words += ['--codec', codec, *([f'--link={link}'] if link else [])]
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
-    return float(re.search(r'tokens, ([\d.e+]+) a second', done.stderr)[1])
+    [rate] = re.findall(r'tokens, ([\d.e+]+) a second', done.stderr)
+    return float(rate)
 
 
 def main():
@@ -54,7 +55,9 @@ def main():
     ]  # fmt: skip
     for run in runs:
         names = 'processes', 'prompts', 'link', 'codec'
-        rows.append({**dict(zip(names, run, strict=True)), 'tokens_a_second': rate(a, *run)})
+        rows.append(
+            {**dict(zip(names, run, strict=True)), 'tokens_a_second': tokens_a_second(a, *run)}
+        )
         print(json.dumps(rows[-1]), flush=True)
     if a.out:
         saved = {'model': Path(a.model).name, 'tokens': a.tokens, 'rows': rows, **provenance()}

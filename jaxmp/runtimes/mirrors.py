@@ -100,11 +100,11 @@ def _sent_afresh(columns: Columns, feedback: Feedback, way: Way, r: int) -> Feed
         known = _known(way.channel)(getattr(feedback[a][r], way.tx[1]))
         leaves = [np.array(x) for x in jax.tree.leaves(known)]  # a step may take their memory
         if not is_here(target):
-            columns.group.send(target.process, address, *buffers(leaves))
+            columns.group.send(target.process_index, address, *buffers(leaves))
             return feedback
     else:
         like = jax.tree.leaves(getattr(feedback[b][r], name))
-        leaves = filled(columns.group.receive(source.process, address), like)
+        leaves = filled(columns.group.receive(source.process_index, address), like)
     own = feedback[b][r]
     new = jax.tree.unflatten(jax.tree.structure(getattr(own, name)), leaves)
     after = own._replace(**{name: jax.tree.map(jnp.copy, jax.device_put(new, target))})

@@ -39,14 +39,14 @@ class Late(NamedTuple):
     """The state of an optimizer whose gradients are late.
 
     Attributes:
-      count: steps done.
+      steps: how many are done.
       waiting: the gradients of the last N steps, that of step t at t modulo N.
       places: likewise the parameters, where a correction needs them.
       last: the last update, likewise.
       state: of the optimizer.
     """
 
-    count: Int[Array, '']
+    steps: Int[Array, '']
     waiting: Any
     places: Any
     last: Any
@@ -86,8 +86,8 @@ def late(
         start = jnp.zeros((), jnp.int32)
         return Late(start, rows(params), places, last, optimizer.init(params))
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Late]:
-        slot = state.count % delay
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Late]:
+        gradients, slot = updates, state.steps % delay
         row = lambda tree: jax.tree.map(lambda a: a[slot], tree)
         put = lambda tree, new: jax.tree.map(lambda a, n: a.at[slot].set(n), tree, new)
         due, places = row(state.waiting), state.places
@@ -102,7 +102,7 @@ def late(
 
         # The optimizer does not see the gradients before the first one.
         still = lambda: (zeros(gradients), state.state)
-        updates, inner = jax.lax.cond(state.count < delay, still, moved)
+        updates, inner = jax.lax.cond(state.steps < delay, still, moved)
         last = updates if word == 'predict' else ()
         if word == 'predict':
             ahead = lambda u, before: u + strength * (u - before)
@@ -110,7 +110,7 @@ def late(
         elif word == 'scale':
             updates = jax.tree.map(lambda u: strength * u, updates)
         waiting = put(state.waiting, gradients)
-        return updates, Late(state.count + 1, waiting, places, last, inner)
+        return updates, Late(state.steps + 1, waiting, places, last, inner)
 
     return optax.GradientTransformation(init, update)
 

@@ -139,9 +139,10 @@ class Trainer:
 
         It does so where one program has all stages and reads their parameters.
         """
-        exp, runtime, key = self.exp, self.training, jax.random.key(self.exp.config.seed)
-        one = isinstance(runtime, Replicated) and runtime.mesh is None and self.group.count == 1
-        if not one or exp.task.read is None or self.scans:
+        exp, key = self.exp, jax.random.key(self.exp.config.seed)
+        runtime: Any = self.training
+        one = isinstance(self.training, Replicated) and self.group.count == 1
+        if not one or runtime.mesh or exp.task.read is None or self.scans:
             return
 
         def start(key: Array, params: Any) -> TrainState:
@@ -150,7 +151,7 @@ class Trainer:
 
         state, size = jax.eval_shape(start, key, parameters(exp)), exp.config.batch_size
         if self.during(exp.boundaries(0)) is runtime:
-            step = self.bound(runtime, self.rules(0))
+            step: Any = self.bound(runtime, self.rules(0))
             step.lower(state, next(self.batches(np.arange(size)))).compile()
         test: Any = self.during(cuts_to_score(exp, True), train=False)
         pack = lambda f: test.pack(feedback_to_score(exp, True, runtime.unpack(f)))
