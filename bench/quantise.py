@@ -17,6 +17,8 @@ from jaxmp import Ctx
 BARS = {'pack': 2.5, 'unpack': 2.0}
 OTHERS = (
     *('lloyd(1)', 'lloyd(2)', 'lloyd(3)', 'trellis(2)', 'rotate(lloyd(2))', 'mx(4)', 'nvfp4'),
+    *('rotate(lloyd(4), 64)', 'rotate(lloyd(2), 64)', 'rotate(trellis(2), 64)'),
+    *('outliers(rotate(lloyd(4), 64), causal=True)', 'outliers(rotate(trellis(2), 64))'),
     *('max_scaled(4)', 'block(4)', 'log_scale(4)', 'top_k(0.1)', 'fp16'),
 )
 
@@ -43,7 +45,7 @@ def main(repeats):
         passed = s / unit <= BARS[kind]
         missed += barred and not passed
         bar = f'<= {BARS[kind]}  {"pass" if passed else "FAIL"}'
-        print(f'{name:24}{1e3 * s:8.2f} ms {s / unit:6.2f} x  {bar * barred}')
+        print(f'{name:50}{1e3 * s:8.2f} ms {s / unit:6.2f} x  {bar * barred}')
     sys.exit(1 if missed else 0)
 
 
