@@ -262,6 +262,31 @@ def nats_lost(row):
     return pretrained()[row]['nats_lost']
 
 
+def limit(bits, name='limit_three_cuts'):
+    """A figure of bench/limit.py at so many bits."""
+    rows = json.loads((ROOT / 'bench/results/smollm2_135m_limit.json').read_text())['limits']
+    return next(r for r in rows if r['bits'] == bits)[name]
+
+
+def tried(bits, name, tokens=6144):
+    """What bench/limit.py predicts of real messages with the table's split, or measures."""
+    rows = json.loads((ROOT / 'bench/results/smollm2_135m_limit.json').read_text())['tries']
+    like = tokens, bits, 'table'
+    return next(r for r in rows if (r['learned_tokens'], r['bits'], r['split']) == like)[name]
+
+
+def on_these_blocks(row):
+    """What a row of the table loses on the blocks of bench/limit.py."""
+    kept = json.loads((ROOT / 'bench/results/smollm2_135m_limit.json').read_text())
+    return kept['rows_of_the_table_on_these_blocks'][row]
+
+
+def sink_alone(row, begins='nothing'):
+    """Nats lost in bench/sink_alone.py."""
+    rows = json.loads((ROOT / 'bench/results/smollm2_135m_sink_alone.json').read_text())['rows']
+    return next(r for r in rows if (r['begins'], r.get('row')) == (begins, row))['nats_lost']
+
+
 def sent(row):
     """Bits per element."""
     return pretrained()[row]['bits']
