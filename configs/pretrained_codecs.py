@@ -20,6 +20,8 @@ KLT = 'outliers(klt({bits:g}, refresh=16, entropy=True{more}), {tokens}channels=
 WIDTHS = KLT.replace(', entropy=True', '')
 LEARNED, LEARNED_BOTH_WAYS = 65_536, 98_304  # tokens: two books, or three
 BARS = 4.3, 3, 2.3, 1.3, 0.7  # bits
+# Four times the text, of which as many messages count: what is learned is what the limit lacks.
+MORE = 393_216, 'refresh=64'
 APART = {0: 0.05, 1: 0.08, 2: 0.11, 4: 0.18}  # bits of so many heavy tokens, and of all else
 HEAVY = 4, 1, 1  # tokens by cut: early blocks have more than one sink
 FEWER = 2, 1, 1  # at few bits what they cost is worth more elsewhere
@@ -98,6 +100,13 @@ def klt(bits: float, tokens: int = 2, more: str = '', text: str = KLT) -> str:
     return text.format(bits=round(bits - APART[tokens], 2), tokens=apart, more=more)
 
 
+def more(row: Row) -> Row:
+    """The row with components that were learned from `MORE` text."""
+    tokens, refresh = MORE
+    fwd, learn = (text.replace('refresh=16', refresh) for text in (row.fwd, row.learn))
+    return row._replace(name=f'{row.name}-more', fwd=fwd, learn=learn, learned_tokens=tokens)
+
+
 def one(
     name: str, bits: float, more: str = '', text: str = KLT, teacher: float = 4, tokens: int = 2
 ) -> Row:
@@ -135,6 +144,8 @@ def get_rows() -> list[Row]:
         one('klt0.7', 0.7),
         three('three-weighed2.3-fewer', 2.3, '', WEIGHED, FEWER),
         three('three-weighed1.3', 1.3, MIDDLE, WEIGHED),
+        more(three('three-weighed2.3', 2.3, weighed=WEIGHED)),
+        more(three('three-weighed1.3-fewer', 1.3, MIDDLE, WEIGHED, FEWER)),
         *(three(f'three-klt{bits}', bits) for bits in (2.3, 1.3)),
         *(Row(name, text) for name, text in CODECS.items()),
         *(one(f'widths{b}', b + APART[2], text=WIDTHS, teacher=b) for b in (4, 3, 2, 1)),
