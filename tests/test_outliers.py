@@ -36,6 +36,18 @@ def test_heavy_elements_are_sent_apart():
     assert np.std((alone - x)[~heavy]) > 10
 
 
+@pytest.mark.parametrize(
+    'text', ['outliers(lloyd(4))', 'outliers(mx(4))', 'outliers(lloyd(4), causal=True)', 'nvfp4']
+)
+def test_a_token_of_zeros_among_small_ones_stays_small(text):
+    """The gradient of a text's last token is zero, and those of the others 1e-5 or less."""
+    x = np.random.default_rng(0).standard_normal((2, 32, 64)).astype(np.float32) * 1e-6
+    x[:, -1] = 0
+    error = round_trip(text, x) - x
+    assert np.sum(error**2) < 0.02 * np.sum(x**2)
+    assert np.abs(error[:, -1]).max() < 1e-8
+
+
 def test_what_lies_in_both_is_sent_in_16_bits():
     """A sink's largest element is most of its norm, and 8 bits are not enough for it."""
     x = with_a_sink((2, 32, 64))

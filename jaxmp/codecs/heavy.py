@@ -85,9 +85,11 @@ def _heaviest(x: Float[Array, 'B T C'], tokens: int, channels: int) -> tuple[Arr
 
 
 def _scales(rest: Float[Array, 'B T C']) -> tuple[Array, Array]:
-    """A power of two near the RMS of each token, and its exponent in 8 bits."""
+    """A power of two near the RMS of each token, and its exponent in 8 bits; of zeros the least."""
     rms = jnp.prod(jnp.stack(unit_rms(rest.reshape(-1, rest.shape[2]))), 0)
     rms = jnp.where(jnp.isfinite(rms), rms, 1).reshape(rest.shape[:2])
+    # The codec of the rest errs alike at all tokens, so what a token of zeros gets must be tiny.
+    rms = jnp.where(jnp.any(rest != 0, 2), rms, 0)
     e = jnp.clip(exponent(rms), 1 - BIAS, BIAS - 1)
     return power(e, rest.dtype)[..., None], (e + BIAS).astype(jnp.uint8)
 
