@@ -289,6 +289,7 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
                 r.trainer.check(state)
                 with r.trainer.group.phase('saving'):
                     r.checkpoints.save(step, r.trainer.export(state), place)
+        release_freed_pages()  # of tests and checkpoints, between which steps take others
     return state, place, stop
 
 
