@@ -220,6 +220,21 @@ def test_a_written_file_is_a_configuration(tmp_path, schedule, monkeypatch):
     assert actions_of(config, 3) == choose.actions_of(order, 3)
 
 
+@pytest.mark.parametrize(
+    ('other', 'text'),
+    [
+        (Choice(Order('1f1b', 4), dict.fromkeys(EDGES, WRONG), 0.5), 'errs more than --error=0.1'),
+        (Choice(Order('1f1b', 4), dict.fromkeys(EDGES, CHEAP), 0.995), 'by at most 1 %'),
+        (Choice(Order('1f1b', 4), dict.fromkeys(EDGES, CHEAP), 1.5), ''),
+    ],
+)
+def test_it_is_said_why_a_plan_is_not_the_fastest(other, text):
+    plan = Choice(Order('1f1b', 4), dict.fromkeys(EDGES, RAW), 1.0)
+    why = show.slower_because(plan, {('a', 'b'): other, ('c', 'd'): None}, 0.1)
+    assert text in why
+    assert bool(text) == bool(why)
+
+
 def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     """The whole command on a tiny network: errors fall with bits, and the file is a run."""
     known_model(monkeypatch, 'tiny', lambda classes, width: (Flat(24), Flat(classes)))
@@ -241,8 +256,13 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     assert len(re.findall('chosen', shown)) == 2
     assert re.search(r'the plan +│ .* micro-batches +│ +[\d.]+ │ +\S+ │', shown)
     assert told.count('training steps') == 2
+    assert shown.startswith('Alone 1.00 (')
+    assert 'nan' not in shown
+    assert shown.endswith(
+        f'wrote {out}: jaxmp launch --processes 2 -- jaxmp train --config={out}\n'
+    )
     config = complete(plugins.load(str(out)))
-    assert (config.fwd, config.name) == ('uniform(8)', 'digits_resnet_plan')
+    assert (config.fwd, config.name) == ('uniform(8)', 'tiny_plan')
     exp = experiment_of(config)
     assert [str(c.fwd) for c in exp.model.boundaries] == ['uniform(8)']
 

@@ -1,7 +1,7 @@
 """`jaxmp plan`: a configuration with the least predicted step over a link, within an error budget.
 
     jaxmp plan --config=digits_resnet --link=100mbit,50ms --out=plan.py
-    python train.py --config=plan.py
+    jaxmp launch --processes 4 -- jaxmp train --config=plan.py
 
 It probes the configuration on this machine, prints the table that it decides from, and writes a
 configuration that runs. Candidates follow from what the probe sees of a tensor: with a heavy token
@@ -184,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         link = parse(args.link)
         config, values = changed(args.config, texts)
         from jaxmp.plan.choose import uniform
+        from jaxmp.plan.pays import said, verdict
         from jaxmp.plan.show import show, summary
         from jaxmp.plan.write import text
         from jaxmp.runtimes.allocator import keep_freed_pages
@@ -194,12 +195,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         own = [t.strip() for t in args.codecs.split(';') if t.strip()]
         probed, choice = planned(config, own, link, args.error, args.seconds)
         others = {pair: uniform(probed, link, *pair) for pair in UNIFORM}
-        said = summary(choice, args.config, args.link, args.error)
+        about = summary(choice, args.config, args.link, args.error)
+        print(said(verdict(config, probed, choice, link, args.error)))
         show(probed, choice, others, link, args.error)
-        args.out.write_text(text(choice, args.config, values, args.out, said))
+        args.out.write_text(text(choice, args.config, values, args.out, about))
     except (OSError, ValueError) as error:
         sys.exit(f'jaxmp plan: {error}')
-    print(f'wrote {args.out}: python train.py --config={args.out}')
+    run = f'jaxmp launch --processes {1 + len(choice.codecs) // 2} -- jaxmp train'
+    print(f'wrote {args.out}: {run} --config={args.out}')
 
 
 if __name__ == '__main__':

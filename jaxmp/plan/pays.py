@@ -214,19 +214,24 @@ def by_itself(config: Any) -> Any:
     return c
 
 
-def verdict(config: Any, own: Sequence[str], link: Link, budget: float, seconds: float) -> Verdict:
-    """Measures, and predicts.
+def verdict(config: Any, probed: Probed, choice: Choice, link: Link, budget: float) -> Verdict:
+    """Measures a step alone, and predicts those over links.
+
+    Args:
+      config: that was probed.
+      probed: what `jaxmp.plan.__main__.planned` measured.
+      choice: its plan over ``link``.
+      link: between neighbouring stages.
+      budget: of the error of a crossing.
 
     Raises:
-      ValueError: as `jaxmp.plan.__main__.planned`.
+      ValueError: as `jaxmp.training.experiment.experiment_of`.
     """
-    from jaxmp.plan.__main__ import planned
     from jaxmp.plan.choose import choose, uniform
     from jaxmp.runtimes.placement import memory
     from jaxmp.training.experiment import experiment_of
     from jaxmp.training.footprint import footprint
 
-    probed, choice = planned(config, own, link, budget, seconds)
     exp = experiment_of(by_itself(config))
     print('the whole model alone', file=sys.stderr, flush=True)
 
@@ -321,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, texts = arguments(argv)
     try:
         link = parse(args.link)
-        from jaxmp.plan.__main__ import changed
+        from jaxmp.plan.__main__ import changed, planned
         from jaxmp.runtimes.allocator import keep_freed_pages
         from jaxmp.runtimes.placement import keep_compiled
 
@@ -329,7 +334,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         keep_compiled()
         keep_freed_pages()
         own = [t.strip() for t in args.codecs.split(';') if t.strip()]
-        v = verdict(config, own, link, args.error, args.seconds)
+        probed, choice = planned(config, own, link, args.error, args.seconds)
+        v = verdict(config, probed, choice, link, args.error)
         show(v)
         draw(v, args.out)
         args.out.with_suffix('.json').write_text(json.dumps(record(v), indent=1) + '\n')

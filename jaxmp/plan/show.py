@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from jaxmp.plan.choose import Choice, Probed
+from jaxmp.plan.choose import ALIKE, Choice, Probed
 from jaxmp.plan.predict import Link
 
 
@@ -37,11 +37,25 @@ def show(
       budget: of the error.
     """
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    console.print(predictions(choice, others, budget))
+    if why := slower_because(choice, others, budget):
+        console.print(why, highlight=False)
     for made in (crossings(probed, choice, link, budget), stages(probed, choice)):
         console.print(made)
     if why := open_because(probed, choice, budget):
         console.print(why, highlight=False)
-    console.print(predictions(choice, others))
+
+
+def slower_because(
+    choice: Choice, others: Mapping[tuple[str, str], Choice | None], budget: float
+) -> str:
+    """Why another row is faster than the plan, where one is."""
+    faster = [row for row in others.values() if row and row.seconds < choice.seconds]
+    if not faster:
+        return ''
+    if all(row.error > budget for row in faster):
+        return f'what is faster than the plan errs more than --error={budget:g}'
+    return f'the plan errs less than what is faster by at most {100 * (ALIKE - 1):.0f} %'
 
 
 def open_because(probed: Probed, choice: Choice, budget: float) -> str:
@@ -86,20 +100,23 @@ def stages(probed: Probed, choice: Choice) -> Table:
     for head in ('stage', 'forward', 'backward', 'of inputs', 'of weights', 'update per step'):
         table.add_column(head, justify='right')
     for s, t in enumerate(probed.stages[choice.order.microbatches]):
-        halves = t.halves or (float('nan'),) * 2
-        cells = (f'{1e3 * x:.2f}' for x in (t.forward, t.backward, *halves, t.update))
-        table.add_row(str(s), *cells)
+        told = [f'{1e3 * x:.2f}' for x in (t.forward, t.backward, *t.halves, t.update)]
+        halves = told[2:-1] or ['-'] * 2  # where there was no time to measure them
+        table.add_row(str(s), *told[:2], *halves, told[-1])
     return table
 
 
-def predictions(choice: Choice, others: Mapping[tuple[str, str], Choice | None]) -> Table:
-    """The plan beside uniform choices."""
+def predictions(
+    choice: Choice, others: Mapping[tuple[str, str], Choice | None], budget: float
+) -> Table:
+    """The plan beside uniform choices, and which of them err more than is allowed."""
     table = Table(title='predicted step')
-    for head in ('codecs', 'schedule', 'ms', 'largest error'):
-        table.add_column(head, justify='left' if head in ('codecs', 'schedule') else 'right')
+    for head in ('codecs', 'schedule', 'ms', 'largest error', ''):
+        table.add_column(head, justify='right' if head in ('ms', 'largest error') else 'left')
     rows = {f'{f} forward, {b} backward': other for (f, b), other in others.items()}
     for name, made in {'the plan': choice, **rows}.items():
         if made is not None:
             cells = f'{1e3 * made.seconds:.1f}', f'{made.error:.2g}'
-            table.add_row(name, made.order.line, *cells)
+            mark = 'above --error' if made.error > budget else ''
+            table.add_row(name, made.order.line, *cells, mark)
     return table

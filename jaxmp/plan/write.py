@@ -45,7 +45,7 @@ def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said:
             'def get_config() -> Config:',
             '    """What the plan changes."""',
             f'    c = load({path})',
-            "    c.name += '_plan'",
+            f'    c.name {name_after(changed)}',
             '    c.update_from_flattened_dict(',
             '        {',
             *rows,
@@ -55,6 +55,17 @@ def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said:
             '',
         ]
     )
+
+
+def name_after(changed: Mapping[str, Any]) -> str:
+    """How a plan's name follows from the model that was chosen, else from the configuration.
+
+    >>> name_after({'model.name': 'models.py:mine'}), name_after({})
+    ("= 'mine_plan'", "+= '_plan'")
+    """
+    if not (model := changed.get('model.name')):
+        return "+= '_plan'"
+    return f"= '{Path(model.rpartition(':')[2]).stem}_plan'"
 
 
 def based(base: str, out: Path) -> tuple[str, list[str]]:
