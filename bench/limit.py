@@ -16,6 +16,7 @@ FOLDER keeps what stands before the first boundary, as for `jaxmp evaluate --stu
 """
 
 import argparse
+import functools
 import json
 from pathlib import Path
 
@@ -87,12 +88,10 @@ def moments(model, setting, file, tokens):
             found.append((rows.T @ rows / len(rows), g.T @ g / light.sum()))
         return found
 
-    sums, count = None, 0
-    for ctx, x in nats_table.arrivals(model, blocks, setting, CUTS):
-        found = jax.tree.map(np.asarray, of_batch(x, ctx))
-        sums = found if sums is None else jax.tree.map(np.add, sums, found)
-        count += 1
-    return [[np.asarray(a, np.float64) / count for a in pair] for pair in sums]
+    arrivals = nats_table.arrivals(model, blocks, setting, CUTS)
+    found = [jax.tree.map(np.asarray, of_batch(x, ctx)) for ctx, x in arrivals]
+    sums = functools.reduce(functools.partial(jax.tree.map, np.add), found)
+    return [[np.asarray(a, np.float64) / len(found) for a in pair] for pair in sums]
 
 
 def root_of(F, share):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxmp.plan.predict import Link, parse
 
 if TYPE_CHECKING:
-    from jaxmp.plan.choose import Choice
+    from jaxmp.plan.choose import Choice, Probed
     from jaxmp.training.experiment import Experiment
 
 RATES = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000  # Mbit/s
