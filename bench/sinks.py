@@ -87,8 +87,9 @@ def trained(args):
     trainer = loop.prepare(config, ProcessGroup())
     tokens = jnp.asarray(trainer.exp.data.test.x[:SEQUENCES])
     look, rows, losses = crossings(trainer.exp.task.stages), [], []
-    end, due, state = time.process_time() + 60 * args.minutes, 1, trainer.create()
-    for number, (state, loss) in enumerate(steps_of(trainer, state), 1):
+    end, due = time.process_time() + 60 * args.minutes, 1
+    start = state = trainer.create()
+    for number, (state, loss) in enumerate(steps_of(trainer, start), 1):
         losses.append(loss)
         over = time.process_time() > end
         if over or number == due:
