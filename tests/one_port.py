@@ -48,7 +48,13 @@ def lead(server, port):
 
     while True:
         far = server.accept()[0]
-        near = socket.create_connection((HOST, port))
+        try:
+            near = socket.create_connection((HOST, port))
+        except (
+            ConnectionRefusedError
+        ):  # nobody listens yet: who connects is told so, and tries again
+            far.close()
+            continue
         for pair in ((far, near), (near, far)):
             threading.Thread(target=pump, args=pair, daemon=True).start()
 
