@@ -6,7 +6,7 @@ import ctypes
 
 import jax.monitoring
 
-LONG = 1.0  # seconds of a compilation that has taken much memory
+LONG = 1.0  # seconds of a compilation or a step after which freed pages are returned
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # of mallopt in glibc's malloc.h
 
 
