@@ -193,7 +193,7 @@ def pretrained(table: int) -> Config:
     c = load('finetune')
     c.data.update(name='wikitext-2', train_examples=400, test_examples=32)
     c.model.train = 'no_table'
-    c.optimizer.update(lr=5e-5, warmup='5%')
+    c.optimizer.update(lr=2e-4, warmup='5%')  # tuned on seed 100
     c.eval_every = '10 steps'
     return c
 
