@@ -168,6 +168,16 @@ def test_a_frozen_table_is_one_array_of_two_stages(tmp_path):
     assert table(apart, 0) is not table(apart, 1)
 
 
+def test_a_stage_updates_its_optimizer_state_in_place(tmp_path):
+    """Where stages are apart, as where one program holds them: half of a large model's memory."""
+    config = small(tiny(tmp_path), train='no_table', runtime='mpmd')
+    trainer = loop.prepare(config, ProcessGroup())
+    state, *_ = next(trainer.epoch(0, trainer.create(), np.arange(4)))
+    next(trainer.epoch(0, state, np.arange(4)))  # the first state may not be at its device yet
+    moments = [a for a in jax.tree.leaves(state.opt_state) if a.size > 1]
+    assert moments and all(a.is_deleted() for a in moments)
+
+
 @pytest.mark.parametrize('train', ['lora(2)', 'all'])
 def test_step_and_test_are_compiled_before_parameters_are_read(tmp_path, train):
     """Then neither is compiled again; a channel with a state and one without."""

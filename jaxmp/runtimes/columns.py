@@ -63,14 +63,16 @@ class Columns:
             {r: jax.device_put(tree, self.devices[r, stage]) for r in self.here[stage]}
         )
 
-    def at(self, stage: int, f: Callable[..., Any], *trees: ByReplica) -> Any:
+    def at(
+        self, stage: int, f: Callable[..., Any], *trees: ByReplica, spent: tuple[int, ...] = ()
+    ) -> Any:
         """``f(collectives, *trees)`` of one replica, by all of a column; see `Runtime.at`.
 
         A tree that is not by replica (a number, a key's words) is the same for all.
         """
         own = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
         if self.replicas == 1:
-            return ByReplica({0: on_one(f, None, self._options)(*(t[0] for t in own))})
+            return ByReplica({0: on_one(f, None, self._options, spent)(*(t[0] for t in own))})
         if any(isinstance(d, Elsewhere) for d in self.devices[:, stage]):
             return self._apart(stage, f, own)
         here, mesh = self.here[stage], self._mesh(stage)
@@ -111,9 +113,15 @@ _unrow = jax.jit(lambda tree: jax.tree.map(lambda a: a[0], tree))
 
 
 @functools.lru_cache(maxsize=256)
-def on_one(f: Callable[..., Any], via: Collectives | None = None, options: Any = None) -> Any:
-    """``f(via, *trees)``, compiled for one replica."""
-    return jax.jit(functools.partial(f, via), compiler_options=options and dict(options))
+def on_one(
+    f: Callable[..., Any],
+    via: Collectives | None = None,
+    options: Any = None,
+    spent: tuple[int, ...] = (),
+) -> Any:
+    """``f(via, *trees)``, compiled for one replica; it takes the buffers of the ``spent`` trees."""
+    run = functools.partial(f, via)
+    return jax.jit(run, donate_argnums=spent, compiler_options=options and dict(options))
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,9 +147,11 @@ class OverColumns:
         """See `PlacedRuntime`; the functions of a stage are compiled, and the step calls them."""
         return functools.partial(step, self)  # pyright: ignore[reportArgumentType]
 
-    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+    def at(
+        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+    ) -> Any:
         """See `Runtime`."""
-        return self.columns.at(stage, f, *trees)
+        return self.columns.at(stage, f, *trees, spent=spent)
 
     def rows(self, tree: Any) -> dict[int, Any]:
         """See `PlacedRuntime`."""

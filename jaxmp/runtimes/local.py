@@ -112,7 +112,9 @@ class Local:
         fwd = tuple((a.right_tx, b.left_rx) for a, b in pairs)
         return FeedbackState(fwd, tuple((b.left_tx, a.right_rx) for a, b in pairs))
 
-    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+    def at(
+        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+    ) -> Any:
         """See `Runtime`."""
         return f(self.via, *trees)
 

@@ -179,7 +179,9 @@ class Replicated:
         compiled = self._compiled(scan)
         return lambda state, rows: compiled(state, arrays, rows)
 
-    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+    def at(
+        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+    ) -> Any:
         """See `Runtime`."""
         if self.mesh is None:
             return on_one(f, self.via)(*trees)

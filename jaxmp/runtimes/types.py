@@ -123,11 +123,14 @@ class Runtime(Protocol):
         """
         ...
 
-    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+    def at(
+        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+    ) -> Any:
         """``f(collectives, *trees)`` of one replica of a stage, run by all of them at their place.
 
         ``collectives`` are those of `jaxmp.exchange`, or None without replicas; ``f`` is compiled
-        once, so it must be one function and no new closure at every call.
+        once, so it must be one function and no new closure at every call. Where the call is a
+        program of its own, the results take the memory of the trees whose numbers are ``spent``.
         """
         ...
 
@@ -153,7 +156,9 @@ class PlacedRuntime(Protocol):
         """The same tree at every replica of a stage that is here."""
         ...
 
-    def at(self, stage: int, f: Callable[..., Any], *trees: Any) -> Any:
+    def at(
+        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+    ) -> Any:
         """See `Runtime`."""
         ...
 

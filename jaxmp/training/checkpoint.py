@@ -197,17 +197,17 @@ class Checkpoints:
             )
         return None
 
-    def newest(self, like: Portable) -> Portable:
+    def newest(self, layout: dict[str, Any]) -> Portable:
         """What all processes have saved last, in the first process.
 
         Args:
-          like: a state of this process with the same structure.
+          layout: `portable.layout` of a state of this process.
 
         Raises:
           WorkdirError: if it cannot be read.
         """
         folder = Path(self._manager.directory, str(self._manager.latest_step()))
-        content, problem = self._read(folder, portable.layout(like))
+        content, problem = self._read(folder, layout)
         if problem:
             raise WorkdirError(f'cannot read {folder} again ({problem}); give the command again')
         return content['state']

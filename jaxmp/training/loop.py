@@ -28,7 +28,7 @@ from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment, experiment_of, warnings_on_text
 from jaxmp.training.files import claim, owned
 from jaxmp.training.parallel import parallel_of
-from jaxmp.training.portable import Portable, variables_of
+from jaxmp.training.portable import Portable, layout, variables_of
 from jaxmp.training.probe import prober
 from jaxmp.training.profile import profiled
 from jaxmp.training.progress import Display, duration
@@ -240,7 +240,9 @@ def begun(
         if not lead:
             return {}
         if exp.task.export and weights is None:  # stages of other processes are in the checkpoint
-            weights = variables_of(exp, checkpoints.newest(trainer.export(state)), shapes(exp)[0])
+            like = layout(trainer.export(state))
+            del state  # that of all stages needs the memory
+            weights = variables_of(exp, checkpoints.newest(like), shapes(exp)[0])
         summary = ended or finish(exp, total, place, records.records, moved, workdir)
         conclude(r, summary, weights, quiet, draw)
         return summary

@@ -127,7 +127,8 @@ def train_step(
             gradients[home] = gradients[group.homes[0], group]
             continue
         share, stream = _exchanged(group.exchange, rules.normed), jnp.uint32(group.stream)
-        row = runtime.at(stage, share, gradients[home], exchange[home], words, stream)
+        alone = (0,) if len(group.homes) == 1 else ()  # copies may be one array
+        row = runtime.at(stage, share, gradients[home], exchange[home], words, stream, spent=alone)
         gradients[home], exchange[home], square = parts(row)
         if is_first(home):  # equal copies count once
             squares[stage].append(square)
@@ -140,7 +141,8 @@ def train_step(
         stage, group = home
         update = _updated(group.optimizer, None if across.follows(home) else group.exchange)
         trees = params[home], opt_state[home], gradients[home], exchange[home]
-        row = runtime.at(stage, update, *trees, (scale, square), words, jnp.uint32(group.stream))
+        stream = jnp.uint32(group.stream)
+        row = runtime.at(stage, update, *trees, (scale, square), words, stream, spent=(1,))
         params[home], opt_state[home], exchange[home] = parts(row)
 
     model = model._replace(params=across.share(joined(state.model.params, params)))
