@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmp.codecs.dense import bf16, saturated
@@ -84,14 +85,19 @@ def _heaviest(x: Float[Array, 'B T C'], tokens: int, channels: int) -> tuple[Arr
     return at, jax.lax.top_k(jnp.where(jnp.isnan(mean), jnp.inf, mean), channels)[1]
 
 
-def _scales(rest: Float[Array, 'B T C']) -> tuple[Array, Array]:
-    """A power of two near the RMS of each token, and its exponent in 8 bits; of zeros the least."""
+def _scaled(rest: Float[Array, 'B T C']) -> tuple[Array, Array]:
+    """What is left over a power of two near the RMS of each token, and its exponent in 8 bits.
+
+    The codec of the rest errs alike at all tokens, so a token of zeros gets the least power. So
+    does one whose RMS is no normal number, which is sent as zeros: it has no size to be read.
+    """
+    least = jnp.finfo(rest.dtype).tiny * np.sqrt(rest.shape[2])
+    rest = jnp.where(largest(rest, 2)[..., None] < least, 0, rest)
     rms = jnp.prod(jnp.stack(unit_rms(rest.reshape(-1, rest.shape[2]))), 0)
     rms = jnp.where(jnp.isfinite(rms), rms, 1).reshape(rest.shape[:2])
-    # The codec of the rest errs alike at all tokens, so what a token of zeros gets must be tiny.
     rms = jnp.where(jnp.any(rest != 0, 2), rms, 0)
     e = jnp.clip(exponent(rms), 1 - BIAS, BIAS - 1)
-    return power(e, rest.dtype)[..., None], (e + BIAS).astype(jnp.uint8)
+    return rest * (1 / power(e, rest.dtype)[..., None]), (e + BIAS).astype(jnp.uint8)
 
 
 def taken(x: Array, of: Heavy, ctx: Ctx) -> tuple[dict[str, Any], Array]:
@@ -123,8 +129,7 @@ def taken(x: Array, of: Heavy, ctx: Ctx) -> tuple[dict[str, Any], Array]:
     if t and c:
         message |= {'both': bf16.encode(_gathered(whole.swapaxes(1, 2), channels), ctx)}
     if of.scaled:
-        scale, message['scales'] = _scales(rest)
-        rest = rest * (1 / scale)
+        rest, message['scales'] = _scaled(rest)
     return message, rest.reshape(x.shape)
 
 
