@@ -89,7 +89,8 @@ def run():
 
 def path_of(peer, to, name='link'):
     """A way of a peer to another process."""
-    return peer._paths.get((name, peer._places[to][0]))
+    delivery = peer._deliveries.get(peer._places[to][0])
+    return next((p for p in delivery.paths if p.name == name), None) if delivery else None
 
 
 def up(peer, to, name='link'):
@@ -423,7 +424,7 @@ def test_messages_take_the_way_that_the_other_has_opened(run):
     up(b, 0)
     up(a, 1, 'back')
     assert not path_of(a, 1)
-    before = groups[0].peer._deliveries[1]
+    before = groups[0].peer._delivery(groups[0].peer._places[1][0])
     ring(groups, 2, first=1)
     assert not before.sent or all(s.path is path_of(a, 1, 'back') for s in before.sent.values())
 
@@ -432,17 +433,19 @@ def test_arrivals_and_delivery_by_themselves(monkeypatch):
     """A path's answer confirms what came, and what went before the question and did not come."""
     out = []
     monkeypatch.setattr('jaxmp.net.delivery.put', lambda s, *f: out.append((s, f)) or s != 'shut')
-    link, switch = Path('link', up=True), Path('switch', (b'to',), up=True)
-    delivery = Delivery(lambda: {'link': link, 'switch': switch}, {'view': 1})
+    link, switch = Path('link', 'link', up=True), Path('switch', 'switch', (b'to',), up=True)
+    delivery = Delivery('0.a', '1.b', switch)
+    delivery.paths.insert(0, link)
+    delivery.begin(1)
     for n in range(3):
         delivery.send({'n': n}, [b'x'])
     assert [s for s, _ in out] == ['link'] * 3
-    came = Arrivals()
+    came = Arrivals(1)
     assert came.new(0)
     assert came.new(2)
     delivery.look(0.0, 5.0)
     out.clear()
-    delivery.confirm({'path': 'link', 'asked': 1, **came.has()})
+    delivery.confirm({'view': 1, 'path': 'link', 'asked': 1, **came.has()})
     assert [(s, f[0].get('number') == 1) for s, f in out] == [('link', True)]
     delivery.look(10.0, 5.0)
     delivery.look(20.0, 5.0)  # no answer for too long: by the switch

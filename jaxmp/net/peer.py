@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import zmq
 
 from jaxmp.net.address import ProcessGroupError, reach
-from jaxmp.net.delivery import Arrivals, Delivery, Path
+from jaxmp.net.delivery import Delivery, Path
 from jaxmp.net.keys import Keys
 from jaxmp.net.sockets import DATA, Frames, Head, Sockets, address_of, endpoint, put
 from jaxmp.net.views import (
@@ -76,29 +76,26 @@ class Peer:
         with reach(switch, terms.start, 'nobody answers', advice) as trial:
             own, host = (end()[0] for end in (trial.getsockname, trial.getpeername))
         self.host, self.process, self.terms, self._end = own, process, terms, end
-        self._inside_of, self._once = inside, f'{process}.{secrets.token_hex(8)}'
+        self._inside_of, self._identity = inside, f'{process}.{secrets.token_hex(8)}'
         self._switch = inside or f'the switch at {endpoint(*switch)}'
-        self._sockets, name = Sockets(keys), self._once.encode()
-        place, key = endpoint(host, switch[1]), keys.switch.public
+        self._sockets, name = Sockets(keys), self._identity.encode()
+        place = endpoint(host, switch[1]), keys.switch.public
         self._listener = self._sockets.listening(keys.listener, own) if direct else None
-        self._control = self._sockets.calling(place, key, name, terms.silent)
-        self._data = self._sockets.calling(place, key, name + DATA, terms.silent)
+        self._control = self._sockets.calling(*place, name, terms.silent)
+        self._data = self._sockets.calling(*place, name + DATA, terms.silent)
         self._bell, self._ring = self._sockets.bell()
         address = address_of(self._listener) if self._listener else ''
         self._about: Head = {'terms': terms, 'about': dict(about), 'address': address}
-        self._tasks: deque[Callable[[], Any]] = deque()
-        self._lock, self._changed = threading.RLock(), threading.Condition()
+        self._tasks, self._changed = deque[Callable[[], Any]](), threading.Condition()
         self._view, self._inside, self._why = View(0, (), {}), False, ''
-        self._places: dict[int, list[Any]] = {}  # identity, address and value of each member
-        self._left: set[int] = set()
+        self._places = dict[int, list[Any]]()  # identity, address and value of each member
+        self._left = set[int]()
         self._seen, self._ready, self._value = 0, False, None
         self._phase, self._limit = WORKING, terms.silent
-        self._waits: dict[int, tuple[int, int, str, float]] = {}
-        self._ids, self._error, self._closing = itertools.count(), '', False
-        self._mail: dict[Address, Frames] = {}
-        self._arrivals: dict[tuple[int, int], Arrivals] = {}
-        self._deliveries: dict[int, Delivery] = {}
-        self._paths: dict[tuple[str, str], Path] = {}  # by kind, and identity of the other end
+        self._waits, self._ids = dict[int, tuple[int, int, str, float]](), itertools.count()
+        self._error, self._closing = '', False
+        self._mail = dict[Address, Frames]()
+        self._deliveries = dict[str, Delivery]()  # by the identity of the other end
         self._worked = self._heard = self._looked = self._reached = time.monotonic()
         self._known, self._hurry = False, 0.0  # until when paths are asked more often
         self._closed = threading.Event()
@@ -142,11 +139,11 @@ class Peer:
         if to == self.process or to not in view.members:
             others = [i for i in view.members if i != self.process]
             raise ValueError(f'process {to} is not in the view; send to one of {others}')
-        words = {'kind': 'message', 'from': self.process, 'step': step, 'tag': tag}
 
         def deliver() -> None:
             if self._inside and view.number == self._view.number:
-                self._delivery(to).send({**words, 'view': view.number}, buffers)
+                identity, address, _ = self._places[to]
+                self._delivery(identity, address).send({'step': step, 'tag': tag}, buffers)
 
         self._do(deliver)
         self.progress()
@@ -256,7 +253,7 @@ class Peer:
 
     def _do(self, task: Callable[[], Any]) -> None:
         """Runs ``task`` in the thread of the sockets."""
-        with self._lock:
+        with self._changed:
             if not self._ring.closed:
                 self._tasks.append(task)
                 put(self._ring, b'')
@@ -276,7 +273,7 @@ class Peer:
                     self._tasks.popleft()()
         except Exception as error:  # or all who wait would wait for ever
             self._stop(f'{self.terms.names[self.process]}: its network thread failed: {error!r}')
-        with self._lock:
+        with self._changed:
             self._tasks.clear()
             self._sockets.close()
 
@@ -328,25 +325,22 @@ class Peer:
         words = json.loads(frames[0].bytes)
         if socket is self._control:
             self._obey(words)
-        elif words['kind'] == 'has':
-            if words['view'] == self._view.number and words['from'] in self._deliveries:
-                self._deliveries[words['from']].confirm(words)
-        elif words['view'] >= self._view.number and words.get('to', self._once) == self._once:
-            self._accept(Path(socket, prefix), words, frames[1:])
+        elif words['to'] == self._identity:  # and not another process, which had its port before
+            self._accept(Path('back', socket, prefix), words, frames[1:])
 
     def _accept(self, path: Path, words: Head, buffers: Frames) -> None:
-        """Takes a message, or a question what has arrived, and answers it."""
-        view, source = words['view'], words['from']
-        arrivals = self._arrivals.setdefault((view, source), Arrivals())
-        if words['kind'] == 'message' and arrivals.new(words['number']):
-            with self._changed:
-                self._mail[view, source, words['step'], words['tag']] = buffers
-                self._changed.notify_all()
-        if path.socket is self._listener:
-            self._paths.setdefault(('back', path.prefix[0].decode()), path)
-        asked = {'path': words.get('path'), 'asked': words.get('asked')}
-        answer = {'kind': 'has', 'view': view, 'from': self.process, **asked, **arrivals.has()}
-        put(path.socket, *path.prefix, answer)
+        """Takes a message, a question what has arrived, or the answer to one."""
+        delivery, view = self._delivery(words['from']), words['view']
+        if words['kind'] == 'has':
+            delivery.confirm(words)
+        elif view >= self._view.number:
+            if path.socket is self._listener and path.name not in (p.name for p in delivery.paths):
+                delivery.paths.insert(-1, path)
+            if delivery.answer(path, words):
+                source = int(words['from'].partition('.')[0])
+                with self._changed:
+                    self._mail[view, source, words['step'], words['tag']] = buffers
+                    self._changed.notify_all()
 
     def _obey(self, words: Head) -> None:
         """Acts on what the switch says."""
@@ -366,13 +360,13 @@ class Peer:
             if self._inside and not (state['on'] and state['view'] == self._view.number):
                 self._inside, self._why = False, state['why']
                 self.progress()
-            if members.get(self.process, [''])[0] == self._once and self._ready:
+            if members.get(self.process, [''])[0] == self._identity and self._ready:
                 if state['view'] > self._view.number:
                     self._enter(state['view'], members)
             elif not state['on']:
                 self._seen = state['view']
-            for process in self._left & self._deliveries.keys():
-                self._deliveries[process].sent.clear()
+            for identity in [m[0] for i, m in self._places.items() if i in self._left]:
+                self._delivery(identity).sent.clear()
             self._changed.notify_all()
 
     def _enter(self, number: int, members: dict[int, list[Any]]) -> None:
@@ -381,27 +375,25 @@ class Peer:
         self._view, self._seen = View(number, tuple(sorted(members)), values), number
         self._inside, self._ready = True, False
         self.progress()
-        present = {identity for identity, *_ in members.values()}
-        for name, identity in [key for key in self._paths if key[1] not in present]:
-            path = self._paths.pop((name, identity))
-            if name == 'link':
-                self._sockets.drop(path.socket)
-        self._places, self._deliveries = members, {}
+        self._places = members
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] >= number}
-        self._arrivals = {key: a for key, a in self._arrivals.items() if key[0] >= number}
+        for identity in self._deliveries.keys() - {identity for identity, *_ in members.values()}:
+            for path in self._deliveries.pop(identity).paths:
+                if path.name == 'link':
+                    self._sockets.drop(path.socket)
+        for delivery in self._deliveries.values():
+            delivery.begin(number)
 
-    def _delivery(self, to: int) -> Delivery:
-        """The messages to a process, and the ways by which they go."""
-        if to not in self._deliveries:
-            identity, address, _ = self._places[to]
+    def _delivery(self, identity: str, address: str = '') -> Delivery:
+        """The messages to and from a process, to which this one connects where it has an address."""
+        if identity not in self._deliveries:
+            last = Path('switch', self._data, (identity.encode() + DATA,), True)
+            self._deliveries[identity] = Delivery(self._identity, identity, last)
+            self._deliveries[identity].begin(self._view.number)
+        delivery = self._deliveries[identity]
+        if address and delivery.paths[0].name != 'link':
+            key, name = self._sockets.keys.listener.public, self._identity.encode()
+            link = self._sockets.calling(address, key, name, self.terms.silent / CUT)
+            delivery.paths.insert(0, Path('link', link))
             self._hurry = time.monotonic() + BEAT
-            if address and ('link', identity) not in self._paths:
-                key, name = self._sockets.keys.listener.public, self._once.encode()
-                link = self._sockets.calling(address, key, name, self.terms.silent / CUT)
-                self._paths['link', identity] = Path(link)
-            self._paths['switch', identity] = Path(self._data, (identity.encode() + DATA,), True)
-            keys = [(name, identity) for name in ('link', 'back', 'switch')]
-            paths = lambda: {key[0]: self._paths[key] for key in keys if key in self._paths}
-            words = {'view': self._view.number, 'from': self.process, 'to': identity}
-            self._deliveries[to] = Delivery(paths, words)
-        return self._deliveries[to]
+        return delivery
