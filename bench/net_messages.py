@@ -26,12 +26,13 @@ from pathlib import Path
 import emulated_network
 import numpy as np
 
-from jaxmp.net.address import listen, reach
+from jaxmp.net.address import reach
 from jaxmp.net.arrays import aligned, buffers, filled
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms
+from jaxmp.runtimes.world import listen
 from jaxmp.training.summary import provenance
 
 SIZES = {'64 KiB': (1 << 16, 100), '4 MiB': (1 << 22, 20)}

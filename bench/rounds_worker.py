@@ -20,11 +20,12 @@ from workers import interfaces, serve
 from jaxmp import data
 from jaxmp.config import complete
 from jaxmp.exchange import AXIS, bytes_of
-from jaxmp.net.connect import Hosted, names_of
+from jaxmp.net.connect import names_of
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.member import Member
 from jaxmp.net.peer import Peer
+from jaxmp.net.switch import Hosted
 from jaxmp.net.views import Terms
 from jaxmp.plugins import load
 from jaxmp.runtimes.placement import device_mesh, open_links
@@ -71,7 +72,7 @@ class Worker:
         """Replicas that meet by a switch, beside the first of them."""
         where, keys = emulated_network.address(0), keys_of('bench')
         if self.me == 0:
-            Hosted(keys, where, port, lambda line: None)
+            Hosted(keys, where, port)
         terms = Terms(names_of(range(self.n), 'replica'), self.n, PATIENCE, PATIENCE)
         trainer = ElasticTrainer(exp, self.me, Path(tempfile.mkdtemp()))
         trainer.meetings.member = Member(Peer((where, port), keys, self.me, terms))

@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 
 from jaxmp.net import guard
 from jaxmp.net.address import TOKEN, ProcessGroupError, secret
-from jaxmp.net.connect import Hosted
 from jaxmp.net.keys import keys_of
 from jaxmp.net.signals import leave_closed_terminal, stopping
+from jaxmp.net.switch import Hosted
 
 PATIENCE = 60.0  # seconds in which all processes must save and end after a signal
 NOTICE = 6.0  # seconds after a failure in which the others say why they end, before SIGTERM

@@ -18,11 +18,12 @@ import pytest
 
 from jaxmp import data
 from jaxmp.exchange import pieces
-from jaxmp.net.connect import Address, Hosted, names_of
+from jaxmp.net.connect import Address, names_of
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.member import BehindError, Member, Welcome
 from jaxmp.net.peer import Peer
+from jaxmp.net.switch import Hosted
 from jaxmp.net.views import Terms
 from jaxmp.training import elastic, experiment, loop
 from tests.runs import config_of, known_model, pids, start, text_of

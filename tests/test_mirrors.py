@@ -1,5 +1,7 @@
 """Both ends of a boundary remember alike, and if not, a line says where and they do again."""
 
+import re
+import subprocess
 import threading
 
 import jax
@@ -15,7 +17,8 @@ from jaxmp.runtimes.placement import Elsewhere
 from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import loop
-from tests.runs import SMALL, config_of
+from tests.runs import ENV, SMALL, command, config_of, records
+from tests.test_net_faults import free_port
 
 X = (8, 3, 6)
 CTX = Ctx(jax.random.key(0), ids=jnp.arange(8), tokens=jnp.arange(24).reshape(8, 3), microbatch=0)
@@ -132,3 +135,84 @@ def test_a_run_compares_its_ends(monkeypatch):
     assert line.startswith('boundary 1 forward: after step 4 its two ends remember different')
     jax.tree.map(np.testing.assert_array_equal, first.right_tx, second.left_rx)
     jax.tree.map(np.testing.assert_array_equal, first.right_rx, second.left_tx)
+
+
+STEPPED = """
+import jax.numpy as jnp
+import jaxmp
+from jaxmp.wire import samples
+
+
+def stepped() -> jaxmp.Codec:
+    \"\"\"255 steps from the least to the largest: a product that rounds, and a sum.\"\"\"
+
+    def encode(x, ctx):
+        rows = samples(x).astype(jnp.float32)
+        low = rows.min(1, keepdims=True)
+        step = (rows.max(1, keepdims=True) - low) / 255 + 1e-9
+        return {'codes': jnp.round((rows - low) / step).astype(jnp.uint8), 'low': low, 'step': step}
+
+    def decode(message, like, ctx):
+        values = message['codes'].astype(jnp.float32) * message['step'] + message['low']
+        return values.reshape(like.shape).astype(like.dtype)
+
+    return jaxmp.Codec(encode, decode)
+"""
+
+
+def unlike_ends(folder, isa, steps, **changes):
+    """What two processes say, of which the second compiles for ``isa``, and their statuses."""
+    changes = {
+        'runtime': 'mpmd',
+        'model': 'lenet',
+        'num_microbatches': 2,
+        'steps': steps,
+        **changes,
+    }
+    changes |= {'eval_every': f'{steps} steps', 'checkpoint_every': f'{steps} steps'}
+    place = [f'--coordinator=127.0.0.1:{free_port()}', '--processes=2', '--silent=20']
+    run = [*command(folder, **changes), *place]
+    flags = '', f'--xla_cpu_max_isa={isa}'
+    started = [
+        subprocess.Popen(
+            [*run, f'--process={i}'],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**ENV, 'XLA_FLAGS': flags[i]},
+        )
+        for i in range(2)
+    ]
+    try:
+        texts = [p.communicate(timeout=200)[0].decode() for p in started]
+    finally:
+        for p in started:
+            p.kill()
+    return texts, [p.returncode for p in started]
+
+
+@pytest.mark.slow
+def test_ends_of_which_one_has_no_fused_multiply_add_part_and_go_on(tmp_path):
+    """Below AVX2 there is none: a decoder that rounds twice parts, `top_k` and `rotate` do not."""
+    (tmp_path / 'stepped.py').write_text(STEPPED)
+    own = {'codecs': tmp_path / 'stepped.py', 'fwd': 'ef21(stepped())', 'bwd': 'ef21(top_k(0.3))'}
+    texts, codes = unlike_ends(tmp_path / 'run', 'AVX', 2 * mirrors.EVERY, **own)
+    assert codes == [0, 0], texts
+    said = [re.findall(r'(boundary .*): after step (\d+) its two ends remember', t) for t in texts]
+    every = [('boundary 1 forward', str(k * mirrors.EVERY)) for k in (1, 2)]
+    assert said[0] == every, texts
+    rotated = {'fwd': 'ef21(rotate(uniform(4)))', 'bwd': 'ef21(fp16)'}
+    texts, codes = unlike_ends(tmp_path / 'exact', 'AVX', mirrors.EVERY, **rotated)
+    assert codes == [0, 0], texts
+    assert 'its two ends remember' not in texts[0] + texts[1]
+    assert records(tmp_path / 'exact')[-1]['step'] == mirrors.EVERY
+
+
+@pytest.mark.slow
+def test_an_end_that_cannot_compile_a_channel_is_named(tmp_path):
+    """SSE4.2 has no conversions of float16: the first run of such ends stood still."""
+    texts, codes = unlike_ends(tmp_path, 'SSE4_2', 100, fwd='ef21(block(4, 32))', bwd='ef21(fp16)')
+    assert codes == [1, 1]
+    for text in texts:
+        assert 'process 1 (stage 1) computes other numbers than process 0 (stage 0), in f' in text
+        assert 'JaxRuntimeError' in text
+        assert 'XLA_FLAGS' in text

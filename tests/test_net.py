@@ -23,7 +23,7 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.register import GRACE, RETURN, Register
-from jaxmp.net.sockets import HANDSHAKE
+from jaxmp.net.sockets import HANDSHAKE, Sockets, address_of, put
 from jaxmp.net.spare import take_part
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import LOST, Terms, ViewChangedError, nobody
@@ -454,6 +454,29 @@ def test_arrivals_and_delivery_by_themselves(monkeypatch):
     assert not came.new(2)
     assert came.new(1)
     assert came.has() == {'below': 3, 'and': []}
+
+
+def test_a_connection_that_an_earlier_message_closes_is_not_read():
+    """As where the switch says that a process has gone whose last message is there, too."""
+    heard, told = Sockets(KEYS), Sockets(KEYS)
+    port = heard.listening(KEYS.listener, '127.0.0.1')
+    ends = [
+        told.calling(address_of(port), KEYS.listener.public, name, 20.0) for name in (b'a', b'b')
+    ]
+    came, dropped, end = set(), [], time.monotonic() + 10
+    while len(came) < 2 and time.monotonic() < end:
+        for call in ends:
+            put(call, {})
+        came |= {frames[0].bytes for _, frames in heard.arrived(0.1)}
+    for name in came:
+        put(port, name, {'kind': 'state'})
+    time.sleep(0.5)  # both are there
+    for call, _ in told.arrived(1.0):
+        dropped.append(ends[call is ends[0]])
+        told.drop(dropped[-1])
+    assert len(dropped) == 1
+    for sockets in (heard, told):
+        sockets.close()
 
 
 # Strangers.

@@ -154,7 +154,7 @@ def test_where_process_0_listens(monkeypatch):
         'debian': '', 'far': '', 'nobody': '',
     }  # fmt: skip
     for own in ('127.0.0.1', ''):
-        with address.listen(own, 0) as server:
+        with world.listen(own, 0) as server:
             assert (server.getsockname()[0] in ('::', '0.0.0.0')) == (not own)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import ipaddress
 import os
 import socket
@@ -44,19 +43,14 @@ def secret(file: str | None) -> str:
     Raises:
       ProcessGroupError: if the file cannot be read or is empty.
     """
-    if file is None:
-        return _bare(os.environ.get(TOKEN, ''))
     try:
-        text = _bare(Path(file).read_text(encoding='utf-8'))
+        text = Path(file).read_text(encoding='utf-8') if file else os.environ.get(TOKEN, '')
     except (OSError, ValueError) as error:
         raise ProcessGroupError(f'cannot read the token file: {error}; give a text file') from error
-    if not text:
+    text = text.strip().strip('\ufeff').strip()
+    if file and not text:
         raise ProcessGroupError(f'the token file {file} is empty; write a random text to it')
     return text
-
-
-def _bare(text: str) -> str:
-    return text.strip().strip('\ufeff').strip()
 
 
 def token_of(file: str | None, host: str) -> str:
@@ -72,12 +66,6 @@ def token_of(file: str | None, host: str) -> str:
             f'secret text, by the environment variable {TOKEN} or by --token_file'
         )
     return token
-
-
-def matches(a: str, b: str) -> bool:
-    """Whether two secrets are equal, in a time that does not tell where they differ."""
-    # JSON can contain unpaired surrogates.
-    return hmac.compare_digest(*(text.encode(errors='backslashreplace') for text in (a, b)))
 
 
 def is_loopback(host: str) -> bool:
@@ -110,22 +98,6 @@ def own_address(host: str) -> str:
             trial.bind(address)
             return str(address[0])
     return ''
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on ``address``, or on all addresses for ''.
-
-    Raises:
-      ProcessGroupError: if the port is in use.
-    """
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ':' in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family, dualstack_ipv6=both)
-    except OSError as error:
-        raise ProcessGroupError(
-            f'port {port} cannot be used: {error}; give another coordinator port'
-        ) from error
 
 
 def reach(address: tuple[str, int], patience: float, wrong: str, advice: str) -> socket.socket:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxmp.net.address import host_and_port, own_address, token_of
+from jaxmp.net.address import host_and_port, token_of
 from jaxmp.net.group import LONG, ProcessGroup
-from jaxmp.net.keys import Keys, keys_of
+from jaxmp.net.keys import keys_of
 from jaxmp.net.launchers import check_alone, place_of
-from jaxmp.net.peer import LEAVING, Peer
-from jaxmp.net.switch import Switch
+from jaxmp.net.peer import Peer
+from jaxmp.net.switch import Hosted
 from jaxmp.net.views import Terms
 
 START = 50.0  # seconds in which all processes have to come
@@ -71,7 +71,7 @@ def connect(
     names, process = names_of([owner[part] for part in parts], what), int(address.process or 0)
     keys = keys_of(token_of(address.token_file, host))
     terms = Terms(names, len(names), START, address.silent, address.back)
-    switch = Hosted(keys, host, port, lambda line: None) if process == 0 else None
+    switch = Hosted(keys, host, port) if process == 0 else None
     end = ender(names[process], LAST if switch else 0.0)
     about = {**json.loads(json.dumps(about)), 'processes': len(names)}
     peer = Peer((host, port), keys, process, terms, about, end, inside=names[0])
@@ -137,30 +137,11 @@ def names_of(owners: Sequence[int], what: str = 'stage') -> tuple[str, ...]:
     return tuple(one(p, row) for p, row in enumerate(rows))
 
 
-class Hosted:
-    """A switch in a thread of this process, at ``port``."""
-
-    def __init__(self, keys: Keys, host: str, port: int, say: Callable[[str], None]) -> None:
-        """Serves; see `Switch`."""
-        self._switch = Switch(keys, own_address(host), port, say)
-        self.port = self._switch.port
-        self._thread = threading.Thread(target=self._switch.serve, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends once all processes have left, or after some seconds."""
-        end = time.monotonic() + LEAVING
-        while self._switch.busy and time.monotonic() < end:
-            time.sleep(0.02)
-        self._switch.stop()
-        self._thread.join(LEAVING)
-
-
 @contextlib.contextmanager
 def processes(count: int, **terms: float) -> Iterator[list[ProcessGroup]]:
     """Groups of this process, as so many have them; their messages go by the network."""
     host, keys = '127.0.0.1', keys_of(secrets.token_hex())
-    switch = Hosted(keys, host, 0, lambda line: None)
+    switch = Hosted(keys, host, 0)
     agreed = Terms(names_of(range(count)), count, **terms)
     peers = [Peer((host, switch.port), keys, i, agreed) for i in range(count)]
     try:

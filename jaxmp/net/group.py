@@ -37,14 +37,14 @@ class ProcessGroup:
         self.after: list[Callable[[], object]] = []
         self.index, self.count = peer.process if peer else 0, len(self.view.members)
         self.names = (peer.terms if peer else ALONE).names
-        self._step, self._calls = 0, Counter[str]()
+        self._decisions = 0
+        self.begin(0)
 
     # Messages.
 
     def begin(self, step: int) -> None:
         """Says that what follows belongs to a step; all begin the same steps."""
-        self._step = step
-        self._calls = Counter({'decision': self._calls['decision']})
+        self._step, self._calls = step, Counter[str]()
 
     def again(self) -> None:
         """Waits for the next view, in which all make their calls from the first one on.
@@ -53,8 +53,8 @@ class ProcessGroup:
           ProcessGroupError: if the run has ended, as where a process that is lost does not return.
         """
         assert self.peer
-        self.view = self.peer.ready()
-        self._step, self._calls = 0, Counter[str]()
+        self.view, self._decisions = self.peer.ready(), 0
+        self.begin(0)
 
     def address(self, tag: str) -> Address:
         """The address of the next message under ``tag``, which both its ends count."""
@@ -85,9 +85,11 @@ class ProcessGroup:
         one = lambda i: memoryview(content) if i == self.index else self.receive(i, address)[0]
         return [one(i) for i in members]
 
+    # Decisions.
+
     def to_first(self, pieces: Sequence[Any]) -> list[Sequence[Any]] | None:
         """The pieces of all members, bytes, at the first one; None at the others."""
-        (first, *others), address = self.view.members, self.address('to the first,')
+        (first, *others), address = self.view.members, self._decision()
         if self.index == first:
             return [pieces, *(self.receive(i, address) for i in others)]
         self.send(first, address, *pieces)
@@ -95,31 +97,25 @@ class ProcessGroup:
 
     def from_first(self, rows: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
         """The pieces, of those by member that the first one has, that are for this process."""
-        (first, *others), address = self.view.members, self.address('from the first,')
+        (first, *others), address = self.view.members, self._decision()
         if rows is None:
             return self.receive(first, address)
         for other, pieces in zip(others, rows[1:], strict=True):
             self.send(other, address, *pieces)
         return rows[0]
 
-    # Decisions.
+    def _decision(self) -> Address:
+        self._decisions += 1
+        return self.view, DECISION, f'decision {self._decisions}'
 
     def gathered(self, content: bytes) -> list[bytes]:
         """The bytes of all members, in their order.
 
         The first member gathers them, so that n members send 2 (n - 1) messages.
         """
-        if self.count == 1:
-            return [content]
-        (first, *others), (view, _, tag) = self.view.members, self.address('decision')
-        address = view, DECISION, tag
-        if self.index != first:
-            self.send(first, address, content)
-            return [bytes(row) for row in self.receive(first, address)]
-        rows = [content, *(bytes(self.receive(i, address)[0]) for i in others)]
-        for other in others:
-            self.send(other, address, *rows)
-        return rows
+        rows = self.to_first([content])
+        every = rows and [[piece for [piece] in rows]] * self.count
+        return list(map(bytes, self.from_first(every)))
 
     def share(self, value: Any) -> list[Any]:
         """The JSON values of all members, in their order."""

@@ -83,7 +83,6 @@ class Peer:
         self._listener = self._sockets.listening(keys.listener, own) if direct else None
         self._control = self._sockets.calling(*place, name, terms.silent)
         self._data = self._sockets.calling(*place, name + DATA, terms.silent)
-        self._bell, self._ring = self._sockets.bell()
         address = address_of(self._listener) if self._listener else ''
         self._about: Head = {'terms': terms, 'about': dict(about), 'address': address}
         self._tasks, self._changed = deque[Callable[[], Any]](), threading.Condition()
@@ -193,8 +192,7 @@ class Peer:
         try:
             yield
         finally:
-            self._phase, self._limit = before
-            self.progress()
+            self.announce(*before)
 
     @contextlib.contextmanager
     def waiting(self, step: int, source: int, tag: str) -> Iterator[None]:
@@ -254,9 +252,8 @@ class Peer:
     def _do(self, task: Callable[[], Any]) -> None:
         """Runs ``task`` in the thread of the sockets."""
         with self._changed:
-            if not self._ring.closed:
-                self._tasks.append(task)
-                put(self._ring, b'')
+            self._tasks.append(task)
+            self._sockets.ring()
 
     # The thread of the sockets.
 
@@ -317,8 +314,6 @@ class Peer:
 
     def _take(self, socket: zmq.Socket, frames: Frames) -> None:
         """Acts on a message of the switch or of another process."""
-        if socket is self._bell:
-            return
         prefix = ()
         if socket in (self._listener, self._data):  # the first frame says from whom
             prefix, frames = (frames[0].bytes,), frames[1:]
@@ -342,18 +337,13 @@ class Peer:
                     self._mail[view, source, words['step'], words['tag']] = buffers
                     self._changed.notify_all()
 
-    def _obey(self, words: Head) -> None:
-        """Acts on what the switch says."""
+    def _obey(self, state: Head) -> None:
+        """Acts on what the switch says: ends, or enters or leaves a view."""
         self._heard = time.monotonic()
-        if words['kind'] == 'failed':
-            self._stop(words['why'])
-        elif words['kind'] == 'bye':
-            self._closed.set()
-        else:
-            self._see(words)
-
-    def _see(self, state: Head) -> None:
-        """Enters or leaves a view, as the switch says it is."""
+        if state['kind'] == 'failed':
+            return self._stop(state['why'])
+        if state['kind'] == 'bye':
+            return self._closed.set()
         members = dict(state.get('members', ()))
         with self._changed:
             self._known, self._left = True, set(state['left'])
@@ -367,7 +357,7 @@ class Peer:
                 self._seen = state['view']
             for identity in [m[0] for i, m in self._places.items() if i in self._left]:
                 self._delivery(identity).sent.clear()
-            self._changed.notify_all()
+            return self._changed.notify_all()
 
     def _enter(self, number: int, members: dict[int, list[Any]]) -> None:
         """Begins a view."""
@@ -385,7 +375,7 @@ class Peer:
             delivery.begin(number)
 
     def _delivery(self, identity: str, address: str = '') -> Delivery:
-        """The messages to and from a process, to which this one connects where it has an address."""
+        """The messages to and from a process, to which this one connects if it has an address."""
         if identity not in self._deliveries:
             last = Path('switch', self._data, (identity.encode() + DATA,), True)
             self._deliveries[identity] = Delivery(self._identity, identity, last)

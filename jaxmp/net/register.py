@@ -4,9 +4,10 @@ It has no sockets and no clock. `take` and `look` change it, and what they want 
 
 A process says each second that it is `here`, and what it does; `bye` when it has finished; `fail`
 with a cause that ends all. A `spare` process asks for the number of one that does not come back. A
-view begins when all who are present are ready, and ends when a member
-is lost or begins again, or another process comes. Each message says all that is so, so that a lost
-one does no harm: a switch that was killed and started again learns the view from its members.
+view begins when all who are present are ready, and ends when a member is lost or begins again, or
+another process comes. After each message and each look, all are told what has changed. Each message
+says all that is so, so that a lost one does no harm: a switch that was killed and started again
+learns the view from its members.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Seat:
       heard: when that came.
       lost: when its connection was lost.
       rival: another process of the same number, and when it came.
+      told: the state that it was told last, and when.
     """
 
     identity: bytes
@@ -41,6 +43,7 @@ class Seat:
     heard: float
     lost: float | None = None
     rival: tuple[bytes, float] | None = None
+    told: tuple[Message, float] = {}, 0.0
 
 
 class Register:
@@ -54,7 +57,7 @@ class Register:
 
     def __init__(self, say: Callable[[str], None] = print) -> None:
         """Nobody is present; ``say`` is called with a line for whatever happens."""
-        self.say, self.number, self.seen, self.told = say, 0, 0.0, 0.0
+        self.say, self.number, self.seen = say, 0, 0.0
         self.out: deque[tuple[bytes, Message]] = deque()
         self.failed: dict[bytes, str] = {}
         self._reset()
@@ -87,6 +90,7 @@ class Register:
             self.out.append((identity, {'kind': 'bye'}))
             if known:
                 self._leave(i, now)
+        self._settle(now)
 
     def _here(self, i: int, identity: bytes, message: Message, now: float) -> None:
         """Gives a process its seat, or says why not."""
@@ -102,32 +106,31 @@ class Register:
         if seat and seat.identity != identity:
             if seat.lost is None:
                 seat.rival = seat.rival or (identity, now)
-                return self._tell(i)  # which shows whether it is reachable
+                seat.told = {}, 0.0  # to tell it something shows whether it is reachable
+                return None
             self._remove(i, 'was started again', now)
             seat = None
         if seat and seat.rival and now - seat.rival[1] > GRACE / 2:
             why, rival, seat.rival = 'give each its own number', seat.rival[0], None
             return self.fail(f'two processes are {self._name(i)}; {why}', rival)
-        self.seats[i] = Seat(identity, message, now, None, seat and seat.rival)
+        seat = self.seats.setdefault(i, Seat(identity, message, now))
+        seat.said, seat.heard, seat.lost = message, now, None
         if message['members'] and message['view'] > self.number:  # of a switch before this one
             self.on, self.began, self.since, self.left = True, True, now, set(message['left'])
             self.members = dict(message['members'])
             self.say(f'view {message["view"]} goes on at a new switch')
         self.number = max(self.number, message['view'])
-        self._begin(now)
-        return None if seat else self._tell(i)
+        return None
 
     def _leave(self, i: int, now: float) -> None:
         """A process has finished."""
         member = self._inside(i)
         del self.seats[i]
-        if not self.seats:
-            return self._reset()
         self.left.add(i)
-        if member and self.terms.least < len(self.terms.names):
+        if not self.seats:
+            self._reset()
+        elif member and self.terms.least < len(self.terms.names):
             self._end(f'{self._name(i)} has left', now)
-        self._tell_all()
-        return self._begin(now)
 
     # Views.
 
@@ -151,14 +154,12 @@ class Register:
         for i, seat in ((i, self.seats[i]) for i in ready):
             self.members[i] = [seat.identity.decode(), seat.said['address'], seat.said['value']]
         self.say(f'view {self.number}: {listed(map(self._name, ready))}')
-        self._tell_all()
 
     def _end(self, why: str, now: float) -> None:
         """Ends the view, if one is under way."""
         if self.on:
             self.on, self.why, self.since = False, why, now
             self.say(f'view {self.number} has ended: {why}')
-            self._tell_all()
 
     def _remove(self, i: int, why: str, now: float) -> None:
         """Gives a process up."""
@@ -188,7 +189,7 @@ class Register:
     # Time.
 
     def look(self, now: float) -> None:
-        """Gives up who is lost, silent or does nothing, and begins what can begin."""
+        """Gives up who is lost, is silent or does nothing."""
         if now - self.seen > SUSPENDED:
             for seat in self.seats.values():
                 seat.heard = now
@@ -207,23 +208,18 @@ class Register:
         if missing and now - self.since > RETURN:
             self._end(f'{listed(map(self._name, missing))} did not come to the new switch', now)
         self._watch(now)
-        self._begin(now)
-        self._count(now)
-        if now - self.told > BEAT:  # which also finds the connections that are lost
-            self.told = now
-            self._tell_all()
+        self._settle(now)
 
     def _watch(self, now: float) -> None:
         """Gives up those for whom nothing goes on; a line says what they owe."""
         work = {i: _work(seat.said) for i, seat in self.seats.items() if not seat.said['ready']}
         guilty, why = blamed(work, self.terms.names)
         if len(guilty) > 1:  # each may be waiting for the other
-            return self.fail(why)
+            self.fail(why)
         for i in guilty & self.seats.keys():
             identity, short = self.seats[i].identity, why.removeprefix(f'{self._name(i)} ')
             self._remove(i, short, now)
             self.fail(why, identity)
-        return None
 
     def _count(self, now: float) -> None:
         """Ends all if those who are absent do not come."""
@@ -244,17 +240,18 @@ class Register:
 
     # What a process is told.
 
-    def _tell_all(self) -> None:
-        for i in self.seats:
-            self._tell(i)
-
-    def _tell(self, i: int) -> None:
-        """Tells a process the state, with the members where it does not know the view."""
-        seat, left = self.seats[i], sorted(self.left)
-        state = {'kind': 'state', 'view': self.number, 'on': self.on, 'why': self.why, 'left': left}
-        if self.on and seat.said['view'] != self.number:
-            state['members'] = [*self.members.items()]
-        self.out.append((seat.identity, state))
+    def _settle(self, now: float) -> None:
+        """Begins what can begin, ends what cannot; tells all who do not know it yet."""
+        self._begin(now)
+        self._count(now)
+        words = {'kind': 'state', 'view': self.number, 'on': self.on, 'why': self.why}
+        state = {**words, 'left': sorted(self.left)}
+        for seat in self.seats.values():
+            last, when = seat.told
+            if state != last or now - when > BEAT:  # which also finds connections that are lost
+                seat.told, known = (state, now), seat.said['view'] == self.number
+                members = {'members': [*self.members.items()]} if self.on and not known else {}
+                self.out.append((seat.identity, {**state, **members}))
 
     def _inside(self, i: int) -> bool:
         """Whether a process that is present is a member, and not another one in its place."""

@@ -37,14 +37,20 @@ def address_of(socket: zmq.Socket) -> str:
 
 
 class Sockets:
-    """Sockets in a context of their own, since a context has one door (RFC 27, ZAP)."""
+    """Sockets in a context of their own, since a context has one door (RFC 27, ZAP).
+
+    All are for one thread, but for `ring`, with which another one ends the wait of `arrived`.
+    """
 
     def __init__(self, keys: Keys) -> None:
-        """Opens the door, which `answer` serves."""
+        """Opens the door, which `answer` serves, and hangs up the bell."""
         self.keys, self.context = keys, zmq.Context()
-        self.poller, self.sockets = zmq.Poller(), []
+        self.poller = zmq.Poller()
         self.door = self._new(zmq.REP)
         self.door.bind('inproc://zeromq.zap.01')
+        self.bell, self.rope = self._new(zmq.PULL), self._new(zmq.PUSH)
+        self.bell.bind('inproc://bell')
+        self.rope.connect('inproc://bell')
 
     def _new(self, kind: int, **options: int | bytes) -> zmq.Socket:
         socket = self.context.socket(kind)
@@ -53,7 +59,6 @@ class Sockets:
         for name, value in {**common, **keep, **options}.items():
             setattr(socket, name, value)
         self.poller.register(socket, zmq.POLLIN)
-        self.sockets.append(socket)
         return socket
 
     def listening(self, pair: Pair, host: str, port: int | str = '*') -> zmq.Socket:
@@ -91,12 +96,10 @@ class Sockets:
         socket.connect(address)
         return socket
 
-    def bell(self) -> tuple[zmq.Socket, zmq.Socket]:
-        """Two ends, of which another thread may use the second to end the wait of `arrived`."""
-        heard, rung = self._new(zmq.PULL), self._new(zmq.PUSH)
-        heard.bind('inproc://bell')
-        rung.connect('inproc://bell')
-        return heard, rung
+    def ring(self) -> None:
+        """Ends the wait of `arrived`; one thread at a time may do so."""
+        if not self.rope.closed:
+            put(self.rope, b'')
 
     def answer(self) -> None:
         """Answers the door: the key of a caller is let in, every other one is refused."""
@@ -106,24 +109,23 @@ class Sockets:
         self.door.send_multipart([version, request, *status, b'', b''])
 
     def arrived(self, seconds: float) -> Iterator[tuple[zmq.Socket, Frames]]:
-        """The messages that come within some seconds, the door's excepted."""
+        """The messages that come within some seconds, except those of door and bell."""
         for socket, _ in self.poller.poll(round(1e3 * seconds)):
             if socket is self.door:
                 self.answer()
-            else:
-                yield socket, socket.recv_multipart(copy=False)
+            elif not socket.closed:  # as what an earlier message led to may have done
+                frames = socket.recv_multipart(copy=False)
+                if socket is not self.bell:
+                    yield socket, frames
 
     def drop(self, socket: zmq.Socket) -> None:
         """Closes a socket."""
         self.poller.unregister(socket)
-        self.sockets.remove(socket)
         socket.close()
 
     def close(self) -> None:
         """Closes all sockets, after what was sent has left or `LINGER` is over."""
-        for socket in self.sockets:
-            socket.close()
-        self.context.term()
+        self.context.destroy(LINGER)
 
 
 def put(socket: zmq.Socket, *frames: Any) -> bool:

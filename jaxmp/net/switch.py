@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable
 
+from jaxmp.net.address import own_address
 from jaxmp.net.keys import Keys
 from jaxmp.net.register import Register
 from jaxmp.net.sockets import DATA, Frames, Sockets, address_of, put
 
 TICK = 0.25  # seconds between two looks at the time
+LEAVING = 5.0  # seconds to wait for the processes at the end
 
 
-def said_aside(say: Callable[[str], None]) -> Callable[[str], None]:
+def said_aside(say: Callable[[str], object]) -> Callable[[str], None]:
     """``say`` in a thread of its own: a log that takes no more lines does not stop the switch."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -37,7 +39,7 @@ class Switch:
     """The switch of one run after another; `serve` runs until `stop`."""
 
     def __init__(
-        self, keys: Keys, host: str, port: int, say: Callable[[str], None] = print
+        self, keys: Keys, host: str, port: int, say: Callable[[str], object] = print
     ) -> None:
         """Listens.
 
@@ -64,11 +66,6 @@ class Switch:
             self._speak()
         self._sockets.close()
 
-    @property
-    def busy(self) -> bool:
-        """Whether processes are present."""
-        return bool(self._register.seats)
-
     def stop(self) -> None:
         """Ends `serve` within a fraction of a second."""
         self._running = False
@@ -88,3 +85,23 @@ class Switch:
             identity, message = self._register.out.popleft()
             if not put(self._port, identity, message):
                 self._register.unreachable(identity, time.monotonic())
+
+
+class Hosted(Switch):
+    """A switch in a thread of this process, at the address by which `host` reaches it."""
+
+    def __init__(
+        self, keys: Keys, host: str, port: int, say: Callable[[str], object] = lambda line: None
+    ) -> None:
+        """Serves; see `Switch`."""
+        super().__init__(keys, own_address(host), port, say)
+        self._thread = threading.Thread(target=self.serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends once all processes have left, or after some seconds."""
+        end = time.monotonic() + LEAVING
+        while self._register.seats and time.monotonic() < end:
+            time.sleep(0.02)
+        self.stop()
+        self._thread.join(LEAVING)
