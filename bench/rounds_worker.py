@@ -23,7 +23,6 @@ from jaxmp.exchange import AXIS, bytes_of
 from jaxmp.net.connect import names_of
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
-from jaxmp.net.member import Member
 from jaxmp.net.peer import Peer
 from jaxmp.net.switch import Hosted
 from jaxmp.net.views import Terms
@@ -33,6 +32,7 @@ from jaxmp.training import replicas
 from jaxmp.training.elastic import ElasticTrainer
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.groups import exchanged
+from jaxmp.training.member import Member
 from jaxmp.training.trainer import Trainer
 
 PATIENCE = 120.0

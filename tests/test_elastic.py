@@ -21,11 +21,11 @@ from jaxmp.exchange import pieces
 from jaxmp.net.connect import Address, names_of
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
-from jaxmp.net.member import BehindError, Member, Welcome
 from jaxmp.net.peer import Peer
 from jaxmp.net.switch import Hosted
 from jaxmp.net.views import Terms
 from jaxmp.training import elastic, experiment, loop
+from jaxmp.training.member import BehindError, Member, Welcome
 from tests.runs import config_of, known_model, pids, start, text_of
 
 KEYS = keys_of('secret')

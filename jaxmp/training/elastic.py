@@ -25,7 +25,6 @@ from jaxmp.net.address import token_of
 from jaxmp.net.connect import Address, endpoint, names_of
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.keys import keys_of
-from jaxmp.net.member import BehindError, Member
 from jaxmp.net.peer import Peer
 from jaxmp.net.views import Terms
 from jaxmp.runtimes.replicated import Replicated
@@ -34,6 +33,7 @@ from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.fingerprint import fingerprint
 from jaxmp.training.loop import train_and_evaluate
 from jaxmp.training.meetings import Meetings
+from jaxmp.training.member import BehindError, Member
 from jaxmp.training.parallel import Build, apart
 from jaxmp.training.portable import Portable
 from jaxmp.training.step import Rules, TrainState
