@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from jaxmp.net.address import TOKEN, ProcessGroupError, host_and_port, own_address, token_of
+from jaxmp.net.address import TOKEN, ProcessGroupError, host_and_port, token_of
 from jaxmp.net.keys import keys_of
 from jaxmp.net.switch import Switch
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         host, port = host_and_port(args.address)
         keys = keys_of(token_of(args.token_file, host))
-        switch = Switch(keys, own_address(host), port, lambda text: print(text, flush=True))
+        switch = Switch(keys, host, port, lambda text: print(text, flush=True))
     except (ProcessGroupError, ValueError) as error:
         parser.error(str(error))
     with contextlib.suppress(KeyboardInterrupt):

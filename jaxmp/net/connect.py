@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.net.address import host_and_port, token_of
 from jaxmp.net.group import LONG, ProcessGroup
-from jaxmp.net.keys import keys_of
+from jaxmp.net.keys import Keys, keys_of
 from jaxmp.net.launchers import check_alone, place_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.switch import Hosted
@@ -66,15 +66,14 @@ def connect(
     """
     if address.processes == 1:
         return ProcessGroup()
-    host, port = endpoint(address)
+    switch_at, keys = entrance(address)
     owner = owners(1 + max(parts), int(address.processes or 0), what)
     names, process = names_of([owner[part] for part in parts], what), int(address.process or 0)
-    keys = keys_of(token_of(address.token_file, host))
     terms = Terms(names, len(names), START, address.silent, address.back)
-    switch = Hosted(keys, host, port) if process == 0 else None
+    switch = Hosted(keys, *switch_at) if process == 0 else None
     end = ender(names[process], LAST if switch else 0.0)
     about = {**json.loads(json.dumps(about)), 'processes': len(names)}
-    peer = Peer((host, port), keys, process, terms, about, end, inside=names[0])
+    peer = Peer(switch_at, keys, process, terms, about, end, inside=names[0])
     peer.announce('starting', LONG)
     group = ProcessGroup(peer, peer.ready())
     if switch:
@@ -107,6 +106,17 @@ def endpoint(address: Address) -> tuple[str, int]:
     if not 0 <= address.back < math.inf:
         raise ValueError(f'--back={address.back} is no time to wait; give 0 seconds or more')
     return host_and_port(coordinator)
+
+
+def entrance(address: Address) -> tuple[tuple[str, int], Keys]:
+    """Host and port of the switch, and the keys of the run.
+
+    Raises:
+      ProcessGroupError: if the secret is missing, or its file cannot be read.
+      ValueError: if the address is invalid.
+    """
+    host, port = endpoint(address)
+    return (host, port), keys_of(token_of(address.token_file, host))
 
 
 def owners(parts: int, processes: int, what: str = 'stage') -> list[int]:

@@ -121,18 +121,14 @@ class ProcessGroup:
         """The JSON values of all members, in their order."""
         return [json.loads(row) for row in self.gathered(json.dumps(value).encode())]
 
-    def gather(self, values: np.ndarray) -> np.ndarray:
-        """The values of all members, ``(n, ...)``, the same in all.
+    def total(self, values: np.ndarray) -> np.ndarray:
+        """The sum of the values of all members, in their order.
 
         Args:
           values: a small array of the same shape and dtype in all.
         """
         rows = self.gathered(values.tobytes())
-        return np.stack([np.frombuffer(row, values.dtype).reshape(values.shape) for row in rows])
-
-    def total(self, values: np.ndarray) -> np.ndarray:
-        """The sum of the values of all members, in their order."""
-        return np.sum(self.gather(values), 0)
+        return np.sum([np.frombuffer(r, values.dtype).reshape(values.shape) for r in rows], 0)
 
     def barrier(self) -> None:
         """Waits until all members have come here."""

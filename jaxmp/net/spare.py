@@ -6,12 +6,10 @@ import json
 import secrets
 import time
 
-from jaxmp.net.address import ProcessGroupError, reach, token_of
-from jaxmp.net.connect import START, Address, endpoint
-from jaxmp.net.keys import keys_of
+from jaxmp.net.address import ProcessGroupError, reach
+from jaxmp.net.connect import START, Address, entrance
 from jaxmp.net.peer import ANSWER
-from jaxmp.net.sockets import Sockets, put
-from jaxmp.net.sockets import endpoint as place
+from jaxmp.net.sockets import Sockets, endpoint, put
 from jaxmp.net.views import BEAT
 
 
@@ -33,11 +31,10 @@ def take_part(address: Address) -> Address | None:
             f'--process={address.process} and --back={address.back:g}: leave --process out, and '
             'give all the same --back, such as --back=60'
         )
-    at = endpoint(address._replace(process=0))
-    keys = keys_of(token_of(address.token_file, at[0]))
+    at, keys = entrance(address._replace(process=0))
     reach(at, START, 'nobody answers', 'start the run first, and check its port').close()
     sockets, name = Sockets(keys), f'-1.{secrets.token_hex(8)}'.encode()
-    socket = sockets.calling(place(*at), keys.switch.public, name, address.silent)
+    socket = sockets.calling(endpoint(*at), keys.switch.public, name, address.silent)
     last, patience, number = time.monotonic(), ANSWER, None
     while number is None and time.monotonic() - last < patience:
         put(socket, {'kind': 'spare'})
@@ -48,7 +45,7 @@ def take_part(address: Address) -> Address | None:
     sockets.close()
     if patience == ANSWER:
         raise ProcessGroupError(
-            f'the switch at {place(*at)} has not answered within {ANSWER:g} s: it has another '
+            f'the switch at {endpoint(*at)} has not answered within {ANSWER:g} s: it has another '
             'token, is stopped, or is no switch of this run'
         )
     return None if number is None else address._replace(process=number)

@@ -45,7 +45,7 @@ class Switch:
 
         Args:
           keys: of the run.
-          host: the address by which this machine is reached; '' for all that it has.
+          host: the address by which all reach this machine, at which it listens; see `own_address`.
           port: the port; 0 for a free one.
           say: called with a line for every view that begins or ends.
 
@@ -53,7 +53,7 @@ class Switch:
           ProcessGroupError: if the port is in use.
         """
         self._sockets, self._register = Sockets(keys), Register(said_aside(say))
-        self._port = self._sockets.listening(keys.switch, host, port or '*')
+        self._port = self._sockets.listening(keys.switch, own_address(host), port or '*')
         self.port = int(address_of(self._port).rpartition(':')[2])
         self._running = True
 
@@ -88,13 +88,13 @@ class Switch:
 
 
 class Hosted(Switch):
-    """A switch in a thread of this process, at the address by which `host` reaches it."""
+    """A switch in a thread of this process."""
 
     def __init__(
         self, keys: Keys, host: str, port: int, say: Callable[[str], object] = lambda line: None
     ) -> None:
         """Serves; see `Switch`."""
-        super().__init__(keys, own_address(host), port, say)
+        super().__init__(keys, host, port, say)
         self._thread = threading.Thread(target=self.serve, daemon=True)
         self._thread.start()
 

@@ -21,10 +21,8 @@ import optax
 from jaxmp import config as schema
 from jaxmp.config import Config
 from jaxmp.exchange import Collectives, Exchange
-from jaxmp.net.address import token_of
-from jaxmp.net.connect import Address, endpoint, names_of
+from jaxmp.net.connect import Address, entrance, names_of
 from jaxmp.net.group import LONG, ProcessGroup
-from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.views import Terms
 from jaxmp.runtimes.replicated import Replicated
@@ -66,8 +64,7 @@ def train_as_member(
       ProcessGroupError: if the switch does not answer, or refuses this replica.
     """
     check(config, address)
-    host, port = endpoint(address)
-    k, keys = int(address.process or 0), keys_of(token_of(address.token_file, host))
+    k, (switch, keys) = int(address.process or 0), entrance(address)
     names = names_of(range(config.parallel.replicas), 'replica')
     terms = Terms(names, 1, START, address.silent)
     workdir = workdir / 'replicas' / str(k) if k else workdir
@@ -75,7 +72,7 @@ def train_as_member(
     trainer = ElasticTrainer(exp, k, workdir)
     meetings = trainer.meetings
     while True:
-        meetings.member = Member(Peer((host, port), keys, k, terms, about(exp)))
+        meetings.member = Member(Peer(switch, keys, k, terms, about(exp)))
         meetings.member.peer.announce('starting', LONG)
         try:
             summary = train_and_evaluate(
