@@ -205,10 +205,14 @@ def test_a_large_array_is_saved_apart_and_not_copied(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('large', [2**24, 50])
 def test_processes_share_the_folder_of_the_first(tmp_path, monkeypatch, large):
-    """The others have no folder; each gets its part, its neighbours' and the first stage's."""
+    """The others have no folder; each gets its part, and what others share with it."""
     monkeypatch.setattr(portable, 'LARGE', large)
     arrays = np.random.default_rng(0).standard_normal((5, 7, 3), np.float32)
-    part = lambda s: {'params': {'w': arrays[s][: s + 1]}, 'exchange': [()]}
+    part = lambda s: {
+        'params': {'w': arrays[s][: s + 1]},
+        'exchange': [()],
+        'feedback': {'right_tx': arrays[s][: s + 2]},
+    }
     places = [(0, 1), (2,), (3, 4)]
 
     def process(group, peers):
@@ -221,7 +225,7 @@ def test_processes_share_the_folder_of_the_first(tmp_path, monkeypatch, large):
         kept.save(3, own, {'steps': 3})
         found, place = kept.restore(own)
         kept.close()
-        return none, place, {k: np.asarray(p['params']['w']) for k, p in found.parts.items()}
+        return none, place, found.parts
 
     with processes(3) as groups, ThreadPoolExecutor(3) as threads:
         found = list(threads.map(process, range(3), [groups] * 3))
@@ -230,11 +234,48 @@ def test_processes_share_the_folder_of_the_first(tmp_path, monkeypatch, large):
     assert [sorted(parts) for _, _, parts in found] == [
         ['0.0', '1.0', '2.0'], ['0.0', '1.0', '2.0', '3.0'], ['0.0', '2.0', '3.0', '4.0']
     ]  # fmt: skip
-    for _, _, parts in found:
-        for k, w in parts.items():
-            np.testing.assert_array_equal(w, part(int(k[0]))['params']['w'])
+    for own, (_, _, parts) in zip(places, found, strict=True):
+        for k, tree in parts.items():
+            want = part(int(k[0]))
+            assert ('params' in tree) == (int(k[0]) in own)
+            for name in tree.keys() - {'exchange'}:
+                jax.tree.map(np.testing.assert_array_equal, tree[name], want[name])
     assert [p.name for p in tmp_path.iterdir()] == ['0']
     alone = checkpoint.Checkpoints(tmp_path / '0')
     like = Portable(0, 0, {f'{s}.0': part(s) for s in range(5)})
     assert sorted(alone.restore(like)[0].parts) == [f'{s}.0' for s in range(5)]
     alone.close()
+
+
+def test_who_stays_goes_on_from_its_own_memory(tmp_path, monkeypatch):
+    """The process that comes back gets its part; the other one only what is shared with it."""
+    arrays, sent = np.random.default_rng(0).standard_normal((2, 300), np.float32), []
+    rows = [{'params': {'w': a}, 'exchange': [()], 'feedback': {'left_tx': a[:3]}} for a in arrays]
+    memories, plain = [{}, {}], portable.needed
+
+    def needed(*args):
+        sent.append({k for k, tree in plain(*args).parts.items() if 'params' in tree})
+        return plain(*args)
+
+    def process(i, groups, save):
+        own = Portable(np.int32(3), np.zeros(2, np.uint32), {f'{i}.0': rows[i]})
+        kept = checkpoint.Checkpoints(tmp_path, groups[i], memory=memories[i])
+        if save:
+            kept.save(3, own, {'steps': 3})
+        found, place = kept.restore(own)
+        kept.close()
+        assert (int(found.step), place) == (3, {'steps': 3})
+        np.testing.assert_array_equal(found.parts[f'{i}.0']['params']['w'], arrays[i])
+        for k in (0, 1):
+            left = found.parts[f'{k}.0']['feedback']['left_tx']
+            np.testing.assert_array_equal(left, arrays[k, :3])
+
+    monkeypatch.setattr(portable, 'needed', needed)
+    for save, lost in ((True, ()), (False, (1,)), (False, (0,)), (False, (0, 1))):
+        sent.clear()
+        for i in lost:
+            memories[i].clear()
+        with processes(2) as groups, ThreadPoolExecutor(2) as threads:
+            list(threads.map(process, range(2), [groups] * 2, [save] * 2))
+        assert sent == [{f'{i}.0'} if not memories[i] else set() for i in range(2)]
+    assert memories == [{}, {}]

@@ -44,6 +44,7 @@ class Checkpoints:
         group: ProcessGroup | None = None,
         config: dict[str, Any] | None = None,
         inputs: Mapping[str, str] | None = None,
+        memory: dict[int, list[bytes]] | None = None,
     ) -> None:
         """Opens ``workdir/checkpoints`` in the first process.
 
@@ -52,6 +53,8 @@ class Checkpoints:
           group: the processes; default a single process.
           config: configuration that is saved as ``workdir/config.json`` with the first checkpoint.
           inputs: digests of what the run reads, which a checkpoint that is restored must have too.
+          memory: where this process keeps what it saved last, by its step, and from which it goes
+            on after another one was lost; default nowhere.
 
         Raises:
           WorkdirError: if the folder cannot be created.
@@ -61,6 +64,7 @@ class Checkpoints:
         self._ocp, self._group = ocp, group or ProcessGroup()
         self._workdir, self._config, self._inputs = workdir, config, dict(inputs or {})
         self.damaged: dict[int, str] = {}
+        self._memory = memory
         if self._group.index:
             return
         alone = ocp.options.MultiprocessingOptions(active_processes={0})
@@ -99,7 +103,8 @@ class Checkpoints:
         newest = None if self._group.index else self._manager.latest_step()
         if step == self._group.share(newest)[0]:
             return
-        rows = self._group.to_first(portable.to_pieces(state))
+        pieces = portable.to_pieces(state)
+        rows = self._group.to_first(pieces)
         layouts = self._group.share(portable.layout(state))
         if rows:
             about = {
@@ -112,6 +117,9 @@ class Checkpoints:
             }
             self._write(step, rows, about)
         self._group.barrier()
+        if self._memory is not None:
+            self._memory.clear()
+            self._memory[step] = list(map(bytes, pieces))  # steps take the memory of arrays
 
     def _write(self, step: int, rows: Sequence[Any], about: dict[str, Any]) -> None:
         """Writes a checkpoint, or raises WorkdirError."""
@@ -156,8 +164,8 @@ class Checkpoints:
     def restore(self, like: Portable) -> tuple[Portable, dict[str, Any]] | None:
         """The newest valid state and its place; None if there is no checkpoint.
 
-        All processes use the same step, of which each gets what it needs. Damaged checkpoints are
-        moved to ``workdir/damaged``.
+        All processes use the same step, of which each gets what it needs and does not have in
+        memory. Damaged checkpoints are moved to ``workdir/damaged``.
 
         Args:
           like: a state of this process with the same structure.
@@ -166,16 +174,23 @@ class Checkpoints:
           WorkdirError: in the first process, if the checkpoint is of another model, channel or
             input, or all are damaged.
         """
-        layouts, saved = self._group.share(portable.layout(like)), None
+        memory, saved = self._memory or {}, None
+        layouts, steps = zip(*self._group.share([portable.layout(like), [*memory]]), strict=True)
         if self._group.index == 0:
             saved = self._restore({k: v for one in layouts for k, v in one.items()})
         if self._group.count == 1:
             return saved
-        place = self._group.share(saved and saved[1])[0]
+        place = self._group.share(saved and [int(saved[0].step), saved[1]])[0]
         if place is None:
             return None
-        rows = [portable.to_pieces(portable.needed(saved[0], own)) for own in layouts if saved]
-        return portable.from_pieces([self._group.from_first(rows or None)]), place
+        rows = [
+            portable.to_pieces(portable.needed(saved[0], own, own if place[0] in known else ()))
+            for own, known in zip(layouts, steps, strict=True)
+            if saved
+        ]
+        came = self._group.from_first(rows or None)
+        own = [memory[place[0]]] if place[0] in memory else []
+        return portable.from_pieces([*own, came]), place[1]
 
     def _restore(self, layout: dict[str, Any]) -> tuple[Portable, dict[str, Any]] | None:
         """The newest valid state of all processes, and its place."""

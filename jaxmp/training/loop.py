@@ -173,7 +173,7 @@ def train_and_evaluate(
       DivergedError: if the loss is not finite.
     """
     workdir, group = Path(workdir), group or ProcessGroup()
-    resolved, why = schema.complete(config), ''
+    resolved, why, memory = schema.complete(config), '', {}
     say = lambda line: None if quiet or group.index else print(line, file=sys.stderr)
     while True:
         try:
@@ -183,7 +183,8 @@ def train_and_evaluate(
                 group.again()
                 trainer = trainer and prepare_again(trainer)
             trainer = trainer or prepare(resolved, group, task, say)
-            summary = begun(resolved, workdir, trainer, (task, quiet, callbacks, draw))
+            options = task, quiet, callbacks, draw, memory
+            summary = begun(resolved, workdir, trainer, options)
             group.barrier()  # whoever was lost until here may need the others
             return summary
         except ViewChangedError as error:
@@ -199,9 +200,10 @@ def begun(
       resolved: all keys.
       workdir: the run's folder.
       trainer: what trains.
-      options: the last arguments of `train_and_evaluate`, whose value this returns.
+      options: the last arguments of `train_and_evaluate`, whose value this returns, and where a
+        process keeps what it saved last while another one may come back.
     """
-    (task, quiet, callbacks, draw), group, exp = options, trainer.group, trainer.exp
+    (task, quiet, callbacks, draw, memory), group, exp = options, trainer.group, trainer.exp
     lead, kept = group.index == 0, None
     with ExitStack() as stack:
         if lead:
@@ -209,7 +211,9 @@ def begun(
             kept = resolved.to_dict() | ({'processes': group.count} if several else {})
             stack.enter_context(owned(workdir))
             claim(workdir, kept)
-        checkpoints = stack.enter_context(closing(Checkpoints(workdir, group, kept, inputs(exp))))
+        memory = memory if group.peer and group.peer.terms.back else None
+        checkpoints = Checkpoints(workdir, group, kept, inputs(exp), memory)
+        stack.enter_context(closing(checkpoints))
         warnings = warnings_on_text(exp) if lead else []  # compiled before weights take memory
         state, place = begin(trainer, checkpoints, workdir)
         done, total = int(state.step), exp.points.end

@@ -25,6 +25,7 @@ from jaxmp.training.step import TrainState
 
 LARGE = 2**20  # bytes of an array that is a piece of its own
 _PIECE = '__piece__'
+SHARED = 'feedback', 'exchange'  # of a part, what a process needs of those beside its own
 COPIES = 'tied'  # the name in checkpoints of the states of sums of copies
 
 
@@ -193,11 +194,22 @@ def whole(
     return {**read, 'params': trained.whole(params, read['params'])}
 
 
-def needed(saved: Portable, parts: Iterable[str]) -> Portable:
-    """What `load` reads for some parts: them, those beside them and those of the first stage."""
+def needed(saved: Portable, parts: Iterable[str], here: Iterable[str] = ()) -> Portable:
+    """What `load` reads for some parts: them, and what their neighbours or the first stage share.
+
+    Args:
+      saved: as read, of all stages.
+      parts: their names.
+      here: those of them that are there already, and left out.
+    """
     own = [tuple(map(int, part.split('.'))) for part in parts]
-    read = {name(t, r) for s, r in own for t in (0, s - 1, s, s + 1)}
-    return saved._replace(parts={k: tree for k, tree in saved.parts.items() if k in read})
+    beside = {name(t, r) for s, r in own for t in (0, s - 1, s + 1)} - {*parts}
+    others = {
+        k: {shared: saved.parts[k][shared] for shared in SHARED}
+        for k in beside & saved.parts.keys()
+    }
+    read = {k: saved.parts[k] for k in {*parts} - {*here} & saved.parts.keys()}
+    return saved._replace(parts={**read, **others})
 
 
 def to_pieces(state: Portable) -> list[Any]:
