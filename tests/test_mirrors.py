@@ -183,7 +183,7 @@ def unlike_ends(folder, isa, steps, **changes):
         for i in range(2)
     ]
     try:
-        texts = [p.communicate(timeout=200)[0].decode() for p in started]
+        texts = [p.communicate(timeout=300)[0].decode() for p in started]
     finally:
         for p in started:
             p.kill()
