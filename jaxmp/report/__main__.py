@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmp.report import lost, page, polar
+from jaxmp.report import answers, lost, page, polar
 from jaxmp.report.claims import judge
 from jaxmp.report.results import Study, last, load
 from jaxmp.report.tables import HEADS, cells, markdown, marked, notes, write_csv
 
 MARKS = re.compile(
-    r'(<!-- (?P<what>results|verdicts|nats) (?P<study>\S+) -->\n).*?(<!-- /(?P=what) -->)',
+    r'(<!-- (?P<what>results|verdicts|nats|claims|bits|codecs)(?: (?P<study>\S+))? -->\n)'
+    r'.*?(<!-- /(?P=what) -->)',
     re.DOTALL,
 )
 
@@ -59,11 +60,18 @@ def renew(text: str, studies: list[Study], tables: Sequence[lost.Table] = ()) ->
       ValueError: if a mark has the name of an unknown study.
     """
     known: dict[str, Any] = {s.name: s for s in (*studies, *tables)}
-    make = {'results': overview, 'verdicts': findings, 'nats': nats}
-    named = lambda m: m['study'].split(',') if m['what'] == 'verdicts' else [m['study']]
+    make = {'results': overview, 'verdicts': findings, 'nats': nats, 'claims': answers.nine}
+    whole = {'bits': answers.by_bits, 'codecs': answers.codecs}  # of all studies that there are
+    named = lambda m: [] if m['what'] in whole else (m['study'] or '').split(',')
     if unknown := [n for m in MARKS.finditer(text) for n in named(m) if n not in known]:
         raise ValueError(f'no study {unknown[0]!r}; allowed are {", ".join(known)}')
-    return MARKS.sub(lambda m: m[1] + make[m['what']](*(known[n] for n in named(m))) + m[4], text)
+
+    def written(m: re.Match[str]) -> str:
+        what = m['what']
+        made = whole[what](known) if what in whole else make[what](*(known[n] for n in named(m)))
+        return m[1] + made + m[4]
+
+    return MARKS.sub(written, text)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -80,8 +88,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--out', type=Path, required=True, help='folder of the report')
     parser.add_argument(
         '--into', type=Path, nargs='+', default=[],
-        help='pages in which to replace <!-- results STUDY -->, <!-- nats STUDY --> and '
-        '<!-- verdicts STUDY,STUDY -->',
+        help='pages in which to replace <!-- results STUDY -->, <!-- nats STUDY -->, '
+        '<!-- verdicts STUDY,STUDY -->, <!-- claims STUDY,STUDY -->, <!-- bits --> and '
+        '<!-- codecs -->',
     )  # fmt: skip
     args = parser.parse_args(words)
     try:

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from jaxmp.config import KEYS, settings
-from jaxmp.report import figures, lost
+from jaxmp.report import figures, glance, lost
 from jaxmp.report.claims import OPEN, OTHER_MARGINS, RATIO, Evidence, Verdict, judge, telling
 from jaxmp.report.paper import PAPER, REGISTERED
 from jaxmp.report.residuals import CONFIDENCE, MOST, POWER, Estimate
@@ -166,8 +166,10 @@ def claims(study: Study) -> str:
 
 
 def nats(table: lost.Table, out: Path) -> str:
-    """The section of a table of nats lost; its picture is drawn into ``out``."""
+    """The section of a table of nats lost; its pictures are drawn into ``out``."""
     drawn = picture(lost.TITLE, lost.draw(table, out))
+    if file := glance.draw(table, out):
+        drawn = f'{picture(glance.TITLE, file)}\n{drawn}'
     return template(
         'nats.md', name=table.name, picture=drawn, bars=lost.bars(table), rows=lost.whole(table),
         setting=lost.setting(table),
