@@ -8,6 +8,7 @@ from statistics import mean, median  # noqa: F401
 
 from scipy import stats
 
+from jaxmp import plugins
 from jaxmp.config import settings
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
 from jaxmp.report import claims, lost, residuals, results
@@ -35,6 +36,7 @@ TEXT = (
     'fw4-bw8',
     'ef21-top10',
 )
+BYTES = ('triples2', 'anchors2', 'lloyd4', 'block4', 'trellis2', 'block2', 'top10-fp16')
 
 
 def found(path, pattern):
@@ -153,6 +155,27 @@ def statistics(what, study='converged', row='top10'):
     tables = [list(json.loads(path.read_text())['test'].values()) for path in paths]
     pick = {'off': (0, 0), 'on': (0, 1), 'again': (1, 0)}[what]
     return 100 * mean(list(t[pick[0]].values())[pick[1]]['accuracy'] for t in tables)
+
+
+def moments(normaliser, what):
+    """Mean accuracy of Top10 % in results/moments: on, off, matched, or with statistics again."""
+    folder = ROOT / 'results' / 'moments' / normaliser / 'statistics'
+    tests = {p.stem: json.loads(p.read_text())['test'] for p in folder.glob('top10-s*.json')}
+    end = {'matched': ', moments matched', 'again': ', statistics again'}.get(what, '')
+    scores = [test[f'{name}{end}'] for name, test in tests.items()]
+    return 100 * mean(s['top_k(0.1)' if what == 'on' else 'raw']['accuracy'] for s in scores)
+
+
+def closed(normaliser):
+    """Percent of the gap from off to on that matching the moments closes."""
+    on, off, matched = (moments(normaliser, what) for what in ('on', 'off', 'matched'))
+    return 100 * (matched - off) / (on - off)
+
+
+def table_5_rows():
+    """Rows of Table 5 at the scale pretrained."""
+    study = plugins.module(ROOT / 'configs' / 'paper_tables.py')
+    return len(study.TABLES[5] + study.PRETRAINED)
 
 
 def config(study, row):

@@ -26,7 +26,7 @@ from tests.runs import ENV, ROOT
 
 NUMBER = r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+'
 UNREAD = (  # the report's tables, which test_report.py makes again; comments; blocks; addresses
-    r'<!-- (results|verdicts|nats) \S+ -->.*?<!-- /\1 -->',
+    r'<!-- (results|verdicts|nats|claims|bits|codecs)\b[^>]*-->.*?<!-- /\1 -->',
     r'<!--.*?-->',
     r'```.*?```',
     r'(?<=\])\([^)]*\)',
@@ -34,7 +34,7 @@ UNREAD = (  # the report's tables, which test_report.py makes again; comments; b
 NAMES = (  # numbers that belong to a name; code
     r'`[^`]*`',
     r'SmolLM2(-135M)?|Qwen[23]|Gemma [23]',
-    r'ResNet-18|GPT-2|CIFAR-10|cifar10_small|WikiText-2 v1|EF21|1F1B|float32|fp16',
+    r'ResNet-18|GPT-2|CIFAR-10|cifar10_small|WikiText-2( v1)?|EF21|1F1B|float32|fp16',
     r'Apache-2\.0|CC BY 4\.0',
     r'Tables? \d(-\d)?|Top\d+ %|fw\d-bw\d|(\d to )?\d-bit|largest 10 %|\d+ [GM]bit/s|\d+ cores',
     r'arXiv 2401\.07788|\(2106\.05203\)|\(2206\.01299\)',
@@ -90,7 +90,14 @@ def faults(text, entries):
 
 @pytest.mark.parametrize(
     'page',
-    ['README.md', 'docs/install.md', 'docs/findings.md', 'docs/speed.md', 'docs/finetune.md'],
+    [
+        'README.md',
+        'docs/install.md',
+        'docs/results.md',
+        'docs/findings.md',
+        'docs/speed.md',
+        'docs/finetune.md',
+    ],
 )
 def test_every_number_of_a_page_has_a_source(page):
     assert faults(read(page), entries(page)) == []

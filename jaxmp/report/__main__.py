@@ -19,7 +19,16 @@ from typing import Any
 from jaxmp.report import answers, lost, page, polar
 from jaxmp.report.claims import judge
 from jaxmp.report.results import Study, last, load
-from jaxmp.report.tables import HEADS, cells, markdown, marked, notes, write_csv
+from jaxmp.report.tables import (
+    HEADS,
+    cells,
+    markdown,
+    marked,
+    notes,
+    with_channels,
+    with_heads,
+    write_csv,
+)
 
 MARKS = re.compile(
     r'(<!-- (?P<what>results|verdicts|nats|claims|bits|codecs)(?: (?P<study>\S+))? -->\n)'
@@ -32,12 +41,12 @@ def overview(study: Study) -> str:
     """A table of all rows of a study, and the settings of their runs."""
     rows = sorted(study.rows.values(), key=lambda r: -last(r, r.judged).mean)
     own = [r for r in rows if r.measure == rows[0].measure]
-    table = [cells(marked(r), {}, r, study.rows.get('none')) for r in own]
-    keep = [i for i, h in enumerate(HEADS[own[0].measure]) if not h.startswith('paper')]
-    picked = [[line[i] for i in keep] for line in (list(HEADS[own[0].measure]), *table)]
-    sent = [['forward', 'backward'], *([f'`{r.runs[0][k]}`' for k in ('fwd', 'bwd')] for r in own)]
-    whole = [[line[0], *s, *line[1:]] for line, s in zip(picked, sent, strict=True)]
-    return markdown(whole[0], whole[1:], words=3) + f'{notes(own)}\n\n{page.setting(study)}\n'
+    none = study.rows.get('none')
+    table = [with_channels(cells(marked(r), {}, r, none), r) for r in own]
+    heads = with_heads(HEADS[own[0].measure])
+    keep = [i for i, h in enumerate(heads) if not h.startswith('paper')]
+    picked = [[line[i] for i in keep] for line in (heads, *table)]
+    return markdown(picked[0], picked[1:], words=3) + f'{notes(own)}\n\n{page.setting(study)}\n'
 
 
 def findings(*studies: Study) -> str:

@@ -16,7 +16,18 @@ from jaxmp.report.claims import OPEN, OTHER_MARGINS, RATIO, Evidence, Verdict, j
 from jaxmp.report.paper import PAPER, REGISTERED
 from jaxmp.report.residuals import CONFIDENCE, MOST, POWER, Estimate
 from jaxmp.report.results import Study
-from jaxmp.report.tables import HEADS, NONE, filled, lines, markdown, notes, others, plain
+from jaxmp.report.tables import (
+    CHANNELS,
+    HEADS,
+    NONE,
+    filled,
+    lines,
+    markdown,
+    notes,
+    others,
+    plain,
+    with_heads,
+)
 
 HERE = Path(__file__).parent
 TITLE = "The paper's tables and figures, run again"
@@ -136,7 +147,9 @@ def section(study: Study, out: Path) -> str:
         if rest := others(study, measure):
             title = f'### Rows that are not in the paper: {measure}\n'
             own = (r for r in study.rows.values() if r.measure == measure)
-            parts += [title, markdown(*filled(heads, rest)) + notes(own), '']
+            kept, lined = filled(with_heads(heads), rest)
+            words = 1 + len({*kept} & {*CHANNELS})
+            parts += [title, markdown(kept, lined, words) + notes(own), '']
     for title in pictures:
         if 'against' in title:
             parts += [f'### {title}\n', show(title)]

@@ -17,6 +17,7 @@ from jaxmp.report.results import TUNED, Row, Study, best, best_epoch, difference
 
 Cells = list[str]
 NONE = '\N{EN DASH}'
+CHANNELS = 'forward', 'backward'
 
 
 def plain(value: float | None, digits: int = 2) -> str:
@@ -143,10 +144,29 @@ KNOWN = {n for t in PAPER['tables'] for n in table_rows(t)}
 
 
 def others(study: Study, measure: str) -> list[Cells]:
-    """Lines of the rows of ``study`` with a given measure that no table of the paper shows."""
+    """Lines of the rows of ``study`` with a given measure that no table of the paper shows.
+
+    After the name of a row stand its channels, or dashes where the name is an exchange.
+    """
     tabled = [row for table in PAPER['tables'] for _, _, row in shown(table, study) if row]
     own = [r for r in study.rows.values() if r.measure == measure]
-    return [cells(label(r, study), {}, r, reference(own)) for r in own if r not in tabled]
+    return [
+        with_channels(cells(label(r, study), {}, r, reference(own)), r)
+        for r in own if r not in tabled
+    ]  # fmt: skip
+
+
+def with_heads(heads: Iterable[str]) -> Cells:
+    """The heads of a table with those of `with_channels`."""
+    first, *rest = heads
+    return [first, *CHANNELS, *rest]
+
+
+def with_channels(line: Cells, row: Row) -> Cells:
+    """The cells of a line with the texts of the row's channels after its name."""
+    run = row.runs[0]
+    texts = [NONE] * 2 if 'exchange' in run else [f'`{run["fwd"]}`', f'`{run["bwd"]}`']
+    return [line[0], *texts, *line[1:]]
 
 
 def filled(heads: Cells | tuple[str, ...], rows: list[Cells]) -> tuple[Cells, list[Cells]]:
