@@ -118,6 +118,17 @@ def test_a_number_without_a_source_or_of_another_value_is_found():
     assert faults('It takes a second.', entries) == ['0 times, 1 values: takes {} ms']
 
 
+LOGS = 'LOG.md', 'changelog.md'  # grow with each change
+
+
+def test_no_page_is_long():
+    """In words, tables and code counted; a page that grows loses a paragraph or is split."""
+    words = {p.name: len(p.read_text().split()) for p in (ROOT / 'docs').glob('*.md')}
+    assert len((ROOT / 'README.md').read_text().split()) <= 600
+    assert words['findings.md'] <= 1500
+    assert {n: w for n, w in words.items() if w > 1800 and n not in LOGS} == {}
+
+
 def test_every_row_of_a_table_stands_in_one():
     """Two rows and a rule at least: a row by itself is shown as text."""
     pages = [ROOT / 'README.md', *(ROOT / 'docs').rglob('*.md')]

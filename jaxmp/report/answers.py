@@ -100,12 +100,9 @@ def by_bits(known: Mapping[str, Study | lost.Table]) -> str:
 
 def codecs(known: Mapping[str, Study | lost.Table]) -> str:
     """The texts of the rows of `by_bits`, those of several boundaries one below the other."""
-    lines = []
-    for task in ANSWERS['tasks']:
-        for cost in costs(task, known):
-            if cost:
-                lines.append([task['task'].partition(' (')[0], cost.row, *map(texts, cost.codecs)])
-    return markdown(['task', 'row', 'forward', 'backward'], lines, words=4) + '\n'
+    every = (cost for task in ANSWERS['tasks'] for cost in costs(task, known) if cost)
+    lines = dict.fromkeys((f'`{cost.row}`', *map(texts, cost.codecs)) for cost in every)
+    return markdown(['row', 'forward', 'backward'], [[*line] for line in lines], words=3) + '\n'
 
 
 def texts(channels: str) -> str:
