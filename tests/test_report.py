@@ -506,32 +506,6 @@ def test_no_two_columns_have_one_name(studies):
         assert len({*own}) == len(own), own
 
 
-def test_the_advice_rests_on_the_rows(studies):
-    """docs/choosing.md names what our runs favour, and says what they lose."""
-    text = ' '.join((ROOT / 'docs' / 'choosing.md').read_text().split())
-    assert all(word in text for word in ('anchored(', 'trellis(', 'lloyd('))
-
-    def lost(row, mode):
-        none, own = (
-            results.by_seed(studies['few_bits_converged'].rows[r], mode) for r in ('none', row)
-        )
-        return np.mean([none[s] - v for s, v in own.items()])
-
-    def above(row):
-        none, own = (results.by_seed(studies['few_bits_text'].rows[r], 'on') for r in ('none', row))
-        return 100 * np.mean([v / none[s] - 1 for s, v in own.items()])
-
-    for words in (
-        f'From nothing it ends {-above("triples2"):.1f} % below no compression',
-        f'`block(4)` {above("block4"):.1f} % above, '
-        f'`rotate(trellis(2))` alone {above("trellis2"):.0f} %.',
-        f'loses {lost("top40-log4", "on"):.1f} points on and {lost("top40-log4", "off"):.1f} off',
-        f'loses {lost("block2", "on"):.1f} and {lost("block2", "off"):.1f}; '
-        f'on the text both fail, {above("top40-log4"):.0f} and {above("block2"):.0f} % above',
-    ):
-        assert words in text, words
-
-
 def test_the_findings_say_what_the_margin_decides(studies):
     """Their first point names the claim that a margin of 2 points would not contradict."""
     verdicts = {
