@@ -87,8 +87,9 @@ def test_codecs_for_normal_data_are_near_shannons_bound(codec, most):
 
 @pytest.mark.slow
 def test_the_page_has_the_tables_that_the_code_makes(words):
-    """`python -m jaxmp.codecs --into docs/algebra.md` makes them again."""
-    page = (ROOT / 'docs' / 'algebra.md').read_text()
+    """`python -m jaxmp.codecs --into PAGE ...` makes them again, one on each of four pages."""
+    pages = [ROOT / 'docs' / f'{n}.md' for n in ('algebra', 'words', 'feedback', 'exchanges')]
+    page = '\n'.join(path.read_text() for path in pages)
     rows = list(words.values())
     assert renew(page, rows) == page
     for kind in ('grammar', *grammar.KINDS):

@@ -135,7 +135,7 @@ def test_a_transformation_is_the_loop_written_by_hand(text, chained):
 
 def test_the_loop_in_the_documentation_runs():
     """One step of 1 bit, from zeros, is minus the rate times the mean of what replicas sent."""
-    page = (pathlib.Path(__file__).parents[1] / 'docs' / 'algebra.md').read_text()
+    page = (pathlib.Path(__file__).parents[1] / 'docs' / 'exchanges.md').read_text()
     (code,) = (c for c in re.findall(r'```python\n(.*?)```', page, re.S) if 'shard_map' in c)
     names = {}
     exec(code, names)

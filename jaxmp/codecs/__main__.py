@@ -1,6 +1,6 @@
 """`jaxmp codecs [MODULE ...]`: a list of the words of the algebra and of those in your own modules.
 
-The tables of docs/algebra.md are generated here: ``--into PAGE`` replaces the part of a page
+The tables of words in docs are generated here: ``--into PAGE`` replaces the part of a page
 between ``<!-- words KIND -->`` and ``<!-- /words -->``.
 """
 

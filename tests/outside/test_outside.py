@@ -251,7 +251,7 @@ def test_a_flax_model_with_two_boundaries_and_a_codec_in_an_optax_loop(tmp_path,
 
 
 def test_an_exchange_in_a_shard_map_loop(tmp_path, monkeypatch):
-    """Written from docs/own_exchange.md and docs/algebra.md."""
+    """Written from docs/own_exchange.md and docs/exchanges.md."""
     found = run('replicas.py', tmp_path, monkeypatch)
     assert found['losses'][-1] < found['losses'][0] / 5
     params = jax.tree.leaves(found['params'])
