@@ -3,10 +3,8 @@
 import json
 import re
 from functools import cache
-from math import exp, expm1, log  # noqa: F401
+from math import expm1, log  # noqa: F401
 from statistics import mean, median  # noqa: F401
-
-from scipy import stats
 
 from jaxmp import plugins
 from jaxmp.config import settings
@@ -15,8 +13,7 @@ from jaxmp.report import claims, lost, residuals, results
 from jaxmp.report.paper import PAPER, paper_row
 from tests.runs import ROOT
 
-IMAGES, TEST = 50_000, 10_000  # of CIFAR-10
-ELEMENTS = 100 * (16 * 16 * 8 + 8 * 8 * 16 + 4 * 4 * 32)  # of a batch at the boundaries, width 8
+IMAGES = 50_000  # of CIFAR-10, in training
 MARGIN = 100 * PAPER['margin']['errors']
 SPEED = 'bench/results/epyc_2026-11-21.md'
 CODECS = ('raw', '8-bit', 'fw4-bw8', 'aqsgd2-bw2')
@@ -92,19 +89,6 @@ def fewer(row, mode='on', study='few_bits_cpu'):
     """Points of accuracy that a row of few bits loses against none, of the same seeds."""
     none, own = (results.by_seed(studies()[study].rows[r], mode) for r in ('none', row))
     return mean(none[s] - v for s, v in own.items())
-
-
-def lost_by_seed(row, study):
-    """The same, seed by seed, compression on."""
-    none, own = (results.by_seed(studies()[study].rows[r], 'on') for r in ('none', row))
-    return [none[s] - v for s, v in own.items()]
-
-
-def interval_of(row, study):
-    """The ends of the 95 % interval of their mean: points gained, and points lost."""
-    found = lost_by_seed(row, study)
-    half = stats.sem(found) * stats.t.ppf(0.975, len(found) - 1)
-    return half - mean(found), half + mean(found)
 
 
 def paired(study, row, to, mode='on'):
@@ -200,17 +184,6 @@ def seeds(study, row, mode='on'):
     return [results.score(r, mode, 'last') for r in runs(study, row)]
 
 
-def between(study, row, other):
-    """The least and the largest difference of another row to a row, seed by seed."""
-    a, b = (results.by_seed(studies()[study].rows[r], 'on') for r in (row, other))
-    found = [b[s] - a[s] for s in a.keys() & b.keys()]
-    return min(found), max(found)
-
-
-def small(row, mode='on'):
-    return last('cifar10_small', row, mode)
-
-
 def gap(study, row):
     return last(study, row) - last(study, row, 'off')
 
@@ -235,29 +208,6 @@ def more(row, study='mnist'):
     """Percent more errors than none, as the report has them."""
     mode = studies()[study].rows[row].judged
     return 100 * expm1(quantity(study, f'{row} ({mode})').ours.mean)
-
-
-def plateau(study, row):
-    """How far the last five evaluations of a seed lie apart, in points, at most."""
-    curves = [r['history']['on']['accuracy'][-5:] for r in runs(study, row)]
-    return max(100 * (max(c) - min(c)) for c in curves)
-
-
-def less_none(row, mode='on'):
-    """The points that a row of study cpu loses, over the seeds that it has."""
-    none, own = results.by_seed(studies()['cpu'].rows['none'], 'on'), studies()['cpu'].rows[row]
-    return mean(none[s] - v for s, v in results.by_seed(own, mode).items())
-
-
-def more_errors(a, b):
-    """By how many percent the errors of accuracy ``a`` exceed those of ``b``."""
-    return 100 * ((100 - a) / (100 - b) - 1)
-
-
-def more_errors_than_none(row):
-    """The same of a row of study cpu, as the report has it: the logarithm's mean over the seeds."""
-    ours, none = (claims.sizes(studies()['cpu'].rows[r], 'on') for r in (row, 'none'))
-    return 100 * (exp(mean(ours[s] - none[s] for s in ours)) - 1)
 
 
 def nats(row, mode='on'):
@@ -291,19 +241,6 @@ def limit(bits, name='limit_three_cuts'):
     return next(r for r in rows if r['bits'] == bits)[name]
 
 
-def tried(bits, name, tokens=6144):
-    """What bench/limit.py predicts of real messages with the table's split, or measures."""
-    rows = json.loads((ROOT / 'bench/results/smollm2_135m_limit.json').read_text())['tries']
-    like = tokens, bits, 'table'
-    return next(r for r in rows if (r['learned_tokens'], r['bits'], r['split']) == like)[name]
-
-
-def on_these_blocks(row):
-    """What a row of the table loses on the blocks of bench/limit.py."""
-    kept = json.loads((ROOT / 'bench/results/smollm2_135m_limit.json').read_text())
-    return kept['rows_of_the_table_on_these_blocks'][row]
-
-
 def sink_alone(row, begins='nothing'):
     """Nats lost in bench/sink_alone.py."""
     rows = json.loads((ROOT / 'bench/results/smollm2_135m_sink_alone.json').read_text())['rows']
@@ -319,11 +256,6 @@ def best(cuts, bits):
     """The row that is judged by a bar."""
     rows = [r for r in pretrained().values() if len(r['cuts']) == cuts and r['fwd'] != 'raw']
     return lost.best(lost.distinct(rows), bits)['name']
-
-
-def missed(cuts):
-    """The bits of the bars that no row meets."""
-    return [b for b, bar in lost.BARS[cuts].items() if nats_lost(best(cuts, b)) > bar]
 
 
 def plain(least, most):
@@ -343,12 +275,6 @@ def paper(row, mode='on'):
 def recipe(key):
     """A setting of the paper's."""
     return int(found('configs/cifar10_resnet18.py', rf'c\.(?:model\.)?{key} = (\d+)'))
-
-
-def claimed(claim):
-    """The number in the words of a claim."""
-    [said] = [c['claim'] for c in PAPER['claims'] if c['id'] == claim]
-    return [int(n) for n in re.findall(r'\d+', said)]
 
 
 def bits(row):
