@@ -19,7 +19,7 @@ from jaxmp.report.tables import NONE, markdown
 ANSWERS = json.loads((Path(__file__).parent / 'answers.json').read_text())
 UNKNOWN = 'not measured'
 UNDECIDED = 'undecided'
-HEADS = ('claim', 'verdict', 'our number', 'paper', 'direction', 'would turn', 'scale; others')
+HEADS = ('claim', 'verdict; direction', 'our number', 'paper', 'would turn', 'scale; others')
 
 
 class Cost(NamedTuple):
@@ -149,8 +149,9 @@ def line(study: Study, verdict: Verdict, row: Sequence[tuple[Study, Verdict]]) -
     for other, v in row:
         if other is not study and telling(v).ours:
             where.append(f'{scale(other, telling(v))}: {v.verdict}')
-    cells = [f'**{verdict.verdict}**', ours, number(e, e.paper), side(e), turns, '<br>'.join(where)]
-    return [f'{verdict.claim} ({verdict.where})', *cells]
+    said = f'**{verdict.verdict}**<br>{side(e)}'
+    claim = f'{verdict.claim} ({verdict.where})'
+    return [claim, said, ours, number(e, e.paper), turns, '<br>'.join(where)]
 
 
 def scale(study: Study, e: Evidence) -> str:
