@@ -37,7 +37,8 @@ from planner_worker import CORES, launched
 from timing import stem
 from workers import Rows
 
-from jaxmp.plan.__main__ import changed, planned
+from jaxmp.plan.__main__ import planned
+from jaxmp.plan.asked import changed
 from jaxmp.plan.candidates import ALIKE, RAW
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
 from jaxmp.plan.predict import parse

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import run_stage
-from jaxmp.plan.__main__ import changed
+from jaxmp.plan.asked import changed
 from jaxmp.plan.seen import seen, sinks
 from jaxmp.training import loop
 from jaxmp.training.summary import provenance

@@ -175,6 +175,9 @@ KEYS: Mapping[str, Key] = {
         pattern=r'(eager_1f1b|zb_h2)\([1-9]\d{0,3}\)|zb_h2\([1-9]\d{0,3}, ?[1-9]\d{0,3}\)',
         own='make(stages, microbatches) -> a schedule, as jaxmp.runtimes.schedule.timed makes',
         runtime='mpmd', free=True),
+    'parallel.place': Key(
+        '', "the process of each stage, '0 0 1'; empty: runs of equal length", runtime='mpmd',
+        free=True),
     'parallel.link_rate': Key(
         0.0, 'Mbit/s of emulated links between stages under mpmd; 0: as they are', runtime='mpmd',
         free=True),

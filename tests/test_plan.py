@@ -412,9 +412,10 @@ def test_what_follows_the_gradients_is_timed_without_them():
 
 def test_a_plan_of_an_own_model_starts_from_plain_defaults():
     link = '--link=1mbit,5ms'
-    assert command.arguments([link])[0].config == 'digits_resnet'
-    own = command.arguments([link, '--config.model.name=own.py:network'])
-    assert (own[0].config, own[1]) == ('common', ['model.name=own.py:network'])
+    read = lambda *words: command.asked([link, *words], 'jaxmp plan', '', 'plan.py')
+    assert read().base == 'digits_resnet'
+    own = read('--config.model.name=own.py:network')
+    assert (own.base, own.changes) == ('common', ['model.name=own.py:network'])
 
 
 def test_stages_take_what_a_step_of_training_took(monkeypatch):

@@ -10,22 +10,26 @@ few training steps. That of an activation is the error of white noise that raise
 It is a proxy: it orders codecs of one kind well, and says little about the accuracy after training,
 or about feedback, which sends an error later. Predicted are stages on machines of their own, as
 fast as this one; replicas exchange gradients beside that.
+
+    jaxmp plan --config=text_gpt2 --peer=10.0.0.1:9876
+
+With a second machine, where `jaxmp pays --config=text_gpt2 --listen=10.0.0.1:9876` runs, it
+measures that one and the link, and divides the model between both by their speeds and memories.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmp.plan.predict import Link, parse
-from jaxmp.plugins import base_of
+from jaxmp.plan.asked import Asked, asked
+from jaxmp.plan.predict import Link
 
 if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice, Probed
+    from jaxmp.plan.machines import Compared
     from jaxmp.training.experiment import Experiment
 
 EACH = 4  # micro-batches of the probe per stage
@@ -35,63 +39,6 @@ UNIFORM = (  # of the paper, for comparison
     ('uniform(8)', 'uniform(8)'),
     ('top_k(0.1)', 'top_k(0.1)'),
 )
-
-
-def parser_of(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """The flags of a command that probes a configuration for a link."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument('--config', help='its name, or a Python file; default as in `jaxmp train`')
-    parser.add_argument('--link', required=True, help='between stages, such as 100mbit,50ms')
-    parser.add_argument('--error', type=float, default=0.1, help='largest error; default 0.1')
-    parser.add_argument('--seconds', type=float, default=60, help='of the probe; default 60')
-    parser.add_argument('--codecs', default='', help='further channels, with ; between them')
-    return parser
-
-
-def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and the texts ``key=value`` that change the configuration."""
-    parser = parser_of('jaxmp plan', __doc__)
-    parser.add_argument('--out', type=Path, default=Path('plan.py'), help='default plan.py')
-    return parsed(parser, argv)
-
-
-def parsed(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of a parser from `parser_of`, and the texts that change the configuration."""
-    args, rest = parser.parse_known_args(argv)
-    for text in rest:
-        if not (text.startswith('--config.') and '=' in text):
-            parser.error(f'unexpected {text!r}; keys are written --config.key=value')
-    if not (args.error >= 0 and args.seconds > 0):
-        parser.error('--error is a number from 0, and --seconds one above 0')
-    args.config = args.config or base_of(rest)
-    return args, [text.removeprefix('--config.') for text in rest]
-
-
-def changed(name: str, texts: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """The configuration with the command line's values, and these values.
-
-    Raises:
-      ValueError: if there is no such file or key, or a value is of another type.
-    """
-    from jaxmp.config import complete, flat
-    from jaxmp.plugins import load
-    from jaxmp.sweep.study import put
-
-    try:
-        config = complete(load(name))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f'--config={name}: {error}') from None
-    for text in texts:
-        put(config, text)
-    values = flat(config.to_dict())
-    return config, {key: values[key] for key in (t.partition('=')[0] for t in texts)}
 
 
 def planned(
@@ -177,32 +124,84 @@ def probed_config(config: Any) -> Any:
     return c
 
 
+def for_machines(ask: Asked) -> tuple[Any, dict[str, Any], Link, Compared | None]:
+    """The configuration, the values that are changed, the link, and machines where two are.
+
+    Raises:
+      ValueError: as `planned` and `jaxmp.plan.machines.compared`.
+      ProcessGroupError: as `jaxmp.plan.machines.compared`.
+    """
+    from jaxmp.runtimes.allocator import keep_freed_pages
+    from jaxmp.runtimes.placement import keep_compiled
+
+    config, values = ask.config()
+    keep_compiled()
+    keep_freed_pages()
+    if ask.link:
+        return config, values, ask.link, None
+    from jaxmp.plan.machines import compared, listen
+
+    if ask.listens:
+        listen(ask, config, probed_experiment)
+    machines = compared(ask, config, probed_experiment)
+    config = config.copy_and_resolve_references()
+    config.parallel.runtime = 'mpmd'
+    config.update_from_flattened_dict(machines.values)
+    return config, {**values, **machines.values}, machines.link, machines
+
+
+def planned_on(
+    machines: Compared | None, config: Any, link: Link, ask: Asked
+) -> tuple[Probed, Choice]:
+    """`planned`, where there are two machines for both of them."""
+    from jaxmp.plan.choose import choose
+
+    probed, choice = planned(config, ask.codecs, link, ask.error, ask.seconds)
+    if machines:
+        place = tuple(map(int, config.parallel.place.split()))
+        probed = probed.on(place, machines.slower)
+        choice = choose(probed, link, ask.error)
+    return probed, choice
+
+
+def run_command(choice: Choice, ask: Asked) -> str:
+    """How the plan is run."""
+    if not ask.peer:
+        return (
+            f'jaxmp launch --processes {1 + len(choice.codecs) // 2} -- '
+            f'jaxmp train --config={ask.out}'
+        )
+    host, port = ask.peer
+    where = f'--coordinator={host}:{port} --processes=2'
+    return (
+        f'jaxmp train --config={ask.out} {where} --process=1 here, and the same with the same file '
+        f'and --process=0 on {host}'
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    args, texts = arguments(argv)
+    from jaxmp.net.address import ProcessGroupError
+
     try:
-        link = parse(args.link)
-        config, values = changed(args.config, texts)
+        ask = asked(argv, 'jaxmp plan', __doc__, 'plan.py')
+        if ask.listens:
+            raise ValueError('--listen is of `jaxmp pays`; start that on the other machine')
+        config, values, link, machines = for_machines(ask)
         from jaxmp.plan.choose import uniform
         from jaxmp.plan.pays import said, verdict
         from jaxmp.plan.show import show, summary
         from jaxmp.plan.write import text
-        from jaxmp.runtimes.allocator import keep_freed_pages
-        from jaxmp.runtimes.placement import keep_compiled
 
-        keep_compiled()
-        keep_freed_pages()
-        own = [t.strip() for t in args.codecs.split(';') if t.strip()]
-        probed, choice = planned(config, own, link, args.error, args.seconds)
+        probed, choice = planned_on(machines, config, link, ask)
         others = {pair: uniform(probed, link, *pair) for pair in UNIFORM}
-        about = summary(choice, args.config, args.link, args.error)
-        print(said(verdict(config, probed, choice, link, args.error)))
-        show(probed, choice, others, link, args.error)
-        args.out.write_text(text(choice, args.config, values, args.out, about))
-    except (OSError, ValueError) as error:
+        about = summary(choice, ask.base, link, ask.error)
+        print(said(verdict(config, probed, choice, link, ask.error, machines)))
+        show(probed, choice, others, link, ask.error)
+        ask.out.write_text(text(choice, ask.base, values, ask.out, about))
+    except (OSError, ValueError, ProcessGroupError) as error:
         sys.exit(f'jaxmp plan: {error}')
-    run = f'jaxmp launch --processes {1 + len(choice.codecs) // 2} -- jaxmp train'
-    print(f'wrote {args.out}: {run} --config={args.out}')
+    print(f'wrote {ask.out}: {run_command(choice, ask)}')
 
 
 if __name__ == '__main__':

@@ -59,12 +59,39 @@ class Probed(NamedTuple):
       crossings: candidates by edge.
       handover: seconds of a message besides its bytes, from thread to thread.
       busy: seconds by which sending and receiving a message hold up the computing of both ends.
+      place: the machine of each stage; empty where each has one of its own.
     """
 
     stages: Mapping[int, Sequence[Times]]
     crossings: Allowed
     handover: float = 0.0
     busy: float = 0.0
+    place: tuple[int, ...] = ()
+
+    @property
+    def machines(self) -> int:
+        """Their number."""
+        return len({*self.place}) or len(next(iter(self.stages.values())))
+
+    def on(self, place: Sequence[int], slower: Sequence[float]) -> Probed:
+        """The stages on unlike machines.
+
+        Args:
+          place: the machine of each stage.
+          slower: how many times as long each machine takes as that of the probe.
+        """
+        s = [slower[machine] for machine in place]
+        scaled = lambda t, f: Times(
+            f * t.forward, f * t.backward, tuple(f * h for h in t.halves), f * t.update
+        )
+        stages = {
+            n: [scaled(t, f) for t, f in zip(row, s, strict=True)] for n, row in self.stages.items()
+        }
+        crossings = {
+            (a, b): [c._replace(encode=s[a] * c.encode, decode=s[b] * c.decode) for c in own]
+            for (a, b), own in self.crossings.items()
+        }
+        return self._replace(stages=stages, crossings=crossings, place=tuple(place))
 
 
 class Order(NamedTuple):
@@ -93,11 +120,12 @@ class Choice(NamedTuple):
 
 
 @functools.cache
-def actions_of(order: Order, stages: int) -> tuple[Action, ...]:
-    """The schedule of an order."""
+def actions_of(order: Order, stages: int, place: tuple[int, ...] = ()) -> tuple[Action, ...]:
+    """The schedule of an order, whose devices are the machines of a place where there is one."""
     make = named(order.schedule)
     assert make, order.schedule
-    return make(stages, order.microbatches)
+    actions = make(stages, order.microbatches)
+    return tuple(a._replace(device=place[a.stage]) for a in actions) if place else actions
 
 
 @functools.cache
@@ -115,8 +143,8 @@ def choose(probed: Probed, link: Link, budget: float) -> Choice:
       budget: largest relative squared error of a crossing.
     """
     allowed = {e: [c for c in own if c.error <= budget] for e, own in probed.crossings.items()}
-    cost = lambda c: (c.encode + link.seconds(c.nbytes) + c.decode, c.error)
-    fastest = {e: min(own, key=cost) for e, own in allowed.items()}
+    cost = lambda c, e: (c.encode + link.seconds(c.nbytes, e[0] > e[1]) + c.decode, c.error)
+    fastest = {e: min(own, key=lambda c, e=e: cost(c, e)) for e, own in allowed.items()}
     texts = dict.fromkeys(c.text for own in allowed.values() for c in own)
     everywhere = (
         {e: next((c for c in own if c.text == t), fastest[e]) for e, own in allowed.items()}
@@ -192,13 +220,14 @@ def orders(probed: Probed) -> Iterator[Order]:
 
 def predicted(probed: Probed, link: Link, codecs: Codecs, order: Order, late: float = 0.0) -> float:
     """Predicted seconds of a step, whose messages arrive so many seconds ``late``."""
-    count, end, stages = order.microbatches, probed.busy / 2, probed.stages[order.microbatches]
-    wire = lambda c: link.seconds(c.nbytes / count) + probed.handover
-    messages = {
-        e: Message(c.encode / count + end, wire(c), c.decode / count + end)
-        for e, c in codecs.items()
-    }
-    actions = actions_of(order, len(stages))
+    count, place, stages = order.microbatches, probed.place, probed.stages[order.microbatches]
+    messages = {}
+    for (a, b), c in codecs.items():
+        here = bool(place) and place[a] == place[b]
+        wire = None if here else link.seconds(c.nbytes / count, a > b) + probed.handover
+        end = 0.0 if here else probed.busy / 2
+        messages[a, b] = Message(c.encode / count + end, wire, c.decode / count + end)
+    actions = actions_of(order, len(stages), place)
     return step(actions, stages, messages, link.delay / 1e3 + late)
 
 

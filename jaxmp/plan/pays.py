@@ -6,11 +6,17 @@ It measures the model on this machine, as `jaxmp plan` does, and a step of the w
 Then it predicts the step with each stage on a machine of its own, as fast as this one: raw, and
 with the codecs that `jaxmp plan` would choose. Steps are given in units of a step alone, which
 is the same batch on one machine. OUT.png has the picture, OUT.json the numbers.
+
+    jaxmp pays --config=text_gpt2 --listen=10.0.0.1:9876
+    jaxmp pays --config=text_gpt2 --peer=10.0.0.1:9876
+
+The first of these runs on a second machine, at its address. The other one measures that machine
+and the link through this port, encrypted (both have a secret, `JAXMP_TOKEN`), and divides the model
+between both machines by their speeds and memories.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -19,10 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxmp.plan.predict import Link, parse
+from jaxmp.plan.asked import asked
+from jaxmp.plan.predict import Link
 
 if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice, Probed
+    from jaxmp.plan.machines import Compared
     from jaxmp.training.experiment import Experiment
 
 RATES = 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000  # Mbit/s
@@ -53,13 +61,14 @@ class Verdict(NamedTuple):
     """What a link does for a model.
 
     Attributes:
-      machines: as many as stages.
-      alone: seconds of a step on one machine.
+      machines: their number.
+      alone: seconds of a step on one machine, the fastest.
       needs: bytes of memory that the whole model needs at least.
-      has: bytes of this machine.
+      has: bytes of the machine that has most.
       row: over the link that was asked about.
       still: the same without its delay.
       rows: over other rates with the same delay.
+      split: of two unlike machines, what each has and how fast it is.
     """
 
     machines: int
@@ -69,6 +78,7 @@ class Verdict(NamedTuple):
     row: Row
     still: Row
     rows: Sequence[Row]
+    split: str = ''
 
 
 def crossing(rates: Sequence[float], ratios: Sequence[float], level: float) -> float | None:
@@ -101,7 +111,7 @@ def said(v: Verdict) -> str:
     steps = f'raw messages {v.row.raw / v.alone:.2f}'
     if codecs != 'raw':
         steps += f', {codecs} {v.row.best / v.alone:.2f}'
-    return f'{begin}On {v.machines} machines over {link}: {steps}. {advice(v)}{delay(v)}'
+    return f'{begin}On {v.machines} machines over {link}: {steps}. {advice(v)}{delay(v)}{v.split}'
 
 
 def advice(v: Verdict) -> str:
@@ -153,8 +163,11 @@ def spelled(link: Link) -> str:
 
     >>> spelled(Link(50, 40)), spelled(Link(1000))
     ('50 Mbit/s with 40 ms', '1 Gbit/s')
+    >>> spelled(Link(93.21, 0.1234, 9.5))
+    '93 Mbit/s and 9.5 Mbit/s back with 0.12 ms'
     """
-    return spelled_rate(link.rate) + (f' with {link.delay:g} ms' if link.delay else '')
+    back = f' and {spelled_rate(link.back)} back' if link.back else ''
+    return spelled_rate(link.rate) + back + (f' with {link.delay:.2g} ms' if link.delay else '')
 
 
 def spelled_rate(rate: float) -> str:
@@ -214,7 +227,10 @@ def by_itself(config: Any) -> Any:
     return c
 
 
-def verdict(config: Any, probed: Probed, choice: Choice, link: Link, budget: float) -> Verdict:
+def verdict(
+    config: Any, probed: Probed, choice: Choice, link: Link, budget: float,
+    compared: Compared | None = None,
+) -> Verdict:  # fmt: skip
     """Measures a step alone, and predicts those over links.
 
     Args:
@@ -223,6 +239,7 @@ def verdict(config: Any, probed: Probed, choice: Choice, link: Link, budget: flo
       choice: its plan over ``link``.
       link: between neighbouring stages.
       budget: of the error of a crossing.
+      compared: two machines, where the other one is not as this one.
 
     Raises:
       ValueError: as `jaxmp.training.experiment.experiment_of`.
@@ -240,13 +257,28 @@ def verdict(config: Any, probed: Probed, choice: Choice, link: Link, budget: flo
         assert raw, 'raw is always measured'
         return Row(link, raw.seconds, choice or choose(probed, link, budget))
 
-    machines = len(next(iter(probed.stages.values())))
-    needs = sum(footprint(exp, range(machines)).values())
-    rates = sorted({*RATES, link.rate})
-    rows = [row(Link(r, link.delay), choice if r == link.rate else None) for r in rates]
-    here = next(r for r in rows if r.link.rate == link.rate)
-    still = row(Link(link.rate)) if link.delay else here
-    return Verdict(machines, alone(exp), needs, memory(), here, still, rows)
+    needs = sum(footprint(exp, range(len(exp.task.stages))).values())
+    links = [link, *(Link(r, link.delay) for r in RATES if r != link.rate)]
+    rows = [row(l, None if l is not link else choice) for l in sorted(links)]
+    here = next(r for r in rows if r.link is link)
+    still = row(link._replace(delay=0.0)) if link.delay else here
+    fastest = min(compared.slower, default=1.0) if compared else 1.0
+    has = max(m.memory for m in compared.machines) if compared else memory()
+    return Verdict(
+        probed.machines, fastest * alone(exp), needs, has, here, still, rows,
+        divided(compared) if compared else '',
+    )  # fmt: skip
+
+
+def divided(compared: Compared) -> str:
+    """What each of two machines has."""
+    place, slower = compared.split.place, compared.slower
+    other, own = place.count(0), place.count(1)
+    faster = f'{1 / slower[0]:.2g}' if slower[0] < 1 else f'1/{slower[0]:.2g}'
+    return (
+        f' The other machine is {faster} times as fast and has {other} of {other + own} parts, '
+        f'the {"first" if place[0] == 0 else "last"} ones.'
+    )
 
 
 # What is shown.
@@ -312,36 +344,25 @@ def draw(v: Verdict, path: Path) -> None:
         style.save(figure, path, style.digest(record(v), __file__))
 
 
-def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and the texts ``key=value`` that change the configuration."""
-    from jaxmp.plan.__main__ import parsed, parser_of
-
-    parser = parser_of('jaxmp pays', __doc__)
-    parser.add_argument('--out', type=Path, default=Path('pays.png'), help='default pays.png')
-    return parsed(parser, argv)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    args, texts = arguments(argv)
-    try:
-        link = parse(args.link)
-        from jaxmp.plan.__main__ import changed, planned
-        from jaxmp.runtimes.allocator import keep_freed_pages
-        from jaxmp.runtimes.placement import keep_compiled
+    from jaxmp.net.address import ProcessGroupError
 
-        config, _ = changed(args.config, texts)
-        keep_compiled()
-        keep_freed_pages()
-        own = [t.strip() for t in args.codecs.split(';') if t.strip()]
-        probed, choice = planned(config, own, link, args.error, args.seconds)
-        v = verdict(config, probed, choice, link, args.error)
+    try:
+        ask = asked(argv, 'jaxmp pays', __doc__, 'pays.png')
+        from jaxmp.plan.__main__ import for_machines, planned_on
+
+        config, _, link, machines = for_machines(ask)
+        probed, choice = planned_on(machines, config, link, ask)
+        v = verdict(config, probed, choice, link, ask.error, machines)
         show(v)
-        draw(v, args.out)
-        args.out.with_suffix('.json').write_text(json.dumps(record(v), indent=1) + '\n')
-    except (OSError, ValueError) as error:
+        draw(v, ask.out)
+        ask.out.with_suffix('.json').write_text(json.dumps(record(v), indent=1) + '\n')
+    except KeyboardInterrupt:
+        sys.exit('jaxmp pays: stopped by Ctrl-C')
+    except (OSError, ValueError, ProcessGroupError) as error:
         sys.exit(f'jaxmp pays: {error}')
-    print(f'wrote {args.out} and {args.out.with_suffix(".json")}')
+    print(f'wrote {ask.out} and {ask.out.with_suffix(".json")}')
 
 
 if __name__ == '__main__':

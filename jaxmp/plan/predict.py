@@ -14,19 +14,29 @@ MEGABITS = {'k': 1e-3, 'm': 1.0, 'g': 1e3}
 
 
 class Link(NamedTuple):
-    """A link between two stages, the same in both directions.
+    """A link between two stages.
 
     Attributes:
       rate: Mbit/s.
       delay: ms from the last byte's departure to its arrival.
+      back: Mbit/s from the later stage to the earlier one; 0: as ``rate``.
     """
 
     rate: float
     delay: float = 0.0
+    back: float = 0.0
 
-    def seconds(self, nbytes: float) -> float:
-        """How long a message occupies the link."""
-        return 8 * nbytes / (1e6 * self.rate)
+    def seconds(self, nbytes: float, back: bool = False) -> float:
+        """How long a message occupies the link, or that of the way back."""
+        return 8 * nbytes / (1e6 * ((back and self.back) or self.rate))
+
+    def turned(self) -> Link:
+        """The link whose first stage is the second one of this.
+
+        >>> Link(100, 5, back=10).turned()
+        Link(rate=10, delay=5, back=100)
+        """
+        return Link(self.back or self.rate, self.delay, self.back and self.rate)
 
 
 class Times(NamedTuple):
@@ -47,10 +57,13 @@ class Times(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Seconds that the message of a micro-batch takes: in its sender, on the link, and after it."""
+    """Seconds that the message of a micro-batch takes: in its sender, on the link, and after it.
+
+    Where both stages are on one machine there is no link: ``wire`` is None.
+    """
 
     encode: float
-    wire: float
+    wire: float | None
     decode: float
 
 
@@ -61,7 +74,7 @@ def parse(text: str) -> Link:
       ValueError: if the text is no link.
 
     >>> parse('100mbit,50ms'), parse('1gbit')
-    (Link(rate=100.0, delay=50.0), Link(rate=1000.0, delay=0.0))
+    (Link(rate=100.0, delay=50.0, back=0.0), Link(rate=1000.0, delay=0.0, back=0.0))
     """
     found = FORM.fullmatch(text.strip())
     if not found or not float(found[1]):
@@ -101,7 +114,6 @@ def step(
     free: dict[int, float] = {}  # devices
     wires: dict[Hashable, float] = {}
     sent: dict[tuple[str, int, int], float] = {}  # when the input of an action was sent
-    ends = [0.0] * len(stages)
     for a in actions:
         own, to = stages[a.stage], a.stage + {'F': 1, 'B': -1, 'W': len(stages)}[a.kind]
         source, start = a.stage - (to - a.stage), free.get(a.device, 0.0)
@@ -110,9 +122,13 @@ def step(
             seconds = own.halves[a.kind == 'W']
         if coming := messages.get((source, a.stage)):
             name, at = wire((source, a.stage)), sent[a.kind, a.stage, a.microbatch]
-            wires[name] = max(wires.get(name, 0.0), at) + coming.wire
-            start, seconds = max(start, wires[name] + delay), seconds + coming.decode
+            if coming.wire is not None:
+                wires[name] = max(wires.get(name, 0.0), at) + coming.wire
+                at = wires[name] + delay
+            start, seconds = max(start, at), seconds + coming.decode
         if going := messages.get((a.stage, to)):
             seconds += going.encode
-        free[a.device] = ends[a.stage] = sent[a.kind, to, a.microbatch] = start + seconds
-    return max(end + own.update for end, own in zip(ends, stages, strict=True))
+        free[a.device] = sent[a.kind, to, a.microbatch] = start + seconds
+    for device, stage in {(a.device, a.stage) for a in actions}:
+        free[device] += stages[stage].update
+    return max(free.values())

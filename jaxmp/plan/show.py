@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmp.plan.choose import ALIKE, Choice, Probed
+from jaxmp.plan.pays import spelled
 from jaxmp.plan.predict import Link
 
 
-def summary(choice: Choice, base: str, link: str, budget: float) -> str:
+def summary(choice: Choice, base: str, link: Link, budget: float) -> str:
     """A line about a plan."""
     return (
-        f'The plan for {base} over {link}, error at most {budget:g}: predicted step '
+        f'The plan for {base} over {spelled(link)}, error at most {budget:g}: predicted step '
         f'{1e3 * choice.seconds:.1f} ms.'
     )
 
@@ -82,7 +83,9 @@ def crossings(probed: Probed, choice: Choice, link: Link, budget: float) -> Tabl
     for edge, own in sorted(probed.crossings.items(), key=lambda row: (min(row[0]), row[0])):
         for c in sorted(own, key=lambda c: c.error):
             mark = 'chosen' if c == choice.codecs[edge] else '' if c.error <= budget else 'above'
-            times = (1e3 * t for t in (c.encode, link.seconds(c.nbytes), c.decode))
+            times = (
+                1e3 * t for t in (c.encode, link.seconds(c.nbytes, edge[0] > edge[1]), c.decode)
+            )
             way = 'forward' if edge[0] < edge[1] else 'backward'
             cells = f'{c.bits:.2f}', f'{c.error:.2g}', *(f'{t:.2f}' for t in times)
             table.add_row(str(1 + min(edge)), way, c.text, *cells, mark)

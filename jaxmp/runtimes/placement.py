@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,11 @@ def is_here(device: Device) -> bool:
 
 
 def place(
-    replicas: int, stages: int, apart: bool = False, group: ProcessGroup | None = None
+    replicas: int,
+    stages: int,
+    apart: bool = False,
+    group: ProcessGroup | None = None,
+    parts: Sequence[int] | None = None,
 ) -> list[list[Device]]:
     """The device of each replica and stage, as ``[r][s]``; of other processes `Elsewhere`.
 
@@ -83,18 +88,22 @@ def place(
       stages: number of stages S.
       apart: whether each stage needs a separate device.
       group: the processes, each with a JAX of its own; default this one alone.
+      parts: for each stage of all replicas a number; those of a number stay together, and the
+        processes divide the numbers. Default: a number for each.
 
     Raises:
       ValueError: if there are more processes than stages of all replicas, or too few devices.
     """
     group, local = group or ProcessGroup(), jax.local_devices()
-    owner = owners(replicas * stages, group.count)
+    parts = range(replicas * stages) if parts is None else parts
+    by_part = owners(1 + max(parts), group.count)
+    owner = [by_part[part] for part in parts]
     mine = [i for i, p in enumerate(owner) if p == group.index]
-    parts = {i // stages for i in mine}
-    need = len(mine) if apart else len(parts)
+    rows = {i // stages for i in mine}
+    need = len(mine) if apart else len(rows)
     if len(local) < need:
         raise ValueError(
-            f'{len(mine)} stages of {len(parts)} replicas need {need} devices in a process, there '
+            f'{len(mine)} stages of {len(rows)} replicas need {need} devices in a process, there '
             f'are {len(local)}; on a CPU start with '
             f'XLA_FLAGS=--xla_force_host_platform_device_count={need}'
         )

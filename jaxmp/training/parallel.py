@@ -152,10 +152,19 @@ class ByStage(Parallel):
         """The schedule."""
         return actions_of(self.config, self.stages)
 
+    def places(self) -> list[int]:
+        """The number of what stays together, of each stage of a replica: by default its device.
+
+        Raises:
+          ValueError: if ``config.parallel.place`` is not one of these stages and this schedule.
+        """
+        homes = schedule.place(self.actions)
+        return list(homes) if not (text := self.config.parallel.place) else placed(text, homes)
+
     def parts(self) -> list[int]:
         """See `Parallel`."""
-        homes = schedule.place(self.actions)
-        return [r * (1 + max(homes)) + d for r in range(self.replicas) for d in homes]
+        places = self.places()
+        return [r * (1 + max(places)) + p for r in range(self.replicas) for p in places]
 
     def stages_of_process(self, index: int, count: int) -> list[int]:
         """See `Parallel`."""
@@ -167,7 +176,10 @@ class ByStage(Parallel):
         """See `Parallel`."""
         actions, c = self.actions, self.config.parallel
         homes = schedule.place(actions)
-        rows = place(self.replicas, 1 + max(homes), group=group)
+        by_device = dict(zip(homes, self.places(), strict=True))
+        width = 1 + max(by_device.values())
+        parts = [r * width + by_device[d] for r in range(self.replicas) for d in sorted(by_device)]
+        rows = place(self.replicas, 1 + max(homes), group=group, parts=parts)
         columns = Columns([[row[d] for d in homes] for row in rows], group=group)
         first = Columns(columns.devices[:1], group=group)
 
@@ -181,6 +193,34 @@ class ByStage(Parallel):
     def residuals(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """See `Parallel`."""
         return list(zip(sizes, schedule.most_kept(self.actions), strict=True))
+
+
+def placed(text: str, homes: Sequence[int]) -> list[int]:
+    """The numbers of ``config.parallel.place``.
+
+    Args:
+      text: the process of each stage.
+      homes: the device of each stage.
+
+    Raises:
+      ValueError: if it has another number of stages, leaves a process out, or divides a device.
+
+    >>> placed('0 0 1', (0, 1, 2)), placed('1, 0', (0, 1))
+    ([0, 0, 1], [1, 0])
+    """
+    words = text.replace(',', ' ').split()
+    numbers = [int(word) if word.isdecimal() else -1 for word in words]
+    own = dict(zip(homes, numbers, strict=False))
+    if (
+        len(numbers) != len(homes)
+        or {*numbers} != {*range(1 + max(numbers))}
+        or any(own[d] != n for d, n in zip(homes, numbers, strict=True))
+    ):
+        raise ValueError(
+            f'config.parallel.place={text!r} is not the process of each of {len(homes)} stages, '
+            "each process at least once and stages of a device in the same one; give it as '0 0 1'"
+        )
+    return numbers
 
 
 RUNTIMES = {'local': Parallel, 'spmd': OverMesh, 'mpmd': ByStage}

@@ -1,0 +1,133 @@
+"""`measured`: rate both ways and delay of the link between two machines, through one port.
+
+One machine listens, the other one calls. They meet as the processes of a run do: encrypted, at a
+switch in the machine that listens, and by the shorter way where there is one. So the rate is what
+messages of a training get, and the delay what they wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jaxmp.net.address import reach, token_of
+from jaxmp.net.connect import Hosted
+from jaxmp.net.group import ProcessGroup
+from jaxmp.net.keys import keys_of
+from jaxmp.net.peer import Peer
+from jaxmp.net.views import Terms
+
+NAMES = 'the machine that listens', 'the machine that calls'
+PATIENCE = 5.0  # seconds in which the caller finds somebody who listens
+DAY = 86400.0  # for which the other one waits for a call
+TRIPS, TRIPPING = 9, 1.0  # round trips of a byte, and the seconds after which three are enough
+FIRST, MOST = 2**10, 2**24  # bytes of the messages whose rate is measured
+LONG = 1.0  # seconds of a message that is long enough
+REPEATS = 3  # of the largest message, where it is shorter than that
+
+
+class Between(NamedTuple):
+    """A link as one of its ends sees it.
+
+    Attributes:
+      there: Mbit/s to the other machine.
+      back: Mbit/s from it.
+      delay: ms from the departure of a message's last byte to its arrival, half a round trip.
+    """
+
+    there: float
+    back: float
+    delay: float
+
+
+@contextlib.contextmanager
+def met(
+    address: tuple[str, int], listens: bool, about: Mapping[str, Any], token_file: str | None = None
+) -> Iterator[ProcessGroup]:
+    """The group of two machines, of which the one that listens is process 0.
+
+    Args:
+      address: host and port of the machine that listens, by which the other one reaches it.
+      listens: whether this one does.
+      about: settings that must be the same on both; JSON.
+      token_file: file with the secret that both have; default the environment variable.
+
+    Raises:
+      ProcessGroupError: if nobody listens, or the other has another secret or other settings.
+    """
+    host, port = address
+    keys = keys_of(token_of(token_file, host))
+    if not listens:
+        command = f'start `jaxmp pays --listen={host}:{port}` there, with the same configuration'
+        reach(address, PATIENCE, 'nobody listens', command).close()
+    switch = Hosted(keys, host, port, lambda line: None) if listens else None
+    try:
+        peer = Peer(
+            address, keys, 0 if listens else 1, Terms(NAMES, 2, DAY, back=0.0), about,
+            inside=NAMES[0],
+        )  # fmt: skip
+        try:
+            yield ProcessGroup(peer, peer.ready())
+        finally:
+            peer.close()
+    finally:
+        if switch:
+            switch.close()
+
+
+def measured(group: ProcessGroup) -> Between:
+    """The link between two processes, which both call it; takes at most 10 s above 10 kbit/s.
+
+    Raises:
+      ProcessGroupError: if the other one has left.
+    """
+    own = (0.0, 0.0)
+    for sender in (0, 1):
+        if group.index == sender:
+            own = sent(group)
+        else:
+            echo(group)
+    rows = group.share(own)
+    (_, there), (_, back) = rows[group.index], rows[1 - group.index]
+    return Between(there, back, 1e3 * min(trip for trip, _ in rows) / 2)
+
+
+def sent(group: ProcessGroup) -> tuple[float, float]:
+    """Seconds of a round trip, and Mbit/s of a message without it; the other one calls `echo`.
+
+    Messages grow until one is `LONG`, so that a fast link is filled, and a slow one not for long.
+    """
+    started, trips = time.monotonic(), []
+    while len(trips) < (3 if time.monotonic() - started > TRIPPING else TRIPS):
+        trips.append(trip(group, 1))
+    bare, size, rates = min(trips), FIRST, []  # waiting for a core is no part of a link
+    while True:
+        seconds = trip(group, size)
+        rates.append((size, 8e-6 * size / max(seconds - bare, 1e-9)))
+        grown = min(MOST, int(size * min(8.0, LONG / seconds)))
+        if seconds > LONG / 2 or [n for n, _ in rates].count(MOST) == REPEATS:
+            break
+        size = max(size, grown)
+    trip(group, 0)
+    return bare, max(rate for n, rate in rates if n == rates[-1][0])
+
+
+def trip(group: ProcessGroup, size: int) -> float:
+    """Seconds from sending so many bytes until the other one says that it has them."""
+    other, address = 1 - group.index, group.address('sent')
+    content = bytes(size)
+    start = time.monotonic()
+    group.send(other, address, content)
+    group.receive(other, group.address('echo'))
+    return time.monotonic() - start
+
+
+def echo(group: ProcessGroup) -> None:
+    """Says of each message that it is there, up to an empty one."""
+    other, size = 1 - group.index, 1
+    while size:
+        [content] = group.receive(other, group.address('sent'))
+        size = content.nbytes
+        group.send(other, group.address('echo'), b'')
