@@ -17,7 +17,7 @@ HOST = '127.0.0.1'
 
 
 class Forwarder:
-    """A port that leads to another one over a link of a rate each way (Mbit/s), and a delay (ms)."""
+    """A port that leads to another one over a link of a rate each way and a delay (Mbit/s, ms)."""
 
     def __init__(self, port, there, back, delay):
         self.port, self.server = port, socket.create_server((HOST, 0))
@@ -90,11 +90,11 @@ def test_a_slow_link_has_its_rates_and_its_delay(monkeypatch):
     """One open port, as a firewall leaves it: no shorter way leads past the emulated link."""
     monkeypatch.setattr(between, 'Peer', functools.partial(Peer, direct=False))
     port = free_port()
-    forwarder = Forwarder(port, there=20, back=5, delay=40)
+    forwarder = Forwarder(port, there=8, back=2, delay=40)
     here, there, seconds = both(forwarder.server.getsockname()[1], port)
-    assert there.there == here.back == pytest.approx(20, rel=0.15)
-    assert there.back == here.there == pytest.approx(5, rel=0.15)
-    assert there.delay == pytest.approx(40, rel=0.2)
+    assert there.there == here.back == pytest.approx(8, rel=0.2)
+    assert there.back == here.there == pytest.approx(2, rel=0.2)
+    assert 39 < there.delay < 60
     assert seconds < 10
 
 
