@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxmp.net import between
 from jaxmp.net.address import ProcessGroupError
-from jaxmp.net.between import measured, met
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.views import ViewChangedError
 from jaxmp.plan.asked import Asked
@@ -67,7 +67,7 @@ def compared(asked: Asked, config: Any, probed: Callable[[Any], Experiment]) -> 
     assert asked.peer
     exp, count = parts(config, probed)
     say(f'calling {asked.peer[0]}:{asked.peer[1]}')
-    with met(asked.peer, False, settings_of(config), asked.token_file) as group:
+    with between.met(asked.peer, False, settings_of(config), asked.token_file) as group:
         link, machines = meeting(group, exp, count)
         group.close()
     found = parts_of(exp, count)
@@ -84,7 +84,7 @@ def listen(asked: Asked, config: Any, probed: Callable[[Any], Experiment], calls
     while not calls or answered < calls:
         say(f'listening at {asked.peer[0]}:{asked.peer[1]}; Ctrl-C ends it')
         try:
-            with met(asked.peer, True, settings_of(config), asked.token_file) as group:
+            with between.met(asked.peer, True, settings_of(config), asked.token_file) as group:
                 link, machines = meeting(group, exp, count)
                 group.close()
         except ViewChangedError as error:
@@ -109,9 +109,9 @@ def parts(config: Any, probed: Callable[[Any], Experiment]) -> tuple[Experiment,
 def meeting(group: ProcessGroup, exp: Experiment, count: int) -> tuple[Link, tuple[Machine, ...]]:
     """What both machines do: the link, then each its own speed."""
     say('the link')
-    between = measured(group)
-    link = oriented(between if group.index else between._replace(
-        there=between.back, back=between.there))  # fmt: skip
+    found = between.measured(group)
+    turned = found._replace(there=found.back, back=found.there)
+    link = oriented(found if group.index else turned)
     rows: list[Any] = []
     with group.phase('measuring its speed', LONG):
         for turn in (0, 1):
