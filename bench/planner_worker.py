@@ -73,14 +73,46 @@ class Run:
         return time.perf_counter() - start
 
 
+def with_cpu(run: Callable[[], float]) -> tuple[float, float]:
+    """The seconds that a run gives, and the CPU-seconds of this process meanwhile."""
+    before = time.process_time()
+    return run(), time.process_time() - before
+
+
+class Alone(Run):
+    """The training by one machine."""
+
+    def __init__(self, config: Any) -> None:
+        """Makes the state before the first step, and what makes a step."""
+        from jaxmp.net.group import ProcessGroup
+        from jaxmp.plan.pays import by_itself
+        from jaxmp.training.experiment import experiment_of
+        from jaxmp.training.trainer import Trainer
+
+        super().__init__(trainer := Trainer(experiment_of(by_itself(config)), ProcessGroup()))
+        self._step = trainer.bound(trainer.training, self._rules)
+
+    def __call__(self) -> float:
+        """Makes a step."""
+        import jax
+
+        batch = next(self._batches)
+        if self._trainer.scans:
+            batch = batch['id'][None]
+        start = time.perf_counter()
+        self._state, _ = jax.block_until_ready(self._step(self._state, batch))
+        return time.perf_counter() - start
+
+
 def measure(args: argparse.Namespace) -> None:
     """Steps of configurations in this process of a group."""
-    os.sched_setaffinity(0, {args.process % (os.cpu_count() or 1)})
+    core = args.process % (os.cpu_count() or 1) if args.core is None else args.core
+    os.sched_setaffinity(0, {core})
     import jax
 
     from jaxmp.config import complete
     from jaxmp.net.connect import Address
-    from jaxmp.plan.predict import parse
+    from jaxmp.plan.predict import Link, parse
     from jaxmp.plugins import load
     from jaxmp.runtimes.allocator import keep_freed_pages
     from jaxmp.runtimes.placement import keep_compiled
@@ -88,7 +120,8 @@ def measure(args: argparse.Namespace) -> None:
     from jaxmp.training.loop import devices, process_group_of
     from jaxmp.training.trainer import Trainer
 
-    configs, link = [complete(load(file)) for file in args.files], parse(args.link)
+    configs = [complete(load(file)) for file in args.files]
+    link = parse(args.link) if args.link else Link(0.0)
     for config in configs:
         config.parallel.update(link_rate=link.rate, link_delay=link.delay)
     keep_compiled()
@@ -99,7 +132,10 @@ def measure(args: argparse.Namespace) -> None:
         jax.config.update('jax_num_cpu_devices', count)
     made = [Trainer(experiment_of(config), group) for config in configs]
     group.share(None)  # all links are open before anything is compiled
-    runs = [Run(trainer) for trainer in made]
+    runs: list[Any] = [Run(trainer) for trainer in made]
+    if args.alone:
+        runs = [Alone(configs[0]) if args.process == 0 else lambda: 0.0, *runs]
+        runs = [lambda run=run: with_cpu(run) for run in runs]
     in_rounds(runs, 1, 0)  # compiles
     seconds = in_rounds(runs, args.rounds, args.steps)
     group.share(None)
@@ -111,7 +147,9 @@ def main() -> None:
     """Runs the command line, to which `jaxmp launch` adds the group."""
     ask = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
     ask.add_argument('files', nargs='+')
-    ask.add_argument('--link', required=True)
+    ask.add_argument('--link', default='', help='emulated; empty: as it is')
+    ask.add_argument('--core', type=int, help='of this process; default: of its number')
+    ask.add_argument('--alone', action='store_true', help='one machine first; CPU-seconds too')
     ask.add_argument('--rounds', type=int, required=True)
     ask.add_argument('--steps', type=int, required=True)
     ask.add_argument('--coordinator')
