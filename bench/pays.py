@@ -213,6 +213,8 @@ def main() -> None:
         return print(f'skipped: {why}')
     out = args.out or HERE / 'results' / stem('pays')
     rows = Rows(out.with_suffix('.jsonl'), args.fresh)
+    for kept in out.parent.glob(f'{out.name}.*.probe') if args.fresh else ():
+        kept.unlink()
     rows.start(cores=args.cores, error=args.error, change=args.change)
     for model in args.models:
         left = [k for k in args.links if not rows.has(kind='step', model=model, link=k)]

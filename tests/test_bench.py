@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from jaxmp.plugins import load
 from jaxmp.report import __main__ as report
 from jaxmp.report import polar
 from jaxmp.runtimes.plans import gpipe, named
@@ -314,3 +315,58 @@ def lost(rows):
     means = losses_of(rows)
     plans = {r['link']: means[r['codecs']] for r in rows if r.get('name') == 'the plan'}
     return {link: 100 * (own / means['raw; raw'] - 1) for link, own in plans.items()}
+
+
+def test_a_verdict_is_right_where_both_ratios_say_the_same(bench):
+    pays = bench('pays')
+    cases = (0.8, 0.9, True), (0.8, 1.2, False), (0.99, 1.2, True), (1.3, 2.0, True)
+    assert [pays.right(p, m) for p, m, _ in cases] == [found for *_, found in cases]
+
+
+def test_the_table_of_predicted_and_measured_steps(bench):
+    """A plan of .8 of a step alone that took 1.2, of a process that had its core half the time."""
+    run = {'kind': 'run', 'hardware': 'h', 'versions': {'jax': '1'}, 'commit': 'c', 'cores': [0, 1]}
+    steps = {
+        'predicted': {'alone': 1.0, 'raw': 2.0, 'plan': 0.8},
+        'measured': {'alone': 1.0, 'raw': 2.5, 'plan': 1.2, 'cpu_alone': 0.5},
+    }
+    row = {'kind': 'step', 'model': 'digits', 'link': '5mbit', **steps}
+    page = bench('pays').table([{**run, 'command': 'pays.py'}, row])
+    assert page.endswith(
+        '| digits | 5mbit | 1000.0 / 1000.0 | 2000.0 / 2500.0 | -20% | 800.0 / 1200.0 | -33% '
+        '| 0.80: pays | 1.20: does not pay | **no** | 50% |\n'
+    )
+
+
+def test_the_bench_of_generation_goes_on_where_it_was_stopped(bench, monkeypatch, tmp_path):
+    """Interrupted at its fourth row; the same command measures the others alone."""
+    serving, measured, left = bench('serving'), [], [3]
+
+    def tokens(a, *key):
+        if len(measured) == left[0]:
+            raise KeyboardInterrupt
+        measured.append(key)
+        return 10.0 * key[0]
+
+    monkeypatch.setattr(serving, 'tokens_a_second', tokens)
+    score = {'bits': 4.0, 'nats_lost': 0.01, 'standard_error': 0.002}
+    monkeypatch.setattr(serving, 'lost', lambda a, stages: {'raw': score, 'mx(8)': score})
+    out = tmp_path / 'serving'
+    words = ['serving.py', 'model.gguf', '--processes=2', '--links=100mbit', f'--out={out}']
+    monkeypatch.setattr('sys.argv', [*words, '--codecs=raw;mx(8)', '--turns=1'])
+    with pytest.raises(KeyboardInterrupt):
+        serving.main()
+    left[0] = -1
+    serving.main()
+    assert len(measured) == len(set(measured)) == 2 + 2 * 2
+    page = out.with_suffix('.md').read_text()
+    assert page.endswith('| 100mbit | `mx(8)` | 4.00 | 20 | 20 | 0.0100 ± 0.0020 |\n')
+    assert 'One machine alone: 10 a second with 1 prompts, 10 a second with 4 prompts.' in page
+
+
+def test_the_file_of_a_split_has_its_cut_and_its_place(bench, tmp_path):
+    splits = bench('splits')
+    texts = ['model.blocks=6', 'model.cuts=2', 'parallel.runtime=mpmd', 'parallel.place=1 0']
+    (tmp_path / 'split.py').write_text(splits.FILE.format(texts=texts))
+    config = load(str(tmp_path / 'split.py'))
+    assert (config.model.cuts, config.parallel.place) == ('2', '1 0')
