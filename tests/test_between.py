@@ -113,5 +113,26 @@ def test_a_secret_is_needed_between_hosts(monkeypatch):
 def test_both_machines_have_the_same_configuration():
     port = free_port()
     here, there, _ = both(port, port, ({'model.width': 8}, {'model.width': 16}))
+    assert isinstance(there, between.CallEndedError)
     said = ' '.join(map(str, (here, there)))
     assert 'model.width=16 (first: 8); start all with the same settings' in said
+
+
+def test_who_is_left_in_the_middle_is_told():
+    """The caller leaves before it has measured anything."""
+    port, found = free_port(), {}
+
+    def listens():
+        try:
+            with between.met((HOST, port), True, {}) as group:
+                between.echo(group)
+        except between.CallEndedError as error:
+            found['error'] = str(error)
+
+    listening = threading.Thread(target=listens)
+    listening.start()
+    time.sleep(0.3)
+    with between.met((HOST, port), False, {}):
+        pass
+    listening.join(20)
+    assert 'the machine that calls has left' in found['error']

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxmp.net.address import reach, token_of
+from jaxmp.net.address import ProcessGroupError, reach, token_of
 from jaxmp.net.connect import Hosted
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
-from jaxmp.net.views import Terms
+from jaxmp.net.views import Terms, ViewChangedError
 
 NAMES = 'the machine that listens', 'the machine that calls'
 PATIENCE = 5.0  # seconds in which the caller finds somebody who listens
@@ -43,6 +43,10 @@ class Between(NamedTuple):
     delay: float
 
 
+class CallEndedError(ProcessGroupError):
+    """The other machine has left, or it has another secret or other settings."""
+
+
 @contextlib.contextmanager
 def met(
     address: tuple[str, int], listens: bool, about: Mapping[str, Any], token_file: str | None = None
@@ -56,7 +60,8 @@ def met(
       token_file: file with the secret that both have; default the environment variable.
 
     Raises:
-      ProcessGroupError: if nobody listens, or the other has another secret or other settings.
+      CallEndedError: if the other one leaves, or has another secret or other settings.
+      ProcessGroupError: if nobody listens, the port is in use, or there is no secret.
     """
     host, port = address
     keys = keys_of(token_of(token_file, host))
@@ -73,6 +78,8 @@ def met(
             yield ProcessGroup(peer, peer.ready())
         finally:
             peer.close()
+    except (ProcessGroupError, ViewChangedError) as error:
+        raise CallEndedError(str(error)) from error
     finally:
         if switch:
             switch.close()

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmp.net import between
-from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.group import LONG, ProcessGroup
-from jaxmp.net.views import ViewChangedError
 from jaxmp.plan.asked import Asked
 from jaxmp.plan.predict import Link
 from jaxmp.plan.splits import Machine, Split, best, in_parts, oriented, parts_of, spread, values_of
@@ -87,12 +85,7 @@ def listen(asked: Asked, config: Any, probed: Callable[[Any], Experiment], calls
             with between.met(asked.peer, True, settings_of(config), asked.token_file) as group:
                 link, machines = meeting(group, exp, count)
                 group.close()
-        except ViewChangedError as error:
-            say(f'the call has ended: {error}')
-            continue
-        except ProcessGroupError as error:
-            if 'cannot be used' in str(error) or 'could join' in str(error):
-                raise
+        except between.CallEndedError as error:
             say(f'the call has ended: {error}')
             continue
         answered += 1
