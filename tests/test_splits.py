@@ -86,13 +86,24 @@ def test_stages_of_one_machine_follow_each_other_without_a_link():
 def test_a_probe_on_unlike_machines():
     """Stage 0 on a machine of a third of the speed: its actions, its encoder and its decoder."""
     c = Candidate('c', 4.0, 0.0, 1.0, 2.0, 0.0)
-    own = Probed({1: [Times(1.0, 2.0, update=0.5)] * 2}, {(0, 1): [c], (1, 0): [c]})
+    back = c._replace(decode=5.0)
+    own = Probed({1: [Times(1.0, 2.0, update=0.5)] * 2}, {(0, 1): [c], (1, 0): [back]})
     found = own.on((1, 0), (1.0, 3.0))
     seconds = predicted(
         found, Link(1), {e: c for e, [c] in found.crossings.items()}, Order('gpipe', 1)
     )
-    assert seconds == 3 * (1 + 1) + (2 + 1 + 2 + 1) + 3 * (2 + 2 + 0.5)
+    assert seconds == 3 * (1 + 1) + (2 + 1 + 2 + 1) + 3 * (5 + 2 + 0.5)
     assert own.machines == found.machines == 2
+
+
+def test_stages_of_one_machine_share_its_time():
+    """Three equal stages of four micro-batches: six turns of 3, or 4 x 6 of the machine of two."""
+    free = Candidate('raw', 32.0, 0.0, 0.0, 0.0, 0.0)
+    codecs = {(a, b): free for a, b in ((0, 1), (1, 2), (2, 1), (1, 0))}
+    own, order = Probed({4: [Times(1.0, 2.0)] * 3}, {}), Order('gpipe', 4)
+    assert predicted(own, Link(1), codecs, order) == 6 * 3
+    assert predicted(own.on((0, 0, 1), (1.0, 1.0)), Link(1), codecs, order) >= 4 * 6
+    assert own.on((0, 0, 1), (1.0, 1.0)).machines == 2
 
 
 @pytest.mark.parametrize('text', ['0 1', '0 0 2', '0 x 1', '0 0 1 1', ','])
