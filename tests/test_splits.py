@@ -99,7 +99,7 @@ def test_a_probe_on_unlike_machines():
 def test_stages_of_one_machine_share_its_time():
     """Three equal stages of four micro-batches: six turns of 3, or 4 x 6 of the machine of two."""
     free = Candidate('raw', 32.0, 0.0, 0.0, 0.0, 0.0)
-    codecs = {(a, b): free for a, b in ((0, 1), (1, 2), (2, 1), (1, 0))}
+    codecs = dict.fromkeys(((0, 1), (1, 2), (2, 1), (1, 0)), free)
     own, order = Probed({4: [Times(1.0, 2.0)] * 3}, {}), Order('gpipe', 4)
     assert predicted(own, Link(1), codecs, order) == 6 * 3
     assert predicted(own.on((0, 0, 1), (1.0, 1.0)), Link(1), codecs, order) >= 4 * 6

@@ -173,7 +173,7 @@ def in_parts(config: Any) -> tuple[Any, int]:
     stages = experiment_of(config).task.stages
     if config.model.name not in ('gpt2', 'pretrained'):
         return config, len(stages)
-    count, c = sum(s.blocks for s in stages), config.copy_and_resolve_references()
+    count, c = sum(s.blocks for s in stages), config.copy_and_resolve_references()  # pyright: ignore
     c.model.cuts = ' '.join(map(str, sorted({1, count - 1} - {0, count})))
     c.model.stages = 1 if count == 1 else c.model.stages
     return c, count
