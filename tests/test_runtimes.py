@@ -40,16 +40,16 @@ def _double():
 
 
 @cache
-def wanted(case, n, replicas):
-    return pipelines.local(case, n, replicas)
+def wanted(case, n, replicas, late=0):
+    return pipelines.local(case, n, replicas, late)
 
 
-def assert_equal(leaves, case, n, replicas, once=False):
+def assert_equal(leaves, case, n, replicas, once=False, late=0):
     """``(name, stage, replica) -> leaves`` equal the one-program runtime's; all are there.
 
     ``once``: a state that both ends share is at its sender alone.
     """
-    _, states = wanted(case, n, replicas)
+    _, states = wanted(case, n, replicas, late)
     stages = pipelines.STAGES if replicas == 1 else pipelines.SHORT
     links = pipelines.cuts(case, n, len(stages) - 1)
     seen = 0
@@ -105,6 +105,22 @@ def test_a_runtime_equals_one_program(kind, case, n, replicas):
         for r, tree in rows.items():
             device = runtime.columns.devices[r, s]
             assert all(a.devices() == {device} for a in jax.tree.leaves(tree))
+
+
+LATE = [('mpmd', case, n, 1, late) for case in pipelines.CASES for n, late in [(1, 2), (4, 1)]]
+LATE += [('mpmd', case, 4, 2, 1) for case in pipelines.REPLICATED]
+LATE += [('spmd', 'ef21', 4, 1, 1), ('spmd', 'rounds', 4, 2, 1), ('local', 'rounds', 4, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ('kind', 'case', 'n', 'replicas', 'late'), slow(LATE, lambda c: c != ('mpmd', 'ef21', 4, 1, 1))
+)
+def test_late_gradients_equal_those_of_one_program(kind, case, n, replicas, late):
+    """Under mpmd they come late; elsewhere they wait."""
+    found, model, _, runtime = pipelines.run(kind, case, n, replicas, late=late)
+    close(np.array(found), np.array(wanted(case, n, replicas, late)[0]))
+    leaves = lambda name, s, r: jax.tree.leaves(runtime.rows(getattr(model, name)[s])[r])
+    assert assert_equal(leaves, case, n, replicas, runtime.together, late)
 
 
 @pytest.mark.parametrize('kind', slow(['mpmd', 'spmd'], 'spmd'.__eq__))
@@ -225,37 +241,41 @@ SPREAD += [('spmd', 2, case, 4, 2) for case in REPLICATED]
 
 
 @pytest.mark.parametrize(
-    ('kind', 'processes', 'case', 'n', 'replicas', 'schedule', 'delay'),
+    ('kind', 'processes', 'case', 'n', 'replicas', 'schedule', 'delay', 'late'),
     slow(
         [
-            ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0),
-            ('mpmd', 4, 'ef21', 1, 1, '1f1b', 80),
-            ('mpmd', 4, 'rounds', 4, 2, 'zb_h2', 0),
-            ('local', 2, 'direct', 4, 2, '1f1b', 0),
-            ('spmd', 4, 'direct', 4, 2, '1f1b', 0),
-            *((*case, '1f1b', 0) for case in SPREAD),
+            ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0, 0),
+            ('mpmd', 4, 'ef21', 1, 1, '1f1b', 80, 0),
+            ('mpmd', 4, 'rounds', 4, 2, 'zb_h2', 0, 0),
+            *(('mpmd', p, case, 4, 1, '1f1b', 0, 1) for p in (2, 4) for case in pipelines.CASES),
+            ('mpmd', 4, 'rounds', 4, 2, '1f1b', 0, 2),
+            ('local', 2, 'direct', 4, 2, '1f1b', 0, 0),
+            ('spmd', 4, 'direct', 4, 2, '1f1b', 0, 0),
+            *((*case, '1f1b', 0, 0) for case in SPREAD),
         ],
-        lambda case: case != ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0),
+        lambda case: case != ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0, 0),
     ),
 )
-def test_processes_equal_one_program(tmp_path, kind, processes, case, n, replicas, schedule, delay):
+def test_processes_equal_one_program(
+    tmp_path, kind, processes, case, n, replicas, schedule, delay, late
+):
     """Several lanes per device; links that take 80 ms per message; replicas that are apart.
 
     Of spmd a replica over two processes, each in one of its own, and a process for every device.
     """
-    saved = run_processes(tmp_path, processes, kind, case, n, replicas, schedule, delay)
+    saved = run_processes(tmp_path, processes, kind, case, n, replicas, schedule, delay, late)
     waits = 2 * (processes - 1) * delay / 1e3
     assert min(saved[0]['seconds'][1:]) >= waits  # the first step compiles
     extra = 'means', 'seconds'
     found = {k: a for one in saved for k, a in one.items() if k not in extra}
     means = [one['means'] for one in saved if 'means' in one]
-    close(np.concatenate(means, 1), np.array(wanted(case, n, replicas)[0]))
+    close(np.concatenate(means, 1), np.array(wanted(case, n, replicas, late)[0]))
 
     def leaves(name, s, r):
         keys = [k for k in found if k.startswith(f'{name}/{s}/{r}/')]
         return [found[k] for k in sorted(keys, key=lambda k: int(k.rsplit('/', 1)[1]))]
 
-    assert assert_equal(leaves, case, n, replicas, kind == 'local') == len(found)
+    assert assert_equal(leaves, case, n, replicas, kind == 'local', late) == len(found)
 
 
 # Bytes, memory, other platforms.

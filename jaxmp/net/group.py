@@ -56,8 +56,20 @@ class ProcessGroup:
         self.view, self._decisions = self.peer.ready(), 0
         self.begin(0)
 
-    def address(self, tag: str) -> Address:
-        """The address of the next message under ``tag``, which both its ends count."""
+    @property
+    def step(self) -> int:
+        """The step that has begun."""
+        return self._step
+
+    def address(self, tag: str, place: tuple[int, int] | None = None) -> Address:
+        """The address of the next message under ``tag``, which both its ends count.
+
+        Args:
+          tag: says what is sent.
+          place: step and number of a message that both its ends know by them; it is not counted.
+        """
+        if place:
+            return self.view, place[0], f'{tag} micro-batch {place[1]}'
         self._calls[tag] += 1
         return self.view, self._step, f'{tag} {self._calls[tag]}'
 

@@ -25,7 +25,14 @@ from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.placement import Elsewhere, is_here
-from jaxmp.runtimes.types import ByReplica, Step, by_replica, is_by_replica, of_replica
+from jaxmp.runtimes.types import (
+    ByReplica,
+    ModelState,
+    Step,
+    by_replica,
+    is_by_replica,
+    of_replica,
+)
 
 
 class Columns:
@@ -171,6 +178,10 @@ class OverColumns:
     def numbered(self, step: Any, words: Any) -> tuple[Any, Array]:
         """See `PlacedRuntime`; the number is one of numpy, which no device computes."""
         return np.asarray(step, np.int32), jax.random.wrap_key_data(jnp.asarray(words))
+
+    def drain(self, state: ModelState) -> tuple[list[dict[int, Any]], ModelState]:
+        """See `PlacedRuntime`; nothing is under way between two steps."""
+        return [], state
 
     def compared(self, model: Any, step: int, say: Callable[[str], object]) -> Any:
         """The state in which both ends of a boundary remember alike, as those of one program do."""

@@ -38,14 +38,15 @@ class Result(NamedTuple):
     Attributes:
       loss: mean over micro-batches; None in a process without the last stage.
       aux: means of what comes with the loss; None in a process without the last stage.
-      grads: gradients of the parameters of each stage here.
+      grads: gradients of the parameters of each stage here; None where those of a batch come
+        steps later, and none has come.
       states: the next state of each stage here, its parameters unchanged.
       moved: payload bytes ``(forward, backward)`` of each link that ends here.
     """
 
     loss: Array | None
     aux: Any
-    grads: dict[int, Any]
+    grads: dict[int, Any] | None
     states: dict[int, StageState]
     moved: Traffic
 
@@ -132,7 +133,7 @@ class Driver:
         workers = frozen | {
             s: Worker(p, states[s], split(s)) for s, p in self.stages.items() if s >= self.first
         }
-        self._run(actions, sent, workers, batch, known)
+        self._run(actions, sent, workers, self._cut_all(workers, batch), known)
         if self.kept:
             self.kept.seen[ids] = True
         n = np.float32(self.num_microbatches)
@@ -169,7 +170,7 @@ class Driver:
         workers = {s: Reader(p, states[s]) for s, p in self.stages.items()}
         actions, sent = self.order
         forwards = [a for a in actions if a.kind == 'F'], [m for m in sent if m.kind == 'F']
-        self._run(forwards[0], forwards[1], workers, batch)
+        self._run(forwards[0], forwards[1], workers, self._cut_all(workers, batch))
         last = workers.get(len(self.devices) - 1)
         return last.outputs if last else None, {s: w.state() for s, w in workers.items()}
 
@@ -202,12 +203,18 @@ class Driver:
             parts.append(MicroBatch(x, y, Ctx(key, ids, microbatch=np.int32(m), tokens=tokens)))
         return parts
 
+    def _cut_all(
+        self, stages: Iterable[int], batch: tuple[Any, Any, Ctx], first: int = 0
+    ) -> dict[int, dict[int, MicroBatch]]:
+        """The micro-batches of stages, by their numbers, which begin at ``first``."""
+        return {s: dict(enumerate(self._cut(s, batch), first)) for s in stages}
+
     def _run(
         self,
         actions: Sequence[Action],
         sent: Sequence[Message],
         workers: Mapping[int, Worker],
-        batch: tuple[Any, Any, Ctx],
+        parts: Mapping[int, Mapping[int, MicroBatch]],
         known: Collection[int] | None = None,
     ) -> None:
         """Runs actions in order.
@@ -216,10 +223,9 @@ class Driver:
           actions: of this process.
           sent: messages, likewise.
           workers: of the stages here.
-          batch: inputs, targets and context.
+          parts: of each stage the micro-batches that it runs forwards.
           known: micro-batches whose messages are kept here; None keeps and reads none.
         """
-        parts = {s: self._cut(s, batch) for s in workers}
         out, arriving = self._post(sent)
 
         def run(a: Action) -> None:
@@ -262,18 +268,26 @@ class Driver:
         self.measured.append(a._replace(start=start, end=time.monotonic()))
         return made
 
+    def _arriving(self) -> dict[Task, Any]:
+        """The messages that were asked for before a step, and that no action has read."""
+        return {}
+
+    def _place(self, m: Message) -> tuple[int, int] | None:
+        """Step and number of a message; None of the next one of its lane in this step."""
+        return None
+
     def _post(self, sent: Sequence[Message]) -> tuple[dict[Task, Any], dict[Task, Any]]:
         """Asks the lanes for all messages of a step: what actions fill, and what they wait for."""
         for done in [f for f in self.sending if f.done()]:
             self.sending.remove(done)
             done.result()  # raises what went wrong
         out: dict[Task, Any] = {}
-        arriving: dict[Task, Any] = {}
+        arriving = self._arriving()
         for m in sent:
             own = out[m.kind, m.source, m.microbatch] = (
                 Future() if m.source in self.stages else None
             )
-            arrived = self.lanes[m.source, m.target].carry(own)
+            arrived = self.lanes[m.source, m.target].carry(own, self._place(m))
             if m.target in self.stages:
                 arriving[m.kind, m.target, m.microbatch] = arrived
             else:

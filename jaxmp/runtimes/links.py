@@ -20,6 +20,7 @@ from jaxmp.runtimes.placement import Device, is_here
 from jaxmp.wire import Payload, nbytes
 
 Address = Any  # of a message, as the group of processes counts it
+Place = tuple[int, int] | None  # step and number of a message; None of the next one
 Move = Callable[[Payload | None, Address], Payload]
 
 
@@ -35,7 +36,7 @@ class Lane:
         self,
         move: Move,
         emulated: tuple[float, float] = (0.0, 0.0),
-        address: Callable[[], Address] | None = None,
+        address: Callable[[Place], Address] | None = None,
     ) -> None:
         """Carries nothing yet.
 
@@ -45,24 +46,27 @@ class Lane:
           emulated: rate in Mbit/s (0 for any) and delay in ms of a slow link: a message of n bytes
             occupies the lane for ``8 n / (1e6 rate)`` s, and arrives ``delay / 1e3`` s later. No
             protocol adds bytes.
-          address: of the next message, between processes; None for copies, which JAX runs by
-            itself.
+          address: of a message, between processes, given its place; None for copies, which JAX
+            runs by itself.
         """
         rate, self._delay = emulated
         self._seconds = lambda n: 8 * n / (1e6 * rate) if rate else 0.0
-        self._move, self._address, self._number = move, address or (lambda: None), 0
+        self._move, self._address, self._number = move, address or (lambda place: None), 0
         self._turn = ThreadPoolExecutor(1, 'lane') if address or any(emulated) else None
         self.spans: dict[int, tuple[float, float]] | None = None
 
-    def carry(self, sent: Future[Payload] | None) -> Future[tuple[Payload, float]]:
+    def carry(
+        self, sent: Future[Payload] | None, place: Place = None
+    ) -> Future[tuple[Payload, float]]:
         """The next message, once it is there, and the time from which it may be used.
 
         Args:
           sent: the message, where it is sent; None in a process that only receives it.
+          place: its step and number, where it may arrive in a later step than it is sent in.
         """
         n, self._number = self._number, self._number + 1
         if self._turn:
-            return self._turn.submit(self._carry, n, self._address(), sent)
+            return self._turn.submit(self._carry, n, self._address(place), sent)
         assert sent is not None
         arrived: Future[tuple[Payload, float]] = Future()
         sent.add_done_callback(lambda done: self._follow(n, done, arrived))

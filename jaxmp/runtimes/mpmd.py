@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns, OverColumns
-from jaxmp.runtimes.driver import Driver, drive
+from jaxmp.runtimes.driver import Driver, Traffic, drive
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.plans import one_f_one_b
 from jaxmp.runtimes.schedule import Action
@@ -34,6 +34,7 @@ from jaxmp.runtimes.types import (
     one_replica,
     output,
 )
+from jaxmp.runtimes.unflushed import Unflushed, unflushed
 
 
 class Mpmd(OverColumns):
@@ -47,6 +48,7 @@ class Mpmd(OverColumns):
         train: bool = True,
         options: tuple[tuple[str, Any], ...] = (),
         emulated: tuple[float, float] = (0.0, 0.0),
+        delay: int = 0,
     ) -> None:
         """Compiles nothing yet.
 
@@ -57,6 +59,7 @@ class Mpmd(OverColumns):
           train: passed to the stages.
           options: those of `jax.jit`'s compiler.
           emulated: rate and delay of the links; see `jaxmp.runtimes.links.Lane`.
+          delay: steps that the gradients of a batch come later (`jaxmp.runtimes.unflushed`).
 
         Raises:
           ValueError: if the schedule is not one of as many stages and micro-batches.
@@ -72,9 +75,10 @@ class Mpmd(OverColumns):
         self.drivers: dict[int, Driver] = {}
         for r in sorted({r for here in columns.here.values() for r in here}):
             at, own = list(columns.devices[r]), functools.partial(lane, r)
-            self.drivers[r] = drive(
+            driver = drive(
                 self.programs, at, plan, own, dict(options), model.first, model.kept if train else 0
             )
+            self.drivers[r] = unflushed(driver, delay, columns.group) if delay else driver
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))
@@ -85,22 +89,41 @@ class Mpmd(OverColumns):
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any
-    ) -> tuple[Any, dict[int, Any], ModelState]:
+    ) -> tuple[Any, dict[int, Any] | None, ModelState]:
         """See `Runtime`."""
-        states, grads, means = {}, {s: ByReplica() for s in self.stages}, ByReplica()
+        states, grads, means, due = {}, {s: ByReplica() for s in self.stages}, ByReplica(), True
         for r, driver in self.drivers.items():
             part = one_replica(batch, r, self.replicas)
             keys = StepKeys.of(key, part['id'], r if self.replicas > 1 else None)
             x = self._input(r, part['x'], keys.augment)
             result = driver.step(self._of(state, r), x, part['y'], keys.model)
             states[r] = result.states
-            for link, sizes in result.moved.items():
-                self._payload[link] += sizes if r == 0 and link in self.stages else 0
-            for s, g in result.grads.items():
+            self._count(r, result.moved)
+            due = result.grads is not None
+            for s, g in (result.grads or {}).items():
                 grads[s][r] = g
             if result.loss is not None:
                 means[r] = result.loss, result.aux
-        return means, grads, self._gathered(states)
+        return means, grads if due else None, self._gathered(states)
+
+    def drain(self, state: ModelState) -> tuple[list[dict[int, Any]], ModelState]:
+        """See `PlacedRuntime`."""
+        rows: list[dict[int, Any]] = []
+        states = {}
+        for r, driver in self.drivers.items():
+            if not isinstance(driver, Unflushed):
+                return [], state
+            batches, states[r], moved = driver.drain(self._of(state, r))
+            self._count(r, moved)
+            rows = rows or [{s: ByReplica() for s in self.stages} for _ in batches]
+            for row, gradients in zip(rows, batches, strict=True):
+                for s, g in gradients.items():
+                    row[s][r] = g
+        return rows, self._gathered(states)
+
+    def _count(self, r: int, moved: Traffic) -> None:
+        for link, sizes in moved.items():
+            self._payload[link] += sizes if r == 0 and link in self.stages else 0
 
     def predict(
         self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output

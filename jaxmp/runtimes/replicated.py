@@ -187,6 +187,10 @@ class Replicated:
             return on_one(f, self.via)(*trees)
         return on_all(f, self.mesh)(*trees)
 
+    def drain(self, state: ModelState) -> tuple[list[dict[int, Any]], ModelState]:
+        """See `PlacedRuntime`; nothing is under way between two steps."""
+        return [], state
+
     @functools.cached_property
     def _predict(self) -> Any:
         def run(then: Callable[..., Any], state: ModelState, batch: Batch, key: Any) -> Any:

@@ -116,10 +116,11 @@ class Runtime(Protocol):
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Any
-    ) -> tuple[Any, dict[int, Any], ModelState]:
+    ) -> tuple[Any, dict[int, Any] | None, ModelState]:
         """Means of each replica (perhaps none here), gradients per stage, and the next state.
 
-        Gradients are those of the parameters that are trained.
+        Gradients are those of the parameters that are trained. Where a pipeline stays full, they
+        are those of an earlier batch, or None before the first.
         """
         ...
 
@@ -170,6 +171,10 @@ class PlacedRuntime(Protocol):
             and takes the buffers of ``state``.
           each: booleans in place of parts of ``state``: whether it differs by replica.
         """
+        ...
+
+    def drain(self, state: ModelState) -> tuple[list[dict[int, Any]], ModelState]:
+        """Gradients of the batches whose own have not come, the oldest first; the state after."""
         ...
 
     def predict(

@@ -90,8 +90,9 @@ class Worker:
         self.stage, self._split = stage, split
         self.params, self.model_state, self.feedback = state
         self.total: Accumulator | None = None
-        self._saved: dict[int, tuple[MicroBatch, Any]] = {}
-        self._later: dict[int, tuple[MicroBatch, Any]] = {}
+        # A micro-batch with the parameters of its forward, which are also those of its backward.
+        self._saved: dict[int, tuple[Any, MicroBatch, Any]] = {}
+        self._later: dict[int, tuple[Any, MicroBatch, Any]] = {}
 
     def act(self, kind: str, m: int, batch: MicroBatch | None, message: Payload) -> Payload:
         """Runs an action on the message that it reads; the message that it sends, or None."""
@@ -107,30 +108,30 @@ class Worker:
         moving = self.model_state, self.feedback
         moving, out, residuals = self.stage.forward(self.params, moving, batch, message)
         self.model_state, self.feedback = moving
-        self._saved[m] = batch._replace(x=None), residuals
+        self._saved[m] = self.params, batch._replace(x=None), residuals
         return out
 
     def backward(self, m: int, message: Payload) -> Payload:
         """The message to the stage before; the sums of the step grow."""
-        batch, residuals = self._saved.pop(m)
+        params, batch, residuals = self._saved.pop(m)
         self.feedback, self.total, out = self.stage.backward(
-            self.params, self.feedback, self._sums(batch), residuals, (batch, message)
+            params, self.feedback, self._sums(batch), residuals, (batch, message)
         )
         return out
 
     def backward_input(self, m: int, message: Payload) -> Payload:
         """The message to the stage before; the rest of the backward is saved."""
-        batch, residuals = self._saved.pop(m)
+        params, batch, residuals = self._saved.pop(m)
         self.feedback, later, out = self.stage.backward_input(
-            self.params, self.feedback, residuals, (batch, message)
+            params, self.feedback, residuals, (batch, message)
         )
-        self._later[m] = batch, self.stage.program.joined(self.params, residuals, later)
+        self._later[m] = params, batch, self.stage.program.joined(params, residuals, later)
         return out
 
     def backward_weights(self, m: int) -> None:
         """Runs the rest of a backward; the sums of the step grow."""
-        batch, later = self._later.pop(m)
-        self.total = self.stage.backward_weights(self.params, self._sums(batch), later)
+        params, batch, later = self._later.pop(m)
+        self.total = self.stage.backward_weights(params, self._sums(batch), later)
 
     def wait(self, made: Payload) -> None:
         """Waits for ``made`` and all that the stage holds."""

@@ -124,6 +124,12 @@ def joined(trees: Mapping[int, Any], parts: Mapping[Home, Any]) -> dict[int, Any
     return {s: _whole(t, [p for (at, _), p in parts.items() if at == s]) for s, t in trees.items()}
 
 
+def of_groups(groups: Groups, trees: Mapping[int, Any]) -> dict[int, Any]:
+    """The trees of the stages without what is frozen, the form of their gradients."""
+    empty = {s: each(lambda tree: {}, t) for s, t in trees.items()}
+    return joined(empty, split(groups, trees))
+
+
 def by_home(groups: Groups, states: Mapping[int, list[Any]]) -> dict[Home, Any]:
     """The states that each stage has as a list, one for each of its groups."""
     rows = (state for states_of_stage in states.values() for state in states_of_stage)

@@ -1,8 +1,9 @@
-r"""`late`: an optimizer whose gradients come N steps late, as in a pipeline that is never emptied.
+r"""`corrected`: an optimizer whose gradients come N steps late, as in a pipeline that stays full.
 
 Step t computes the gradient :math:`g_t` at the parameters :math:`p_t`, and moves them by
-:math:`g_{t-N}`, so that N + 1 batches are under way at once and no stage waits for a message. The
-first N steps move nothing, and the gradients of the last N are not used. N = 1 is PipeDream-2BW.
+:math:`g_{t-N}` (`jaxmp.training.step`), so that N + 1 batches are under way at once and no stage
+waits for a message. The first N steps move nothing, and the gradients of the last N are not used.
+N = 1 is PipeDream-2BW.
 
 A correction makes up for it. With :math:`u_t`, the optimizer's update by :math:`g_{t-N}`:
 
@@ -32,85 +33,63 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
 
 
-class Late(NamedTuple):
+class Corrected(NamedTuple):
     """The state of an optimizer whose gradients are late.
 
     Attributes:
-      steps: how many are done.
-      waiting: the gradients of the last N steps, that of step t at t modulo N.
-      places: likewise the parameters, where a correction needs them.
+      places: the parameters of the last N steps, the oldest first, where a correction needs them.
       last: the last update, likewise.
       state: of the optimizer.
     """
 
-    steps: Int[Array, '']
-    waiting: Any
-    places: Any
+    places: tuple[Any, ...]
     last: Any
     state: Any
 
 
-def late(
+def corrected(
     optimizer: optax.GradientTransformation, delay: int, correction: str = 'none'
 ) -> optax.GradientTransformation:
-    """``optimizer`` with gradients that come ``delay`` steps late.
+    """``optimizer``, which makes up for gradients that come ``delay`` steps late.
 
     Args:
       optimizer: what moves the parameters.
-      delay: N.
+      delay: N; the first update is by the gradient at the parameters of `init`.
       correction: 'none', or a word of the module's table, perhaps with its number.
 
-    >>> optimizer = late(optax.sgd(1.0), 1)
-    >>> params, state = 8.0, optimizer.init(8.0)
-    >>> for _ in range(3):  # of p * p / 4
-    ...     update, state = optimizer.update(params / 2, state, params)
-    ...     params = float(params + update)
-    ...     print(params)
-    8.0
-    4.0
-    0.0
+    >>> optimizer = corrected(optax.sgd(1.0), 1, 'predict')
+    >>> state, seen = optimizer.init(8.0), [8.0, 8.0]
+    >>> for then in range(2):  # of p * p / 4
+    ...     update, state = optimizer.update(seen[then] / 2, state, seen[-1])
+    ...     seen.append(float(seen[-1] + update))
+    >>> seen
+    [8.0, 8.0, 0.0, -4.0]
     """
-    if not delay:
-        return optimizer
     word, strength = strength_of(correction, delay)
-    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
-    rows = lambda tree: jax.tree.map(lambda a: jnp.zeros((delay, *jnp.shape(a)), a.dtype), tree)
+    if not delay or word == 'none':
+        return optimizer
 
-    def init(params: Any) -> Late:
+    def init(params: Any) -> Corrected:
         params = jax.tree.map(jnp.asarray, params)
-        places = rows(params) if word == 'compensate' else ()
-        last = zeros(params) if word == 'predict' else ()
-        start = jnp.zeros((), jnp.int32)
-        return Late(start, rows(params), places, last, optimizer.init(params))
+        last = jax.tree.map(jnp.zeros_like, params) if word == 'predict' else ()
+        places = (params,) * delay if word == 'compensate' else ()
+        return Corrected(places, last, optimizer.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Late]:
-        gradients, slot = updates, state.steps % delay
-        row = lambda tree: jax.tree.map(lambda a: a[slot], tree)
-        put = lambda tree, new: jax.tree.map(lambda a, n: a.at[slot].set(n), tree, new)
-        due, places = row(state.waiting), state.places
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Corrected]:
+        due, places, last = updates, state.places, state.last
         if word == 'compensate':
-            due = jax.tree.map(
-                lambda g, p, then: g + strength * g * g * (p - then), due, params, row(places)
-            )
-            places = put(places, params)
-
-        def moved() -> tuple[Any, Any]:
-            return optimizer.update(due, state.state, params)
-
-        # The optimizer does not see the gradients before the first one.
-        still = lambda: (zeros(gradients), state.state)
-        updates, inner = jax.lax.cond(state.steps < delay, still, moved)
-        last = updates if word == 'predict' else ()
+            then, *later = places
+            guess = lambda g, p, old: g + strength * g * g * (p - old)
+            due, places = jax.tree.map(guess, due, params, then), (*later, params)
+        updates, inner = optimizer.update(due, state.state, params)
         if word == 'predict':
             ahead = lambda u, before: u + strength * (u - before)
-            updates = jax.tree.map(ahead, updates, state.last)
+            last, updates = updates, jax.tree.map(ahead, updates, last)
         elif word == 'scale':
             updates = jax.tree.map(lambda u: strength * u, updates)
-        waiting = put(state.waiting, gradients)
-        return updates, Late(state.steps + 1, waiting, places, last, inner)
+        return updates, Corrected(places, last, inner)
 
     return optax.GradientTransformation(init, update)
 

@@ -288,6 +288,7 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
             state, place, stop = advance(r, state, place)
         place, step = {**place, 'seconds': time.time() - start}, int(state.step)
         with r.display.pause():
+            state = r.trainer.drained(state)
             if points.tests(step):
                 record(r, state, place)
                 place = {**place, **dict.fromkeys(r.exp.task.scores, 0.0), 'steps': 0, 'missed': 0}

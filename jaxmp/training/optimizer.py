@@ -13,7 +13,7 @@ import optax
 
 from jaxmp.config import KEYS, Config
 from jaxmp.plugins import called
-from jaxmp.training.late import late
+from jaxmp.training.late import corrected
 from jaxmp.training.masters import with_masters
 from jaxmp.training.points import points_of, steps_of
 
@@ -90,28 +90,20 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
         gradients are not to be had.
     """
     c, whole = config.optimizer, _whole(config, rate_of(config, epoch_steps))
-    masters = config.model.param_dtype != 'float32'
-    wrapped = lambda optimizer: with_masters(optimizer) if masters else optimizer
-    stage = of_stage(wrapped(whole), c.name) if ':' in c.name else wrapped(whole)
-    if not c.delay:
-        if c.correction != 'none':
-            raise ValueError(
-                f'config.optimizer.correction={c.correction!r} is of late gradients, and '
-                'config.optimizer.delay=0; give a delay, or leave it out'
-            )
-        return stage
-    if isinstance(stage, WholeNorm):
+    if not c.delay and c.correction != 'none':
         raise ValueError(
-            f'config.optimizer.name={c.name!r} clips by the norm of all stages, which with '
-            f'config.optimizer.delay={c.delay} is of another step than the gradients; clip by '
-            'config.optimizer.clip_norm'
+            f'config.optimizer.correction={c.correction!r} is of late gradients, and '
+            'config.optimizer.delay=0; give a delay, or leave it out'
         )
-    if config.parallel.elastic:
+    if c.delay and config.parallel.elastic:
         raise ValueError(
             f'config.optimizer.delay={c.delay} with config.parallel.elastic=True: a replica that '
             'joins has no gradients under way; leave one of them out'
         )
-    return wrapped(late(whole, c.delay, c.correction))
+    whole = corrected(whole, c.delay, c.correction)
+    if config.model.param_dtype != 'float32':
+        whole = with_masters(whole)
+    return of_stage(whole, c.name) if ':' in c.name else whole
 
 
 def _whole(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTransformation:

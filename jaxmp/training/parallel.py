@@ -25,6 +25,7 @@ from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model, PlacedRuntime
+from jaxmp.runtimes.unflushed import ahead
 from jaxmp.runtimes.wires import AXIS as STAGE
 
 Build = Callable[[Model, bool], PlacedRuntime]  # of a model, and whether it is trained
@@ -186,13 +187,19 @@ class ByStage(Parallel):
         def build(model: Model, train: bool) -> PlacedRuntime:
             emulated = (c.link_rate, c.link_delay) if train else (0.0, 0.0)
             over = columns if train else first
-            return Mpmd(model, over, actions, train=train, emulated=emulated)
+            delay = self.config.optimizer.delay if train else 0
+            return Mpmd(model, over, actions, train=train, emulated=emulated, delay=delay)
 
         return build
 
     def residuals(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """See `Parallel`."""
-        return list(zip(sizes, schedule.most_kept(self.actions), strict=True))
+        c = self.config
+        if n := c.optimizer.delay:
+            most = [1 + k for k in ahead(self.stages, c.parallel.num_microbatches, n)]
+        else:
+            most = schedule.most_kept(self.actions)
+        return list(zip(sizes, most, strict=True))
 
 
 def placed(text: str, homes: Sequence[int]) -> list[int]:

@@ -26,6 +26,7 @@ from jaxmp.training.step import TrainState
 LARGE = 2**20  # bytes of an array that is a piece of its own
 _PIECE = '__piece__'
 SHARED = 'feedback', 'exchange'  # of a part, what a process needs of those beside its own
+WAITING = 'waiting'  # that of gradients that move the parameters in later steps
 COPIES = 'tied'  # the name in checkpoints of the states of sums of copies
 
 
@@ -36,7 +37,7 @@ class Portable(NamedTuple):
       step: steps done.
       key: words of the run's key.
       parts: by ``'stage.replica'``, of this process or of all: parameters, statistics, states of
-        optimizer, exchange, feedback and sums of copies, as numpy arrays.
+        optimizer, exchange, feedback and sums of copies, and gradients that wait, as numpy arrays.
     """
 
     step: Any
@@ -69,6 +70,7 @@ def stages_of(state: TrainState, feedback: Mapping[int, Any]) -> dict[int, dict[
             'exchange': state.exchange[s],
             'feedback': feedback[s],
             COPIES: state.copies.get(s, ()) if state.copies else (),
+            WAITING: tuple(gradients[s] for gradients in state.waiting),
         }
         for s in model.params
     }
@@ -81,7 +83,9 @@ def state_of(
     by = lambda name: {s: tree[name] for s, tree in stages.items()}
     model = ModelState(by('params'), by('model_state'), pack(by('feedback')))
     copies = {s: tree for s, tree in by(COPIES).items() if jax.tree.leaves(tree)}
-    return TrainState(step, model, by('opt_state'), by('exchange'), key, copies or ())
+    rows = zip(*by(WAITING).values(), strict=True)  # of each batch, by stage
+    waiting = tuple(dict(zip(stages, row, strict=True)) for row in rows)
+    return TrainState(step, model, by('opt_state'), by('exchange'), key, copies or (), waiting)
 
 
 def export(exp: Experiment, rows: Mapping[int, Any], state: TrainState) -> Portable:
@@ -185,8 +189,9 @@ def whole(
             first, group = home[1].homes[0], home[1]
             position = groups_at(exp.groups, first).index(group)
             data['exchange'][str(i)] = saved.parts[name(first, r)]['exchange'][str(position)]
-    if like[COPIES] == ():
-        data[COPIES] = {}
+    for state in (COPIES, WAITING):  # older checkpoints have none
+        if like[state] == ():
+            data[state] = {}
     params = like['params']
     read = flax.serialization.from_state_dict(
         {**like, 'params': trained.part(trained.of_stage(exp.task.trained, s), params)}, data

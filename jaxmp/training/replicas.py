@@ -33,13 +33,13 @@ def gathered_checksums(via: Collectives | None, tree: Any) -> UInt32[Array, 'n l
     return own[None] if via is None else via.all_gather(own)
 
 
-def alike(exchange: Exchange, state: TrainState) -> dict[int, Any]:
+def alike(exchange: Exchange, state: TrainState, delay: int = 0) -> dict[int, Any]:
     """By stage what must be equal in all replicas now, perhaps nothing between two averages."""
     if exchange.shared:
         some = lambda states: [x for x in states if x != ()]  # a group that follows has no state
         found = {s: [each(exchange.shared, x) for x in some(t)] for s, t in state.exchange.items()}
     else:
-        found = state.model.params if int(state.step) % exchange.period == 0 else {}
+        found = state.model.params if (int(state.step) - delay) % exchange.period == 0 else {}
     return {s: tree for s, tree in found.items() if jax.tree.leaves(tree)}
 
 

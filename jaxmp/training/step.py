@@ -23,7 +23,16 @@ from jaxmp.exchange import Collectives, Exchange
 from jaxmp.exchange.settled import reduced
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
 from jaxmp.training.across import Across
-from jaxmp.training.groups import Groups, by_home, by_stage, copied, is_first, joined, split
+from jaxmp.training.groups import (
+    Groups,
+    by_home,
+    by_stage,
+    copied,
+    is_first,
+    joined,
+    of_groups,
+    split,
+)
 from jaxmp.training.optimizer import Optimizer, WholeNorm
 from jaxmp.wire import widened
 
@@ -38,6 +47,8 @@ class TrainState(flax.struct.PyTreeNode):
       exchange: of each stage's exchange between replicas.
       key: of the whole run.
       copies: of the sum of the gradients of a group's copies, where they are apart; by stage.
+      waiting: the gradients of the last N steps by stage, the oldest first, where they move the
+        parameters N steps later; without those that a runtime has not computed yet.
     """
 
     step: Any
@@ -46,10 +57,13 @@ class TrainState(flax.struct.PyTreeNode):
     exchange: Any
     key: Array
     copies: Any = ()
+    waiting: tuple[dict[int, Any], ...] = ()
 
 
 _OF_ALL: Any = {'step': False, 'key': False}
-PER_REPLICA = TrainState(model=True, opt_state=True, exchange=True, copies=True, **_OF_ALL)  # pyright: ignore
+PER_REPLICA = TrainState(
+    model=True, opt_state=True, exchange=True, copies=True, waiting=True, **_OF_ALL
+)  # pyright: ignore
 
 
 class Rules(NamedTuple):
@@ -58,10 +72,13 @@ class Rules(NamedTuple):
     Attributes:
       groups: the parameters that are trained, and how each group is exchanged and updated.
       clip_norm: largest global norm over all stages; 0 does not clip.
+      delay: steps after which gradients move the parameters. All that follows from them, such as
+        their norm, is then computed in that step; the first N steps do none of it.
     """
 
     groups: Groups
     clip_norm: float = 0.0
+    delay: int = 0
 
     @property
     def normed(self) -> bool:
@@ -96,7 +113,9 @@ def create(
         init = _first(group.exchange)
         exchange[home] = () if across.follows(home) else runtime.at(stage, init, params)
     states = by_stage(opt_state), by_stage(exchange)
-    return TrainState(jnp.zeros((), jnp.int32), model, *states, key, across.init())
+    zeros = {s: runtime.at(s, _zeros, t) for s, t in of_groups(rules.groups, model.params).items()}
+    waiting = (zeros,) * rules.delay
+    return TrainState(jnp.zeros((), jnp.int32), model, *states, key, across.init(), waiting)
 
 
 def train_step(
@@ -110,10 +129,36 @@ def train_step(
       across: what is needed over all stages.
       at: the state before, and the batch of all replicas of the runtime.
     """
-    (state, batch), groups = at, rules.groups
+    state, batch = at
     key = jax.random.fold_in(state.key, state.step + 1)
-    means, grads, model = runtime.value_and_grad(state.model, batch, key)
-    copies = state.copies
+    means, new, model = runtime.value_and_grad(state.model, batch, key)
+    grads, *waiting = (*state.waiting, *(() if new is None else (new,)))
+    state = state.replace(model=model, waiting=tuple(waiting))
+    apply = functools.partial(updated, rules, runtime, across, key)
+    if not rules.delay:
+        state = apply(state, grads)
+    elif across.together:
+        idle = lambda state, grads: state
+        state = jax.lax.cond(state.step < rules.delay, idle, apply, state, grads)
+    elif state.step >= rules.delay:
+        state = apply(state, grads)
+    return state.replace(step=state.step + 1), means
+
+
+def updated(
+    rules: Rules, runtime: Runtime, across: Across, key: Array, state: TrainState, grads: Any
+) -> TrainState:
+    """The state after gradients have moved the parameters.
+
+    Args:
+      rules: what is done with the gradients.
+      runtime: how the stages run.
+      across: what is needed over all stages.
+      key: of the step.
+      state: before.
+      grads: by stage.
+    """
+    groups, copies = rules.groups, state.copies
     if copied(groups):  # streams 0 and 1 of a step are the model's, 2 the replicas'
         grads, copies = across.tie(grads, copies, jax.random.fold_in(key, 3))
     words = jax.random.key_data(jax.random.fold_in(key, 2))
@@ -145,9 +190,10 @@ def train_step(
         row = runtime.at(stage, update, *trees, (scale, square), words, stream, spent=(1,))
         params[home], opt_state[home], exchange[home] = parts(row)
 
-    model = model._replace(params=across.share(joined(state.model.params, params)))
-    states = by_stage(opt_state), by_stage(exchange)
-    return TrainState(state.step + 1, model, *states, state.key, copies), means
+    model = state.model._replace(params=across.share(joined(state.model.params, params)))
+    return state.replace(
+        model=model, opt_state=by_stage(opt_state), exchange=by_stage(exchange), copies=copies
+    )
 
 
 def clip_scale(limit: float, square: Any) -> Array:
@@ -168,6 +214,10 @@ def parts(found: Any) -> tuple[Any, Any, Any]:
 @functools.lru_cache(maxsize=16)
 def _initialize(optimizer: Optimizer) -> Callable[..., Any]:
     return lambda via, params: optimizer.init(params)
+
+
+def _zeros(via: Collectives | None, params: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, params)
 
 
 @functools.lru_cache(maxsize=16)

@@ -21,6 +21,7 @@ from jaxmp.boundary import Boundary
 from jaxmp.config import Config
 from jaxmp.hlo import interface_bytes
 from jaxmp.net.group import ProcessGroup
+from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.allocator import release_freed_pages
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.types import Batch, ModelState, Runtime, Step, each
@@ -109,7 +110,7 @@ class Trainer:
         """What a step of an epoch does with the gradients."""
         exp = self.exp
         groups = tuple(g._replace(exchange=g.exchange.phase(epoch)) for g in exp.groups)
-        return Rules(groups, exp.config.optimizer.clip_norm)
+        return Rules(groups, exp.config.optimizer.clip_norm, exp.config.optimizer.delay)
 
     def shapes(self) -> dict[int, Any]:
         """Those of the parameters of all stages."""
@@ -232,6 +233,8 @@ class Trainer:
                 state, values = step(state, batch)
                 state = self.meet(state, n)
                 if self.between:
+                    if n % mirrors.EVERY == 0:
+                        state = self.drained(state)
                     state = state.replace(model=runtime.compared(state.model, n, self.say))
                 self.sent['steps'] += configured
                 yield state, values
@@ -239,6 +242,14 @@ class Trainer:
         ends = len(order) // exp.config.batch_size, exp.task.scores
         yield from together(self.group, steps(state), ends, stopped, self.share)
         self.sent['bytes'] += (interface_bytes() - sent) * configured
+
+    def drained(self, state: TrainState) -> TrainState:
+        """The state once all batches under way have gradients, as a checkpoint holds it."""
+        for runtime in self._runtimes.values():
+            gradients, model = runtime.drain(state.model)
+            if gradients:
+                state = state.replace(model=model, waiting=(*state.waiting, *gradients))
+        return state
 
     def share(self, values: Any) -> dict[str, float] | None:
         """This process's part of the means over the replicas; None where there is none."""
@@ -278,7 +289,8 @@ class Trainer:
     def check(self, state: TrainState) -> None:
         """Raises DriftError if replicas that must be equal differ."""
         if self.training.replicas > 1:
-            for s, tree in replicas.alike(self.exp.exchange, state).items():
+            delay = self.exp.config.optimizer.delay
+            for s, tree in replicas.alike(self.exp.exchange, state, delay).items():
                 rows = self.training.rows(self.training.at(s, replicas.gathered_checksums, tree))
                 first = next(iter(self.training.rows(tree).values()))
                 checksums = np.asarray(next(iter(rows.values())))
