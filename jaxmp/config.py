@@ -152,7 +152,8 @@ KEYS: Mapping[str, Key] = {
     'optimizer.momentum': Key(0.0, 'of sgd'),
     'optimizer.weight_decay': Key(0.0, 'of all parameters'),
     'optimizer.clip_norm': Key(0.0, 'largest global norm of the gradients; 0: not clipped'),
-    'optimizer.delay': Key(0, 'steps that gradients come late, as where no stage ever waits'),
+    'optimizer.delay': Key(
+        0, 'steps that gradients come late; under mpmd the pipeline is then never emptied'),
     'optimizer.correction': Key(
         'none', 'of late gradients, perhaps with its strength, `predict(0.5)`',
         words=('none', 'predict', 'scale', 'compensate'),
@@ -354,7 +355,8 @@ def _problem(name: str, key: Key, value: Any) -> str:
     near = difflib.get_close_matches(value, key.words, n=1)
     hint = f' (did you mean {near[0]}?)' if near else ''
     own = f", nor an import path 'package.module:name' of {key.own}" if key.own else ''
-    return f'is not one of {", ".join(map(repr, key.words))}{hint}{own}'
+    late = '; a pipeline that stays full is config.optimizer.delay=N' * value.startswith('async')
+    return f'is not one of {", ".join(map(repr, key.words))}{hint}{own}{late}'
 
 
 def nearest(name: str, config: Mapping[str, Any]) -> str:

@@ -238,9 +238,7 @@ def steps(runtime, case, n, group=ALONE, late=0):
         return sums if replicas > 1 else sums[0]
 
     rule = rules(case, replicas, late)
-    across = Across(
-        total, lambda grads, held, key: (grads, held), together=runtime.together
-    )
+    across = Across(total, lambda grads, held, key: (grads, held), together=runtime.together)
     key = jax.random.key(0)
     state, found, seconds = create(rule, runtime, across, key), [], []
     number, key = runtime.numbered(0, jax.random.key_data(key))

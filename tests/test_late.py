@@ -6,9 +6,14 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmp.exchange import mean
+from jaxmp.runtimes.types import ModelState
 from jaxmp.training import loop
+from jaxmp.training.across import within
 from jaxmp.training.experiment import experiment_of
-from jaxmp.training.late import late
+from jaxmp.training.groups import rest
+from jaxmp.training.late import corrected
+from jaxmp.training.step import Rules, create, train_step
 from tests.runs import config_of, records
 
 RATE, CURVATURE = 0.1, 1.5
@@ -26,16 +31,30 @@ def gradient(params, step):
     return jax.tree.map(lambda p: CURVATURE * (p - jnp.sin(1.0 * step)), params)
 
 
-def places(optimizer, steps):
+class Quadratic:
+    """A runtime of one stage, whose gradients are known."""
+
+    stages, last, replicas = (0,), 0, 1
+
+    def init(self, key):
+        return ModelState({0: FIRST}, {0: {}}, ())
+
+    def value_and_grad(self, state, step, key):
+        return (), {0: gradient(state.params[0], step)}, state
+
+    def at(self, stage, f, *trees):
+        return f(None, *trees)
+
+
+def places(optimizer, steps, delay):
     """The parameters before each step."""
-    params, seen = FIRST, []
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
-    for step in range(steps):
-        seen.append(params)
-        updates, state = update(gradient(params, step), state, params)
-        params = optax.apply_updates(params, updates)
-    return [*seen, params]
+    rules, across = Rules(rest(1, optimizer, mean), delay=delay), within(())
+    state, seen = create(rules, Quadratic(), across, jax.random.key(0)), []
+    step = jax.jit(lambda state, number: train_step(rules, Quadratic(), across, (state, number))[0])
+    for number in range(steps):
+        seen.append(state.model.params[0])
+        state = step(state, number)
+    return [*seen, state.model.params[0]]
 
 
 def by_hand(delay, steps, word, strength):
@@ -73,7 +92,7 @@ def by_hand(delay, steps, word, strength):
     ],
 )
 def test_updates_are_those_of_a_list_of_gradients(delay, text, word, strength):
-    found = places(late(optax.adam(RATE), delay, text), 8)
+    found = places(corrected(optax.adam(RATE), delay, text), 8, delay)
     for a, b in zip(found, by_hand(delay, 8, word, strength), strict=True):
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-12)
@@ -86,14 +105,15 @@ def test_on_a_quadratic_the_error_falls_by_the_largest_root(delay, word):
     pull = RATE * CURVATURE / (delay + 1 if word == 'scale' else 1)
     ahead = {'predict': float(delay), 'predict(0.5)': 0.5}.get(word, 0.0)
     root = max(abs(np.roots([1, -1, *[0] * (delay - 1), pull * (1 + ahead), -pull * ahead])))
-    optimizer, p = late(optax.sgd(RATE), delay, word), jnp.array(1.0)
+    optimizer, p = corrected(optax.sgd(RATE), delay, word), jnp.array(1.0)
 
     def step(carry, _):
-        p, state = carry
-        update, state = optimizer.update(CURVATURE * p, state, p)
-        return (p + update, state), p
+        (p, *before), state = carry
+        update, state = optimizer.update(CURVATURE * before[-1], state, p)
+        return ([p + update, p, *before[:-1]], state), p
 
-    seen = jax.lax.scan(step, (p, optimizer.init(p)), None, 240)[1]
+    moved = jax.lax.scan(step, ([p] * (delay + 1), optimizer.init(p)), None, 240)[1]
+    seen = jnp.concatenate([jnp.ones(delay), moved])  # the first steps move nothing
     top = [np.abs(seen[i : i + 60]).max() for i in (120, 180)]  # a root may turn
     assert (top[1] / top[0]) ** (1 / 60) == pytest.approx(root, rel=0.01)
 
@@ -101,7 +121,7 @@ def test_on_a_quadratic_the_error_falls_by_the_largest_root(delay, word):
 def test_weights_that_are_predicted_are_those_ahead():
     """p = w + c u, and w moves as without a correction by the same gradients."""
     optimizer = optax.sgd(RATE, 0.9)
-    found = places(late(optimizer, 2, 'predict'), 7)
+    found = places(corrected(optimizer, 2, 'predict'), 7, 2)
     state, w = optimizer.init(FIRST), FIRST
     for step, after in enumerate(found[1:]):
         if step < 2:
@@ -118,9 +138,20 @@ def digits(**changes):
     return config_of('digits_resnet', **tiny, **changes)
 
 
-def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path):
+MPMD = {
+    'runtime': 'mpmd',
+    'num_microbatches': 2,
+    'fwd': 'ef21(uniform(2))',
+    'bwd': 'ef(uniform(4))',
+}
+
+
+@pytest.mark.parametrize(
+    'changes', [{'correction': 'predict(0.5)'}, {'correction': 'compensate', **MPMD}]
+)
+def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path, changes):
     with jax.enable_x64(False):
-        config, begun = (digits(delay=3, correction='predict(0.5)', clip_norm=0.5) for _ in 'ab')
+        config, begun = (digits(delay=3, clip_norm=0.5, **changes) for _ in 'ab')
         begun.epochs = 1
         whole = loop.train_and_evaluate(config, tmp_path / 'whole', quiet=True, draw=False)
         loop.train_and_evaluate(begun, tmp_path / 'parts', quiet=True, draw=False)
@@ -136,6 +167,16 @@ def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path):
     [
         ({'correction': 'predict'}, "correction='predict' is of late gradients, .*give a delay"),
         ({'delay': 1, 'elastic': True}, 'delay=1 with .*elastic=True: a replica that joins'),
+        (
+            {'delay': 1, 'parallel.schedule': 'gpipe', **MPMD},
+            "schedule='gpipe' empties .* delay=1 it stays",
+        ),
+        ({'delay': 1, 'profile': True, **MPMD}, 'profile=True shows .* delay=1 steps overlap'),
+        (
+            {'delay': 2, 'fwd': 'klt(3, by_gradient=0.5)', 'bwd': 'klt(3)'},
+            'with .*delay=2 have not',
+        ),
+        ({'parallel.schedule': 'async(delay=1)', **MPMD}, 'stays full is config.optimizer.delay=N'),
         ({'delay': -1}, 'delay=-1 is not a whole number from 0'),
         ({'delay': 1, 'correction': 'predict(x)'}, r"correction='predict\(x\)'"),
     ],

@@ -27,6 +27,7 @@ from jaxmp.runtimes.trained import everything, of_stage, part
 from jaxmp.sinks import warnings_of
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
+from jaxmp.training.late import check_delay
 from jaxmp.training.optimizer import Optimizer, optimizer_of
 from jaxmp.training.parallel import Parallel, actions_of, apart, parallel_of
 from jaxmp.training.phases import Phase, phases_of
@@ -111,6 +112,7 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     epoch_steps = count // config.batch_size
     epochs = points_of(config, epoch_steps).epochs
     phases = phases_of(config, epochs, model.boundaries, names)
+    check_delay(config, [*model.boundaries, *(cut for p in phases for cut in p.boundaries)])
     groups = groups_of(task, optimizer_of(config, epoch_steps), shared, between)
     exp = Experiment(config, task, examples, model, phases, groups, epoch_steps, shared)
     return exp._replace(first=first_trained(exp) if exp.parallel.skips else 0)

@@ -27,12 +27,15 @@ References:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jaxmp.boundary import Boundary
+from jaxmp.config import KEYS, Config
 
 
 class Corrected(NamedTuple):
@@ -74,7 +77,8 @@ def corrected(
     def init(params: Any) -> Corrected:
         params = jax.tree.map(jnp.asarray, params)
         last = jax.tree.map(jnp.zeros_like, params) if word == 'predict' else ()
-        places = (params,) * delay if word == 'compensate' else ()
+        copies = delay if word == 'compensate' else 0  # a step may donate each
+        places = tuple(jax.tree.map(jnp.copy, params) for _ in range(copies))
         return Corrected(places, last, optimizer.init(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Corrected]:
@@ -92,6 +96,45 @@ def corrected(
         return updates, Corrected(places, last, inner)
 
     return optax.GradientTransformation(init, update)
+
+
+def check_delay(config: Config, cuts: Iterable[Boundary]) -> None:
+    """Raises ValueError for what late gradients do not go with.
+
+    Args:
+      config: of the run.
+      cuts: all boundaries that it uses.
+    """
+    c, parallel = config.optimizer, config.parallel
+    if not c.delay:
+        if c.correction != 'none':
+            raise ValueError(
+                f'config.optimizer.correction={c.correction!r} is of late gradients, and '
+                'config.optimizer.delay=0; give a delay, or leave it out'
+            )
+        return
+    late = f'config.optimizer.delay={c.delay}'
+    if parallel.elastic:
+        raise ValueError(
+            f'{late} with config.parallel.elastic=True: a replica that joins has no gradients '
+            'under way; leave one of them out'
+        )
+    if parallel.schedule != KEYS['parallel.schedule'].default:
+        raise ValueError(
+            f'config.parallel.schedule={parallel.schedule!r} empties the pipeline after every step, '
+            f'and with {late} it stays full; leave one of them out'
+        )
+    if parallel.profile:
+        raise ValueError(
+            f'config.parallel.profile=True shows a step from its first action to its last, and '
+            f'with {late} steps overlap; leave one of them out'
+        )
+    for cut in cuts:
+        if 'spread' in cut.fwd.needs:
+            raise ValueError(
+                f'{cut.fwd} weighs activations by the last gradients, which with {late} have not '
+                'come; take by_gradient=0, or no delay'
+            )
 
 
 def strength_of(correction: str, delay: int) -> tuple[str, float]:

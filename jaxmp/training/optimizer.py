@@ -86,20 +86,9 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
     .. math:: W \leftarrow W - 0.2\,\eta\,\sqrt{\max(m, n)}\; U V^\top
 
     Raises:
-      ValueError: as `rate_of` and `of_stage`; if an own function returns no optimizer, or late
-        gradients are not to be had.
+      ValueError: as `rate_of` and `of_stage`, and if an own function returns no optimizer.
     """
     c, whole = config.optimizer, _whole(config, rate_of(config, epoch_steps))
-    if not c.delay and c.correction != 'none':
-        raise ValueError(
-            f'config.optimizer.correction={c.correction!r} is of late gradients, and '
-            'config.optimizer.delay=0; give a delay, or leave it out'
-        )
-    if c.delay and config.parallel.elastic:
-        raise ValueError(
-            f'config.optimizer.delay={c.delay} with config.parallel.elastic=True: a replica that '
-            'joins has no gradients under way; leave one of them out'
-        )
     whole = corrected(whole, c.delay, c.correction)
     if config.model.param_dtype != 'float32':
         whole = with_masters(whole)

@@ -113,8 +113,9 @@ def create(
         init = _first(group.exchange)
         exchange[home] = () if across.follows(home) else runtime.at(stage, init, params)
     states = by_stage(opt_state), by_stage(exchange)
-    zeros = {s: runtime.at(s, _zeros, t) for s, t in of_groups(rules.groups, model.params).items()}
-    waiting = (zeros,) * rules.delay
+    form = of_groups(rules.groups, model.params) if rules.delay else {}
+    zeros = lambda: {s: runtime.at(s, _zeros, tree) for s, tree in form.items()}
+    waiting = tuple(zeros() for _ in range(rules.delay))  # arrays of their own: a step donates them
     return TrainState(jnp.zeros((), jnp.int32), model, *states, key, across.init(), waiting)
 
 
