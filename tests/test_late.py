@@ -169,9 +169,9 @@ def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path, changes):
         ({'delay': 1, 'elastic': True}, 'delay=1 with .*elastic=True: a replica that joins'),
         (
             {'delay': 1, 'parallel.schedule': 'gpipe', **MPMD},
-            "schedule='gpipe' empties .* delay=1 it stays",
+            "schedule='gpipe' empties .*delay=1 it stays",
         ),
-        ({'delay': 1, 'profile': True, **MPMD}, 'profile=True shows .* delay=1 steps overlap'),
+        ({'delay': 1, 'profile': True, **MPMD}, 'profile=True shows .*delay=1 steps overlap'),
         (
             {'delay': 2, 'fwd': 'klt(3, by_gradient=0.5)', 'bwd': 'klt(3)'},
             'with .*delay=2 have not',

@@ -1,9 +1,9 @@
-"""`Unflushed`: a driver whose pipeline stays full from one step to the next.
+r"""`Unflushed`: a driver whose pipeline stays full from one step to the next.
 
 The micro-batches of all batches are one stream. A step of stage s runs the forwards of its batch,
 and after the forward of micro-batch m the backward of micro-batch :math:`m - k_s`:
 
-.. math:: k_s = \\lfloor N M (S - 1 - s) / (S - 1) \\rfloor
+.. math:: k_s = \lfloor N M (S - 1 - s) / (S - 1) \rfloor
 
 So the first stage has the gradients of a batch N steps later, and the last one at once; every stage
 hands them over N steps later. A backward runs at the weights of its forward, of which a stage keeps
@@ -185,7 +185,7 @@ class Unflushed(Driver):
         parts: Mapping[int, Mapping[int, MicroBatch]],
         known: Collection[int] = (),
     ) -> Traffic:
-        """Runs tasks on the stages here, from their states; the bytes that are sent and received."""
+        """Runs tasks on the stages here, from their states; the bytes of the messages."""
         workers = self.flight.workers
         for s, program in self.stages.items():
             if s not in workers:

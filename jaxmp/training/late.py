@@ -121,8 +121,8 @@ def check_delay(config: Config, cuts: Iterable[Boundary]) -> None:
         )
     if parallel.schedule != KEYS['parallel.schedule'].default:
         raise ValueError(
-            f'config.parallel.schedule={parallel.schedule!r} empties the pipeline after every step, '
-            f'and with {late} it stays full; leave one of them out'
+            f'config.parallel.schedule={parallel.schedule!r} empties the pipeline after every '
+            f'step, and with {late} it stays full; leave one of them out'
         )
     if parallel.profile:
         raise ValueError(
