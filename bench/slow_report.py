@@ -71,6 +71,8 @@ class Results:
         ways = list(self.steps[model, codec, link]['moved'].values())
         busy = row['coded_s'] / stages, row.get('coded_cpu_s', 0.0) / run.get('cores', stages)
         busiest = max(*busy, max(head * max(w) for w in ways))
+        if run.get('delay'):
+            return busiest
         once = row['coded_s'] / m + sum(2 * delay + head * sum(w) / m for w in ways)
         return busiest * (m - 1) / m + once
 
@@ -81,7 +83,7 @@ class Results:
             self.steps[model, codec, link],
             self.links[link]['nominal'],
         )
-        if 'cpu_s' not in row:
+        if 'cpu_s' not in row or run.get('delay'):
             return None
         m, head = run['microbatches'], self.head(rate)
         wires = {}
@@ -115,6 +117,7 @@ def markdown(found: Results) -> Iterator[str]:
     yield f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {commits};'
     m = run.get('microbatches', 1)
     many = 'one micro-batch' if m == 1 else f'{m} micro-batches under {run["schedule"]}'
+    many += f', gradients {late} steps late' if (late := run.get('delay')) else ''
     yield f'{run["stages"]} stages in as many processes and network namespaces, {many},'
     yield f'packets of {run["mtu"]} bytes, windows of {run["steps"]} steps. Definitions are in'
     yield '`bench/slow_network.py`, networks and tasks in `bench/slow_models.py`, links in'

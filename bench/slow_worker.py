@@ -32,10 +32,11 @@ from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.stage import programs
+from jaxmp.runtimes.unflushed import unflushed
 
 SEED = 0
 
-Plan = tuple[int, str]  # micro-batches, schedule
+Plan = tuple[int, str, int]  # micro-batches, schedule, steps that gradients come late
 
 
 class Trainer:
@@ -47,7 +48,7 @@ class Trainer:
         fwd: str,
         bwd: str,
         devices: Any = None,
-        plan: Plan = (1, '1f1b'),
+        plan: Plan = (1, '1f1b', 0),
         group: ProcessGroup | None = None,
     ) -> None:
         self.task, self.count = task, 0
@@ -73,9 +74,10 @@ class Trainer:
     def step(self) -> tuple[float | None, dict[int, tuple[int, int]]]:
         """One training step, waited for: the loss where it is known, and the bytes moved."""
         result = self.machine.step(self.states, *self.batch)
-        for s, state in result.states.items():
-            memory, grads = self.memory[s], result.grads[s]
-            params, self.memory[s] = self.descend(state.params, memory, grads)
+        self.states = dict(result.states)
+        for s, grads in (result.grads or {}).items():
+            state = self.states[s]
+            params, self.memory[s] = self.descend(state.params, self.memory[s], grads)
             self.states[s] = state._replace(params=params)
         self.count += 1
         self.batch = self._batch()  # while the last backward and the update run
@@ -87,7 +89,7 @@ def machine(
     task: Task, fwd: str, bwd: str, devices: Any, plan: Plan, group: ProcessGroup
 ) -> Driver:
     """The pipeline with such channels."""
-    m, name = plan
+    m, name, delay = plan
     names = {'examples': len(task.x)}
     cut = jaxmp.boundary(*(per_microbatch(jaxmp.parse(t, names), m) for t in (fwd, bwd)))
     n = len(task.stages)
@@ -97,7 +99,8 @@ def machine(
         raise ValueError(f'{name!r} is no schedule')
     at = devices or place(1, n, group=group)[0]
     lane = functools.partial(opener(np.array([at]), group), 0)
-    return drive(made, at, make(n, m), lane)
+    driver = drive(made, at, make(n, m), lane)
+    return unflushed(driver, delay, group) if delay else driver
 
 
 def median_seconds(f: Callable[[], Any], repeats: int) -> float:
@@ -151,11 +154,11 @@ class Worker:
         return self.tasks[model]
 
     def build(
-        self, model: str, fwd: str, bwd: str, microbatches: int, schedule: str
+        self, model: str, fwd: str, bwd: str, microbatches: int, schedule: str, delay: int
     ) -> dict[str, Any]:
         """Makes the network from its seed and does nothing else."""
         self.trainer = None
-        plan = microbatches, schedule
+        plan = microbatches, schedule, delay
         self.trainer = Trainer(self._task(model), fwd, bwd, plan=plan, group=self.group)
         return {}
 
@@ -176,11 +179,12 @@ class Worker:
         return interfaces()
 
     def local(
-        self, model: str, fwd: str, bwd: str, n: int, microbatches: int, schedule: str
+        self, model: str, fwd: str, bwd: str, n: int, microbatches: int, schedule: str, delay: int
     ) -> dict[str, Any]:
         """Steps with all stages in this process, no wire: raw and with a codec, taken in turn."""
         task, taken, busy = self._task(model), ([], []), ([], [])
-        here, plan = [jax.local_devices()[0]] * len(task.stages), (microbatches, schedule)
+        here = [jax.local_devices()[0]] * len(task.stages)
+        plan = microbatches, schedule, delay
         if model not in self.plain:
             self.plain[model] = Trainer(task, 'raw', 'raw', here, plan)
         trainers = self.plain[model], Trainer(task, fwd, bwd, here, plan)

@@ -214,6 +214,28 @@ def test_all_go_on_to_the_same_bits(tmp_path, compiled, undisturbed, fault):
     assert outcome(run.workdir) == undisturbed
 
 
+LATE = {**CHANGES, 'delay': 2, 'correction': 'predict(0.5)', 'clip_norm': 0.5}
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_never_emptied_goes_on_to_the_same_bits(tmp_path, compiled):
+    """One run is not disturbed; the others are killed while batches are under way."""
+    faults = [killed(2), killed(0), killed(1, at=2 * EVERY), killed_while_it_saves(3)]
+    outcomes = []
+    for i, fault in enumerate([None, *faults]):
+        (tmp_path / str(i)).mkdir()
+        run = Run(tmp_path / str(i), compiled, LATE)
+        try:
+            if fault:
+                fault(run)
+            run.end()
+        finally:
+            run.close()
+        outcomes.append(outcome(run.workdir))
+        assert outcomes[-1] == outcomes[0], i
+        assert fault is None or 'resuming' in run.text(0) + run.text(1)
+
+
 @pytest.mark.slow
 def test_a_spare_process_takes_the_part_of_one_that_does_not_come_back(
     tmp_path, compiled, undisturbed
