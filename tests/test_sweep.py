@@ -22,6 +22,7 @@ from jaxmp.sweep import runner, study
 from jaxmp.training import crosstest, files, loop
 from jaxmp.training.experiment import experiment_of
 from tests.runs import ENV, ROOT
+from tests.test_pretrained import tiny
 
 TWO_A_TABLE = (
     'none,fw4-bw8,top10,ef21-top10-warm20,aqsgd-top50-warm10,gpt2-none,gpt2-top10'  # of five tables
@@ -297,3 +298,32 @@ def test_the_digest_of_a_checkpoint_in_one_file(tmp_path):
     (file := tmp_path / 'model.gguf').write_bytes(b'weights')
     assert study.digest(str(file)) == hashlib.sha256(b'weights').hexdigest()[:12]
     assert study.digest(str(tmp_path)) == study.digest('') == ''
+
+
+def test_rows_of_late_gradients_differ_by_what_their_names_say():
+    late = study.study_of(str(ROOT / 'configs' / 'late.py'))
+    rows = {c.name: c for seed, c in late.get_study('study') if seed == 2}
+    assert len(rows) == 4 * (1 + 2 * 4 + 1 + 4)
+    for name, c in rows.items():
+        training, delay, *rest = name.removesuffix('-2bit').split('-')
+        assert delay == f'late{c.optimizer.delay}'
+        assert [c.optimizer.correction] == (rest or ['none'])
+        assert (c.optimizer.name == 'muon') == (training == 'muon')
+        assert (c.model.train == 'lora(8)') == (training == 'lora')
+        assert name.endswith('-2bit') == (c.fwd != 'raw') == (c.bwd != 'raw')
+    assert {c.optimizer.delay for c in rows.values()} == {0, 1, 4}
+    with pytest.raises(ValueError, match=r"no scale 'cpu' .*; there are the scales smoke, study"):
+        late.get_study('cpu')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('row', ['muon-late1-predict', 'lora-late4-compensate-2bit', 'full-late1'])
+def test_a_row_of_late_gradients_runs(tmp_path, row):
+    model = tiny(tmp_path / 'model', num_hidden_layers=4)
+    places = f'--out={tmp_path}', f'--work={tmp_path / "work"}', f'--set=model.path={model}'
+    table = f'--tables={2 if "muon" in row else 1}'
+    words = str(ROOT / 'configs' / 'late.py'), '--scale=smoke', f'--rows={row}', table, *places
+    with pytest.raises(SystemExit, match='0'):
+        runner.main(words[: -1 if 'muon' in row else None])
+    found = json.loads((tmp_path / 'smoke' / f'{row}-s0.json').read_text())
+    assert found['steps'] == 8

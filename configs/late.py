@@ -1,0 +1,94 @@
+"""What gradients that come late cost in steps, and which correction makes up for it, as a study.
+
+Table 1, SmolLM2-135M fine-tuned, 64 steps of 4 x 256 new tokens of WikiText-2 v1:
+python -m jaxmp.sweep configs/late.py --scale=study --tables=1 --set data.dir=TEXT \
+    --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf
+Table 2, a GPT of a few million parameters from nothing, two epochs of the same text:
+python -m jaxmp.sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
+The scale smoke takes Alice, two epochs: that everything runs. A row is a training, a delay and a
+correction, such as muon-late1-predict; `-2bit` sends two bits and a third both ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from jaxmp.config import Config
+from jaxmp.plugins import find, load, module
+
+DELAYS, CORRECTIONS = (1, 4), ('none', 'predict', 'scale', 'compensate')
+BASE = 'BASE/model'  # Table 1 fine-tunes: where there is no such folder, it is asked for
+TWO_BITS = {row.name: row for row in module(find('paper_tables')).BEST}['best-2.3']
+SEEDS = {'smoke': 1, 'study': 3}
+
+
+def finetuned(scale: str, train: str, rate: float) -> Config:
+    """SmolLM2-135M in four stages; ``train`` as config.model.train."""
+    c = load('finetune')
+    c.data.update(name='wikitext-2', train_examples=256, test_examples=32)
+    c.model.update(path=BASE, train=train)
+    c.optimizer.update(lr=rate, warmup='5%')
+    c.eval_every = '16 steps'
+    if scale == 'smoke':
+        c.data.update(name='alice', sequence_length=32, train_examples=16, test_examples=4)
+        c.update(epochs=2)
+        c.eval_every = 1
+    return c
+
+
+def from_nothing(scale: str, optimizer: str) -> Config:
+    """A GPT-2 of width 128 in four stages."""
+    c = load('wikitext_gpt2_small:pretrain')
+    c.optimizer.name = optimizer
+    c.eval_every = '10%'
+    if scale == 'smoke':
+        c.data.update(name='alice', tokenizer='bytes', sequence_length=32, train_examples=64)
+        c.model.update(width=8, blocks=2, heads=2, stages=2)
+        c.eval_every = 1
+    return c
+
+
+# Each training by its name, and its table. Muon's updates have the RMS of AdamW's: one rate serves.
+TRAININGS = {
+    'lora': (1, lambda scale: finetuned(scale, 'lora(8)', 3e-4)),
+    'full': (1, lambda scale: finetuned(scale, 'no_table', 1e-4)),
+    'adamw': (2, lambda scale: from_nothing(scale, 'adamw')),
+    'muon': (2, lambda scale: from_nothing(scale, 'muon')),
+}
+CASES = [(0, 'none'), *itertools.product(DELAYS, CORRECTIONS)]
+
+
+def row(training: str, scale: str, delay: int, correction: str, bits: str) -> Config:
+    """A run of a row."""
+    c = TRAININGS[training][1](scale)
+    word = f'-{correction}' * (correction != 'none')
+    c.name = f'{training}-late{delay}{word}{bits}'
+    c.optimizer.update(delay=delay, correction=correction)
+    c.fwd, c.bwd = (TWO_BITS.fwd, TWO_BITS.bwd) if bits else ('raw', 'raw')
+    return c
+
+
+def get_study(scale: str, tables: tuple[int, ...] = (1, 2)) -> list[tuple[int, Config]]:
+    """The runs, as seeds and configurations: all rows with the first seed, then with the second.
+
+    Args:
+      scale: smoke, or study.
+      tables: 1, 2 or both.
+
+    Raises:
+      ValueError: for another scale or table.
+    """
+    if scale not in SEEDS or not {*tables} <= {1, 2}:
+        raise ValueError(
+            f'no scale {scale!r} with tables {tables}; there are the scales {", ".join(SEEDS)} '
+            'and the tables 1, 2'
+        )
+    rows = [(*case, '') for case in CASES]
+    rows += [(delay, word, '-2bit') for delay, word in CASES if delay <= 1]
+    trainings = [name for name, (table, _) in TRAININGS.items() if table in tables]
+    runs = []
+    for seed, training, case in itertools.product(range(SEEDS[scale]), trainings, rows):
+        c = row(training, scale, *case)
+        c.seed = seed
+        runs.append((seed, c))
+    return runs
