@@ -22,6 +22,7 @@ def together(
     plan: tuple[int, Sequence[str]],
     stopped: Callable[[], bool],
     read: Callable[[Any], dict[str, Any] | None] = lambda values: values,
+    least: int = 1,
 ) -> Iterator[tuple[Any, dict[str, np.ndarray], bool]]:
     """Runs steps; about once per second all processes exchange the values of their last steps.
 
@@ -34,6 +35,7 @@ def together(
       stopped: whether this process was asked to stop.
       read: returns this process's part of the values of a step, as numbers that are summed over the
         processes; None if it has none.
+      least: steps between two agreements at least, where one costs time.
 
     Yields:
       The state, the values of all steps since the last agreement, and whether to stop.
@@ -48,7 +50,8 @@ def together(
                 waiting.append(values)
             jax.block_until_ready(state)
             rate = len(waiting) / (time.time() - start)
-            found, stop, gap = _agree(group, names, [read(v) for v in waiting], (stopped(), rate))
+            own = stopped(), max(rate, least)
+            found, stop, gap = _agree(group, names, [read(v) for v in waiting], own)
         done += len(waiting)
         yield state, found, stop
         if stop:
