@@ -218,7 +218,7 @@ def built(kind, case, n, replicas, group=ALONE, schedule='1f1b', remat=False, **
 
 def run(kind, case, n, replicas, group=ALONE, late=0, **options):
     """Three steps by `built`: means, what they leave, the runtime, and the seconds of each."""
-    options |= {'delay': late} if kind == 'mpmd' else {}
+    options |= {'delay': late, 'clips': bool(late)} if kind == 'mpmd' else {}
     runtime = built(kind, case, n, replicas, group, **options)
     return (*steps(runtime, case, n, group, late), runtime)
 

@@ -149,6 +149,7 @@ class OverColumns:
 
     columns: Columns
     together = False
+    square: Callable[[], Any] | None = None
 
     def bind(self, step: Step, each: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
         """See `PlacedRuntime`; the functions of a stage are compiled, and the step calls them."""

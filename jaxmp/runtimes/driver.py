@@ -42,6 +42,7 @@ class Result(NamedTuple):
         steps later, and none has come.
       states: the next state of each stage here, its parameters unchanged.
       moved: payload bytes ``(forward, backward)`` of each link that ends here.
+      square: gives the squared norm of the gradients of all stages, if stages tell each other.
     """
 
     loss: Array | None
@@ -49,6 +50,7 @@ class Result(NamedTuple):
     grads: dict[int, Any] | None
     states: dict[int, StageState]
     moved: Traffic
+    square: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.driver import Driver, Traffic, drive
 from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.plans import one_f_one_b
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.stage import programs, shapes
@@ -49,6 +50,7 @@ class Mpmd(OverColumns):
         options: tuple[tuple[str, Any], ...] = (),
         emulated: tuple[float, float] = (0.0, 0.0),
         delay: int = 0,
+        clips: bool = False,
     ) -> None:
         """Compiles nothing yet.
 
@@ -60,6 +62,7 @@ class Mpmd(OverColumns):
           options: those of `jax.jit`'s compiler.
           emulated: rate and delay of the links; see `jaxmp.runtimes.links.Lane`.
           delay: steps that the gradients of a batch come later (`jaxmp.runtimes.unflushed`).
+          clips: whether they are clipped by their norm over all stages.
 
         Raises:
           ValueError: if the schedule is not one of as many stages and micro-batches.
@@ -78,7 +81,8 @@ class Mpmd(OverColumns):
             driver = drive(
                 self.programs, at, plan, own, dict(options), model.first, model.kept if train else 0
             )
-            self.drivers[r] = unflushed(driver, delay, columns.group) if delay else driver
+            norms = Norms(at, columns.group) if clips and self.replicas == 1 else None
+            self.drivers[r] = unflushed(driver, delay, columns.group, norms) if delay else driver
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))
@@ -99,7 +103,7 @@ class Mpmd(OverColumns):
             result = driver.step(self._of(state, r), x, part['y'], keys.model)
             states[r] = result.states
             self._count(r, result.moved)
-            due = result.grads is not None
+            due, self.square = result.grads is not None, result.square
             for s, g in (result.grads or {}).items():
                 grads[s][r] = g
             if result.loss is not None:

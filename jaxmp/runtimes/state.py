@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.runtimes.halves import cut
-from jaxmp.wire import Ctx
+from jaxmp.wire import Ctx, widened
 
 
 class Feedback(NamedTuple):
@@ -78,6 +79,11 @@ class Accumulator(NamedTuple):
 def in_dtypes(tree: Any, like: Any) -> Any:
     """``tree`` in the dtypes of ``like``, which for most models it has."""
     return jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), tree, like)
+
+
+def squared_norm(tree: Any) -> Array:
+    """The sum of all squares, in float32 or wider."""
+    return sum((jnp.vdot(g, g) for g in jax.tree.leaves(widened(tree))), jnp.zeros(()))
 
 
 class Residuals(NamedTuple):

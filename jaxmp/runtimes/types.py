@@ -101,11 +101,14 @@ class Runtime(Protocol):
       stages: numbers of the stages of this process.
       last: number of the last stage, of any process.
       replicas: R; each takes an equal cut of the batch.
+      square: gives the squared norm of the gradients that came last, where stages have told each
+        other before; else None.
     """
 
     stages: tuple[int, ...]
     last: int
     replicas: int
+    square: Callable[[], Any] | None
 
     def init(self, key: Array, draw: bool = True) -> ModelState:
         """The state before the first step; every process passes the same key.

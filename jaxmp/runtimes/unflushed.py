@@ -18,13 +18,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import Driver, Result, Traffic
+from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.schedule import Action, Message, Task
-from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes
+from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes, squared_norm
 from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload
 
@@ -46,19 +48,25 @@ class Passing(Worker):
         """``microbatches`` is M."""
         super().__init__(stage, state)
         self._count, self.means = microbatches, deque[Accumulator]()
+        self.squares: dict[int, Array] = {}
 
     def backward(self, m: int, message: Payload) -> Payload:
         """The message to the stage before; the sums of its batch grow, or end."""
         out = super().backward(m, message)
         if (m + 1) % self._count == 0:
-            self.means.append(self.stage.mean(self.total, np.float32(self._count)))
+            mean = self.stage.mean(self.total, np.float32(self._count))
+            mean = mean._replace(grads=in_dtypes(mean.grads, self.stage.trained(self.params)))
+            self.means.append(mean)
+            self.squares[m // self._count] = _square(mean.grads)
             self.total = None
         return out
 
     def gradients(self) -> Any:
         """Those of the oldest batch that has ended."""
-        trained = self.stage.trained(self.params)
-        return in_dtypes(self.means.popleft().grads, trained)
+        return self.means.popleft().grads
+
+
+_square = jax.jit(squared_norm)
 
 
 @dataclass
@@ -93,11 +101,13 @@ class Unflushed(Driver):
     Attributes:
       delay: N.
       now: the number of this step.
+      norms: of the gradients, by stage, where all need them.
       flight: what is under way.
     """
 
     delay: int = 1
     now: Callable[[], int] = lambda: 0
+    norms: Norms | None = None
     flight: Flight = field(default_factory=Flight)
 
     @functools.cached_property
@@ -121,12 +131,12 @@ class Unflushed(Driver):
         parts = self._cut_all(self.stages, batch, begin)
         flight.end += n
         flight.steps[begin // n] = self.now()
+        flight.steps.pop(begin // n - self.delay - 1, None)
         tasks = [t for m in range(begin, flight.end) for t in self._tick(m, known)]
         moved = self._go(states, tasks, parts, known)
         if self.kept:
             self.kept.seen[ids] = True
         due = flight.end - flight.start > self.delay * n
-        flight.steps.pop(begin // n - self.delay, None)
         last = flight.workers.get(len(self.devices) - 1)
         mean = last.means[-1] if last else None  # the last stage ends a batch in its own step
         return Result(
@@ -135,6 +145,7 @@ class Unflushed(Driver):
             self._gradients() if due else None,
             self._states(),
             moved,
+            self._norm(tasks, begin // n - self.delay) if self.norms else None,
         )
 
     def drain(
@@ -152,6 +163,8 @@ class Unflushed(Driver):
         rest = range(flight.end, flight.end + max(self.ahead))
         moved = self._go(states, [t for m in rest for t in self._tick(m)], {})
         count = min(self.delay, (flight.end - flight.start) // self.num_microbatches)
+        if self.norms:  # gradients that wait are counted when they are used
+            self.norms.forget()
         rows, after = [self._gradients() for _ in range(count)], self._states()
         flight.clear()
         return rows, after, moved
@@ -209,6 +222,16 @@ class Unflushed(Driver):
         pairs = [(before, s)] * reads + [(s, after)] * sends
         return [Message(0.0, source, target, m, kind) for source, target in pairs]
 
+    def _norm(self, tasks: Sequence[Task], due: int) -> Callable[[], Any] | None:
+        """Tells others the norms that are new; gives that of all gradients of the batch ``due``."""
+        flight, n = self.flight, self.num_microbatches
+        assert self.norms
+        for s, b in [(s, m // n) for kind, s, m in tasks if kind == 'B' and (m + 1) % n == 0]:
+            self.norms.tell(s, flight.workers[s].squares.pop(b), (flight.steps[b], b))
+        if due * n < flight.start:
+            return None
+        return self.norms.total((flight.steps[due], due), self.first)
+
     def _gradients(self) -> dict[int, Any]:
         workers = self.flight.workers
         return {s: w.gradients() if s >= self.first else {} for s, w in workers.items()}
@@ -225,7 +248,9 @@ class Unflushed(Driver):
         return self.flight.steps[m.microbatch // self.num_microbatches], m.microbatch
 
 
-def unflushed(driver: Driver, delay: int, group: ProcessGroup) -> Unflushed:
+def unflushed(
+    driver: Driver, delay: int, group: ProcessGroup, norms: Norms | None = None
+) -> Unflushed:
     """``driver`` with gradients that come ``delay`` steps later; ``group`` counts the steps."""
     values = {f.name: getattr(driver, f.name) for f in fields(driver)}
-    return Unflushed(**values, delay=delay, now=lambda: group.step)
+    return Unflushed(**values, delay=delay, now=lambda: group.step, norms=norms)

@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from jaxmp.exchange import Collectives, Exchange
 from jaxmp.exchange.settled import reduced
+from jaxmp.runtimes.state import squared_norm
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
 from jaxmp.training.across import Across
 from jaxmp.training.groups import (
@@ -34,7 +35,6 @@ from jaxmp.training.groups import (
     split,
 )
 from jaxmp.training.optimizer import Optimizer, WholeNorm
-from jaxmp.wire import widened
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -133,9 +133,12 @@ def train_step(
     state, batch = at
     key = jax.random.fold_in(state.key, state.step + 1)
     means, new, model = runtime.value_and_grad(state.model, batch, key)
+    # The norm of gradients that have just come may be known, if nothing changes them until here.
+    known = not (state.waiting or across.together or copied(rules.groups))
+    square = runtime.square if known else None
     grads, *waiting = (*state.waiting, *(() if new is None else (new,)))
     state = state.replace(model=model, waiting=tuple(waiting))
-    apply = functools.partial(updated, rules, runtime, across, key)
+    apply = functools.partial(updated, rules, runtime, across, (key, square))
     if not rules.delay:
         state = apply(state, grads)
     elif across.together:
@@ -147,7 +150,12 @@ def train_step(
 
 
 def updated(
-    rules: Rules, runtime: Runtime, across: Across, key: Array, state: TrainState, grads: Any
+    rules: Rules,
+    runtime: Runtime,
+    across: Across,
+    about: tuple[Array, Any],
+    state: TrainState,
+    grads: Any,
 ) -> TrainState:
     """The state after gradients have moved the parameters.
 
@@ -155,11 +163,11 @@ def updated(
       rules: what is done with the gradients.
       runtime: how the stages run.
       across: what is needed over all stages.
-      key: of the step.
+      about: key of the step, and the squared norm of all gradients, if it is known.
       state: before.
       grads: by stage.
     """
-    groups, copies = rules.groups, state.copies
+    (key, known), groups, copies = about, rules.groups, state.copies
     if copied(groups):  # streams 0 and 1 of a step are the model's, 2 the replicas'
         grads, copies = across.tie(grads, copies, jax.random.fold_in(key, 3))
     words = jax.random.key_data(jax.random.fold_in(key, 2))
@@ -179,7 +187,9 @@ def updated(
         if is_first(home):  # equal copies count once
             squares[stage].append(square)
 
-    scale, square = np.float32(1), across.total(squares) if rules.normed else np.float32(0)
+    scale, square = np.float32(1), np.float32(0)
+    if rules.normed:
+        square = across.total(squares) if known is None else known()
     if rules.clip_norm:
         scale = clip_scale(rules.clip_norm, square)
 
@@ -236,11 +246,6 @@ def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
         return grads, held, squared_norm(grads if norm else ())
 
     return run
-
-
-def squared_norm(tree: Any) -> Array:
-    """The sum of all squares, in float32 or wider."""
-    return sum((jnp.vdot(g, g) for g in jax.tree.leaves(widened(tree))), jnp.zeros(()))
 
 
 @functools.lru_cache(maxsize=16)

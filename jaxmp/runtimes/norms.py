@@ -1,0 +1,71 @@
+"""`Norms`: squared norms by stage, which stages tell each other long before they are needed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmp.net.group import ProcessGroup
+from jaxmp.runtimes.links import Lane, remote_move
+from jaxmp.runtimes.placement import Device, is_here
+
+Batch = tuple[int, int]  # the step and the number of a batch
+
+
+class Norms:
+    """The squared norms of the stages' gradients, batch by batch; no process waits to tell one."""
+
+    def __init__(self, devices: Sequence[Device], group: ProcessGroup) -> None:
+        """Tells nothing yet.
+
+        Args:
+          devices: of the stages.
+          group: the processes.
+        """
+        process = lambda d: group.index if is_here(d) else d.process_index
+        firsts = {process(d): d for d in reversed(devices)}  # one device of each process
+        like = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        self._here: dict[tuple[int, Batch], Array] = {}
+        self._lanes: dict[tuple[int, int], Lane] = {}  # by stage, and the process that is told
+        for s, device in enumerate(devices):
+            for other, target in firsts.items():
+                if other != process(device) and group.index in (other, process(device)):
+                    tag = f'norm of stage {s},'
+                    move = remote_move(group, (device, target), like)
+                    self._lanes[s, other] = Lane(
+                        move, address=functools.partial(group.address, tag)
+                    )
+        self._index, self._count = group.index, len(devices)
+
+    def tell(self, stage: int, square: Array, batch: Batch) -> None:
+        """Sends the squared norm of a stage here to all other processes."""
+        self._here[stage, batch] = square
+        for (s, other), lane in self._lanes.items():
+            if s == stage and other != self._index:
+                message: Future[Any] = Future()
+                message.set_result(square)
+                lane.carry(message, batch)
+
+    def total(self, batch: Batch, first: int) -> Callable[[], Array]:
+        """What gives the sum over the stages from ``first``, which have told their own or will."""
+        stages, mine = range(first, self._count), self._here
+        own = {s: mine.pop((s, batch)) for s in stages if (s, batch) in mine}
+        told = {s: self._lanes[s, self._index].carry(None, batch) for s in stages if s not in own}
+
+        def summed() -> Array:
+            known = own | {s: arrived.result()[0] for s, arrived in told.items()}
+            row = [float(known.get(s, 0.0)) for s in range(self._count)]
+            return jnp.asarray(np.sum(row), jnp.result_type(float))
+
+        return summed
+
+    def forget(self) -> None:
+        """Forgets what was told of batches that nobody asks for."""
+        self._here.clear()
