@@ -321,6 +321,26 @@ def test_a_step_writes_its_states_in_place_and_a_prediction_takes_none():
     assert all(a.is_deleted() for a in jax.tree.leaves(state.feedback))
 
 
+def test_a_pipeline_that_stays_full_keeps_what_it_has_begun():
+    """Backwards of two batches are to come, each at the weights of its forward."""
+    columns = Columns([jax.devices()[:2]])
+    runtime = Mpmd(table_model(2), columns, options=pipelines.OPTIONS, delay=2, clips=True)
+    state, key, used = runtime.init(jax.random.key(0)), jax.random.key(1), []
+    for step in range(4):
+        used.append(state.params[0][0])
+        _, gradients, state = runtime.value_and_grad(state, batch_of(2), key)
+        assert (gradients is None) == (step < 2) == (runtime.square is None)
+        state = state._replace(params=jax.tree.map(lambda a: a + 0.01, state.params))
+    first, last = (runtime.drivers[0].flight.workers[s]._saved for s in (0, 1))
+    assert [params is used[m // 2] for m, (params, *_) in first.items()] == [True] * 4
+    assert not last
+    total = sum(np.vdot(a, a) for a in jax.tree.leaves(gradients))
+    close(runtime.square(), total)
+    rows, state = runtime.drain(state)
+    assert [*map(sorted, rows)] == [[0, 1]] * 2
+    assert not runtime.drain(state)[0]
+
+
 def made_of(jaxpr, shape):
     """Names of what makes arrays of a shape, loops and their bodies included."""
     for eqn in jaxpr.eqns:
