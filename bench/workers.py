@@ -25,6 +25,7 @@ from jaxmp.training.summary import provenance
 HERE = Path(__file__).parent
 PORT = 7078
 UNSAID = {
+    'delay': 0,
     'microbatches': 1,
     'schedule': '1f1b',
     'cores': 2,

@@ -100,13 +100,13 @@ class Unflushed(Driver):
 
     Attributes:
       delay: N.
-      now: the number of this step.
+      group: the processes, which count the steps.
       norms: of the gradients, by stage, where all need them.
       flight: what is under way.
     """
 
     delay: int = 1
-    now: Callable[[], int] = lambda: 0
+    group: ProcessGroup = field(default_factory=ProcessGroup)
     norms: Norms | None = None
     flight: Flight = field(default_factory=Flight)
 
@@ -130,7 +130,7 @@ class Unflushed(Driver):
         known = {begin + m for m in self.kept.known(ids)} if self.kept else set[int]()
         parts = self._cut_all(self.stages, batch, begin)
         flight.end += n
-        flight.steps[begin // n] = self.now()
+        flight.steps[begin // n] = self.group.step
         flight.steps.pop(begin // n - self.delay - 1, None)
         tasks = [t for m in range(begin, flight.end) for t in self._tick(m, known)]
         moved = self._go(states, tasks, parts, known)
@@ -251,6 +251,6 @@ class Unflushed(Driver):
 def unflushed(
     driver: Driver, delay: int, group: ProcessGroup, norms: Norms | None = None
 ) -> Unflushed:
-    """``driver`` with gradients that come ``delay`` steps later; ``group`` counts the steps."""
+    """``driver`` with gradients that come ``delay`` steps later."""
     values = {f.name: getattr(driver, f.name) for f in fields(driver)}
-    return Unflushed(**values, delay=delay, now=lambda: group.step, norms=norms)
+    return Unflushed(**values, delay=delay, group=group, norms=norms)
