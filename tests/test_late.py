@@ -11,10 +11,13 @@ from jaxmp.runtimes.types import ModelState
 from jaxmp.training import loop
 from jaxmp.training.across import within
 from jaxmp.training.experiment import experiment_of
+from jaxmp.training.footprint import footprint
 from jaxmp.training.groups import rest
 from jaxmp.training.late import corrected
 from jaxmp.training.step import Rules, create, train_step
 from tests.runs import config_of, records
+from tests.test_copies import TEXT
+from tests.test_pretrained import small, tiny
 
 RATE, CURVATURE = 0.1, 1.5
 FIRST = {'w': np.array([8.0, -3.0]), 'b': np.array(2.0)}
@@ -160,6 +163,36 @@ def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path, changes):
     assert parts['test'] == whole['test'] != on_time['test']
     strip = lambda rows: [{k: v for k, v in row.items() if k != 'seconds'} for row in rows]
     assert strip(records(tmp_path / 'parts')) == strip(records(tmp_path / 'whole'))
+
+
+TIED = {**TEXT, 'runtime': 'mpmd', 'clip_norm': 0.5}
+FROZEN = {'train': 'stage1.layers.*', 'runtime': 'mpmd', 'epochs': 2, 'num_microbatches': 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['a tied table', 'a frozen stage, whose messages are kept'])
+def test_both_ways_to_be_late_learn_the_same(tmp_path, kind):
+    """A pipeline that stays full, and one program in which gradients wait."""
+    with jax.enable_x64(False):
+        if kind == 'a tied table':
+            configs = [config_of('text_gpt2', **TIED, delay=1) for _ in 'ab']
+        else:
+            folder = tiny(tmp_path / 'model')
+            configs = [small(folder, **FROZEN, delay=1) for _ in 'ab']
+        configs[1].parallel.runtime = 'local'
+        run = lambda i: loop.train_and_evaluate(configs[i], tmp_path / str(i), quiet=True)
+        found, wanted = (run(i)['test'] for i in (0, 1))
+    for mode in ('on', 'off'):
+        assert found[mode]['last']['loss'] == pytest.approx(wanted[mode]['last']['loss'], rel=1e-5)
+
+
+def test_memory_is_said_of_gradients_that_wait_and_weights_of_then():
+    sizes = lambda **changes: footprint(experiment_of(digits(**changes)), [0])
+    for runtime, versions in ({}, 1), (MPMD, 3):
+        on_time, late = sizes(**runtime), sizes(delay=2, **runtime)
+        assert late['gradients'] == 3 * on_time['gradients']
+        assert late['parameters'] == versions * on_time['parameters']
+    assert late['activations'] == (1 + 2 * 2) / 2 * on_time['activations']  # of M = 2
 
 
 @pytest.mark.parametrize(

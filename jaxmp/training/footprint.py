@@ -35,12 +35,15 @@ def footprint(exp: Experiment, stages: Iterable[int]) -> dict[str, int]:
     params = parameters(exp)
     parts = split(exp.groups, params)
     kept, feedback = residual_rows(exp), feedback_of_stages(exp)
+    late = exp.config.optimizer.delay
     total = dict.fromkeys(('parameters', 'gradients', 'optimizer', 'exchange'), 0)
     total |= {'activations': 0, 'feedback': 0}
     for s in (stages := list(stages)):
         own = {group: part for (stage, group), part in parts.items() if stage == s}
-        total['parameters'] += nbytes(params[s])
-        total['gradients'] += nbytes(list(own.values()))
+        trained = nbytes(list(own.values()))
+        # Late gradients wait; in a pipeline that stays full their backwards have weights of then.
+        total['parameters'] += nbytes(params[s]) + trained * late * (not exp.parallel.joined)
+        total['gradients'] += trained * (1 + late)
         total['optimizer'] += sum(_state(g.optimizer.init, part) for g, part in own.items())
         total['exchange'] += sum(_exchange(g, part, exp.replicas) for g, part in own.items())
         total['activations'] += kept[s][0] * kept[s][1]
