@@ -30,7 +30,7 @@ from jaxmp.wire import widened
 class Local:
     """The runtime of one program; see `jaxmp.runtimes.types.Runtime`."""
 
-    square = None
+    square: Callable[[], Any] | None = None
 
     def __init__(self, model: Model, train: bool = True, via: Collectives | None = None) -> None:
         """Compiles nothing: the caller compiles the whole step.

@@ -60,10 +60,8 @@ class TrainState(flax.struct.PyTreeNode):
     waiting: tuple[dict[int, Any], ...] = ()
 
 
-_OF_ALL: Any = {'step': False, 'key': False}
-PER_REPLICA = TrainState(
-    model=True, opt_state=True, exchange=True, copies=True, waiting=True, **_OF_ALL
-)  # pyright: ignore
+_BY_REPLICA: Any = dict.fromkeys(('model', 'opt_state', 'exchange', 'copies', 'waiting'), True)
+PER_REPLICA = TrainState(step=False, key=False, **_BY_REPLICA)  # pyright: ignore
 
 
 class Rules(NamedTuple):
