@@ -90,7 +90,7 @@ TABLES: dict[int, list[Row]] = {
 # 2.3 and 1.3 bits, forward by learned components, backward turned. What goes backward has too
 # little energy in few components (docs/LOG.md).
 COMPONENTS = 'outliers(klt({}, refresh=16, entropy=True), channels=2, scaled=False)'
-LOW_RANK = (('model.train', 'lora(8)'), ('optimizer.lr', 3e-4))
+LOW_RANK = (('model.train', 'lora(8)'), ('optimizer.lr', 1e-3))
 TWICE = (('data.train_examples', 200), ('epochs', 2))  # as many tokens, each block seen twice
 BEST = [
     Row('best-4.3', COMPONENTS.format(4.19), 'outliers(rotate(lloyd(4)))'),

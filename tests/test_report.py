@@ -702,3 +702,11 @@ def test_a_row_of_gradients_alone_is_not_the_reference():
     rows = [SimpleNamespace(runs=[run(*row)]) for row in channels]
     assert captions.reference(rows) is rows[2]
     assert [captions.text_of(row) for row in rows] == ['top_k(0.1)', 'raw', 'raw', 'block(4)']
+
+
+def test_curves_by_epoch_or_by_step():
+    """Tests within an epoch stand at their steps; those that end epochs at the epochs."""
+    history = lambda *steps: {'off': {'step': list(steps)}}
+    assert epochs.every({'history': history(10, 20, 30), 'config': {'epochs': 1}}) == 10
+    assert epochs.every({'history': history(60, 120), 'config': {'epochs': 2}}) == 0
+    assert epochs.every({'history': {'off': {}}, 'config': {'epochs': 2}}) == 0

@@ -1,4 +1,4 @@
-"""Curves by epoch of the rows of one of the paper's tables, as in its figures 2 to 6."""
+"""Curves by epoch or step of the rows of one of the paper's tables, as in its figures 2 to 6."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ PARTS = {'train': 'training', 'off': 'test, compression off', 'on': 'test, compr
 
 
 class Curves(NamedTuple):
-    """Scores by epoch of the rows of a table: one list per row, part and seed."""
+    """Scores at each test of the rows of a table: one list per row, part and seed."""
 
     title: str
     caption: str
     score: str
     warmup: dict[str, int]
     rows: dict[str, dict[str, list[list[float]]]]
-    ends: dict[str, dict[str, tuple[float, float]]]  # intervals of the last epoch by part and row
+    ends: dict[str, dict[str, tuple[float, float]]]  # intervals of the last test by part and row
+    every: int  # steps between tests; 0 where a test ends each epoch
 
 
 def number(row: Row) -> int:
@@ -70,7 +71,13 @@ def curves(rows: Sequence[Row]) -> Curves:
     if any(r.judged == 'off' for r in rows):
         caption += '; title: with feedback, tested with compression off'
     score = 'test loss (nats)' if text else 'test accuracy (%)'
-    return Curves(title, caption, score, warmup, data, ends)
+    return Curves(title, caption, score, warmup, data, ends, every(rows[0].runs[0]))
+
+
+def every(run: dict[str, Any]) -> int:
+    """Steps between the tests of a run; 0 where a test ends each epoch."""
+    steps = run['history']['off'].get('step', [0])
+    return steps[0] if len(steps) > run['config']['epochs'] else 0
 
 
 def curve(run: dict[str, Any], part: str, text: bool) -> list[float]:
@@ -87,16 +94,18 @@ def paint(figure: Any, data: Curves) -> None:
     colours = dict(zip(data.rows, itertools.cycle(style.PALETTE)))
     means = {p: {n: np.mean(rows[p], 0) for n, rows in data.rows.items()} for p in PARTS}
     tests = [*means['off'].values(), *means['on'].values()]
-    end = len(tests[0])
+    unit = max(data.every, 1)
+    end = unit * len(tests[0])
     for axes, (part, title) in zip(panels, PARTS.items(), strict=True):
         for i, (name, y) in enumerate(means[part].items()):
-            line(axes, y, data.warmup[name], colours[name], i < len(style.PALETTE))
+            kind = {'color': colours[name], 'ls': '-' if i < len(style.PALETTE) else '--'}
+            line(axes, y, data.warmup[name], kind, unit)
             if name in data.ends[part]:
                 at = end * (1 + GAP * (i + 2))
                 axes.vlines(at, *data.ends[part][name], color=colours[name])
         own = [*means[part].values()] if part == 'train' else tests  # off and on have one axis
         axes.set_ylim(*limits(own, part == 'train' or 'loss' in data.score))
-        axes.set(title=title, xlabel='epoch')
+        axes.set(title=title, xlabel='step' if data.every else 'epoch')
         axes.set_ylabel('training loss (nats)' if part == 'train' else data.score)
         axes.xaxis.get_major_locator().set_params(integer=True)
     last = {n: (end * (1 + GAP * (len(colours) + 2)), float(y[-1])) for n, y in means['on'].items()}
@@ -113,10 +122,11 @@ def limits(curves: Sequence[np.ndarray], losses: bool) -> np.ndarray:
     return np.quantile(y, (0, 1)) + 0.1 * np.ptp(y) * np.array((-1, 1))
 
 
-def line(axes: Any, y: np.ndarray, warmup: int, colour: str, solid: bool) -> None:
+def line(axes: Any, y: np.ndarray, warmup: int, kind: dict[str, str], unit: int) -> None:
     """Draws a row's mean, with its warm-up dotted."""
-    x, start = np.arange(1, len(y) + 1), max(warmup - 1, 0)
-    kind = {'color': colour, 'lw': 1.3, 'marker': '.' if len(x) < 5 else ''}
-    axes.plot(x[:warmup], y[:warmup], **kind, ls=':')
-    axes.plot(x[:warmup][-1:], y[:warmup][-1:], 'o', color=colour, mfc='white', ms=4, zorder=3)
-    axes.plot(x[start:], y[start:], **kind, ls='-' if solid else '--')
+    x, start = unit * np.arange(1, len(y) + 1), max(warmup - 1, 0)
+    kind = {**kind, 'lw': 1.3, 'marker': '.' if len(x) < 5 else ''}
+    axes.plot(x[:warmup], y[:warmup], **{**kind, 'ls': ':'})
+    last = {'color': kind['color'], 'mfc': 'white', 'ms': 4, 'zorder': 3}
+    axes.plot(x[:warmup][-1:], y[:warmup][-1:], 'o', **last)
+    axes.plot(x[start:], y[start:], **kind)
