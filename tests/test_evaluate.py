@@ -98,7 +98,7 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
         exp=s, signals=[], probe=None,
         trainer=SimpleNamespace(
             epoch=steps, evaluate=evaluate, group=ProcessGroup(),
-            **dict.fromkeys(('check', 'export'), lambda state: None)),
+            drained=lambda state: state, **dict.fromkeys(('check', 'export'), lambda state: None)),
         checkpoints=SimpleNamespace(save=lambda *given: None),
         records=records.Records(None, 0),
         display=progress.Display(ACCURACY, 12, 0, 100),

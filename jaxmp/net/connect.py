@@ -66,9 +66,10 @@ def connect(
     """
     if address.processes == 1:
         return ProcessGroup()
-    switch_at, keys = entrance(address)
+    endpoint(address)  # whoever gave another one needs no secret yet
     owner = owners(1 + max(parts), int(address.processes or 0), what)
     names, process = names_of([owner[part] for part in parts], what), int(address.process or 0)
+    switch_at, keys = entrance(address)
     terms = Terms(names, len(names), START, address.silent, address.back)
     switch = Hosted(keys, *switch_at) if process == 0 else None
     end = ender(names[process], LAST if switch else 0.0)
