@@ -180,8 +180,8 @@ def test_a_stage_updates_its_optimizer_state_in_place(tmp_path):
 
 
 @pytest.mark.parametrize('train', ['lora(2)', 'all'])
-def test_step_and_test_are_compiled_before_parameters_are_read(tmp_path, train):
-    """Then neither is compiled again; a channel with a state and one without."""
+def test_step_and_tests_are_compiled_before_parameters_are_read(tmp_path, train):
+    """Then none is compiled again; a channel with a state and one without."""
     config = small(tiny(tmp_path), train=train, fwd='ef21(uniform(4))', bwd='mx(4)')
     trainer = loop.prepare(config, ProcessGroup())
     trainer.compile_ahead()
@@ -196,10 +196,9 @@ def test_step_and_test_are_compiled_before_parameters_are_read(tmp_path, train):
     try:
         state, _ = step(state, batch)
         assert not compiled
-        trainer.evaluate(state, True)
+        for compressed in (True, False):
+            trainer.evaluate(state, compressed)
         assert 'jit(run)' not in compiled
-        trainer.evaluate(state, False)  # which was not compiled before
-        assert 'jit(run)' in compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
 

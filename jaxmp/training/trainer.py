@@ -136,7 +136,7 @@ class Trainer:
         return state.replace(step=step, key=key)
 
     def compile_ahead(self) -> None:
-        """Compiles step and test before parameters are read, so that memory holds one or the other.
+        """Compiles step and tests before parameters are read: memory holds one or the other.
 
         It does so where one program has all stages and reads their parameters.
         """
@@ -154,11 +154,12 @@ class Trainer:
         if self.during(exp.boundaries(0)) is runtime:
             step: Any = self.bound(runtime, self.rules(0))
             step.lower(state, next(self.batches(np.arange(size)))).compile()
-        test: Any = self.during(cuts_to_score(exp, True), train=False)
-        pack = lambda f: test.pack(feedback_to_score(exp, True, runtime.unpack(f)))
-        model = state.model._replace(feedback=jax.eval_shape(pack, state.model.feedback))
-        batch = next(data.batches(exp.data.test, size, pad=True))
-        test.predict_ahead(self._sums, model, batch, key)
+        batch, feedback = next(data.batches(exp.data.test, size, pad=True)), state.model.feedback
+        for compressed in (False, True):
+            test: Any = self.during(cuts_to_score(exp, compressed), train=False)
+            own = feedback_to_score(exp, compressed, runtime.unpack(feedback))
+            model = state.model._replace(feedback=jax.eval_shape(test.pack, own))
+            test.predict_ahead(self._sums, model, batch, key)
 
     def _params(self, stage: int, drawn: Any, key: Array) -> Any:
         """Those of a replica of a stage before the first step."""
