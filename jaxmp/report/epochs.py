@@ -122,7 +122,7 @@ def limits(curves: Sequence[np.ndarray], losses: bool) -> np.ndarray:
     return np.quantile(y, (0, 1)) + 0.1 * np.ptp(y) * np.array((-1, 1))
 
 
-def line(axes: Any, y: np.ndarray, warmup: int, kind: dict[str, str], unit: int) -> None:
+def line(axes: Any, y: np.ndarray, warmup: int, kind: dict[str, Any], unit: int) -> None:
     """Draws a row's mean, with its warm-up dotted."""
     x, start = unit * np.arange(1, len(y) + 1), max(warmup - 1, 0)
     kind = {**kind, 'lw': 1.3, 'marker': '.' if len(x) < 5 else ''}
