@@ -27,7 +27,7 @@ from jaxmp.runtimes.types import Model
 from jaxmp.training.parallel import RUNTIMES
 from jaxmp.wire import nbytes
 from tests import pipelines
-from tests.runs import ENV, ROOT, slow
+from tests.runs import ENV, FLAGS, ROOT, slow
 
 close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 rounded = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)  # statistics are float32
@@ -397,3 +397,17 @@ def test_numbers_that_do_not_fit_are_refused():
         runtime.drivers[0].step(runtime._of(runtime.init(jax.random.key(0)), 0), np.ones((5, 9)), 0)
     with pytest.raises(ValueError, match='8 stages of 2 replicas need 8 devices in a process, the'):
         place(2, 4, apart=True)
+
+
+@pytest.mark.slow  # two processes that compile a whole step
+def test_a_program_that_the_cache_kept_runs_branches_in_turn(tmp_path):
+    """Collectives of two groups, which XLA ran at once, wrote over foreign memory: a crash."""
+    code = 'import jax; jax.config.update("jax_enable_x64", True); from tests import pipelines\n'
+    code += 'pipelines.STEPS = 60; found, _ = pipelines.local("rounds", 1, 2); print(found[-1])'
+    cache = {'JAX_COMPILATION_CACHE_DIR': tmp_path, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': 0}
+    flags = f'--xla_force_host_platform_device_count=4 {FLAGS}'
+    env = {**ENV, **{k: str(v) for k, v in cache.items()}, 'XLA_FLAGS': flags}
+    run = lambda: subprocess.run([sys.executable, '-c', code], env=env, capture_output=True)
+    first, second = run(), run()
+    assert first.stdout
+    assert (second.returncode, second.stdout) == (0, first.stdout), second.stderr.decode()

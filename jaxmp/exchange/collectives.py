@@ -116,6 +116,24 @@ def _sum(a: Array, axis: str) -> Array:
     return lax.pcast(lax.psum(a, axis), axis, to='varying')
 
 
+def known_after(tree: Any, earlier: Any) -> Any:
+    """``tree``, known only when all of ``earlier`` is, for collectives in branches of one program.
+
+    JAX gives all collectives one channel. XLA runs independent `jax.lax.cond` at once in threads of
+    a CPU, and in programs that JAX's compilation cache had kept one replica's message met another
+    branch's, of another length, which wrote over foreign memory. `jax.lax.optimization_barrier`
+    does not outlast XLA's passes; a dependence on numbers does.
+
+    >>> known_after({'w': jnp.ones(2)}, [jnp.full(3, jnp.nan)])['w']
+    Array([1., 1.], dtype=float32)
+    """
+    arrays = [a for a in jax.tree.leaves(earlier) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    heads = [jnp.sum(a.ravel()[:1]).astype(jnp.float32) for a in arrays]
+    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in heads]
+    true = (sum(bits) | 1) != 0  # which XLA does not find out
+    return jax.tree.map(lambda a: jnp.where(true, a, jnp.zeros_like(a)), tree)
+
+
 def whole(place: NamedSharding, parts: Sequence[Any]) -> Any:
     """The trees of this process's devices as one over a mesh, joined as ``place`` says."""
     sizes = [place.mesh.shape[axis] for axis in place.spec]

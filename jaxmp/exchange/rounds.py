@@ -21,7 +21,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives
+from jaxmp.exchange.collectives import Collectives, known_after
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
 from jaxmp.exchange.outer import Outer, nesterov
 from jaxmp.exchange.settled import reduced
@@ -169,12 +169,12 @@ def _first(plan: Plan, params: Any, n: int) -> State:
 
 def _turn(plan: Plan, params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
     """Parameters and state after a step, in which some fragments are sent or applied."""
-    step, own, after = state['step'] + 1, [], []
+    step, own, states = state['step'] + 1, [], []
     rows = zip(plan.cut(params), state['parts'], plan.sends, strict=True)
     for p, (part, held, first) in enumerate(rows):
         send = functools.partial(_send, plan, jax.random.fold_in(key, p), via)
         apply = functools.partial(applied, plan)
-        at, since = (part, held), step - first
+        at, since = (known_after(part, (own, states)), held), step - first
         if plan.delay:
             at = _if(since % plan.steps == 0, send, at)
             late = (since % plan.steps == plan.delay) & (since >= 0)
@@ -182,8 +182,8 @@ def _turn(plan: Plan, params: Any, state: State, key: Any, via: Collectives) -> 
         else:
             at = _if(since % plan.steps == 0, lambda at, s=send, a=apply: a(s(at)), at)
         own.append(at[0])
-        after.append(at[1])
-    return plan.join(own, params), {'step': step, 'parts': after}
+        states.append(at[1])
+    return plan.join(own, params), {'step': step, 'parts': states}
 
 
 def _send(plan: Plan, key: Any, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:

@@ -20,6 +20,7 @@ import optax
 from jaxtyping import Array
 
 from jaxmp.exchange import Collectives, Exchange
+from jaxmp.exchange.collectives import known_after
 from jaxmp.exchange.settled import reduced
 from jaxmp.runtimes.state import squared_norm
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
@@ -191,13 +192,17 @@ def updated(
     if rules.clip_norm:
         scale = clip_scale(rules.clip_norm, square)
 
+    earlier: Any = ()
     for home in params:
         stage, group = home
+        if across.together and group.exchange.shares_params:
+            params[home] = known_after(params[home], earlier)
         update = _updated(group.optimizer, None if across.follows(home) else group.exchange)
         trees = params[home], opt_state[home], gradients[home], exchange[home]
         stream = jnp.uint32(group.stream)
         row = runtime.at(stage, update, *trees, (scale, square), words, stream, spent=(1,))
         params[home], opt_state[home], exchange[home] = parts(row)
+        earlier = params[home], exchange[home]
 
     model = state.model._replace(params=across.share(joined(state.model.params, params)))
     return state.replace(
