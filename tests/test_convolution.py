@@ -186,3 +186,33 @@ def test_freed_pages_are_kept():
     (kept, kept_large), (step, large) = run('keep_freed_pages()'), run('')
     assert kept < pages < step
     assert kept_large < 40 < large
+
+
+AFTER = """
+import numpy as np
+from jaxmp.runtimes.allocator import keep_freed_pages, pages_after_step
+
+def resident():
+    return int(open('/proc/self/statm').read().split()[1])
+
+def left(seconds):
+    pages_after_step(seconds)
+    before = resident()
+    for _ in range(2):
+        above, block = np.ones(1 << 10), np.ones(1 << 23)
+        beside = np.ones(1 << 10)  # which keeps the heap from shrinking
+        del block
+    return resident() - before
+
+keep_freed_pages()
+print(left(0.1), left(2.0), left(0.1))
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='glibc keeps pages')
+def test_long_steps_return_their_large_blocks():
+    """Of 64 MiB, 16,384 pages: kept after a short step, gone at once after a long one."""
+    command = [sys.executable, '-c', AFTER]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    short, long, again = map(int, out.split())
+    assert min(short, again) > 16_000 > 1_000 > long

@@ -16,6 +16,7 @@ from jaxmp.feedback import direct
 from jaxmp.metrics import ACCURACY
 from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import Pipeline
+from jaxmp.runtimes import allocator
 from jaxmp.training import experiment, loop, points, progress, records
 from jaxmp.training.trainer import Trainer
 from tests.runs import SMALL, config_of, known_model
@@ -71,6 +72,7 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
     """
     now, released = [0.0], []
     monkeypatch.setattr(loop, 'release_freed_pages', lambda: released.append(now[0]))
+    monkeypatch.setattr(allocator, 'release_freed_pages', lambda: released.append(now[0]))
     clock = SimpleNamespace(time=lambda: now[0])
     monkeypatch.setattr(progress, 'time', clock)
     monkeypatch.setattr(loop, 'time', clock)

@@ -7,7 +7,10 @@ import ctypes
 import jax.monitoring
 
 LONG = 1.0  # seconds of a compilation or a step after which freed pages are returned
-TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # of mallopt in glibc's malloc.h
+LARGE, MANY = 4 << 20, 1 << 16  # bytes of a block that is mapped by itself, and how many may be
+# Of mallopt in glibc's malloc.h.
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -3, -4, -8
+_keeping: list[bool] = []  # True once the process keeps freed pages
 
 
 def keep_freed_pages() -> None:
@@ -23,8 +26,10 @@ def keep_freed_pages() -> None:
     if mallopt is not None:
         mallopt(ARENA_MAX, 1)
         mallopt(MMAP_MAX, 0)  # no block is mapped by itself, however large
+        mallopt(MMAP_THRESHOLD, LARGE)
         mallopt(TRIM_THRESHOLD, -1)  # never by itself
         jax.monitoring.register_event_duration_secs_listener(_after)
+        _keeping.append(True)
 
 
 def release_freed_pages() -> None:
@@ -35,6 +40,19 @@ def release_freed_pages() -> None:
     trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
     if trim is not None:
         trim(0)
+
+
+def pages_after_step(seconds: float) -> None:
+    """Keeps freed memory after a short step; returns it after one of more than `LONG` seconds.
+
+    To take pages again costs little of a long step, which holds more than it needs in one heap: a
+    small block in the place of a large one lets the next large one grow the heap. So after a long
+    step large blocks are mapped by themselves, and return to the system when they are freed.
+    """
+    if _keeping:
+        ctypes.CDLL(None).mallopt(MMAP_MAX, MANY if seconds > LONG else 0)
+    if seconds > LONG:
+        release_freed_pages()
 
 
 def _after(event: str, duration_secs: float, **kwargs: str | int) -> None:

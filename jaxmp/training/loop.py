@@ -20,7 +20,7 @@ from jaxmp.net.connect import Address, connect, placed
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.launchers import check_alone
 from jaxmp.net.views import ViewChangedError
-from jaxmp.runtimes.allocator import LONG, release_freed_pages
+from jaxmp.runtimes.allocator import pages_after_step, release_freed_pages
 from jaxmp.runtimes.world import beside, start_jax
 from jaxmp.training import footprint
 from jaxmp.training.agreement import check_alike, inputs, settings_of
@@ -315,8 +315,8 @@ def advance(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place,
     began = time.time()
     for after, values, stop in steps:
         state, place = after, add(place, values, tested)
-        if (now := time.time()) - began > LONG:  # then taking pages again costs little of a step
-            release_freed_pages()
+        now = time.time()
+        pages_after_step(now - began)
         began = now
         means = means_of(r, place)
         r.display.update(f'epoch {epoch + 1}/{points.epochs}', tested + place['steps'], means)
