@@ -9,8 +9,9 @@ from statistics import mean, median  # noqa: F401
 from jaxmp import plugins
 from jaxmp.config import settings
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
-from jaxmp.report import claims, lost, residuals, results
+from jaxmp.report import answers, claims, lost, residuals, results
 from jaxmp.report.paper import PAPER, paper_row
+from jaxmp.training import moments as matched_on  # noqa: F401
 from tests.runs import ROOT
 
 IMAGES = 50_000  # of CIFAR-10, in training
@@ -141,25 +142,61 @@ def statistics(what, study='converged', row='top10'):
     return 100 * mean(list(t[pick[0]].values())[pick[1]]['accuracy'] for t in tables)
 
 
-def moments(normaliser, what):
-    """Mean accuracy of Top10 % in results/moments: on, off, matched, or with statistics again."""
+def moments_by_seed(normaliser, what, row='top10'):
+    """Accuracies of a row in results/moments: on, off, matched, or with statistics again."""
     folder = ROOT / 'results' / 'moments' / normaliser / 'statistics'
-    tests = {p.stem: json.loads(p.read_text())['test'] for p in folder.glob('top10-s*.json')}
+    tests = {p.stem: json.loads(p.read_text())['test'] for p in folder.glob(f'{row}-s*.json')}
     end = {'matched': ', moments matched', 'again': ', statistics again'}.get(what, '')
-    scores = [test[f'{name}{end}'] for name, test in tests.items()]
-    return 100 * mean(s['top_k(0.1)' if what == 'on' else 'raw']['accuracy'] for s in scores)
+    scores = [test[f'{name}{end}'] for name, test in sorted(tests.items())]
+    return [
+        100 * s[(set(s) - {'raw'}).pop() if what == 'on' else 'raw']['accuracy'] for s in scores
+    ]
 
 
-def closed(normaliser):
+def moments(normaliser, what, row='top10'):
+    """The mean of them."""
+    return mean(moments_by_seed(normaliser, what, row))
+
+
+def closed(normaliser, row='top10'):
     """Percent of the gap from off to on that matching the moments closes."""
-    on, off, matched = (moments(normaliser, what) for what in ('on', 'off', 'matched'))
+    on, off, matched = (moments(normaliser, what, row) for what in ('on', 'off', 'matched'))
     return 100 * (matched - off) / (on - off)
+
+
+def matching(normaliser, row):
+    """A line of the paper's table: seeds, on, off, matched, percent of the gap closed."""
+    scores = [moments(normaliser, what, row) for what in ('on', 'off', 'matched')]
+    return len(moments_by_seed(normaliser, 'on', row)), *scores, closed(normaliser, row)
+
+
+def left(normaliser):
+    """The estimate of what matched moments still lack to on, in points."""
+    pairs = zip(*(moments_by_seed(normaliser, what) for what in ('on', 'matched')), strict=True)
+    return residuals.estimate([on - matched for on, matched in pairs])
+
+
+def moments_study():
+    return plugins.module(ROOT / 'configs' / 'moments.py')
+
+
+def moment_runs():
+    """Runs of the study of moments: committed; registered."""
+    paths = [*(ROOT / 'results' / 'moments').glob('*/*-s*.json')]
+    study = moments_study()
+    return len(paths), sum(len(study.get_study(scale)) for scale in study.NORMS)
 
 
 def table_5_rows():
     """Rows of Table 5 at the scale pretrained."""
     study = plugins.module(ROOT / 'configs' / 'paper_tables.py')
     return len(study.TABLES[5] + study.PRETRAINED)
+
+
+def table_5_runs():
+    """Rows of it that have a run, and seeds of the row with the fewest."""
+    rows = studies()['pretrained'].rows.values()
+    return len(rows), min(len(row.runs) for row in rows)
 
 
 def config(study, row):
@@ -186,6 +223,14 @@ def seeds(study, row, mode='on'):
 
 def gap(study, row):
     return last(study, row) - last(study, row, 'off')
+
+
+def count(verdict):
+    """The paper's claims of a verdict, each by the first of the scales that decides it."""
+    scales = [studies()[s] for s in ('converged', 'mnist', 'cpu')]
+    judged = zip(*map(claims.judge, scales), strict=True)
+    picked = [answers.decisive([*zip(scales, row, strict=True)])[1] for row in judged]
+    return sum(v.verdict == verdict for v in picked)
 
 
 def few(row):
@@ -245,6 +290,22 @@ def sink_alone(row, begins='nothing'):
     """Nats lost in bench/sink_alone.py."""
     rows = json.loads((ROOT / 'bench/results/smollm2_135m_sink_alone.json').read_text())['rows']
     return next(r for r in rows if (r['begins'], r.get('row')) == (begins, row))['nats_lost']
+
+
+def sinks(model, key, begins='<bos>'):
+    """The largest value of bench/sinks.py in any block of a model."""
+    rows = json.loads((ROOT / f'bench/results/sinks_{model}.json').read_text())['rows']
+    if 'boundaries' in rows[0]:
+        return max(b[key] for r in rows for b in r['boundaries'])
+    return max(r[key] for r in rows if r['begins_with'] == begins)
+
+
+def first_token(begins='nothing'):
+    """How many times the median norm the first token of SmolLM2-135M has."""
+    rows = json.loads((ROOT / 'bench/results/smollm2_135m_sink_alone.json').read_text())['rows']
+    return next(
+        r['first_token_over_median'] for r in rows if r['begins'] == begins and 'row' not in r
+    )
 
 
 def sent(row):
