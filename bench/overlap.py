@@ -7,8 +7,8 @@ messages of float32 are sent as they are. A row is written as soon as it is meas
 (`.md`) lies beside the rows (`.jsonl`).
 
 **Step**: wall time of a step in the first stage's process, median of ``--steps`` after two more.
-**Plan**: end of the schedule by its own rule (`jaxmp.runtimes.plans`), with the time of a message
-alone on its link; messages that wait for each other are not in it.
+**Plan**: end of the schedule by its own rule (`jaxmp.runtimes.schedules`), with the time of a
+message alone on its link; messages that wait for each other are not in it.
 **Bound**: M times what the busiest stage or direction of a link takes per micro-batch, and fill:
 the rest of the way of one micro-batch through all stages and back.
 """
@@ -42,8 +42,8 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import drive
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.placement import place
-from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.schedule import Costs, size
+from jaxmp.runtimes.schedules import SCHEDULES
 from jaxmp.runtimes.stage import programs
 
 STAGES, WARM = 4, 2

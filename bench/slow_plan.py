@@ -5,7 +5,7 @@ Actions share the measured CPU-seconds of a step, a backward twice those of a fo
 them run than there are cores, all slow down alike. Messages leave over a direction of a link one
 after another.
 
->>> from jaxmp.runtimes.plans import gpipe
+>>> from jaxmp.runtimes.schedules import gpipe
 >>> step(gpipe(2, 2), cpu=12.0, cores=2, wires={(0, 1): 5.0, (1, 0): 1.0})
 19.0
 """

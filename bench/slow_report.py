@@ -16,7 +16,7 @@ import numpy as np
 import slow_plan
 
 from jaxmp.report import style
-from jaxmp.runtimes.plans import named
+from jaxmp.runtimes.schedules import named
 
 ETHERNET, TCP = 14, 52  # bytes of headers outside and inside of a packet
 BARS = {'100m': 7.0, '1g': 2.5}

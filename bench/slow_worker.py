@@ -30,7 +30,7 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import Driver, drive
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.placement import place
-from jaxmp.runtimes.plans import named
+from jaxmp.runtimes.schedules import named
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.unflushed import unflushed
 

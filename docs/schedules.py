@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.report import style
-from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.schedule import Action, Costs, bubble, place, saved_inputs, size
+from jaxmp.runtimes.schedules import SCHEDULES
 from jaxmp.runtimes.timeline import legend, paint
 
 HERE = Path(__file__).parent

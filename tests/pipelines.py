@@ -28,9 +28,9 @@ from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.placement import device_mesh, open_links, place
-from jaxmp.runtimes.plans import SCHEDULES
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import place as devices_of
+from jaxmp.runtimes.schedules import SCHEDULES
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model
 from jaxmp.runtimes.world import beside, start_jax

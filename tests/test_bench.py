@@ -12,7 +12,7 @@ import pytest
 from jaxmp.plugins import load
 from jaxmp.report import __main__ as report
 from jaxmp.report import polar
-from jaxmp.runtimes.plans import gpipe, named
+from jaxmp.runtimes.schedules import gpipe, named
 from tests.runs import ROOT
 
 RESULTS = ROOT / 'bench' / 'results'

@@ -19,8 +19,8 @@ from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.crossings import handover, measured
 from jaxmp.plan.predict import Link, Message, Times
 from jaxmp.plan.seen import Seen, seen
-from jaxmp.runtimes.plans import SCHEDULES, named
 from jaxmp.runtimes.schedule import Costs, size
+from jaxmp.runtimes.schedules import SCHEDULES, named
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.parallel import actions_of
 from tests.runs import config_of, known_model

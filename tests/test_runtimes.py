@@ -19,7 +19,7 @@ from jaxmp.feedback import per_microbatch
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.placement import place
-from jaxmp.runtimes.plans import SCHEDULES, gpipe, named
+from jaxmp.runtimes.schedules import SCHEDULES, gpipe, named
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from jaxmp.config import KEYS
-from jaxmp.runtimes import plans, schedule
-from jaxmp.runtimes.plans import SCHEDULES, Plan
+from jaxmp.runtimes import schedule, schedules
 from jaxmp.runtimes.schedule import Action, Costs, timed
+from jaxmp.runtimes.schedules import SCHEDULES, Plan
 from jaxmp.runtimes.timeline import draw
 from tests.runs import ROOT
 
@@ -57,7 +57,7 @@ def inside(actions):
 
 
 @pytest.mark.parametrize('costs', [Costs(), UNEQUAL], ids=str)
-@pytest.mark.parametrize('make', [plans.gpipe, plans.one_f_one_b, plans.eager_1f1b])
+@pytest.mark.parametrize('make', [schedules.gpipe, schedules.one_f_one_b, schedules.eager_1f1b])
 def test_bubble_of_1f1b(make, costs):
     """(D - 1)(F + B + W), arXiv 2401.10241 table 2, of M + D - 1 times that sum."""
     for d in DEVICES:
@@ -72,7 +72,7 @@ def test_bubble_of_interleaved(chunks):
     """(D - 1) / V of the M of one device, arXiv 2104.04473 section 2.2."""
     for d in DEVICES:
         for m in (d, 4 * d):
-            actions = plans.interleaved(chunks * d, m, UNEQUAL, chunks)
+            actions = schedules.interleaved(chunks * d, m, UNEQUAL, chunks)
             assert schedule.bubble(actions) == near((d - 1) / (chunks * m + d - 1))
 
 
@@ -84,22 +84,22 @@ def test_bubbles_of_zero_bubble_schedules():
     for d in DEVICES:
         for m in (2 * d, 3 * d + 1, 4 * d + 2):
             bound = 3 * m + d - 1
-            one, two, vee = plans.zb_h1(d, m), plans.zb_h2(d, m), plans.zb_v(2 * d, m)
+            one, two, vee = schedules.zb_h1(d, m), schedules.zb_h2(d, m), schedules.zb_v(2 * d, m)
             assert schedule.size(one)[2] == 3 * m + (d - 1) * (1 + 1 - 1) == bound
             assert schedule.size(two)[2] == bound
             assert [*inside(two)] == [0] * d
             more = schedule.size(vee)[2] - (3 * m + (d - 1) / 2)
             assert 0 <= more <= 0.5
-    assert max(inside(plans.zb_h1(4, 8))) == 3
+    assert max(inside(schedules.zb_h1(4, 8))) == 3
 
 
 def test_a_few_halves_are_enough():
     """2 (D - 1) backwards in two halves make ZB-H2's step; each makes it a W shorter."""
     for d in DEVICES:
         for m in (3 * d, 4 * d + 1):
-            whole = schedule.size(plans.eager_1f1b(d, m))[2]
+            whole = schedule.size(schedules.eager_1f1b(d, m))[2]
             for k in range(1, 2 * d + 1):
-                actions = plans.named(f'zb_h2(2, {k})')(d, m)
+                actions = schedules.named(f'zb_h2(2, {k})')(d, m)
                 schedule.check(actions)
                 assert schedule.size(actions)[2] == whole - min(k, 2 * (d - 1))
                 split = {a.microbatch for a in actions if a.kind == 'W'}
@@ -107,16 +107,16 @@ def test_a_few_halves_are_enough():
                 if k <= 2 * (d - 1):
                     most = [max(k, 2 * (d - s) - 1) for s in range(d)]
                     assert [*schedule.saved_inputs(actions)] == most
-        assert plans.zb_h2(d, 3 * d, last=3 * d) == plans.zb_h2(d, 3 * d)
+        assert schedules.zb_h2(d, 3 * d, last=3 * d) == schedules.zb_h2(d, 3 * d)
 
 
 def test_messages_of_eager_1f1b_are_hidden():
     """They take 2 (D - 1) times c in all; 1F1B waits for them in each round."""
     for c in (0.5, 1.0, 1.5):
         costs = Costs(message=c)
-        assert schedule.size(plans.eager_1f1b(4, 20, costs))[2] == 3 * 20 + 3 * (3 + 2 * c)
-        assert schedule.bubble(plans.one_f_one_b(4, 20, costs)) > 0.1 + schedule.bubble(
-            plans.eager_1f1b(4, 20, costs)
+        assert schedule.size(schedules.eager_1f1b(4, 20, costs))[2] == 3 * 20 + 3 * (3 + 2 * c)
+        assert schedule.bubble(schedules.one_f_one_b(4, 20, costs)) > 0.1 + schedule.bubble(
+            schedules.eager_1f1b(4, 20, costs)
         )
 
 
@@ -138,7 +138,7 @@ def test_saved_inputs():
                     n <= min(chunks * m, most) for n, most in zip(found, counts, strict=True)
                 )
                 assert m < 3 * d or found == tuple(counts), name
-        found = schedule.saved_inputs(plans.interleaved(2 * d, 3 * d))
+        found = schedule.saved_inputs(schedules.interleaved(2 * d, 3 * d))
         assert found == tuple(2 * (d - s - 1) + d + 1 for s in range(d))
 
 
@@ -153,7 +153,7 @@ def test_any_plan_ends():
         microbatches = draw.randint(1, 7)
         plan = Plan(place, draw.randint(0, microbatches), *caps)
         costs = Costs(*(draw.choice([0.3, 1, 2]) for _ in range(3)), draw.choice([0, 0.7, 5]))
-        actions = plans.run(plan, microbatches, costs)
+        actions = schedules.run(plan, microbatches, costs)
         schedule.check(actions)
         assert sum(a.kind == 'W' for a in actions) == plan.split * len(place)
         assert schedule.place(actions) == tuple(place)
@@ -171,7 +171,7 @@ def test_any_plan_ends():
 )
 def test_a_plan_has_a_stage_and_caps_for_every_device(plan):
     with pytest.raises(ValueError, match=r'devices 0, 1, \.\.\. need stages, and two caps'):
-        plans.run(plan, 2)
+        schedules.run(plan, 2)
 
 
 # Orders of one's own.
@@ -231,7 +231,7 @@ def test_messages_are_sent_once_when_their_sender_ends(name):
 
 def test_both_ends_of_a_link_agree_on_its_order():
     """What an end derives from the actions of its own stage and its neighbour's alone."""
-    for make in (plans.gpipe, plans.one_f_one_b, plans.zb_h2):
+    for make in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h2):
         actions = make(4, 5)
         for link in range(3):
             pair = [a._replace(stage=a.stage - link) for a in actions if a.stage - link in (0, 1)]
@@ -262,9 +262,9 @@ BROKEN = [
     ([action(0, 0, 0, 'F'), action(0, 1, 0, 'F', 1)], 'needs F of micro-batch 0 in stage 0'),
     ([action(0, 0, 0, 'F'), action(1, 0, 0, 'W')], 'needs B of micro-batch 0 in stage 0'),
     ([action(0, 0, 0, 'F')], 'have 2 forwards and backwards, got 1; every stage runs F and B'),
-    (plans.gpipe(2, 2)[:-1], 'have 8 forwards and backwards, got 7; every stage runs F and B'),
+    (schedules.gpipe(2, 2)[:-1], 'have 8 forwards and backwards, got 7; every stage runs F and B'),
     (
-        [a for a in plans.gpipe(2, 1) if a[1:4] != (1, 0, 'B')],
+        [a for a in schedules.gpipe(2, 1) if a[1:4] != (1, 0, 'B')],
         'needs B of micro-batch 0 in stage 1',
     ),
 ]
@@ -284,26 +284,26 @@ def test_sizes_are_positive_integers(make, numbers):
 
 
 def test_stages_and_microbatches_divide():
-    for make in (plans.zb_v, plans.interleaved):
+    for make in (schedules.zb_v, schedules.interleaved):
         with pytest.raises(ValueError, match='3 stages cannot be placed as 2 on each device'):
             make(3, 4)
     with pytest.raises(ValueError, match='takes micro-batches in groups of 2, and there are 3'):
-        plans.interleaved(4, 3)
+        schedules.interleaved(4, 3)
 
 
 def test_the_configuration_has_the_names_of_all_schedules():
     assert {*KEYS['parallel.schedule'].words} == {*SCHEDULES}
-    assert KEYS['parallel.schedule'].pattern == plans.NUMBERED
+    assert KEYS['parallel.schedule'].pattern == schedules.NUMBERED
 
 
 def test_forwards_ahead_per_later_stage():
     """Messages of up to (n - 1) 3 / 2 cost nothing between the first and the last micro-batch."""
     for n in (1, 2, 3, 4):
-        actions = plans.named(f'eager_1f1b({n})')(4, 20)
+        actions = schedules.named(f'eager_1f1b({n})')(4, 20)
         assert schedule.saved_inputs(actions) == tuple(1 + n * d for d in (3, 2, 1, 0))
-        assert schedule.saved_inputs(plans.named(f'zb_h2({n})')(4, 20)) == (1 + 3 * n,) * 4
+        assert schedule.saved_inputs(schedules.named(f'zb_h2({n})')(4, 20)) == (1 + 3 * n,) * 4
         costs = Costs(message=1.5 * (n - 1))
-        made = plans.eager_1f1b(4, 20, costs, n)
+        made = schedules.eager_1f1b(4, 20, costs, n)
         assert schedule.size(made)[2] == 3 * 20 + 3 * (3 + 2 * costs.message)
     for text in (
         'eager_1f1b(0)',
@@ -313,7 +313,7 @@ def test_forwards_ahead_per_later_stage():
         'eager_1f1b(2, 2)',
         'zb_h2(2, 0)',
     ):
-        assert plans.named(text) is None, text
+        assert schedules.named(text) is None, text
 
 
 def test_the_page_has_the_tables_that_the_code_computes(monkeypatch):

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmp.plan.predict import Edge, Link, Message, Times, step
-from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.schedule import Action, saved_inputs
+from jaxmp.runtimes.schedules import named
 
 LINES = '1f1b', 'gpipe', 'eager_1f1b', 'zb_h1', 'zb_h2'  # one stage per device
 AHEAD = 3, 4, 6, 10  # micro-batches per later stage, of eager_1f1b and zb_h2

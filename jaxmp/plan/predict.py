@@ -105,7 +105,7 @@ def step(
       delay: of every message, seconds.
       wire: names the wire of an edge, which edges of the same name share; default one per edge.
 
-    >>> from jaxmp.runtimes.plans import gpipe
+    >>> from jaxmp.runtimes.schedules import gpipe
     >>> edges = {(0, 1): Message(0.0, 4.0, 0.0), (1, 0): Message(0.0, 2.0, 0.0)}
     >>> step(gpipe(2, 1), [Times(1.0, 2.0)] * 2, edges, delay=0.5)
     13.0

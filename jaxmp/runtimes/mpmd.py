@@ -22,8 +22,8 @@ from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.driver import Driver, Traffic, drive
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.norms import Norms
-from jaxmp.runtimes.plans import one_f_one_b
 from jaxmp.runtimes.schedule import Action
+from jaxmp.runtimes.schedules import one_f_one_b
 from jaxmp.runtimes.stage import programs, shapes
 from jaxmp.runtimes.state import StageState
 from jaxmp.runtimes.types import (

@@ -2,7 +2,7 @@
 
 S stages on D devices, M micro-batches. F is the forward of a micro-batch in a stage, B the gradient
 of its input, W the gradient of its weights; a B without a W is both gradients. The named schedules
-are in `jaxmp.runtimes.plans`; `timed` makes a schedule from the order of each device alone.
+are in `jaxmp.runtimes.schedules`; `timed` makes a schedule from the order of each device alone.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from jaxmp.boundary import Boundary
 from jaxmp.runtimes.memory import Crossing, FeedbackMemory, Rows
 from jaxmp.runtimes.microbatch import context, cut
 from jaxmp.runtimes.packing import Packing, Vectors
-from jaxmp.runtimes.plans import in_step
+from jaxmp.runtimes.schedules import in_step
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes
 from jaxmp.runtimes.trained import part

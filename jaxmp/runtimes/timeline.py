@@ -23,7 +23,7 @@ KINDS = {
 def title(actions: Sequence[Action]) -> str:
     """Bubble, and the most micro-batches that a device keeps.
 
-    >>> from jaxmp.runtimes.plans import zb_v
+    >>> from jaxmp.runtimes.schedules import zb_v
     >>> title(zb_v(8, 8))
     'bubble 6 %, at most 4 micro-batches kept'
     """

@@ -20,9 +20,9 @@ from jaxmp.runtimes import schedule
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.placement import device_mesh, open_links, place
-from jaxmp.runtimes.plans import named
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import Action
+from jaxmp.runtimes.schedules import named
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model, PlacedRuntime
 from jaxmp.runtimes.unflushed import ahead
