@@ -25,6 +25,7 @@ from jaxmp.exchange.settled import reduced
 from jaxmp.runtimes.state import squared_norm
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
 from jaxmp.training.across import Across
+from jaxmp.training.clipping import WholeNorm, clip_scale, scaled
 from jaxmp.training.groups import (
     Groups,
     by_home,
@@ -35,7 +36,7 @@ from jaxmp.training.groups import (
     of_groups,
     split,
 )
-from jaxmp.training.optimizer import Optimizer, WholeNorm
+from jaxmp.training.optimizer import Optimizer
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -210,11 +211,6 @@ def updated(
     )
 
 
-def clip_scale(limit: float, square: Any) -> Array:
-    """What gradients of the given squared global norm are multiplied with."""
-    return jnp.minimum(1, limit / (jnp.sqrt(square) + 1e-12))
-
-
 def parts(found: Any) -> tuple[Any, Any, Any]:
     """A triple; of triples by replica, the three by replica."""
     if not isinstance(found, ByReplica):
@@ -258,7 +254,7 @@ def _updated(optimizer: Optimizer, exchange: Exchange | None) -> Callable[..., A
     def run(via: Collectives | None, *given: Any) -> Any:
         params, opt_state, grads, held, norm, words, stream = given
         scale, square = (a[via.index] if via and a.ndim else a for a in norm)
-        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        grads = scaled(grads, scale)
         if isinstance(optimizer, WholeNorm):
             others = jnp.sqrt(jnp.maximum(0, square * scale**2 - squared_norm(grads)))
             updates, opt_state = optimizer.update(grads, others, opt_state, params)
