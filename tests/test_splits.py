@@ -1,8 +1,11 @@
 """A model divided between two machines by their speeds and memories, and run so."""
 
+import itertools
 import subprocess
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxmp import plugins
@@ -181,6 +184,19 @@ def test_two_machines_are_measured_and_a_memory_limit_forces_a_cut(monkeypatch):
     assert tight.split.needs[1] <= memory
     assert free.link.rate > 1
     assert free.link.delay < 100
+
+
+def test_a_machine_with_a_share_of_its_processor_is_as_fast_as_its_share(monkeypatch):
+    """It runs for one pass of three and stands still for two."""
+    passes = itertools.cycle([[1.0, 1.0], [1.0, 1.0], [1.0, 7.0]])
+    trainer = SimpleNamespace(create=lambda: None, weights=lambda state: [])
+    monkeypatch.setattr(machines, 'Trainer', lambda *given: trainer)
+    monkeypatch.setattr(machines, 'passes', lambda *given: lambda split: [next(passes)] * 2)
+    now = itertools.count(0.0, machines.SECONDS / 5.5)
+    monkeypatch.setattr(machines.time, 'monotonic', lambda: next(now))
+    found = machines.machine(None, 2)
+    assert found.forward == [1.0, 1.0]
+    np.testing.assert_allclose(found.backward, [3.0, 3.0], rtol=0.2)
 
 
 @pytest.mark.slow
