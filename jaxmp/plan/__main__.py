@@ -83,7 +83,8 @@ def planned(
         texts = dict.fromkeys([*texts_for(known)[:1], *own, *texts_for(known)[1:]])
         found[edge] = channels(texts, names, first)
     crossings = measured(found, exp, steps, clock)
-    probed = Probed(stage_times(exp, steps, clock), crossings, *handover())
+    met = {'normed': steps.normed, 'table': steps.table}
+    probed = Probed(stage_times(exp, steps, clock), crossings, *handover(), **met)
     clock.say('choosing')
     return probed, choose(probed, link, budget)
 

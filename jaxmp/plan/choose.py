@@ -60,6 +60,8 @@ class Probed(NamedTuple):
       handover: seconds of a message besides its bytes, from thread to thread.
       busy: seconds by which sending and receiving a message hold up the computing of both ends.
       place: the machine of each stage; empty where each has one of its own.
+      normed: whether the stages wait for the norm of all gradients before they move parameters.
+      table: bytes that the first and the last stage send each other for a tied table; 0 without.
     """
 
     stages: Mapping[int, Sequence[Times]]
@@ -67,6 +69,8 @@ class Probed(NamedTuple):
     handover: float = 0.0
     busy: float = 0.0
     place: tuple[int, ...] = ()
+    normed: bool = False
+    table: float = 0.0
 
     @property
     def machines(self) -> int:
@@ -228,7 +232,24 @@ def predicted(probed: Probed, link: Link, codecs: Codecs, order: Order, late: fl
         end = 0.0 if here else probed.busy / 2
         messages[a, b] = Message(c.encode / count + end, wire, c.decode / count + end)
     actions = actions_of(order, len(stages), place)
-    return step(actions, stages, messages, link.delay / 1e3 + late)
+    return step(actions, stages, messages, link.delay / 1e3 + late) + meetings(probed, link)
+
+
+def meetings(probed: Probed, link: Link) -> float:
+    """Seconds in which stages on several machines wait for each other after their gradients.
+
+    First for the gradient of a tied table, then for the norm of all gradients.
+
+    >>> own = Probed({1: [Times(1, 1)] * 2}, {}, normed=True, table=1e6)
+    >>> meetings(own, Link(8, 40)), meetings(own._replace(table=0), Link(8, 40))
+    (1.08, 0.04)
+    >>> meetings(own._replace(place=(0, 0)), Link(8, 40))
+    0.0
+    """
+    one, place, seconds = link.delay / 1e3 + probed.handover, probed.place, 0.0
+    if probed.table and (not place or place[0] != place[-1]):
+        seconds += one + max(link.seconds(probed.table, back) for back in (False, True))
+    return seconds + one * (probed.normed and probed.machines > 1)
 
 
 def uniform(

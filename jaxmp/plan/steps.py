@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from jaxmp import data
 from jaxmp.codecs import raw
+from jaxmp.exchange.traffic import bytes_of
 from jaxmp.feedback import direct
 from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import pipeline
@@ -20,6 +21,7 @@ from jaxmp.plan.clock import Clock, timed
 from jaxmp.plan.predict import Edge
 from jaxmp.runtimes.types import Batch
 from jaxmp.training.experiment import Experiment
+from jaxmp.training.groups import copied, split
 from jaxmp.training.portable import name
 from jaxmp.training.probe import keeping
 from jaxmp.training.step import train_step
@@ -42,6 +44,8 @@ class Trained(NamedTuple):
       rest: median seconds per stage of what follows: a tied table's exchange, clipping, the
         optimizer.
       batches: of those steps.
+      normed: whether what follows needs the norm of all gradients.
+      table: bytes of a tied table's gradient that the end stages send each other; 0 without one.
     """
 
     tensors: Tensors
@@ -49,6 +53,8 @@ class Trained(NamedTuple):
     gradients: float
     rest: float
     batches: Sequence[Batch] = ()
+    normed: bool = False
+    table: float = 0.0
 
 
 def trained(exp: Experiment, clock: Clock) -> Trained:
@@ -78,7 +84,11 @@ def trained(exp: Experiment, clock: Clock) -> Trained:
         ways[s + 1, s] = [first(stages[s + 1].left_tx) for stages in found]
     variables = jax.device_put(trainer.weights(state), jax.devices()[0])
     gradients, rest = (statistics.median(t) for t in zip(*times[1:], strict=True))
-    return Trained(ways, variables, gradients, rest / (n + 1), batches)
+    table, params = 0.0, state.model.params
+    if (group := copied(rules.groups)) and group.between:
+        likes = jax.tree.leaves(split(rules.groups, params)[group.homes[0], group])
+        table = float(bytes_of(group.between, likes, 2)['sent'])
+    return Trained(ways, variables, gradients, rest / (n + 1), batches, rules.normed, table)
 
 
 class Gradients:
