@@ -27,36 +27,58 @@ def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block
 
 
 @pytest.mark.parametrize(
-    ('v', 'text'),
+    ('v', 'text', 'following'),
     [
         (
             verdict((20, 7.4, 1.5), (4.0, 1.64, 1.5), 40.0, 1.14),
-            'Alone 1.00 (2 s a step). On 2 machines over 10 Mbit/s with 40 ms: raw messages 3.70, '
-            'block(4) 0.82. It pays (it does above 7.8 Mbit/s). Above 97 Mbit/s raw messages are '
-            'as fast. The delay costs 30 % of the step.',
+            'It pays: alone a step takes 2 s, on 2 machines over 10 Mbit/s with 40 ms 3.70 times '
+            'as long with raw messages and 0.82 times with block(4). It pays above 7.8 Mbit/s, raw '
+            'above 97 Mbit/s. 30 % of that step is the delay.',
+            'Next: `jaxmp plan` with the same flags writes the run.',
         ),
         (
             verdict((20, 7.4, 3.0), (4.0, 3.6, 3.0)),
-            'Alone 1.00 (2 s a step). On 2 machines over 10 Mbit/s: raw messages 3.70, block(4) '
-            '1.80. It does not pay (at no rate up to 100 Mbit/s does it).',
+            'It does not pay: alone a step takes 2 s, on 2 machines over 10 Mbit/s 3.70 times as '
+            'long with raw messages and 1.80 times with block(4). It pays at no rate up to 100 '
+            'Mbit/s.',
+            'Next: train on one machine; replicas that meet in rounds (`exchange=diloco(...)`) '
+            'send less.',
+        ),
+        (
+            verdict((20, 7.4, 3.0), (4.0, 3.6, 3.0), 40.0, 1.5),
+            'It does not pay: alone a step takes 2 s, on 2 machines over 10 Mbit/s with 40 ms 3.70 '
+            'times as long with raw messages and 1.80 times with block(4). It pays at no rate up '
+            'to 100 Mbit/s. 58 % of that step is the delay.',
+            'Next: train on one machine, or let the delay not count: `optimizer.delay=1` with '
+            'stages, or replicas that meet in rounds (`exchange=diloco(...)`).',
+        ),
+        (
+            verdict((20, 2.0, 1.5), (20, 2.0, 1.5)),
+            'It makes no difference: alone a step takes 2 s, on 2 machines over 10 Mbit/s 1.00 '
+            'times as long with raw messages. It pays above 16 Mbit/s, raw above 16 Mbit/s.',
+            'Next: train on one machine, or join them by a link of more than 16 Mbit/s; `jaxmp '
+            'plan` with the same flags writes the run.',
         ),
         (
             verdict((20, 2.0, 1.5), (20, 2.0, 1.5), needs=9),
-            'Alone it does not fit: it needs at least 9.0 GiB, and this machine has 8.0. If it '
-            'did: 1.00 (2 s a step). On 2 machines over 10 Mbit/s: raw messages 1.00. It makes no '
-            'difference (it does above 16 Mbit/s). Above 1 Mbit/s raw messages are as fast.',
+            'The model does not fit alone: it needs at least 9.0 GiB, this machine has 8.0 GiB. If '
+            'it did, alone a step takes 2 s, on 2 machines over 10 Mbit/s 1.00 times as long with '
+            'raw messages. It pays above 16 Mbit/s, raw above 16 Mbit/s.',
+            'Next: `jaxmp plan` with the same flags writes the run.',
         ),
         (
             verdict((4, 2.4, 1.5), (1.6, 1.5, 1.5), texts=('mx(4)', 'nvfp4')),
-            'Alone 1.00 (2 s a step). On 2 machines over 10 Mbit/s: raw messages 1.20, mx(4) '
-            'forward and nvfp4 backward 0.75. It pays (it does above 1 Mbit/s). Above 83 Mbit/s '
-            'raw messages are as fast.',
+            'It pays: alone a step takes 2 s, on 2 machines over 10 Mbit/s 1.20 times as long with '
+            'raw messages and 0.75 times with mx(4) forward and nvfp4 backward. It pays above 1 '
+            'Mbit/s, raw above 83 Mbit/s.',
+            'Next: `jaxmp plan` with the same flags writes the run.',
         ),
     ],
-    ids=['pays', 'never', 'no difference', 'always'],
+    ids=['pays', 'never', 'delay', 'no difference', 'does not fit', 'always'],
 )
-def test_a_verdict_says_what_to_do(v, text):
+def test_a_verdict_says_what_to_do(v, text, following):
     assert pays.said(v) == text
+    assert pays.following(v) == following
     assert pays.record(v)['rows'][1]['raw'] == v.row.raw
 
 
@@ -69,8 +91,8 @@ def test_the_command_tells_the_verdict_first(tmp_path, monkeypatch, capsys):
          '--config.batch_size=8', '--config.parallel.num_microbatches=2',
     ])  # fmt: skip
     shown = ' '.join(capsys.readouterr().out.split())
-    assert shown.startswith('Alone 1.00 (')
-    assert 'It does not pay' in shown
+    assert shown.startswith('It does not pay: alone a step takes ')
+    assert 'Next: train on one machine' in shown
     saved = json.loads((tmp_path / 'pays.json').read_text())
     assert [row['rate'] for row in saved['rows']] == [0.001, 1, 1000]
     first, *_, last = saved['rows']

@@ -128,6 +128,12 @@ def test_the_order_is_the_least_of_all_predicted():
     assert choose.choose(given, delayed, 0.1).order.microbatches == 1  # as fast, and nothing kept
 
 
+def test_codecs_that_were_not_chosen_are_shown_on_request():
+    choice = choose.choose(probed(), LINK, 0.1)
+    rows = [show.crossings(probed(), choice, LINK, 0.1, every).row_count for every in (False, True)]
+    assert rows == [len(EDGES), len(EDGES) * len(ALL)]
+
+
 def test_late_messages_do_not_make_the_chosen_schedule_slow(monkeypatch):
     """Free messages: 1F1B keeps least and is as fast, until they come a tenth of an action late."""
     free = CHEAP._replace(encode=0.0, decode=0.0, nbytes=0.0)
@@ -246,7 +252,7 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     out = tmp_path / 'plan.py'
     command.main(
         ['--config.model.name=tiny', '--config.batch_size=16', '--link=0.1mbit,5ms', '--seconds=9',
-         f'--out={out}', '--codecs=uniform(2)', '--error=0.001']
+         f'--out={out}', '--codecs=uniform(2)', '--error=0.001', '--candidates']
     )  # fmt: skip
     shown, told = capsys.readouterr()
     errors = dict(re.findall(r'forward +│ (\S+) +│ +\S+ │ +(\S+) │', shown))
@@ -256,11 +262,9 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     assert len(re.findall('chosen', shown)) == 2
     assert re.search(r'the plan +│ .* micro-batches +│ +[\d.]+ │ +\S+ │', shown)
     assert told.count('training steps') == 2
-    assert shown.startswith('Alone 1.00 (')
+    assert shown.startswith('It does not pay: alone a step takes ')
     assert 'nan' not in shown
-    assert shown.endswith(
-        f'wrote {out}: jaxmp launch --processes 2 -- jaxmp train --config={out}\n'
-    )
+    assert shown.endswith(f'Next: jaxmp launch --processes 2 -- jaxmp train --config={out}\n')
     config = complete(plugins.load(str(out)))
     assert (config.fwd, config.name) == ('uniform(8)', 'tiny_plan')
     exp = experiment_of(config)
@@ -289,7 +293,7 @@ def test_a_probe_that_sees_a_sink_proposes_no_word_with_one_scale(tmp_path, monk
     out = tmp_path / 'plan.py'
     command.main(
         ['--config.model.name=sink', '--config.batch_size=16', '--link=1mbit,5ms', '--seconds=9',
-         '--config.optimizer.lr=1e-9', f'--out={out}']
+         '--config.optimizer.lr=1e-9', '--candidates', f'--out={out}']
     )  # fmt: skip
     shown, told = capsys.readouterr()
     ways = {way: set(re.findall(rf'{way} +│ (\S+) +│', shown)) for way in ('forward', 'backward')}

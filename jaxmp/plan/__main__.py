@@ -198,11 +198,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         others = {pair: uniform(probed, link, *pair) for pair in UNIFORM}
         about = summary(choice, ask.base, link, ask.error)
         print(said(verdict(config, probed, choice, link, ask.error, machines)))
-        show(probed, choice, others, link, ask.error)
+        show(probed, choice, others, link, ask.error, ask.candidates)
         ask.out.write_text(text(choice, ask.base, values, ask.out, about))
     except (OSError, ValueError, ProcessGroupError) as error:
         sys.exit(f'jaxmp plan: {error}')
-    print(f'wrote {ask.out}: {run_command(choice, ask)}')
+    print(f'Next: {run_command(choice, ask)}')
 
 
 if __name__ == '__main__':

@@ -26,6 +26,7 @@ class Asked(NamedTuple):
       seconds: of the probe.
       codecs: further channels.
       out: the file to write.
+      candidates: whether codecs that were not chosen are shown too.
     """
 
     base: str
@@ -38,6 +39,7 @@ class Asked(NamedTuple):
     seconds: float
     codecs: Sequence[str]
     out: Path
+    candidates: bool = False
 
     def config(self) -> tuple[Any, dict[str, Any]]:
         """The configuration with the command line's values, and these values.
@@ -74,6 +76,9 @@ def asked(argv: Sequence[str] | None, prog: str, description: str | None, out: s
     parser.add_argument('--seconds', type=float, default=60, help='of the probe; default 60')
     parser.add_argument('--codecs', default='', help='further channels, with ; between them')
     parser.add_argument('--out', type=Path, default=Path(out), help=f'default {out}')
+    if prog == 'jaxmp plan':
+        every = 'show the codecs that were not chosen too'
+        parser.add_argument('--candidates', action='store_true', help=every)
     args, rest = parser.parse_known_args(argv)
     for text in rest:
         if not (text.startswith('--config.') and '=' in text):
@@ -92,6 +97,7 @@ def asked(argv: Sequence[str] | None, prog: str, description: str | None, out: s
         args.seconds,
         [t.strip() for t in args.codecs.split(';') if t.strip()],
         args.out,
+        getattr(args, 'candidates', False),
     )
 
 

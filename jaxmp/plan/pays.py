@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,33 +100,59 @@ def crossing(rates: Sequence[float], ratios: Sequence[float], level: float) -> f
 
 
 def said(v: Verdict) -> str:
-    """The verdict in a few short sentences, each step in units of a step alone."""
+    """The verdict in a few short sentences, what it rests on, and what costs."""
     link, codecs = spelled(v.row.link), named(v.row.choice)
-    begin = f'Alone 1.00 ({duration(v.alone)} a step). '
+    needs, has = (f'{n / 2**30:.1f} GiB' for n in (v.needs, v.has))
+    one = f'alone a step takes {duration(v.alone)}'
     if v.needs > v.has:
-        begin = (
-            f'Alone it does not fit: it needs at least {v.needs / 2**30:.1f} GiB, and this machine '
-            f'has {v.has / 2**30:.1f}. If it did: 1.00 ({duration(v.alone)} a step). '
-        )
-    steps = f'raw messages {v.row.raw / v.alone:.2f}'
+        begin = f'The model does not fit alone: it needs at least {needs}, this machine has {has}. '
+        one = f'If it did, {one}'
+    else:
+        begin, one = f'{paying(v.row.best / v.alone)}: ', one
+    steps = f'{v.row.raw / v.alone:.2f} times as long with raw messages'
     if codecs != 'raw':
-        steps += f', {codecs} {v.row.best / v.alone:.2f}'
-    return f'{begin}On {v.machines} machines over {link}: {steps}. {advice(v)}{delay(v)}{v.split}'
+        steps += f' and {v.row.best / v.alone:.2f} times with {codecs}'
+    text = f'{begin}{one}, on {v.machines} machines over {link} {steps}. '
+    return f'{text}{advice(v)}{delay(v)}{v.split}'
 
 
 def advice(v: Verdict) -> str:
-    """Whether it pays, above which rate it does, and above which no codec is needed."""
-    rates = [r.link.rate for r in v.rows]
-    pays = crossing(rates, [r.best / v.alone for r in v.rows], 1 - MARGIN)
-    free = crossing(rates, [r.raw / r.best for r in v.rows], 1 + MARGIN)
+    """Above which rate it pays, and above which no codec is needed."""
+    pays, free = paying_rate(v), crossing(*rates(v, lambda r: r.raw / r.best), 1 + MARGIN)
     if pays is None:
-        where = f'at no rate up to {spelled_rate(rates[-1])} does it'
-    else:
-        where = f'it does above {spelled_rate(max(pays, rates[0]))}'
-    text = f'{paying(v.row.best / v.alone)} ({where}).'
-    if free is not None and pays is not None:
-        text += f' Above {spelled_rate(max(free, rates[0]))} raw messages are as fast.'
-    return text
+        return f'It pays at no rate up to {spelled_rate(v.rows[-1].link.rate)}.'
+    least = v.rows[0].link.rate
+    text = f'It pays above {spelled_rate(max(pays, least))}'
+    return text + (
+        f', raw above {spelled_rate(max(free, least, pays))}.' if free is not None else '.'
+    )
+
+
+def paying_rate(v: Verdict) -> float | None:
+    """The rate above which a step is faster than alone; None if at none that was asked."""
+    return crossing(*rates(v, lambda r: r.best / v.alone), 1 - MARGIN)
+
+
+def rates(v: Verdict, ratio: Callable[[Row], float]) -> tuple[list[float], list[float]]:
+    """All rates, and a ratio at each."""
+    return [r.link.rate for r in v.rows], [ratio(r) for r in v.rows]
+
+
+def following(v: Verdict) -> str:
+    """What to do next."""
+    pays, plan = paying_rate(v), '`jaxmp plan` with the same flags writes the run'
+    if v.needs > v.has or v.row.best / v.alone < 1 - MARGIN:
+        return f'Next: {plan}.'
+    if pays is not None:
+        rate = spelled_rate(max(pays, v.rows[0].link.rate))
+        return f'Next: train on one machine, or join them by a link of more than {rate}; {plan}.'
+    if v.still.best / v.alone < 1 - MARGIN:
+        return (
+            'Next: train on one machine, or let the delay not count: `optimizer.delay=1` with '
+            'stages, or replicas that meet in rounds (`exchange=diloco(...)`).'
+        )
+    rounds = 'replicas that meet in rounds (`exchange=diloco(...)`) send less'
+    return f'Next: train on one machine; {rounds}.'
 
 
 def paying(ratio: float) -> str:
@@ -143,17 +169,17 @@ def paying(ratio: float) -> str:
 def delay(v: Verdict) -> str:
     """What the delay costs."""
     share = 100 * (1 - v.still.best / v.row.best)
-    return f' The delay costs {share:.0f} % of the step.' if share >= 1 else ''
+    return f' {share:.0f} % of that step is the delay.' if share >= 1 else ''
 
 
 def named(choice: Choice) -> str:
-    """The codecs of a plan: one, one each way, or 'codecs of the plan' where they differ more."""
+    """The codecs of a plan: one, one each way, or "the plan's codecs" where they differ more."""
     ways = [
         list(dict.fromkeys(c.text for (a, b), c in choice.codecs.items() if (a < b) == forward))
         for forward in (True, False)
     ]
     if any(len(way) > 1 for way in ways):
-        return 'codecs of the plan'
+        return "the plan's codecs"
     [fwd], [bwd] = ways
     return fwd if fwd == bwd else f'{fwd} forward and {bwd} backward'
 
@@ -313,6 +339,7 @@ def show(v: Verdict) -> None:
         cells = f'{r.raw / v.alone:.2f}', f'{ratio:.2f}', named(r.choice), paying(ratio)
         table.add_row(spelled(r.link) + mark, *cells)
     console.print(table)
+    console.print(following(v), highlight=False)
 
 
 def draw(v: Verdict, path: Path) -> None:

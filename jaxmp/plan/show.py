@@ -27,8 +27,9 @@ def show(
     others: Mapping[tuple[str, str], Choice | None],
     link: Link,
     budget: float,
+    every: bool = False,
 ) -> None:
-    """Prints candidates, stages, and the plan beside uniform choices.
+    """Prints the plan beside uniform choices, its codecs and its stages.
 
     Args:
       probed: what was measured.
@@ -36,12 +37,13 @@ def show(
       others: channels forward and backward at every boundary, in their best orders.
       link: between stages.
       budget: of the error.
+      every: whether codecs that were not chosen are shown.
     """
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     console.print(predictions(choice, others, budget))
     if why := slower_because(choice, others, budget):
         console.print(why, highlight=False)
-    for made in (crossings(probed, choice, link, budget), stages(probed, choice)):
+    for made in (crossings(probed, choice, link, budget, every), stages(probed, choice)):
         console.print(made)
     if why := open_because(probed, choice, budget):
         console.print(why, highlight=False)
@@ -72,16 +74,19 @@ def open_because(probed: Probed, choice: Choice, budget: float) -> str:
     )
 
 
-def crossings(probed: Probed, choice: Choice, link: Link, budget: float) -> Table:
-    """A row per candidate of each crossing, times per step."""
+def crossings(probed: Probed, choice: Choice, link: Link, budget: float, every: bool) -> Table:
+    """A row per chosen codec, or per candidate of each crossing, times per step."""
+    what = 'candidates' if every else 'codecs'
     table = Table(
-        title=f'candidates: ms per step at {link.rate:g} Mbit/s, without the delay of '
+        title=f'{what}: ms per step at {link.rate:g} Mbit/s, without the delay of '
         f'{link.delay:g} ms; error: relative squared, a proxy, budget {budget:g}'
     )
     for head in ('boundary', 'way', 'codec', 'bits', 'error', 'encode', 'wire', 'decode', ''):
         table.add_column(head, justify='left' if head in ('way', 'codec', '') else 'right')
     for edge, own in sorted(probed.crossings.items(), key=lambda row: (min(row[0]), row[0])):
         for c in sorted(own, key=lambda c: c.error):
+            if not every and c != choice.codecs[edge]:
+                continue
             mark = 'chosen' if c == choice.codecs[edge] else '' if c.error <= budget else 'above'
             times = (
                 1e3 * t for t in (c.encode, link.seconds(c.nbytes, edge[0] > edge[1]), c.decode)
