@@ -8,11 +8,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 
 import jaxmp
 from jaxmp import data
 from jaxmp.plugins import module
 from tests.runs import ENV, LAUNCH, ROOT
+from tests.test_pretrained import tiny
 
 EXAMPLES = ROOT / 'examples'
 ENDING = r'[\s\S]*test: ([\d.]+)% of the images are known\nforward: (\S+) bytes .*\nback: (\S+) by'
@@ -74,3 +76,39 @@ def test_mpmd_says_how_it_is_started(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         module(str(EXAMPLES / 'mpmd.py')).main()
     assert 'start it as: jaxmp launch --processes 2 -- python' in capsys.readouterr().err
+
+
+@pytest.fixture
+def finetuned(tmp_path, monkeypatch, capsys):
+    """What the fine-tuning of a tiny decoder of bytes prints."""
+    folder = str(tiny(tmp_path / 'model'))
+    monkeypatch.setattr(sys, 'argv', [
+        'finetune.py', folder, '--tokenizer=bytes', '--length=128', '--steps=40', '--rate=0.03',
+        '--fwd=ef(uniform(2))',
+    ])  # fmt: skip
+    module(str(EXAMPLES / 'finetune.py')).main()
+    return capsys.readouterr().out
+
+
+def test_finetuning_learns_and_says_its_loss_and_bytes(finetuned):
+    steps = [float(x) for x in re.findall(r'^step \d+: (\S+) nats', finetuned, re.MULTILINE)]
+    open_, compressed = map(float, re.findall(r'compression: (\S+) nats', finetuned))
+    assert len(steps) == 40
+    assert steps[0] == pytest.approx(np.log(256), abs=0.1)
+    assert max(open_, compressed) < np.log(256) - 0.2
+    assert 0 < abs(compressed - open_) < 0.2
+    rows = re.findall(r'boundary: (\S+) bytes forward and (\S+) back, (\S+) in', finetuned)
+    sizes = np.array([[int(n.replace(',', '')) for n in row] for row in rows])
+    assert sizes[:, 2].tolist() == [4 * 4 * 128 * 16] * 2  # float32, batch, tokens, width
+    assert (sizes[:, :2] < sizes[:, 2:] / 5).all()
+
+
+def test_finetuning_leaves_the_token_table(tmp_path):
+    """Two stages have it, and would move it apart."""
+    example = module(str(EXAMPLES / 'finetune.py'))
+    model = example.open_language_model(str(tiny(tmp_path)), stages=3, tokenizer='bytes')
+    tables = jax.tree.map_with_path(example.is_table, model.variables)
+    flat = flatten_dict(dict(enumerate(tables)))
+    assert {path for path, is_table in flat.items() if is_table} == {
+        (stage, 'params', 'embed_tokens', 'weight') for stage in (0, 2)
+    }
