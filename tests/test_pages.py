@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from math import inf
 
 import pytest
@@ -176,7 +177,22 @@ def test_ci_runs_the_tests_as_the_readme_and_contributing_say():
     assert all(f'| `{run}` |' in (ROOT / 'CONTRIBUTING.md').read_text() for run in runs)
 
 
-PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').glob('*.md'))]
+def test_a_push_runs_ci_and_a_commit_its_quick_checks():
+    workflow = yaml.safe_load((ROOT / '.github' / 'workflows' / 'ci.yml').read_text())
+    [job] = workflow['jobs'].values()
+    assert [step['run'] for step in job['steps'] if 'run' in step] == ['bash .ci/run']
+    named = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['classifiers']
+    versions = {name.rpartition(' ')[2] for name in named if 'Python :: 3.' in name}
+    assert versions == {*job['strategy']['matrix']['python']}
+    hooks = yaml.safe_load((ROOT / '.pre-commit-config.yaml').read_text())['repos'][0]['hooks']
+    gate = (ROOT / '.ci' / 'run').read_text()
+    entries = [hook['entry'].removesuffix(' --force-exclude') for hook in hooks]
+    assert entries == ['ruff format', 'ruff check', 'pyright']
+    assert all(re.search(rf'^{entry}\b', gate, re.MULTILINE) for entry in entries)
+
+
+AT_ROOT = [ROOT / f'{name}.md' for name in ('README', 'CONTRIBUTING', 'SECURITY')]
+PAGES = [*AT_ROOT, *sorted((ROOT / 'docs').glob('*.md'))]
 BLOCK = re.compile(r'^```(python|pycon|sh)(?: title="(\S+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 CODED = [p for p in PAGES if BLOCK.search(p.read_text()) and p.name != 'nnx.md']  # test_nnx.py
 
