@@ -1,0 +1,91 @@
+"""The archive and the wheel are whole: built from the clone, installed elsewhere, offline."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from jaxmp import plugins
+from jaxmp.version import __version__
+from tests.runs import ROOT
+
+PIP = '-m', 'pip', '--disable-pip-version-check', '--no-input'
+USED = """
+import importlib.metadata, json
+import jaxmp
+from jaxmp import data, plugins, sinks
+from jaxmp.data import text
+about = importlib.metadata.metadata('jaxmp')
+print(json.dumps({
+    'file': jaxmp.__file__, 'version': about['Version'],
+    'licences': about.get_all('License-File'),
+    'configurations': [path.stem for path in plugins.files()],
+    'read': [len(data.load('digits').train.y), len(text.alice().train[0]), sinks.sample().size],
+    'named': plugins.load('finetune').name,
+}))
+"""
+
+
+def python(*words, path=None, cwd=ROOT):
+    """What Python prints, in a folder and with a path of its own."""
+    env = os.environ | {'PYTHONDONTWRITEBYTECODE': '1', 'JAX_PLATFORMS': 'cpu'}
+    env |= {'PYTHONPATH': str(path)} if path else {}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], env=env, cwd=cwd, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope='module')
+def installed(tmp_path_factory):
+    """The folder of a wheel that was built from the archive, and so of what the archive has."""
+    folder = tmp_path_factory.mktemp('built')
+    python('-m', 'hatchling', 'build', '-t', 'sdist', '-d', folder)
+    [archive] = folder.glob('*.tar.gz')
+    offline = '--no-index', '--no-deps'
+    python(*PIP, 'wheel', *offline, '--no-build-isolation', '-w', folder, archive)
+    [wheel] = folder.glob('*.whl')
+    python(*PIP, 'install', *offline, '--target', folder / 'site', wheel)
+    return folder / 'site'
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_has_code_data_configurations_and_licences(installed, tmp_path):
+    found = json.loads(python('-c', USED, path=installed, cwd=tmp_path))
+    assert found['file'] == str(installed / 'jaxmp' / '__init__.py')
+    assert found['version'] == __version__
+    assert {'digits.NOTICE', 'LICENSE'} <= {n.rpartition('/')[2] for n in found['licences']}
+    assert found['configurations'] == [path.stem for path in plugins.files()]
+    assert found['read'] == [1437, 125802, 48 * 576]
+    assert found['named'] == 'finetune'
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_has_every_file_of_the_package(installed):
+    files = lambda root: {
+        str(path.relative_to(root)) for path in root.rglob('*')
+        if path.is_file() and '__pycache__' not in path.parts
+    }  # fmt: skip
+    assert files(installed / 'jaxmp') - files(ROOT / 'jaxmp') == {
+        f'configs/{path.name}' for path in (ROOT / 'configs').glob('*.py')
+    }
+    assert files(ROOT / 'jaxmp') - files(installed / 'jaxmp') == set()
+
+
+@pytest.mark.slow
+def test_the_installed_command_runs(installed, tmp_path):
+    command = installed / 'bin' / 'jaxmp'
+    assert python(command, '--version', path=installed, cwd=tmp_path) == f'jaxmp {__version__}\n'
+
+
+def test_every_page_says_this_version():
+    cited = yaml.safe_load((ROOT / 'CITATION.cff').read_text())
+    newest = re.search(r'^## (\S+)', (ROOT / 'docs/changelog.md').read_text(), re.MULTILINE)
+    bibtex = re.search(r'\{version (\S+);', (ROOT / 'docs/findings.md').read_text())
+    assert {cited['version'], newest[1].rstrip(','), bibtex[1]} == {__version__}
