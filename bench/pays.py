@@ -34,10 +34,10 @@ from emulated_network import Lab
 from timing import stem
 from workers import Rows
 
+from jaxmp.net.link import parse
 from jaxmp.plan.asked import changed
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
 from jaxmp.plan.pays import MARGIN, alone, by_itself, paying
-from jaxmp.plan.predict import parse
 from jaxmp.plan.write import text as written
 
 HERE, PORT = Path(__file__).parent, 7079
@@ -67,7 +67,7 @@ def config_of(model: str, args: argparse.Namespace) -> Any:
 
 def probe(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """What the command measures, in this process, on one core."""
-    from jaxmp.plan.__main__ import planned
+    from jaxmp.plan.planned import planned
     from jaxmp.runtimes.allocator import keep_freed_pages
     from jaxmp.runtimes.placement import keep_compiled
     from jaxmp.training.experiment import experiment_of

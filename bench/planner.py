@@ -37,11 +37,11 @@ from planner_worker import CORES, launched
 from timing import stem
 from workers import Rows
 
-from jaxmp.plan.__main__ import planned
+from jaxmp.net.link import parse
 from jaxmp.plan.asked import changed
 from jaxmp.plan.candidates import ALIKE, RAW
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
-from jaxmp.plan.predict import parse
+from jaxmp.plan.planned import planned
 from jaxmp.plan.write import text as written
 from jaxmp.training.task import stage_count
 
@@ -110,7 +110,7 @@ def train_on(args: argparse.Namespace) -> None:
     """Trains without an end, in the way in which a probe does."""
     from jaxmp import data
     from jaxmp.net.group import ProcessGroup
-    from jaxmp.plan.__main__ import probed_experiment
+    from jaxmp.plan.planned import probed_experiment
     from jaxmp.runtimes.allocator import keep_freed_pages
     from jaxmp.training.trainer import Trainer
 

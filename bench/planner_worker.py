@@ -112,7 +112,7 @@ def measure(args: argparse.Namespace) -> None:
 
     from jaxmp.config import complete
     from jaxmp.net.connect import Address
-    from jaxmp.plan.predict import Link, parse
+    from jaxmp.net.link import Link, parse
     from jaxmp.plugins import load
     from jaxmp.runtimes.allocator import keep_freed_pages
     from jaxmp.runtimes.placement import keep_compiled

@@ -101,9 +101,9 @@ def chosen(args: argparse.Namespace) -> dict[str, Any]:
 
 def call(where: str, args: argparse.Namespace) -> None:
     """Measures the process that listens, and prints the choice."""
-    from jaxmp.plan.__main__ import probed_experiment
     from jaxmp.plan.asked import asked
     from jaxmp.plan.machines import compared
+    from jaxmp.plan.planned import probed_experiment
 
     words = [f'--config.{text}' for text in model(args)]
     ask = asked(['--config=text_gpt2', *words, f'--peer{where}'], 'jaxmp plan', '', 'plan.py')

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from jaxmp.net.link import Link
 from jaxmp.plan import pays
 from jaxmp.plan.choose import Candidate, Choice, Order
-from jaxmp.plan.predict import Link
 
 EDGES = (0, 1), (1, 0)
 

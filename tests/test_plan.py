@@ -12,12 +12,13 @@ import pytest
 
 from jaxmp import plugins, sinks, spec
 from jaxmp.config import complete
+from jaxmp.net.link import Link
 from jaxmp.plan import __main__ as command
-from jaxmp.plan import candidates, choose, loss, predict, show, stages, steps, write
+from jaxmp.plan import candidates, choose, loss, planned, predict, show, stages, steps, write
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
 from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.crossings import handover, measured
-from jaxmp.plan.predict import Link, Message, Times
+from jaxmp.plan.predict import Message, Times
 from jaxmp.plan.seen import Seen, seen
 from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.runtimes.schedules import SCHEDULES, named
@@ -479,7 +480,7 @@ def test_a_probe_has_some_micro_batches_for_each_stage():
         config.update(batch_size=batch)
         config.model.update(stages=stages_)
         config.parallel.update(num_microbatches=configured)
-        assert command.probed_experiment(config).config.parallel.num_microbatches == found
+        assert planned.probed_experiment(config).config.parallel.num_microbatches == found
 
 
 BAD = {

@@ -13,8 +13,8 @@ from jaxmp.bench.protocol import DENSE, LINK, RECORDS, Way
 from jaxmp.bench.rows import ranked, record, row_of
 from jaxmp.bench.table import markdown
 from jaxmp.bench.twin import Twin
+from jaxmp.net.link import parse
 from jaxmp.plan.choose import Order
-from jaxmp.plan.predict import parse
 from jaxmp.report import style
 from jaxmp.sweep import runner
 from tests.runs import ROOT

@@ -11,11 +11,12 @@ import pytest
 from jaxmp import plugins
 from jaxmp.config import complete
 from jaxmp.launch import free_port
+from jaxmp.net.link import Link
 from jaxmp.plan import __main__ as command
-from jaxmp.plan import machines, predict, splits
+from jaxmp.plan import machines, planned, predict, splits
 from jaxmp.plan.asked import asked
 from jaxmp.plan.choose import Candidate, Order, Probed, actions_of, predicted
-from jaxmp.plan.predict import Link, Message, Times
+from jaxmp.plan.predict import Message, Times
 from jaxmp.plan.splits import Machine, Parts
 from jaxmp.training.parallel import parallel_of, placed
 from tests.runs import ENV, LAUNCH, config_of, records
@@ -154,7 +155,7 @@ def listening(port, monkeypatch, speeds=(1.0, 1.0), memories=(10**12, 10**12)):
     monkeypatch.setattr(machines, 'machine', measured)
     words = [*SMALL, f'--listen=127.0.0.1:{port}']
     ask = asked(words, 'jaxmp pays', '', 'pays.png')
-    run = lambda: machines.listen(ask, ask.config()[0], command.probed_experiment, calls=1)
+    run = lambda: machines.listen(ask, ask.config()[0], planned.probed_experiment, calls=1)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
@@ -162,7 +163,7 @@ def listening(port, monkeypatch, speeds=(1.0, 1.0), memories=(10**12, 10**12)):
 
 def compared(port):
     ask = asked([*SMALL, f'--peer=127.0.0.1:{port}'], 'jaxmp plan', '', 'plan.py')
-    return machines.compared(ask, ask.config()[0], command.probed_experiment)
+    return machines.compared(ask, ask.config()[0], planned.probed_experiment)
 
 
 def test_two_machines_are_measured_and_a_memory_limit_forces_a_cut(monkeypatch):

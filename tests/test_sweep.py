@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxmp import spec
+from jaxmp.models import checkpoint
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
 from jaxmp.sweep import runner, study
@@ -296,8 +297,8 @@ def test_a_file_without_a_study_is_refused(tmp_path):
 
 def test_the_digest_of_a_checkpoint_in_one_file(tmp_path):
     (file := tmp_path / 'model.gguf').write_bytes(b'weights')
-    assert study.digest(str(file)) == hashlib.sha256(b'weights').hexdigest()[:12]
-    assert study.digest(str(tmp_path)) == study.digest('') == ''
+    assert checkpoint.digest(str(file)) == hashlib.sha256(b'weights').hexdigest()[:12]
+    assert checkpoint.digest(str(tmp_path)) == checkpoint.digest('') == ''
 
 
 def test_rows_of_late_gradients_differ_by_what_their_names_say():

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxmp.bench.protocol import DENSE, LINK, RECORDS, TOKENS, WIDTH, Way, best
 from jaxmp.bench.rows import Row, record
-from jaxmp.plan.predict import parse
+from jaxmp.net.link import parse
 from jaxmp.report import labels, style
 from jaxmp.report.style import FAMILIES
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jaxmp.net.link import Link
 from jaxmp.plan import predict
 from jaxmp.plan.choose import Order, actions_of
-from jaxmp.plan.predict import Link, Message, Times
+from jaxmp.plan.predict import Message, Times
 
 STAGES, WIDTH, TOKENS = 8, 1024, 524_288  # tokens per step
 SAMPLES, LENGTH = 8, 1024  # of the shape in which bits are counted, the dense record's micro-batch
@@ -81,7 +82,7 @@ def step(
       order: schedule and micro-batches.
       computing: seconds of each stage per step, of which a third is the forward.
 
-    >>> from jaxmp.plan.predict import parse
+    >>> from jaxmp.net.link import parse
     >>> for r in RECORDS:
     ...     made = step(parse(LINK), (r.way, r.way), Order('1f1b', r.microbatches), r.computing)
     ...     print(f'{r.name}: {made:.1f} s, published {r.seconds:.1f} s')

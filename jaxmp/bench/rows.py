@@ -9,7 +9,7 @@ from jaxmp.bench.cost import Cost
 from jaxmp.bench.entries import DEFAULT, Entry
 from jaxmp.bench.protocol import COPY, DENSE, LINKS, TOKENS, WIDTH, Way, best
 from jaxmp.bench.twin import Twin
-from jaxmp.plan.predict import parse
+from jaxmp.net.link import parse
 
 NEVER = 'never'
 

@@ -10,8 +10,8 @@ from jaxmp.bench import picture
 from jaxmp.bench.entries import DEFAULT, MISSING
 from jaxmp.bench.protocol import LINK, LINKS, RECORDS, step
 from jaxmp.bench.rows import NEVER, Row, ranked, record
+from jaxmp.net.link import parse
 from jaxmp.plan.choose import Order
-from jaxmp.plan.predict import parse
 from jaxmp.report.tables import NONE, plain
 from jaxmp.training.files import write as written
 from jaxmp.training.files import write_json

@@ -7,6 +7,8 @@ shapes only. Loading a safetensors file, unlike a pickle, cannot run code.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +61,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f'{place / index[missing[0]]} lacks {missing[0]}, which {INDEX} lists; {AGAIN}'
         )
     return Checkpoint(place, contents(place / 'config.json'), shapes, read)
+
+
+@functools.cache
+def digest(path: str) -> str:
+    """The SHA-256 of a file, or of a folder's ``*.safetensors``: 12 digits; ``''`` without any."""
+    place = Path(path).expanduser() if path else Path()
+    files = [place] if place.is_file() else sorted(place.glob('*.safetensors')) if path else []
+    total = hashlib.sha256()
+    for file in files:
+        with file.open('rb') as stream:
+            while part := stream.read(2**24):
+                total.update(part)
+    return total.hexdigest()[:12] if files else ''
 
 
 def open_tensors(

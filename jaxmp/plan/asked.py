@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmp.net.address import TOKEN, host_and_port
-from jaxmp.plan.predict import Link, parse
+from jaxmp.net.link import Link, parse
 from jaxmp.plugins import base_of
 
 

@@ -15,7 +15,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmp.plan.predict import Edge, Link, Message, Times, step
+from jaxmp.net.link import Link
+from jaxmp.plan.predict import Edge, Message, Times, step
 from jaxmp.runtimes.schedule import Action, saved_inputs
 from jaxmp.runtimes.schedules import named
 

@@ -16,8 +16,8 @@ import jax
 
 from jaxmp.net import between
 from jaxmp.net.group import LONG, ProcessGroup
+from jaxmp.net.link import Link
 from jaxmp.plan.asked import Asked
-from jaxmp.plan.predict import Link
 from jaxmp.plan.splits import Machine, Split, best, in_parts, oriented, parts_of, spread, values_of
 from jaxmp.plan.stages import passes
 from jaxmp.runtimes.placement import memory

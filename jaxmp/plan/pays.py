@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxmp.net.link import Link
 from jaxmp.plan.asked import asked
-from jaxmp.plan.predict import Link
 
 if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice, Probed
@@ -244,7 +244,7 @@ def alone(exp: Experiment) -> float:
 def by_itself(config: Any) -> Any:
     """The configuration of one machine: one program, no compression, the same batch."""
     from jaxmp.config import KEYS
-    from jaxmp.plan.__main__ import probed_config
+    from jaxmp.plan.planned import probed_config
 
     c = probed_config(config)
     idle = [name for name, key in KEYS.items() if key.runtime]
@@ -261,7 +261,7 @@ def verdict(
 
     Args:
       config: that was probed.
-      probed: what `jaxmp.plan.__main__.planned` measured.
+      probed: what `jaxmp.plan.planned.planned` measured.
       choice: its plan over ``link``.
       link: between neighbouring stages.
       budget: of the error of a crossing.
@@ -377,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         ask = asked(argv, 'jaxmp pays', __doc__, 'pays.png')
-        from jaxmp.plan.__main__ import for_machines, planned_on
+        from jaxmp.plan.planned import for_machines, planned_on
 
         config, _, link, machines = for_machines(ask)
         probed, choice = planned_on(machines, config, link, ask)

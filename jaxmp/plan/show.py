@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
+from jaxmp.net.link import Link
 from jaxmp.plan.choose import ALIKE, Choice, Probed
 from jaxmp.plan.pays import spelled
-from jaxmp.plan.predict import Link
 
 
 def summary(choice: Choice, base: str, link: Link, budget: float) -> str:

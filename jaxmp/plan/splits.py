@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.net.between import Between
+from jaxmp.net.link import Link
 from jaxmp.plan.choose import Order, actions_of
-from jaxmp.plan.predict import Link, Message, Times, step
+from jaxmp.plan.predict import Message, Times, step
 from jaxmp.training.experiment import Experiment
 
 BITS = 4  # of an element of a message

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.config import Summary
-from jaxmp.sweep.study import Job, digest, finished, jobs, put, study_of
+from jaxmp.models.checkpoint import digest
+from jaxmp.sweep.study import Job, finished, jobs, put, study_of
 from jaxmp.training.command import one_line, set_up
 from jaxmp.training.files import locked, write
 

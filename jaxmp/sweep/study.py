@@ -5,13 +5,12 @@ A study is a Python file with ``get_study(scale, tables)``, such as configs/pape
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmp.config import KEYS, KINDS, Summary, flat, nearest, settings
+from jaxmp.models.checkpoint import digest
 from jaxmp.plugins import find, module
 
 WEIGHTS = 'SHA-256 of the weights in model.path'
@@ -66,19 +65,6 @@ def finished(job: Job) -> Summary | None:
             + '; move it away or give another --out'
         )
     return summary
-
-
-@functools.cache
-def digest(path: str) -> str:
-    """The SHA-256 of a file, or of a folder's ``*.safetensors``: 12 digits; ``''`` without any."""
-    place = Path(path).expanduser() if path else Path()
-    files = [place] if place.is_file() else sorted(place.glob('*.safetensors')) if path else []
-    found = hashlib.sha256()
-    for file in files:
-        with file.open('rb') as stream:
-            while part := stream.read(2**24):
-                found.update(part)
-    return found.hexdigest()[:12] if files else ''
 
 
 def study_of(name: str) -> Any:

@@ -30,7 +30,7 @@ from jaxmp.data import chat
 from jaxmp.feedback import direct
 from jaxmp.net.connect import Address, connect, end_without_memory, owners, placed
 from jaxmp.net.group import LONG, ProcessGroup
-from jaxmp.plan.predict import parse as parse_link
+from jaxmp.net.link import parse as parse_link
 from jaxmp.spec import parse
 from jaxmp.training.language_model import (
     LanguageModel,

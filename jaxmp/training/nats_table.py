@@ -24,10 +24,10 @@ from jaxtyping import Array, Float, Int
 from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
 from jaxmp.codecs import raw
 from jaxmp.feedback import Channel, direct
+from jaxmp.models.checkpoint import digest
 from jaxmp.pipeline import pipeline
 from jaxmp.plugins import find, module
 from jaxmp.spec import parse
-from jaxmp.sweep.study import digest
 from jaxmp.training.files import locked, whole, write
 from jaxmp.training.language_model import LanguageModel, open_language_model
 from jaxmp.training.moments import Arrived

@@ -26,8 +26,8 @@ from jaxmp.models import decoder
 from jaxmp.net.arrays import buffers, filled
 from jaxmp.net.connect import owners
 from jaxmp.net.group import LONG, ProcessGroup
+from jaxmp.net.link import Link
 from jaxmp.pipeline import run_stage
-from jaxmp.plan.predict import Link
 from jaxmp.training.language_model import LanguageModel
 from jaxmp.training.sampling import Reader, continuations
 from jaxmp.wire import Ctx, Like, like
