@@ -370,3 +370,29 @@ def test_the_file_of_a_split_has_its_cut_and_its_place(bench, tmp_path):
     (tmp_path / 'split.py').write_text(splits.FILE.format(texts=texts))
     config = load(str(tmp_path / 'split.py'))
     assert (config.model.cuts, config.parallel.place) == ('2', '1 0')
+
+
+def test_the_measures_of_a_text_are_counted(bench):
+    statements = bench('statements')
+    body = '\n'.join(f'    b{i} = {i}' for i in range(26))
+    text = f'"""Doc."""\nfrom typing import Any\ndef f(own: Any, x: Any):\n    """Doc."""\n{body}\n'
+    counts = statements.measured(text)
+    assert counts == {
+        'statements': 28, 'lines of code': 28, 'Any': 2, 'empty names': 1,
+        'lines with a comment': 0, 'long functions': 1, 'long without comment': 1,
+    }  # fmt: skip
+    assert statements.measured(text + '    # Why.\n    own = 1  # and how\n') == counts | {
+        'statements': 29, 'lines of code': 29, 'empty names': 2, 'lines with a comment': 2,
+        'long without comment': 0,
+    }  # fmt: skip
+
+
+def test_rooms_that_import_each_other_are_found(bench, tmp_path):
+    statements = bench('statements')
+    root = tmp_path / 'jaxmp'
+    root.mkdir()
+    lines = {'a': 'from jaxmp import b', 'b': 'from jaxmp.c import d', 'c': 'from jaxmp.a import e'}
+    for name, line in {**lines, 'd': 'from jaxmp.a import f'}.items():
+        (root / f'{name}.py').write_text(line)
+    assert statements.arrows(root) == {'a': {'b'}, 'b': {'c'}, 'c': {'a'}, 'd': {'a'}}
+    assert sorted(statements.in_circles(statements.arrows(root))) == ['a', 'b', 'c']

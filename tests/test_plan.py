@@ -12,7 +12,7 @@ import pytest
 
 from jaxmp import plugins, sinks, spec
 from jaxmp.config import complete
-from jaxmp.net.link import Link
+from jaxmp.net.link import Link, parse
 from jaxmp.plan import __main__ as command
 from jaxmp.plan import candidates, choose, loss, planned, predict, show, stages, steps, write
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
@@ -64,7 +64,7 @@ def test_a_link_that_is_none_is_refused(text):
     with pytest.raises(
         ValueError, match=rf'--link={text}: not a rate above 0.*--link=100mbit,50ms'
     ):
-        predict.parse(text)
+        parse(text)
 
 
 RAW = Candidate('raw', 32.0, 0.0, 0.0, 0.0, 4e4)
@@ -249,7 +249,7 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, 'UNIFORM', (('raw', 'raw'), ('uniform(8)', 'uniform(8)')))
     monkeypatch.setattr(steps, 'STEPS', 2)
     monkeypatch.setattr(stages, 'MOST', 2)
-    monkeypatch.setattr(command, 'EACH', 1)
+    monkeypatch.setattr(planned, 'EACH', 1)
     out = tmp_path / 'plan.py'
     command.main(
         ['--config.model.name=tiny', '--config.batch_size=16', '--link=0.1mbit,5ms', '--seconds=9',
@@ -290,7 +290,7 @@ def test_a_probe_that_sees_a_sink_proposes_no_word_with_one_scale(tmp_path, monk
     monkeypatch.setattr(command, 'UNIFORM', (('raw', 'raw'), ('uniform(8)', 'uniform(8)')))
     monkeypatch.setattr(steps, 'STEPS', 2)
     monkeypatch.setattr(stages, 'MOST', 2)
-    monkeypatch.setattr(command, 'EACH', 1)
+    monkeypatch.setattr(planned, 'EACH', 1)
     out = tmp_path / 'plan.py'
     command.main(
         ['--config.model.name=sink', '--config.batch_size=16', '--link=1mbit,5ms', '--seconds=9',

@@ -53,6 +53,7 @@ def from_gguf(path: Path) -> Tokenizer:
             'gpt-2, smollm, llama-bpe or qwen2: give config.data.tokenizer the folder of the '
             "original's tokenizer.json"
         )
+    # The file has the tokens and merges of a tokenizer.json, and of its other parts the name alone.
     words, kinds = (fields[f'tokenizer.ggml.{k}'] for k in ('tokens', 'token_type'))
     merges = [tuple(pair.split(' ')) for pair in fields['tokenizer.ggml.merges']]
     whole = Whole(models.BPE({word: i for i, word in enumerate(words)}, merges))

@@ -187,6 +187,7 @@ def _write(
             count = tokens.shape[1] // length
             blocks, rest = tokens[:, : count * length], tokens[:, count * length :]
             blocks = blocks.reshape(2, count, length).swapaxes(0, 1)
+            # A block without a target would be a step without a gradient.
             blocks = blocks[(blocks[:, 1, 1:] != NO_LOSS).any(1), :columns]
             out.write(np.ascontiguousarray(blocks).data)
             note = Note(place, note.rows + len(blocks), tuple(map(tuple, rest.tolist())))

@@ -255,6 +255,7 @@ def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
         n = via.size
         likes, contexts = [part(x, n) for x in xs], [Ctx(key).fold(i) for i in range(len(xs))]
         messages, state = [], [dict(s) for s in state]
+        # A message's key is of the array, its sender and its part: both ends fold the same three.
         for x, s, like, c in zip(xs, state, likes, contexts, strict=True):
             rows = jnp.pad(x.reshape(-1), (0, n * like.shape[1] - x.size)).reshape(n, *like.shape)
             send = lambda r, c=c: up.send(r[0], r[1], c.fold(via.index).fold(r[2]))

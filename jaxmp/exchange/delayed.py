@@ -66,6 +66,7 @@ def dgc(
         xs = _clipped(xs, clip / via.size**0.5)
         u = [momentum * a + x for a, x in zip(state['u'], xs, strict=True)]
         v = [a + b for a, b in zip(state['v'], u, strict=True)]
+        # `gather` has no memory: what is not sent stays in v.
         given = [a.astype(x.dtype) for a, x in zip(v, xs, strict=True)]
         out, _ = gather.reduce(given, gather.init(given, via.size), key, via)
         sent = [_kept(codec, a) for a in given]

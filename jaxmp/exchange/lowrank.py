@@ -75,6 +75,8 @@ def power_sgd(rank: int) -> Rule:
             _dot(m, s['Q']) / n if s else widened(m) / n for m, s in zip(M, state, strict=True)
         ]
         P = [_orthogonal(p) if t else p for p, t in zip(via.all_reduce(first), thin, strict=True)]
+        # Two rounds, each of all matrices: P has to be there before Q. An array that is not thin
+        # is the first round's mean.
         second = [_dot(m.T, p) / n for m, p, t in zip(M, P, thin, strict=True) if t]
         rows = iter(via.all_reduce(second) if second else [])
         out, after = [], []

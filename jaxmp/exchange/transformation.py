@@ -91,6 +91,7 @@ def transform(
         _check_inside(axis, state, e.shares_params and params is None)
         via, before = over(axis), jax.tree.map(lambda a: a[0], state)
         run = jax.random.wrap_key_data(before.key, impl=jax.random.key_impl(root()))
+        # Replicas draw from one key; where theirs must differ, the rule folds their numbers in.
         own = jax.random.fold_in(run, before.step)
         updates, held = reduced(e, updates, before.held, own, via)
         updates, after = inner.update(updates, before.inner, params, **extra)

@@ -65,6 +65,7 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
             f"{place} has adapters lora({rank}, {alpha}, targets='{' '.join(sorted(targets))}'); "
             'train the same, or all of the parameters, which merges the adapters'
         )
+    # Trained on, the updates are parameters of their own; else W + alpha / r B A takes W's place.
     if lora:
         return base._replace(
             shapes={**base.shapes, **own},

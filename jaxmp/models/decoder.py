@@ -245,6 +245,7 @@ class Stage(nn.Module):
         x = RMSNorm(c, name='norm')(x)
         dtype = c.dtype or x.dtype
         rows, head = x.reshape(-1, c.width).astype(dtype), head.astype(dtype)
+        # A batch's logits would be the largest array of all: scores need few rows at a time.
         if self.by_token:
             if tokens is None and not self.is_initializing():
                 raise ValueError('this stage scores the tokens; give them as tokens=')

@@ -94,6 +94,7 @@ def _described(file: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> d
             raise ValueError(f'{file} does not say its {kind}.{name}; {AGAIN}')
         return value
 
+    # What older files leave out has a default.
     heads, width = get('attention.head_count'), get('embedding_length')
     depth = get('attention.key_length', width // heads)
     described = {

@@ -196,6 +196,7 @@ def write(
     (root := Path(folder).expanduser()).mkdir(parents=True, exist_ok=True)
     trees = [_flat(v['params']) for v in variables]
     table, tied = ('embed_tokens', 'weight'), stages[0].config.tied and len(stages) > 1
+    # A tied table stands in the file once, as the first stage's.
     if tied:
         if not np.array_equal(trees[0][table], trees[-1][table]):
             raise ValueError(

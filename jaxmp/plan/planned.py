@@ -57,6 +57,7 @@ def planned(
     for edge, tensors in steps.tensors.items():
         known = seen(tensors[-1])
         clock.say(f'from stage {edge[0]} to {edge[1]}: {known}')
+        # The first candidate, raw, is measured in any case; then those that were asked for.
         texts = dict.fromkeys([*texts_for(known)[:1], *own, *texts_for(known)[1:]])
         found[edge] = channels(texts, names, first)
     crossings = measured(found, exp, steps, clock)

@@ -83,6 +83,7 @@ def trained(exp: Experiment, clock: Clock) -> Trained:
         ways[s, s + 1] = [first(stages[s].right_tx) for stages in found]
         ways[s + 1, s] = [first(stages[s + 1].left_tx) for stages in found]
     variables = jax.device_put(trainer.weights(state), jax.devices()[0])
+    # The first step compiles.
     gradients, rest = (statistics.median(t) for t in zip(*times[1:], strict=True))
     table, params = 0.0, state.model.params
     if (group := copied(rules.groups)) and group.between:

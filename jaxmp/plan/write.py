@@ -32,6 +32,7 @@ def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said:
         'parallel.schedule': order.schedule,
     }
     rows = [f'            {key!r}: {value!r},' for key, value in values.items()]
+    # The file names its base by a path from where it is itself, so that both can be moved.
     path, imports = based(base, out)
     return '\n'.join(
         [

@@ -131,6 +131,7 @@ class Driver:
         known = self.kept.known(ids) if self.kept else frozenset()
         actions, sent = self.left(known)
         split = lambda s: {a.microbatch for a in actions if a.stage == s and a.kind == 'W'}
+        # Stages below all that is trained only read: nothing waits for a backward there.
         frozen = {s: Reader(p, states[s]) for s, p in self.stages.items() if s < self.first}
         workers = frozen | {
             s: Worker(p, states[s], split(s)) for s, p in self.stages.items() if s >= self.first
@@ -347,6 +348,7 @@ def drive(
     actions = [a for a in actions if a.kind == 'F' or a.stage >= first]
     here = [s for s, d in enumerate(devices) if is_here(d)]
     stages = {s: CompiledStage(programs[s], compiler_options) for s in here}
+    # A lane is at both ends, though the sender alone has messages: their shapes are known.
     lanes, sizes = {}, {}
     for a, b in sorted({(m.source, m.target) for m in sent_by(actions, first)}):
         boundary = programs[min(a, b)].right if max(a, b) < n else None

@@ -158,6 +158,7 @@ def check(actions: Sequence[Action]) -> None:
     end: dict[Task, float] = {}
     free: dict[int, float] = {}
     home: dict[int, int] = {}
+    # One pass is enough: what an action needs begins earlier, so it stands before it.
     for a in actions:
         task, wrong = (a.kind, a.stage, a.microbatch), ''
         if a.kind not in ('F', 'B', 'W') or min(*a[:3], a.device) < 0 or a.end <= a.start:

@@ -90,6 +90,7 @@ def load(workdir: Path) -> Run:
             f'{workdir} is a run with config.parallel.replicas={count}, whose checkpoint holds a '
             'state per replica; give runs with one replica'
         )
+    # Any run is tested in one program, of which a checkpoint of another runtime is one too.
     values |= {name: key.default for name, key in KEYS.items() if key.runtime}
     values |= {'parallel.runtime': 'local', 'tied_exchange': 'mean'}
     exp = experiment_of(complete(nested(values)))

@@ -71,6 +71,7 @@ def train_as_member(
     exp = experiment_of(config, task)
     trainer = ElasticTrainer(exp, k, workdir)
     meetings = trainer.meetings
+    # A replica that is behind the others begins again, from what they share.
     while True:
         meetings.member = Member(Peer(switch, keys, k, terms, about(exp)))
         meetings.member.peer.announce('starting', LONG)

@@ -263,6 +263,7 @@ def replication(config: Config) -> Exchange:
             'many equal cuts of its batch'
         )
     shared = exchange.parse(text, own_words(config.codecs))
+    # Two momenta, before and after the exchange, would lengthen a step twice.
     if n > 1 and shared.momentum and config.optimizer.name != 'sgd':
         raise ValueError(
             f'config.exchange={text!r} has the momentum of SGD, and config.optimizer.name='

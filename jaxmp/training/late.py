@@ -113,6 +113,7 @@ def check_delay(config: Config, cuts: Iterable[Boundary]) -> None:
                 'config.optimizer.delay=0; give a delay, or leave it out'
             )
         return
+    # Each of these needs in a step what with late gradients comes in a later one.
     late = f'config.optimizer.delay={c.delay}'
     if parallel.elastic:
         raise ValueError(

@@ -73,6 +73,7 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
         )
     if len(parts := parallel.parts()) > 1 or not parallel.joined:
         address = placed(address)
+        # JAX has the port that was given; ours meet before, at the next one.
         joined = parallel.joined and address.processes != 1
         meeting = beside(address) if joined else address
         group = connect(meeting, parts, settings_of(config), what=parallel.part)

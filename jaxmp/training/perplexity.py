@@ -145,6 +145,7 @@ def scores(
         tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
         x, ctx = start(tokens), context(i, tokens)
         message = like(x)
+        # All codecs on one batch, so that what its first stage gave need not be kept.
         for text, (initial, run) in tails.items():
             before = memory[text] if i else initial(x)
             nats, memory[text] = run(model.variables[1:], before, x, ctx)

@@ -117,6 +117,7 @@ def _phase(
                 f'config.phases={config.phases!r}: {text!r} has {len(way)} codecs and the model '
                 f'{len(boundaries)} boundaries; give one, or one per boundary with & between them'
             )
+    # The rules of fwd and bwd stay, with their states; the codecs under them change.
     cuts = tuple(
         Boundary(_in_place(b.fwd, f), _in_place(b.bwd, g), b.via)
         for b, f, g in zip(boundaries, _each(fwd, boundaries), _each(bwd, boundaries), strict=True)

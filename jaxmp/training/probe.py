@@ -62,6 +62,7 @@ def prober(exp: Experiment) -> Callable[[Portable], list[Row]]:
 
     def probe(found: Portable) -> list[Row]:
         parts = [found.parts[portable.name(s, 0)] for s in range(len(cuts) + 1)]
+        # States are by stage: a boundary has the right end of one and the left end of the next.
         both = ends(cuts, [part['feedback'] for part in parts])
         params, rest = ({s: p[k] for s, p in enumerate(parts)} for k in ('params', 'model_state'))
         state = ModelState(params, rest, slots(cuts, both, batch['id']))
