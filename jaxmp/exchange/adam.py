@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.exchange.averages import mean
-from jaxmp.exchange.collectives import Collectives
+from jaxmp.exchange.collectives import Collectives, Grads
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of
 from jaxmp.wire import widened
 from jaxmp.words import check_whole, word
@@ -64,20 +62,20 @@ def frozen_adam(
             'negative, and the rule has no momentum of its own'
         )
 
-    def init(grads: Any, n: int) -> State:
+    def init(grads: Grads, n: int) -> State:
         wide = jax.eval_shape(widened, grads)  # a square leaves the range of float16
         zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), wide)
         counts = {name: jnp.zeros((), jnp.int32) for name in ('steps', 'seen')}  # of m, of v
         return {'m': zeros(), 'v': zeros(), **counts, 'held': exchange.init(wide, n)}
 
-    def warm(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def warm(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
         g, _ = mean.reduce(widened(grads), (), key, via)
         v = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state['v'], g)
         counts = {'steps': state['steps'] + 1, 'seen': state['seen'] + 1}
         state = {**state, 'm': _moved(b1, state, g), 'v': v, **counts}
         return _quotient(state, grads, b1, b2, eps), state
 
-    def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def reduce(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
         m, held = exchange.reduce(_moved(b1, state, widened(grads)), state['held'], key, via)
         state = {**state, 'm': m, 'steps': state['steps'] + 1, 'held': held}
         return _quotient(state, grads, b1, b2, eps), state
@@ -86,12 +84,12 @@ def frozen_adam(
     return last._replace(by_epoch=(first,) * warmup + (last,))
 
 
-def _moved(b1: float, state: State, grads: Any) -> Any:
+def _moved(b1: float, state: State, grads: Grads) -> Grads:
     """The next momentum."""
     return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state['m'], grads)
 
 
-def _quotient(state: State, grads: Any, b1: float, b2: float, eps: float) -> Any:
+def _quotient(state: State, grads: Grads, b1: float, b2: float, eps: float) -> Grads:
     """Momentum over the root of the variance, both without their bias, in the gradients' dtypes."""
 
     def one(m: Array, v: Array, g: Array) -> Array:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives
+from jaxmp.exchange.collectives import Collectives, Grads
 from jaxmp.exchange.layout import Exchange, Rule, State
 from jaxmp.feedback import Channel, direct, ef
 from jaxmp.wire import Codec, Ctx, Like, Payload, widened
@@ -30,7 +30,7 @@ from jaxmp.words import named, word
 UNROLLED = 4  # largest number of replicas whose messages are decoded without a loop
 
 
-def _reduce_mean(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+def _reduce_mean(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
     via.own(grads)
     return via.mean(grads), state
 
@@ -147,10 +147,10 @@ def all_reduce(channel: Channel | Codec) -> Rule:
 def _widened(rule: Rule) -> Rule:
     """``rule`` on arrays in float32 or wider; its results have the dtypes that it was given."""
 
-    def init(xs: list[Any], n: int) -> State:
+    def init(xs: Sequence[Array | Like], n: int) -> State:
         return rule.init(jax.eval_shape(widened, xs), n)
 
-    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
         out, state = rule.reduce(widened(xs), state, key, via)
         return [y.astype(x.dtype) for y, x in zip(out, xs, strict=True)], state
 
@@ -203,10 +203,10 @@ def _one_way(
       share: the factor, given n, by which an array is multiplied before it is compressed.
     """
 
-    def init(xs: list[Any], n: int) -> State:
+    def init(xs: Sequence[Array | Like], n: int) -> State:
         return [(channel.init(_row(x))[0], _buffer(channel, _row(x))) for x in xs]
 
-    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
         at = [Ctx(key).fold(i) for i in range(len(xs))]
         sent = []
         for x, (tx, _), c in zip(xs, state, at, strict=True):
@@ -242,7 +242,7 @@ def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
     def part(x: Any, n: int) -> Like:
         return jax.ShapeDtypeStruct((1, -(-_row(x).shape[1] // n)), x.dtype)
 
-    def init(xs: list[Any], n: int) -> State:
+    def init(xs: Sequence[Array | Like], n: int) -> State:
         def one(like: Like) -> dict[str, Any]:
             stack = lambda tree: jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), tree)
             tx, rx = down.init(like)
@@ -251,7 +251,7 @@ def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
 
         return [one(part(x, n)) for x in xs]
 
-    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
         n = via.size
         likes, contexts = [part(x, n) for x in xs], [Ctx(key).fold(i) for i in range(len(xs))]
         messages, state = [], [dict(s) for s in state]

@@ -23,6 +23,9 @@ from jaxtyping import Array
 from jaxmp.transport import one_piece
 from jaxmp.wire import Payload, nbytes, widened
 
+Tree = Any  # a pytree of arrays
+Params = Tree  # of a stage, or of all
+Grads = Tree  # of the form of the parameters
 AXIS = 'replica'
 
 
@@ -42,12 +45,12 @@ class Collectives(NamedTuple):
 
     size: int
     index: Any
-    all_reduce: Callable[[Any], Any]
+    all_reduce: Callable[[Tree], Tree]
     all_gather: Callable[[Payload], Payload]
     all_to_all: Callable[[Payload], Payload]
-    own: Callable[[Any], None] = lambda grads: None
+    own: Callable[[Grads], None] = lambda grads: None
 
-    def mean(self, tree: Any) -> Any:
+    def mean(self, tree: Tree) -> Tree:
         """The mean over the replicas, in the dtypes of ``tree``; the sum is sent in float32.
 
         Numbers of 16 bits are sent in 32, which the bytes of an exchange say;
@@ -67,7 +70,7 @@ def over(axis: str = AXIS) -> Collectives:
       axis: name of the mesh axis.
     """
 
-    def all_reduce(tree: Any) -> Any:
+    def all_reduce(tree: Tree) -> Tree:
         leaves, form = jax.tree.flatten(tree)
         done: dict[int, Array] = {}
         for dtype in dict.fromkeys(a.dtype for a in leaves):
@@ -91,7 +94,7 @@ def over(axis: str = AXIS) -> Collectives:
         piece, back = one_piece(payload, 1)
         return back(lax.all_to_all(piece, axis, 0, 0))
 
-    def own(grads: Any) -> None:
+    def own(grads: Grads) -> None:
         checked = varies(lax.axis_index(axis), axis)  # False under check_vma=False
         if checked and not all(varies(g, axis) for g in jax.tree.leaves(grads)):
             raise ValueError(
@@ -116,7 +119,7 @@ def _sum(a: Array, axis: str) -> Array:
     return lax.pcast(lax.psum(a, axis), axis, to='varying')
 
 
-def known_after(tree: Any, earlier: Any) -> Any:
+def known_after(tree: Tree, earlier: Any) -> Tree:
     """``tree``, known only when all of ``earlier`` is, for collectives in branches of one program.
 
     JAX gives all collectives one channel. XLA runs independent `jax.lax.cond` at once in threads of
@@ -146,7 +149,7 @@ def whole(place: NamedSharding, parts: Sequence[Any]) -> Any:
     return jax.tree.map(join, *parts)
 
 
-def part(tree: Any, device: Any) -> Any:
+def part(tree: Tree, device: Any) -> Tree:
     """What one device has of a tree over a mesh; inverse of `whole`."""
     own = lambda a: next(s.data for s in a.addressable_shards if s.device == device)
     return jax.tree.map(own, tree)
@@ -160,10 +163,10 @@ def metered(n: int, counts: dict[str, int]) -> Collectives:
       counts: operand bytes by kind of collective, to which each call adds.
     """
 
-    def add(kind: str, tree: Any) -> None:
+    def add(kind: str, tree: Tree) -> None:
         counts[kind] = counts.get(kind, 0) + nbytes(tree)
 
-    def all_reduce(tree: Any) -> Any:
+    def all_reduce(tree: Tree) -> Tree:
         add('all-reduce', tree)
         return tree
 

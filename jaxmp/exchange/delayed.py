@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from jaxmp.codecs.indices import elias_fano, packed
 from jaxmp.codecs.sparse import check_parts, top_k
 from jaxmp.codecs.view import per_chunk
 from jaxmp.exchange.averages import all_gather
-from jaxmp.exchange.collectives import Collectives
+from jaxmp.exchange.collectives import Collectives, Grads
 from jaxmp.exchange.layout import Exchange, Rule, State, bucketed, check_rule
 from jaxmp.feedback import ef
-from jaxmp.wire import Codec, Ctx, like, widened
+from jaxmp.wire import Codec, Ctx, Like, like, widened
 from jaxmp.words import check_bools, word
 
 LEAST_SPARSE = 0.25  # fraction sent in epoch 0 of a sparsity warm-up; in epoch t its power t + 1
@@ -58,11 +58,11 @@ def dgc(
     codec = top_k(fraction, indices=packed)
     gather = all_gather(codec)
 
-    def init(xs: list[Any], n: int) -> State:
+    def init(xs: Sequence[Array | Like], n: int) -> State:
         wide = jax.eval_shape(widened, xs)
         return {name: [jnp.zeros_like(x) for x in wide] for name in 'uv'}
 
-    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
         xs = _clipped(xs, clip / via.size**0.5)
         u = [momentum * a + x for a, x in zip(state['u'], xs, strict=True)]
         v = [a + b for a, b in zip(state['v'], u, strict=True)]
@@ -102,10 +102,10 @@ def momentum(rule: Rule, m: float = 0.9) -> Rule:
     if not 0 <= m < 1 or rule.momentum:
         raise ValueError(f'momentum m={m} is not in [0, 1), or its rule has momentum already')
 
-    def init(xs: list[Any], n: int) -> State:
+    def init(xs: Sequence[Array | Like], n: int) -> State:
         return rule.init(xs, n), [jnp.zeros_like(x) for x in jax.eval_shape(widened, xs)]
 
-    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
         held, u = state
         u = [m * a + x for a, x in zip(u, xs, strict=True)]
         given = [a.astype(x.dtype) for a, x in zip(u, xs, strict=True)]
@@ -163,7 +163,7 @@ def demo(
     kept = per_chunk(top_k(fraction, values=bf16, indices=elias_fano), chunk)
     shared = bucketed(all_gather(ef(dct(kept, size), decay)))
 
-    def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def reduce(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
         y, state = shared.reduce(grads, state, key, via)
         return jax.tree.map(jnp.sign, y) if sign else y, state
 

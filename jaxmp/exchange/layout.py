@@ -13,22 +13,22 @@ all arrays first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives
-from jaxmp.wire import widened
+from jaxmp.exchange.collectives import Collectives, Grads, Params, Tree
+from jaxmp.wire import Like, widened
 from jaxmp.words import Origin, check_whole, known, word
 
 State = Any
 SMALLEST = 200
 
 
-def _stay(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+def _stay(params: Params, state: State, key: Array, via: Collectives) -> tuple[Params, State]:
     return params, state
 
 
@@ -54,9 +54,9 @@ class Exchange(NamedTuple):
       origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
-    init: Callable[[Any, int], State]
-    reduce: Callable[[Any, State, Any, Collectives], tuple[Any, State]]
-    after_update: Callable[[Any, State, Any, Collectives], tuple[Any, State]] = _stay
+    init: Callable[[Params, int], State]
+    reduce: Callable[[Grads, State, Array, Collectives], tuple[Grads, State]]
+    after_update: Callable[[Params, State, Array, Collectives], tuple[Params, State]] = _stay
     by_epoch: tuple[Exchange, ...] = ()
     momentum: float = 0.0
     period: int = 1
@@ -78,8 +78,8 @@ class Exchange(NamedTuple):
 class Rule(NamedTuple):
     """An exchange for a list of arrays; see `Exchange` for the attributes."""
 
-    init: Callable[[list[Any], int], State]
-    reduce: Callable[[list[Array], State, Any, Collectives], tuple[list[Array], State]]
+    init: Callable[[Sequence[Array | Like], int], State]
+    reduce: Callable[[list[Array], State, Array, Collectives], tuple[list[Array], State]]
     by_epoch: tuple[Rule, ...] = ()
     momentum: float = 0.0
     origin: Origin | None = None
@@ -103,13 +103,13 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
     def large(a: Any) -> bool:
         return smallest == 0 or (len(a.shape) > 1 and math.prod(a.shape) >= smallest)
 
-    def init(grads: Any, n: int) -> State:
+    def init(grads: Grads, n: int) -> State:
         leaves = jax.tree.leaves(grads)
         small = [a for a in leaves if not large(a) and rule.momentum]
         heavy = [jnp.zeros_like(a) for a in jax.eval_shape(widened, small)]
         return rule.init([a for a in leaves if large(a)], n), heavy
 
-    def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def reduce(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
         via.own(grads)
         leaves, form = jax.tree.flatten(grads)
         state, heavy = state
@@ -141,15 +141,15 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
     check_rule('bucketed', rule)
     check_whole('bucketed elements', elements, 'a number of elements, 0 for all', 0)
 
-    def cut(leaves: list[Any]) -> list[Array]:
+    def cut(leaves: list[Array]) -> list[Array]:
         joined = jnp.concatenate([a.reshape(-1) for a in leaves])
         ends = list(range(elements, joined.size, elements)) if elements else []
         return jnp.split(joined, ends)
 
-    def init(grads: Any, n: int) -> State:
+    def init(grads: Grads, n: int) -> State:
         return rule.init(jax.eval_shape(cut, jax.tree.leaves(grads)), n)
 
-    def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def reduce(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
         via.own(grads)
         leaves, form = jax.tree.flatten(grads)
         out, state = rule.reduce(cut(leaves), state, key, via)
@@ -163,7 +163,7 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
     return Exchange(init, reduce, by_epoch=phases, momentum=rule.momentum)
 
 
-def split(tree: Any, owners: list[int], count: int) -> list[Any]:
+def split(tree: Tree, owners: list[int], count: int) -> list[Any]:
     """``count`` trees of the same form, with None for the arrays that another one owns."""
     leaves, form = jax.tree.flatten(tree)
     own = lambda p: [a if o == p else None for a, o in zip(leaves, owners, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Rule, State
-from jaxmp.wire import widened
+from jaxmp.wire import Like, widened
 from jaxmp.words import check_whole, word
 
 
@@ -57,7 +58,7 @@ def power_sgd(rank: int) -> Rule:
     """
     check_whole('power_sgd rank', rank, 'a positive integer; 1 to 4 are usual')
 
-    def init(xs: list[Any], n: int) -> State:
+    def init(xs: Sequence[Array | Like], n: int) -> State:
         made = []
         for i, x in enumerate(xs):
             if _thin(x, rank):
@@ -68,7 +69,7 @@ def power_sgd(rank: int) -> Rule:
                 made.append({})
         return made
 
-    def reduce(xs: list[Array], state: State, key: Any, via: Collectives) -> tuple[list, State]:
+    def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
         n, thin = via.size, [bool(s) for s in state]
         M = [x.reshape(_sides(x)) + s['e'] if s else x for x, s in zip(xs, state, strict=True)]
         first = [

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives
+from jaxmp.exchange.collectives import Collectives, Grads, Tree
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
 from jaxmp.words import check_whole, word
 
@@ -23,16 +24,16 @@ def _either(
             f'{rules[1].momentum}, and the optimizer has one for all parameters; take equal ones'
         )
 
-    def owners(tree: Any) -> list[int]:
+    def owners(tree: Tree) -> list[int]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         path = lambda p: jax.tree_util.keystr(p, simple=True, separator='/')
         return [int(second(path(p), a)) for p, a in leaves]
 
-    def init(grads: Any, n: int) -> State:
+    def init(grads: Grads, n: int) -> State:
         parts = split(grads, owners(grads), 2)
         return [r.init(p, n) if jax.tree.leaves(p) else () for r, p in zip(rules, parts)]  # noqa: B905
 
-    def reduce(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def reduce(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
         via.own(grads)
         own, out, after = owners(grads), [], []
         for i, part in enumerate(split(grads, own, 2)):

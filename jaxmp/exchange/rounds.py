@@ -21,7 +21,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives, known_after
+from jaxmp.exchange.collectives import Collectives, Grads, Params, known_after
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
 from jaxmp.exchange.outer import Outer, nesterov
 from jaxmp.exchange.settled import reduced
@@ -31,7 +31,7 @@ from jaxmp.words import check_whole, word
 PUBLISHED = nesterov(0.7, 0.9)
 
 
-def _alone(grads: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+def _alone(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
     """A replica's own gradients."""
     via.own(grads)
     return grads, state
@@ -56,7 +56,9 @@ def local_sgd(steps: int) -> Exchange:
     """
     check_whole('local_sgd steps', steps, 'a positive integer')
 
-    def after_update(params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+    def after_update(
+        params: Params, state: State, key: Array, via: Collectives
+    ) -> tuple[Params, State]:
         count = (state + 1) % steps
         return lax.cond(count == 0, via.mean, lambda p: p, params), count
 
@@ -145,7 +147,7 @@ class Plan(NamedTuple):
     delay: int
     mix: float
 
-    def cut(self, params: Any) -> list[Any]:
+    def cut(self, params: Params) -> list[Any]:
         """The fragments of parameters; the arrays of other fragments are None."""
         count = len(self.sends)
         return split(params, _owners(params, count), count)
@@ -155,7 +157,7 @@ class Plan(NamedTuple):
         return joined(parts, _owners(like, len(self.sends)), like)
 
 
-def _first(plan: Plan, params: Any, n: int) -> State:
+def _first(plan: Plan, params: Params, n: int) -> State:
     """The state before the first step, of replicas that start from ``params``."""
 
     def one(part: Any) -> State:
@@ -167,7 +169,9 @@ def _first(plan: Plan, params: Any, n: int) -> State:
     return {'step': jnp.zeros((), jnp.int32), 'parts': [one(part) for part in plan.cut(params)]}
 
 
-def _turn(plan: Plan, params: Any, state: State, key: Any, via: Collectives) -> tuple[Any, State]:
+def _turn(
+    plan: Plan, params: Params, state: State, key: Array, via: Collectives
+) -> tuple[Params, State]:
     """Parameters and state after a step, in which some fragments are sent or applied."""
     step, own, states = state['step'] + 1, [], []
     rows = zip(plan.cut(params), state['parts'], plan.sends, strict=True)
@@ -186,7 +190,7 @@ def _turn(plan: Plan, params: Any, state: State, key: Any, via: Collectives) -> 
     return plan.join(own, params), {'step': step, 'parts': states}
 
 
-def _send(plan: Plan, key: Any, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:
+def _send(plan: Plan, key: Array, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:
     """The state with the shared pseudo-gradient on its way."""
     own, state = at
     shared, held = reduced(plan.exchange, change(own, state), state['held'], key, via)
@@ -228,7 +232,7 @@ def _array(a: Any) -> Array:
     return jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else jnp.array(a)
 
 
-def _owners(params: Any, count: int) -> list[int]:
+def _owners(params: Params, count: int) -> list[int]:
     """The fragment of each array: consecutive ones, with about equally many elements."""
     sizes = [a.size for a in jax.tree.leaves(params)]
     middle = lambda i: 2 * sum(sizes[:i]) + sizes[i]

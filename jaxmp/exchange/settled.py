@@ -6,19 +6,18 @@ step, then no replica remembers that a part of it was sent.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives
+from jaxmp.exchange.collectives import Collectives, Grads
 from jaxmp.exchange.layout import Exchange, State
 from jaxmp.feedback.settled import finite, kept_if
 
 
 def reduced(
-    exchange: Exchange, grads: Any, state: State, key: Any, via: Collectives
-) -> tuple[Any, State]:
+    exchange: Exchange, grads: Grads, state: State, key: Array, via: Collectives
+) -> tuple[Grads, State]:
     r"""What ``exchange.reduce`` returns, and its next state if all gradients were finite.
 
     .. math:: y = \mathrm{reduce}(\dots, g_i \text{ if it is finite, else NaN}, \dots),\quad

@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import AXIS, metered, over, sent
+from jaxmp.exchange.collectives import AXIS, Grads, Params, metered, over, sent
 from jaxmp.exchange.layout import Exchange
 from jaxmp.hlo import operands
 from jaxmp.wire import nbytes
 
 
-def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
+def bytes_of(exchange: Exchange, params: Params, n: int) -> dict[str, Any]:
     """Bytes per step of one of n replicas; a mean over ``exchange.period`` steps.
 
     Args:
@@ -31,7 +31,7 @@ def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
     counts: dict[str, int] = {}
     via = metered(n, counts)
 
-    def step(params: Any, state: Any, key: Array) -> Any:
+    def step(params: Params, state: Any, key: Array) -> Any:
         grads, state = exchange.reduce(params, state, key, via)
         return exchange.after_update(grads, state, key, via)
 
@@ -46,7 +46,7 @@ def bytes_of(exchange: Exchange, params: Any, n: int) -> dict[str, Any]:
     }
 
 
-def served(handed: dict[str, int], params: Any, n: int) -> dict[str, int]:
+def served(handed: dict[str, int], params: Params, n: int) -> dict[str, int]:
     """Bytes up and down per replica if the same messages of n replicas go over a parameter server.
 
     Operands of an all-reduce go up, and their sum, of the same size, comes down. Messages of an
@@ -60,7 +60,7 @@ def served(handed: dict[str, int], params: Any, n: int) -> dict[str, int]:
     return {'up': added + alone, 'down': added + (nbytes(params) - added if alone else 0)}
 
 
-def compiled_operands(exchange: Exchange, params: Any, mesh: Mesh) -> dict[str, int]:
+def compiled_operands(exchange: Exchange, params: Params, mesh: Mesh) -> dict[str, int]:
     """Operand bytes per step of the compiled exchange's collectives, by kind.
 
     Args:
@@ -69,7 +69,7 @@ def compiled_operands(exchange: Exchange, params: Any, mesh: Mesh) -> dict[str, 
       mesh: the devices of the replicas.
     """
 
-    def device(grads: Any, state: Any, key: Array) -> Any:
+    def device(grads: Grads, state: Any, key: Array) -> Any:
         grads, state = jax.tree.map(lambda a: a[0], (grads, state))
         via = over()
         grads, state = exchange.reduce(grads, state, key, via)
