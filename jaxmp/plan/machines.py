@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxmp.config import Config
 from jaxmp.net import between
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.link import Link
@@ -49,7 +50,7 @@ class Compared(NamedTuple):
         return [m.seconds / self.machines[-1].seconds for m in self.machines]
 
 
-def compared(asked: Asked, config: Any, probed: Callable[[Any], Experiment]) -> Compared:
+def compared(asked: Asked, config: Config, probed: Callable[[Any], Experiment]) -> Compared:
     """Calls the machine that listens.
 
     Args:
@@ -73,7 +74,9 @@ def compared(asked: Asked, config: Any, probed: Callable[[Any], Experiment]) -> 
     return Compared(machines, link.turned() if turned else link, split, values_of(split, found))
 
 
-def listen(asked: Asked, config: Any, probed: Callable[[Any], Experiment], calls: int = 0) -> None:
+def listen(
+    asked: Asked, config: Config, probed: Callable[[Any], Experiment], calls: int = 0
+) -> None:
     """Answers callers, one after another, until Ctrl-C; or so many of them."""
     assert asked.peer
     exp, count = parts(config, probed)
@@ -92,7 +95,7 @@ def listen(asked: Asked, config: Any, probed: Callable[[Any], Experiment], calls
         say(f'{told(link)}; this machine is {there.seconds / here.seconds:.2f} times as fast')
 
 
-def parts(config: Any, probed: Callable[[Any], Experiment]) -> tuple[Experiment, int]:
+def parts(config: Config, probed: Callable[[Any], Experiment]) -> tuple[Experiment, int]:
     """The experiment whose stages tell of all parts of a model, and their number."""
     divided, count = in_parts(config)
     return probed(divided), count

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxmp.config import Config
 from jaxmp.net.link import Link
 from jaxmp.plan.asked import asked
 
@@ -241,7 +242,7 @@ def alone(exp: Experiment) -> float:
     return statistics.median(times[1:])
 
 
-def by_itself(config: Any) -> Any:
+def by_itself(config: Config) -> Config:
     """The configuration of one machine: one program, no compression, the same batch."""
     from jaxmp.config import KEYS
     from jaxmp.plan.planned import probed_config
@@ -254,7 +255,7 @@ def by_itself(config: Any) -> Any:
 
 
 def verdict(
-    config: Any, probed: Probed, choice: Choice, link: Link, budget: float,
+    config: Config, probed: Probed, choice: Choice, link: Link, budget: float,
     compared: Compared | None = None,
 ) -> Verdict:  # fmt: skip
     """Measures a step alone, and predicts those over links.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxmp.config import Config
 from jaxmp.net.link import Link
 from jaxmp.plan.asked import Asked
 
@@ -19,7 +20,7 @@ EACH = 4  # micro-batches of the probe per stage
 
 
 def planned(
-    config: Any, own: Sequence[str], link: Link, budget: float, seconds: float
+    config: Config, own: Sequence[str], link: Link, budget: float, seconds: float
 ) -> tuple[Probed, Choice]:
     """What the probe measured, and the plan.
 
@@ -67,7 +68,7 @@ def planned(
     return probed, choose(probed, link, budget)
 
 
-def probed_experiment(config: Any) -> Experiment:
+def probed_experiment(config: Config) -> Experiment:
     """The experiment of the probe, with `EACH` micro-batches per stage or the configured ones.
 
     Of the numbers that divide the batch it has the nearest to these; the times of others are
@@ -92,7 +93,7 @@ def probed_experiment(config: Any) -> Experiment:
     return exp
 
 
-def probed_config(config: Any) -> Any:
+def probed_config(config: Config) -> Config:
     """The configuration of the probe: one replica, no compression, links as they are."""
     c = config.copy_and_resolve_references()
     c.batch_size = max(1, c.batch_size // c.parallel.replicas)
@@ -130,7 +131,7 @@ def for_machines(ask: Asked) -> tuple[Any, dict[str, Any], Link, Compared | None
 
 
 def planned_on(
-    machines: Compared | None, config: Any, link: Link, ask: Asked
+    machines: Compared | None, config: Config, link: Link, ask: Asked
 ) -> tuple[Probed, Choice]:
     """`planned`, where there are two machines for both of them."""
     from jaxmp.plan.choose import choose

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxmp.config import Config
 from jaxmp.net.between import Between
 from jaxmp.net.link import Link
 from jaxmp.plan.choose import Order, actions_of
@@ -163,7 +164,7 @@ def values_of(split: Split, parts: Parts) -> dict[str, str]:
 # Of a model.
 
 
-def in_parts(config: Any) -> tuple[Any, int]:
+def in_parts(config: Config) -> tuple[Any, int]:
     """The configuration whose stages tell of all parts, and the number of the parts.
 
     Blocks are alike: of many the first stage has one, the last one has one, and one between them

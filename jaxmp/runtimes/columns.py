@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange import Exchange
-from jaxmp.exchange.collectives import AXIS, Collectives, over, part, whole
+from jaxmp.exchange.collectives import AXIS, Collectives, Params, Tree, over, part, whole
 from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.net.group import ProcessGroup
@@ -64,7 +64,7 @@ class Columns:
         rows = lambda s: [r for r, d in enumerate(self.devices[:, s]) if is_here(d)]
         self.here = {s: rows(s) for s in range(count) if rows(s)}
 
-    def put(self, stage: int, tree: Any) -> ByReplica:
+    def put(self, stage: int, tree: Tree) -> ByReplica:
         """The same tree at every replica of a stage that is here."""
         return ByReplica(
             {r: jax.device_put(tree, self.devices[r, stage]) for r in self.here[stage]}
@@ -135,7 +135,7 @@ def on_one(
 def on_all(f: Callable[..., Any], mesh: Mesh, options: Any = None) -> Any:
     """``f(collectives, *trees)``, compiled for the replicas of a mesh, over the trees' axis 0."""
 
-    def device(*trees: Any) -> Any:
+    def device(*trees: Tree) -> Any:
         own = f(over(), *jax.tree.map(lambda a: a[0], trees))
         return jax.tree.map(lambda a: a[None], own)
 
@@ -156,12 +156,12 @@ class OverColumns:
         return functools.partial(step, self)  # pyright: ignore[reportArgumentType]
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
     ) -> Any:
         """See `Runtime`."""
         return self.columns.at(stage, f, *trees, spent=spent)
 
-    def rows(self, tree: Any) -> dict[int, Any]:
+    def rows(self, tree: Tree) -> dict[int, Any]:
         """See `PlacedRuntime`."""
         parts = jax.tree.leaves(tree, is_leaf=is_by_replica)
         numbers = next((list(p) for p in parts if is_by_replica(p)), [])
@@ -172,7 +172,7 @@ class OverColumns:
         put = lambda r, tree: jax.device_put(tree, self.columns.devices[r, stage])
         return by_replica(like, {r: put(r, tree) for r, tree in rows.items()})
 
-    def put(self, stage: int, tree: Any) -> Any:
+    def put(self, stage: int, tree: Tree) -> Any:
         """See `PlacedRuntime`."""
         return self.columns.put(stage, tree)
 
@@ -188,6 +188,6 @@ class OverColumns:
         """The state in which both ends of a boundary remember alike, as those of one program do."""
         return model
 
-    def bytes_of(self, exchange: Exchange, params: Any) -> dict[str, Any]:
+    def bytes_of(self, exchange: Exchange, params: Params) -> dict[str, Any]:
         """See `PlacedRuntime`."""
         return bytes_of(exchange, params, self.columns.replicas)

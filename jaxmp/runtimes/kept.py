@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
+from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
 from jaxmp.wire import Ctx, Like, Payload, nbytes
@@ -98,7 +99,7 @@ def varies(cut: Boundary, x: Like) -> str:
     return ''
 
 
-def draws(f: Any, key: Any, *args: Any) -> bool:
+def draws(f: Any, key: Array, *args: Any) -> bool:
     """Whether the result of ``f(key, *args)`` depends on the key, as its trace says."""
     traced = jax.make_jaxpr(f)(key, *args).jaxpr
     _, used = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))

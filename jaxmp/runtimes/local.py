@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
 from jaxmp.exchange import Collectives
+from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes.microbatch import context, cut, loop
 from jaxmp.runtimes.state import Feedback, in_dtypes
@@ -59,14 +60,14 @@ class Local:
         return ModelState({s: {} for s in params}, zeros(rest), feedback)
 
     def value_and_grad(
-        self, state: ModelState, batch: Batch, key: Any
+        self, state: ModelState, batch: Batch, key: Array
     ) -> tuple[Any, dict[int, Any], ModelState]:
         """See `Runtime`."""
         keys = StepKeys.of(key, batch['id'], self.via and self.via.index)
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], keys.augment)
         trained = {s: part(of_stage(self.model.trained, s), p) for s, p in state.params.items()}
 
-        def loss(params: Any, feedback: FeedbackState, model_state: Any, *at: Any) -> Any:
+        def loss(params: Params, feedback: FeedbackState, model_state: Any, *at: Any) -> Any:
             m, x, y = at
             params = {s: whole(p, params[s]) for s, p in state.params.items()}
             variables, ctx = join(params, model_state), context(keys.model, m, n)
@@ -93,7 +94,7 @@ class Local:
         grads = in_dtypes(grads, trained)
         return means, grads, ModelState(state.params, model_state, feedback)
 
-    def predict(self, state: ModelState, batch: Batch, key: Any) -> tuple[Any, Any]:
+    def predict(self, state: ModelState, batch: Batch, key: Array) -> tuple[Any, Any]:
         """See `Runtime`."""
         keys, feedback, rows = StepKeys.of(key, batch['id']), state.feedback, []
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], None)
@@ -115,7 +116,7 @@ class Local:
         return FeedbackState(fwd, tuple((b.left_tx, a.right_rx) for a, b in pairs))
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
     ) -> Any:
         """See `Runtime`."""
         return f(self.via, *trees)

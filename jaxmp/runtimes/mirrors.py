@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, UInt32
 
 from jaxmp.boundary import Boundary
+from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import Channel
 from jaxmp.net.arrays import buffers, filled
 from jaxmp.runtimes.columns import Columns
@@ -124,7 +125,7 @@ def _known(channel: Channel) -> Callable[[Any], Any]:
     return jax.jit(channel.mirror) if channel.mirror else channel.mirrored
 
 
-def checksums(tree: Any) -> UInt32[Array, ' leaves']:
+def checksums(tree: Tree) -> UInt32[Array, ' leaves']:
     """Of every leaf a sum of its bits; equal replicas have equal sums.
 
     Words are weighted by their position, so that exchanged ones are seen, too.

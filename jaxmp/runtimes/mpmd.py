@@ -92,7 +92,7 @@ class Mpmd(OverColumns):
         return self._gathered({r: d.init(key, draw) for r, d in self.drivers.items()})
 
     def value_and_grad(
-        self, state: ModelState, batch: Batch, key: Any
+        self, state: ModelState, batch: Batch, key: Array
     ) -> tuple[Any, dict[int, Any] | None, ModelState]:
         """See `Runtime`."""
         states, grads, means, due = {}, {s: ByReplica() for s in self.stages}, ByReplica(), True
@@ -130,7 +130,7 @@ class Mpmd(OverColumns):
             self._payload[link] += sizes if r == 0 and link in self.stages else 0
 
     def predict(
-        self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output
+        self, state: ModelState, batch: Batch, key: Array, then: Callable[..., Any] = output
     ) -> tuple[Any, Any]:
         """See `PlacedRuntime`."""
         outputs, feedback = None, {s: ByReplica() for s in self.stages}
@@ -193,7 +193,7 @@ class Mpmd(OverColumns):
         """Shapes of all stages' states."""
         return shapes(self.programs)
 
-    def _input(self, r: int, x: Any, key: Any) -> Any:
+    def _input(self, r: int, x: Any, key: Array | None) -> Any:
         if 0 not in self.stages:
             return x
         return self.prepare(*jax.device_put((x, key), self.columns.devices[r, 0]))

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxmp.exchange.collectives import Tree
+
 Vectors = dict[str, Array]
 
 
@@ -62,7 +64,7 @@ class Packing:
         """Vectors of zeros."""
         return {name: jnp.zeros(width, name) for name, width in self.widths.items()}
 
-    def pack(self, s: int, tree: Any, lead: tuple[int, ...] = (), wide: bool = False) -> Vectors:
+    def pack(self, s: int, tree: Tree, lead: tuple[int, ...] = (), wide: bool = False) -> Vectors:
         """Stage ``s``'s tree as vectors ``(*lead, width)``.
 
         Args:

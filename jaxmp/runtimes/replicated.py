@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange import AXIS, Collectives, Exchange, bytes_of, over
+from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.exchange.collectives import part as row
 from jaxmp.exchange.collectives import whole as all_rows
 from jaxmp.exchange.traffic import compiled_operands
@@ -63,7 +64,7 @@ class Replicated:
         """See `Runtime`."""
         return self.put(0, self.local.init(key, draw))
 
-    def put(self, stage: int, tree: Any) -> Any:
+    def put(self, stage: int, tree: Tree) -> Any:
         """See `PlacedRuntime`."""
         return self.join(stage, None, dict.fromkeys(self.devices or (0,), tree))
 
@@ -75,7 +76,7 @@ class Replicated:
         """See `PlacedRuntime`."""
         return self.local.unpack(feedback)
 
-    def rows(self, tree: Any) -> dict[int, Any]:
+    def rows(self, tree: Tree) -> dict[int, Any]:
         """See `PlacedRuntime`."""
         if self.mesh is None:
             return {self.via.index if self.via else 0: tree}
@@ -112,7 +113,7 @@ class Replicated:
             return functools.partial(step, self.local)
         model = self.local.model
 
-        def some(f: Callable[[Any], Any], tree: Any) -> Any:
+        def some(f: Callable[[Any], Any], tree: Tree) -> Any:
             part = lambda one, part: jax.tree.map(f, part) if one else part
             return jax.tree.map(part, each, tree)
 
@@ -180,7 +181,7 @@ class Replicated:
         return lambda state, rows: compiled(state, arrays, rows)
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
     ) -> Any:
         """See `Runtime`."""
         if self.mesh is None:
@@ -193,14 +194,14 @@ class Replicated:
 
     @functools.cached_property
     def _predict(self) -> Any:
-        def run(then: Callable[..., Any], state: ModelState, batch: Batch, key: Any) -> Any:
+        def run(then: Callable[..., Any], state: ModelState, batch: Batch, key: Array) -> Any:
             outputs, feedback = self.local.predict(state, batch, key)
             return then(outputs, batch), feedback
 
         return jax.jit(run, static_argnums=0)
 
     def predict(
-        self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output
+        self, state: ModelState, batch: Batch, key: Array, then: Callable[..., Any] = output
     ) -> tuple[Any, Any]:
         """See `PlacedRuntime`; without a mesh."""
         return self._predict(then, state, batch, key) if self.stages else (None, state.feedback)
@@ -211,7 +212,7 @@ class Replicated:
 
     # Bytes.
 
-    def bytes_of(self, exchange: Exchange, params: Any) -> dict[str, Any]:
+    def bytes_of(self, exchange: Exchange, params: Params) -> dict[str, Any]:
         """See `PlacedRuntime`; with a mesh also the operands of the compiled collectives."""
         if self.mesh is None:
             return bytes_of(exchange, params, self.via.size if self.via else 1)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import AXIS as REPLICA
-from jaxmp.exchange.collectives import part, whole
+from jaxmp.exchange.collectives import Tree, part, whole
 from jaxmp.hlo import permuted
 from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.memory import FeedbackMemory
@@ -166,7 +166,7 @@ class Spmd(OverColumns):
         )  # fmt: skip
 
     def value_and_grad(
-        self, state: ModelState, batch: Batch, key: Any
+        self, state: ModelState, batch: Batch, key: Array
     ) -> tuple[Any, dict[int, Any], ModelState]:
         """See `Runtime`."""
         _, statistics = self.program.packings
@@ -183,7 +183,7 @@ class Spmd(OverColumns):
         return rows, self._trees(self.program.gradients, grads), after
 
     def predict(
-        self, state: ModelState, batch: Batch, key: Any, then: Callable[..., Any] = output
+        self, state: ModelState, batch: Batch, key: Array, then: Callable[..., Any] = output
     ) -> tuple[Any, Any]:
         """See `PlacedRuntime`."""
         if not self.stages:
@@ -206,7 +206,7 @@ _init = jax.jit(StageProgram.init, static_argnums=(0, 2))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pack(layout: Packing | FeedbackMemory, s: int, tree: Any) -> Any:
+def _pack(layout: Packing | FeedbackMemory, s: int, tree: Tree) -> Any:
     return jax.tree.map(lambda a: a[None, None], layout.pack(s, tree))
 
 

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
+from jaxmp.exchange.collectives import Grads, Tree
 from jaxmp.runtimes.memory import Crossing, FeedbackMemory, Rows
 from jaxmp.runtimes.microbatch import context, cut
 from jaxmp.runtimes.packing import Packing, Vectors
@@ -271,7 +272,7 @@ class _Device:
         params, last = self.spmd.packings[0], len(self.spmd.stages) - 1
         gradients = self.spmd.gradients
 
-        def run(s: int, rows: Rows, arrived: Messages, saved: Vectors, sums: Any) -> Any:
+        def run(s: int, rows: Rows, arrived: Messages, saved: Vectors, sums: Grads) -> Any:
             state = StageState(params.unpack(s, self.params), {}, memory.read(s, rows))
             message = wires.read(s, arrived) if s < last else None
             (loss, aux), grads = sums
@@ -285,7 +286,7 @@ class _Device:
             sums = (total.loss, total.aux), gradients.pack(s, total.grads, wide=True)
             return rows, wires.write(s - 1, out) if s else wires.empty(), sums
 
-        def idle(rows: Rows, arrived: Messages, saved: Vectors, sums: Any) -> Any:
+        def idle(rows: Rows, arrived: Messages, saved: Vectors, sums: Grads) -> Any:
             return rows, wires.empty(), sums
 
         rows = memory.take(c.feedback, ('right_rx', 'left_tx'), at)
@@ -302,5 +303,5 @@ def _saved(ring: Vectors) -> int:
     return len(next(iter(ring.values())))
 
 
-def _zeros(tree: Any) -> Any:
+def _zeros(tree: Tree) -> Any:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)

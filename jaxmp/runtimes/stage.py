@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
+from jaxmp.exchange.collectives import Params
 from jaxmp.pipeline import Stage, check_stages, run_stage
 from jaxmp.runtimes.state import (
     Accumulator,
@@ -89,7 +90,7 @@ class StageProgram:
             right = self.right.fwd.init(self.y)[0], self.right.bwd.init(self.y)[1]
         return Feedback(*left, *right)
 
-    def init_accumulator(self, params: Any, target: Any) -> Accumulator:
+    def init_accumulator(self, params: Params, target: Any) -> Accumulator:
         """Sums before the first micro-batch, in float32 or wider."""
         score = self.loss or (lambda y, target: (jnp.zeros(()), None))
         trained = part(self.trained, params)
@@ -139,7 +140,7 @@ class StageProgram:
         return StageState(state.params, model_state, f), out, Residuals(kept, received, sent)
 
     def _linearize(
-        self, params: Any, at: tuple[Array, Any], batch: MicroBatch, own: Ctx
+        self, params: Params, at: tuple[Array, Any], batch: MicroBatch, own: Ctx
     ) -> tuple[Any, Any, Linear]:
         """Output (in the last stage the loss), collections after, and the map of gradients."""
         x, model_state = at
@@ -188,11 +189,11 @@ class StageProgram:
         f, out = self._write_gradient(gx, f, residuals, arrived[0])
         return state._replace(feedback=f), Linear(later, linear.means), out
 
-    def joined(self, params: Any, residuals: Residuals, later: Linear) -> Linear:
+    def joined(self, params: Params, residuals: Residuals, later: Linear) -> Linear:
         """What `backward_input` left, for `backward_weights`; no residual but those it needs."""
         return later._replace(pull=later.pull.joined(params, jax.tree.leaves(residuals.kept)))
 
-    def backward_weights(self, params: Any, total: Accumulator, later: Linear) -> Accumulator:
+    def backward_weights(self, params: Params, total: Accumulator, later: Linear) -> Accumulator:
         """The other part: the sums with this micro-batch added."""
         form = jax.tree.structure(part(self.trained, params))
         grads = jax.tree.unflatten(form, later.pull(params))
@@ -228,7 +229,7 @@ class StageProgram:
         i = 2 * self.index
         return ctx.fold(i), ctx.fold(i + 1), ctx.fold(i + 2)
 
-    def _apply(self, params: Any, model_state: Any, x: Array, ctx: Ctx) -> tuple[Array, Any]:
+    def _apply(self, params: Params, model_state: Any, x: Array, ctx: Ctx) -> tuple[Array, Any]:
         variables = {'params': params, **model_state}
         y, after = run_stage(self.module, variables, x, ctx, dict(self.kwargs))
         if self.right and like(y) != self.y:

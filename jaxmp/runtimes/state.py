@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxmp.exchange.collectives import Grads, Params, Tree
 from jaxmp.runtimes.halves import cut
 from jaxmp.wire import Ctx, widened
 
@@ -38,7 +39,7 @@ class StageState(NamedTuple):
       feedback: states of its ends of the boundaries.
     """
 
-    params: Any
+    params: Params
     model_state: Any
     feedback: Feedback
 
@@ -65,9 +66,9 @@ class Accumulator(NamedTuple):
 
     loss: Array
     aux: Any
-    grads: Any
+    grads: Grads
 
-    def add(self, grads: Any, *means: Any) -> Accumulator:
+    def add(self, grads: Grads, *means: Any) -> Accumulator:
         """These sums and another micro-batch's gradients, and in the last stage loss and aux."""
         plus = lambda t, a: t + a.astype(t.dtype)
         before = (self.grads, self.loss, self.aux) if means else (self.grads,)
@@ -76,12 +77,12 @@ class Accumulator(NamedTuple):
         return Accumulator(loss, aux, grads)
 
 
-def in_dtypes(tree: Any, like: Any) -> Any:
+def in_dtypes(tree: Tree, like: Any) -> Any:
     """``tree`` in the dtypes of ``like``, which for most models it has."""
     return jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), tree, like)
 
 
-def squared_norm(tree: Any) -> Array:
+def squared_norm(tree: Tree) -> Array:
     """The sum of all squares, in float32 or wider."""
     return sum((jnp.vdot(g, g) for g in jax.tree.leaves(widened(tree))), jnp.zeros(()))
 
@@ -121,14 +122,14 @@ class Pullback:
         self.kept, self.form, self.places = kept, form, places
 
     @classmethod
-    def of(cls, pull: Any, params: Any, before: Sequence[Any] = ()) -> Pullback:
+    def of(cls, pull: Any, params: Params, before: Sequence[Any] = ()) -> Pullback:
         """Stores ``pull``, which `jax.vjp` gave at ``params``, without the arrays ``before``."""
         leaves, form = jax.tree.flatten(pull)
         number = {id(a): i for i, a in enumerate([*jax.tree.leaves(params), *before])}
         places = tuple(number.get(id(a)) for a in leaves)
         return cls([a for a, i in zip(leaves, places, strict=True) if i is None], form, places)
 
-    def joined(self, params: Any, before: Sequence[Any]) -> Pullback:
+    def joined(self, params: Params, before: Sequence[Any]) -> Pullback:
         """The same with the arrays ``before``, which `of` left out."""
         own, n = iter(self.kept), len(jax.tree.leaves(params))
         known = [i is not None and i < n for i in self.places]
@@ -137,14 +138,14 @@ class Pullback:
         places = [i if param else None for i, param in zip(self.places, known, strict=True)]
         return Pullback(kept, self.form, tuple(places))
 
-    def __call__(self, params: Any, *gradient: Any) -> Any:
+    def __call__(self, params: Params, *gradient: Grads) -> Any:
         """What the function gives: gradients of the parameters and of the input."""
         known, kept = jax.tree.leaves(params), iter(self.kept)
         leaves = [next(kept) if i is None else known[i] for i in self.places]
         return jax.tree.unflatten(self.form, leaves)(*gradient)
 
     def halves(
-        self, params: Any, gradient: Any, before: Sequence[Any]
+        self, params: Params, gradient: Grads, before: Sequence[Any]
     ) -> tuple[list[Any], Pullback]:
         """Gradient of the input, if the function has it, and the map to the parameters' leaves.
 
@@ -153,7 +154,7 @@ class Pullback:
         hands on.
         """
 
-        def gradients(kept: Any, params: Any, g: Any) -> tuple[Any, Any]:
+        def gradients(kept: Any, params: Params, g: Any) -> tuple[Any, Any]:
             of_params, *of_input = Pullback(kept, self.form, self.places)(params, g)
             return of_input, of_params
 

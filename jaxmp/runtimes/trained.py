@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxmp.exchange.collectives import Tree
+
 Path = tuple[str, ...]
 Select = Callable[[int, Path], bool]
 
@@ -32,7 +34,7 @@ def all_paths(path: Path) -> bool:
     return True
 
 
-def part(select: Callable[[Path], bool], tree: Any) -> Any:
+def part(select: Callable[[Path], bool], tree: Tree) -> Any:
     """The leaves of a tree of dicts that ``select`` names by their paths.
 
     >>> part(lambda path: path[-1] == 'bias', {'a': {'kernel': 1, 'bias': 2}, 'b': {'scale': 3}})
@@ -44,7 +46,7 @@ def part(select: Callable[[Path], bool], tree: Any) -> Any:
     return unflatten_dict({path: leaf for path, leaf in flat.items() if select(path)})
 
 
-def whole(tree: Any, *parts: Any) -> Any:
+def whole(tree: Tree, *parts: Any) -> Any:
     """``tree`` with the leaves of ``parts`` in their places."""
     if len(parts) == 1 and jax.tree.structure(tree) == jax.tree.structure(parts[0]):
         return parts[0]

@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array
 
 from jaxmp.boundary import Boundary
+from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.pipeline import Stage
 from jaxmp.runtimes.trained import Select, everything
 from jaxmp.wire import Ctx, Like
@@ -27,19 +28,19 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def each(f: Callable[[Any], Any], tree: Any) -> Any:
+def each(f: Callable[[Any], Any], tree: Tree) -> Any:
     """``f`` of a tree, or of that of every replica; only for what computes nothing."""
     if isinstance(tree, ByReplica):
         return ByReplica({r: f(t) for r, t in tree.items()})
     return f(tree)
 
 
-def is_by_replica(tree: Any) -> bool:
+def is_by_replica(tree: Tree) -> bool:
     """Whether ``tree`` is a `ByReplica`."""
     return isinstance(tree, ByReplica)
 
 
-def of_replica(tree: Any, r: int) -> Any:
+def of_replica(tree: Tree, r: int) -> Any:
     """A tree with each `ByReplica` in it replaced by the entry of replica ``r``."""
     return jax.tree.map(lambda t: t[r], tree, is_leaf=is_by_replica)
 
@@ -89,7 +90,7 @@ class ModelState(NamedTuple):
       feedback: states of the boundaries, in the runtime's own layout.
     """
 
-    params: Any
+    params: Params
     model_state: Any
     feedback: Any
 
@@ -118,7 +119,7 @@ class Runtime(Protocol):
         ...
 
     def value_and_grad(
-        self, state: ModelState, batch: Batch, key: Any
+        self, state: ModelState, batch: Batch, key: Array
     ) -> tuple[Any, dict[int, Any] | None, ModelState]:
         """Means of each replica (perhaps none here), gradients per stage, and the next state.
 
@@ -128,7 +129,7 @@ class Runtime(Protocol):
         ...
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
     ) -> Any:
         """``f(collectives, *trees)`` of one replica of a stage, run by all of them at their place.
 
@@ -156,12 +157,12 @@ class PlacedRuntime(Protocol):
         """See `Runtime`."""
         ...
 
-    def put(self, stage: int, tree: Any) -> Any:
+    def put(self, stage: int, tree: Tree) -> Any:
         """The same tree at every replica of a stage that is here."""
         ...
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Any, spent: tuple[int, ...] = ()
+        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
     ) -> Any:
         """See `Runtime`."""
         ...
@@ -181,7 +182,7 @@ class PlacedRuntime(Protocol):
         ...
 
     def predict(
-        self, state: ModelState, batch: Batch, key: Any, then: Callable[[Any, Batch], Any] = ...
+        self, state: ModelState, batch: Batch, key: Array, then: Callable[[Any, Batch], Any] = ...
     ) -> tuple[Any, Any]:
         """``then(outputs, batch)`` (None where the last stage is not), and the feedback after.
 
@@ -197,7 +198,7 @@ class PlacedRuntime(Protocol):
         """The feedback states in the runtime's own layout; inverse of `unpack`."""
         ...
 
-    def rows(self, tree: Any) -> dict[int, Any]:
+    def rows(self, tree: Tree) -> dict[int, Any]:
         """A tree that is per replica as those of the replicas here, by their number."""
         ...
 
@@ -213,7 +214,7 @@ class PlacedRuntime(Protocol):
         """Shapes of all stages' `jaxmp.runtimes.state.StageState`."""
         ...
 
-    def bytes_of(self, exchange: Any, params: Any) -> dict[str, Any]:
+    def bytes_of(self, exchange: Any, params: Params) -> dict[str, Any]:
         """Bytes a step that one replica hands to the collectives of an exchange of gradients."""
         ...
 

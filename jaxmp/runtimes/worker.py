@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from jaxmp.exchange.collectives import Params
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState
 from jaxmp.runtimes.trained import part
@@ -46,19 +47,19 @@ class CompiledStage:
             donate_argnums=0,
         )
 
-    def _forward(self, params: Any, moving: Any, batch: MicroBatch, message: Payload) -> tuple:
+    def _forward(self, params: Params, moving: Any, batch: MicroBatch, message: Payload) -> tuple:
         state, out, residuals = self.program.forward(
             StageState(params, *moving), _folded(batch), _rows(message)
         )
         return state[1:], _framed(out) if self.program.right else None, residuals
 
-    def _predict(self, params: Any, moving: Any, batch: MicroBatch, message: Payload) -> tuple:
+    def _predict(self, params: Params, moving: Any, batch: MicroBatch, message: Payload) -> tuple:
         state, out = self.program.predict(
             StageState(params, *moving), _folded(batch), _rows(message)
         )
         return state[1:], _framed(out) if self.program.right else out
 
-    def _backward(self, run: Any, params: Any, feedback: Any, *given: Any) -> tuple:
+    def _backward(self, run: Any, params: Params, feedback: Any, *given: Any) -> tuple:
         """A backward of the program: of ``given``, sums if it adds to them, residuals, arrived."""
         *before, (batch, message) = given
         arrived = _folded(batch), _rows(message)

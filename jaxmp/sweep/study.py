@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.config import KEYS, KINDS, Summary, flat, nearest, settings
+from jaxmp.config import KEYS, KINDS, Config, Summary, flat, nearest, settings
 from jaxmp.models.checkpoint import digest
 from jaxmp.plugins import find, module
 
@@ -19,7 +19,7 @@ WEIGHTS = 'SHA-256 of the weights in model.path'
 class Job(NamedTuple):
     """One run of a study: its configuration, its result file, its workdir."""
 
-    config: Any
+    config: Config
     result: Path
     workdir: Path
 
@@ -82,7 +82,7 @@ def study_of(name: str) -> Any:
     return study
 
 
-def put(config: Any, text: str) -> None:
+def put(config: Config, text: str) -> None:
     """Writes ``key=value`` to ``config``, with the value in the type of the one that it replaces.
 
     Raises:

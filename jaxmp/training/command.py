@@ -21,7 +21,7 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
-from jaxmp.config import KINDS, complete, flat, listing, nearest
+from jaxmp.config import KINDS, Config, complete, flat, listing, nearest
 from jaxmp.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
 
 LONGEST = 150  # characters of the channels in a folder's name
@@ -200,7 +200,7 @@ def set_up() -> None:
 
 
 @contextmanager
-def tracked(config: Any, workdir: Path, wanted: bool = True) -> Iterator[list[Any]]:
+def tracked(config: Config, workdir: Path, wanted: bool = True) -> Iterator[list[Any]]:
     """A context with the callbacks that the flags ask for; with none unless they are wanted."""
     from jaxmp.training.trackers import tensorboard, wandb
 
@@ -236,7 +236,7 @@ def expected(error: BaseException) -> str | None:
     return one_line(error) if isinstance(error, known) else None
 
 
-def default_workdir(config: Any) -> str:
+def default_workdir(config: Config) -> str:
     """``runs/NAME-FWD-BWD``, so that runs with different channels have different folders.
 
     >>> from jaxmp.config import default

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
@@ -147,7 +148,7 @@ def scorer(exp: Experiment, cuts: tuple[Boundary, ...]) -> Callable[[TrainState]
     feedback = jax.eval_shape(local.init, jax.random.key(0)).feedback  # holds no array
 
     @jax.jit
-    def predict(state: Any, batch: Any, key: Any) -> Any:
+    def predict(state: Any, batch: Any, key: Array) -> Any:
         output, after = local.predict(state, batch, key)
         return sums(exp, output, batch), after
 
@@ -168,7 +169,7 @@ def normalised_again(run: Run) -> Run:
     pipe = Pipeline(exp.task.stages, exp.model.boundaries)
 
     @jax.jit
-    def step(state: Any, x: Any, key: Any) -> Any:
+    def step(state: Any, x: Any, key: Array) -> Any:
         x = exp.task.prepare(x, jax.random.fold_in(key, 0))
         return split(pipe.apply(join(model.params, state), None, x, Ctx(key), train=True)[1])[1]
 

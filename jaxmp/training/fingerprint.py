@@ -24,7 +24,7 @@ from jaxtyping import Array
 from jaxmp.config import KEYS, flat
 from jaxmp.data.documents import digest as content
 from jaxmp.exchange import Exchange
-from jaxmp.exchange.collectives import metered
+from jaxmp.exchange.collectives import Params, metered
 from jaxmp.models.adapters import files_of
 from jaxmp.plugins import module_of
 from jaxmp.testing import QUICK
@@ -188,7 +188,7 @@ def exchanges(exp: Experiment) -> list[Exchange]:
 def exchanged(exchange: Exchange) -> str:
     """A digest of the parameters that equal gradients of two replicas give after a period."""
 
-    def run(params: Any) -> tuple[Any]:
+    def run(params: Params) -> tuple[Any]:
         via, key, state = metered(2, {}), jax.random.key(0), exchange.init(params, 2)
 
         def step(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxtyping import Array
+
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.data import chat
@@ -67,7 +69,7 @@ class Draw(NamedTuple):
     temperature: float
     top_p: float
 
-    def __call__(self, logits: Any, key: Any, first: int = 0) -> Any:
+    def __call__(self, logits: Any, key: Array, first: int = 0) -> Any:
         """The tokens of rows, the first of which has the number ``first``."""
         return choose(logits, key, self.temperature, self.top_p, first)
 

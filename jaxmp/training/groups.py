@@ -20,6 +20,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp.exchange import Exchange
+from jaxmp.exchange.collectives import Tree
 from jaxmp.runtimes.trained import Path, Select, everything, of_stage, whole
 from jaxmp.runtimes.types import ByReplica, each
 from jaxmp.training.optimizer import Optimizer
@@ -144,7 +145,7 @@ def by_stage(states: Mapping[Home, Any]) -> dict[int, list[Any]]:
     return lists
 
 
-def _parts(groups: Groups, stage: int, tree: Any) -> list[Any]:
+def _parts(groups: Groups, stage: int, tree: Tree) -> list[Any]:
     """What each group of a stage has of its tree."""
     if [g.select for g in groups] == [everything]:
         return [tree]
@@ -163,7 +164,7 @@ def _parts(groups: Groups, stage: int, tree: Any) -> list[Any]:
     return [unflatten_dict(part) for part in parts]
 
 
-def _whole(tree: Any, parts: list[Any]) -> Any:
+def _whole(tree: Tree, parts: list[Any]) -> Any:
     """``tree`` with the leaves of ``parts`` in their places."""
     if isinstance(tree, ByReplica):
         return ByReplica({r: _whole(t, [p[r] for p in parts]) for r, t in tree.items()})

@@ -36,6 +36,7 @@ import optax
 
 from jaxmp.boundary import Boundary
 from jaxmp.config import KEYS, Config
+from jaxmp.exchange.collectives import Grads, Params
 
 
 class Corrected(NamedTuple):
@@ -74,14 +75,14 @@ def corrected(
     if not delay or word == 'none':
         return optimizer
 
-    def init(params: Any) -> Corrected:
+    def init(params: Params) -> Corrected:
         params = jax.tree.map(jnp.asarray, params)
         last = jax.tree.map(jnp.zeros_like, params) if word == 'predict' else ()
         copies = delay if word == 'compensate' else 0  # a step may donate each
         places = tuple(jax.tree.map(jnp.copy, params) for _ in range(copies))
         return Corrected(places, last, optimizer.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Corrected]:
+    def update(updates: Grads, state: Any, params: Params = None) -> tuple[Any, Corrected]:
         due, places, last = updates, state.places, state.last
         if word == 'compensate':
             then, *later = places

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jaxmp.exchange.collectives import Grads, Params
+
 
 class Masters(NamedTuple):
     """The state of an optimizer with master weights.
@@ -47,11 +49,11 @@ def with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTrans
     (1.0078125, 1.0078125, 1.0)
     """
 
-    def init(params: Any) -> Masters:
+    def init(params: Params) -> Masters:
         wide = jax.tree.map(_wide, params)
         return Masters(_narrow(wide, params), optimizer.init(wide))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Masters]:
+    def update(updates: Grads, state: Any, params: Params = None) -> tuple[Any, Masters]:
         def before(path: Any, p: Array) -> Array:
             master = state.masters.get(jax.tree_util.keystr(path), p)
             return jnp.where(_rounded(master, p.dtype) == p, master, _wide(p))
@@ -69,7 +71,7 @@ def with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTrans
     return optax.GradientTransformation(init, update)
 
 
-def _narrow(wide: Any, params: Any) -> dict[str, Array]:
+def _narrow(wide: Any, params: Params) -> dict[str, Array]:
     """The leaves of ``wide`` whose parameter has fewer bits, by their paths."""
     pairs = zip(jax.tree.leaves_with_path(wide), jax.tree.leaves(params), strict=True)
     return {jax.tree_util.keystr(path): m for (path, m), p in pairs if m.dtype != p.dtype}

@@ -17,7 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
+from jaxmp.exchange.collectives import Grads, Params
 from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.rounds import Plan, applied, change
 from jaxmp.exchange.settled import reduced
@@ -232,7 +234,9 @@ class Meetings:
     def _programs(self, plan: Plan, p: int) -> tuple[Callable, Callable]:
         """The compiled beginning and end of a round of fragment p."""
 
-        def begin(params: Any, parts: list[Any], key: Any, number: Any) -> tuple[Any, Any, Any]:
+        def begin(
+            params: Params, parts: list[Any], key: Array, number: Any
+        ) -> tuple[Any, Any, Any]:
             rows = zip(self._own(params), parts, strict=True)
             changes = [change(plan.cut(own)[p], part) for own, part in rows]
             key = jax.random.fold_in(jax.random.wrap_key_data(key), number)
@@ -240,7 +244,7 @@ class Meetings:
             shared = [part[name] for part in parts for name in ('start', 'memory')]
             return changes, words, checksums(shared)
 
-        def apply(params: Any, parts: list[Any]) -> Any:
+        def apply(params: Params, parts: list[Any]) -> Any:
             own, after = self._own(params), []
             for i, part in enumerate(parts):
                 cut = plan.cut(own[i])
@@ -289,5 +293,5 @@ class Meetings:
 _checksums = jax.jit(checksums)
 
 
-def _digest(sums: Any) -> int:
+def _digest(sums: Grads) -> int:
     return zlib.crc32(np.asarray(sums).tobytes())

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmp.exchange.collectives import Tree
 from jaxmp.runtimes import trained
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training.experiment import Experiment, microbatch_like
@@ -256,7 +257,7 @@ def from_pieces(rows: Sequence[Sequence[Any]]) -> Portable:
 def layout(state: Portable) -> dict[str, dict[str, str]]:
     """Shape and dtype of every leaf, by its path, of each part."""
 
-    def one(tree: Any) -> dict[str, str]:
+    def one(tree: Tree) -> dict[str, str]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {jax.tree_util.keystr(path): f'{a.dtype}{list(a.shape)}' for path, a in leaves}
 

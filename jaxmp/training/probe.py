@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from jaxmp import data
 from jaxmp.boundary import Boundary, FeedbackState
+from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback.channel import BY_TOKEN, Channel
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.state import Feedback
@@ -165,7 +166,7 @@ def values(channel: Channel, pair: Ends, x: Like) -> list[Any]:
     return [channel.values(state, x) for state in pair if jax.tree.leaves(state)]
 
 
-def norm(tree: Any) -> float:
+def norm(tree: Tree) -> float:
     """The Euclidean norm over all arrays of a tree.
 
     >>> norm((np.array([3.0]), (np.array([[4.0]]), ())))

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxmp.exchange import Collectives, Exchange
+from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.runtimes.mirrors import checksums
 from jaxmp.runtimes.types import each
 from jaxmp.training.experiment import Experiment
@@ -20,14 +21,14 @@ class DriftError(RuntimeError):
     """Replicas that must be equal are not."""
 
 
-def mean(via: Collectives | None, tree: Any) -> Any:
+def mean(via: Collectives | None, tree: Tree) -> Any:
     """The replicas' mean; equal numbers are their own."""
     if via is None or not jax.tree.leaves(tree):
         return tree
     return via.mean(tree)
 
 
-def gathered_checksums(via: Collectives | None, tree: Any) -> UInt32[Array, 'n leaves']:
+def gathered_checksums(via: Collectives | None, tree: Tree) -> UInt32[Array, 'n leaves']:
     """`checksums` of all replicas, at each of them."""
     own = checksums(tree)
     return own[None] if via is None else via.all_gather(own)
@@ -43,7 +44,7 @@ def alike(exchange: Exchange, state: TrainState, delay: int = 0) -> dict[int, An
     return {s: tree for s, tree in found.items() if jax.tree.leaves(tree)}
 
 
-def compare(rows: np.ndarray, params: Any, step: int, where: str = '') -> None:
+def compare(rows: np.ndarray, params: Params, step: int, where: str = '') -> None:
     """Compares the checksums of the replicas.
 
     Args:

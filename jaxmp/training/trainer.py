@@ -19,6 +19,7 @@ from jaxtyping import Array
 from jaxmp import data
 from jaxmp.boundary import Boundary
 from jaxmp.config import Config
+from jaxmp.exchange.collectives import Params
 from jaxmp.hlo import interface_bytes
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes import mirrors
@@ -146,7 +147,7 @@ class Trainer:
         if not one or runtime.mesh or exp.task.read is None or self.scans:
             return
 
-        def start(key: Array, params: Any) -> TrainState:
+        def start(key: Array, params: Params) -> TrainState:
             model = runtime.init(key, draw=False)._replace(params=params)
             return create(Trainer.rules(self, 0), runtime, self.across, key, model)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
 from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import run_stage
@@ -30,7 +31,7 @@ def unchanging(exp: Experiment) -> str:
             return f'stage {s} changes its {", ".join(names)}'
     batch = jax.ShapeDtypeStruct((x.shape[0], *exp.data.train.x.shape[1:]), exp.data.train.x.dtype)
 
-    def run(key: Any, variables: Any, x: Any) -> Any:
+    def run(key: Array, variables: Any, x: Any) -> Any:
         x = exp.task.prepare(x, jax.random.fold_in(key, 0))
         ctx = Ctx(jax.random.fold_in(key, 1)).reading(x)
         for s, own in enumerate(variables):
