@@ -119,8 +119,9 @@ def meeting(group: ProcessGroup, exp: Experiment, count: int) -> tuple[Link, tup
 def machine(exp: Experiment, count: int) -> Machine:
     """This machine; compiles the stages of an experiment as `in_parts` has it.
 
-    The mean over some seconds counts: a machine with a share of its processor, as by a quota, does
-    some parts at full speed and stands still in others, which a median would not see.
+    A machine with a share of its processor, as by a quota, does some parts at full speed and stands
+    still in others. So the least seconds tell how parts differ, and the mean over some seconds how
+    fast the machine is.
     """
     trainer = Trainer(exp, ProcessGroup())
     run = passes(exp, jax.device_put(trainer.weights(trainer.create()), jax.devices()[0]))
@@ -128,8 +129,9 @@ def machine(exp: Experiment, count: int) -> Machine:
     started, rows = time.monotonic(), []
     while len(rows) < PASSES or time.monotonic() - started < SECONDS:
         rows.append(run(False))
-    mean = lambda way: [sum(row[s][way] for row in rows) / len(rows) for s in range(len(rows[0]))]
-    forward, backward = (spread(mean(way), count) for way in (0, 1))
+    times = np.asarray(rows)  # by pass, stage and way
+    least = times.min(0) * (times.mean(0).sum() / times.min(0).sum())
+    forward, backward = (spread(way, count) for way in least.T.tolist())
     return Machine(forward, backward, memory())
 
 
