@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,16 +137,36 @@ def scaled(y: Array, s: Array) -> Array:
     return jnp.clip(y * s, -most, most)
 
 
+def _tests(a: Array, levels: Sequence[float], rms: Array) -> list[Array]:
+    """The bits, lowest first, of the number of the nearest of ``2**k`` levels times ``rms``.
+
+    They are found from the highest, each by a comparison with one end of a cell.
+    """
+    ends = [(low + high) / 2 * rms for low, high in itertools.pairwise(levels)]
+    bits: list[Array] = []
+    for step in [2**k for k in reversed(range(len(levels).bit_length() - 1))]:
+        bits = [a > _picked(bits, ends[step - 1 :: 2 * step]), *bits]
+    return bits
+
+
+def _picked(bits: Sequence[Array], choices: Sequence[Any]) -> Any:
+    """One of ``2**k`` choices, by the k bits of its number."""
+    for odd in bits:
+        pairs = zip(choices[::2], choices[1::2], strict=True)
+        choices = [jnp.where(odd, high, low) for low, high in pairs]
+    return choices[0]
+
+
 def nearest(a: Array, levels: Sequence[float], rms: Array) -> Array:
-    """The number of the nearest of ascending levels times ``rms`` to each ``a``."""
-    middles = ((low + high) / 2 for low, high in itertools.pairwise(levels))
-    return sum(((a > m * rms).astype(jnp.uint8) for m in middles), jnp.zeros(a.shape, jnp.uint8))
+    """The number of the nearest of ``2**k`` ascending levels times ``rms`` to each ``a``."""
+    bits = [bit.astype(jnp.uint8) << i for i, bit in enumerate(_tests(a, levels, rms))]
+    return functools.reduce(jnp.bitwise_or, bits, jnp.zeros(a.shape, jnp.uint8))
 
 
 def level_of(a: Array, levels: Sequence[float], rms: Array) -> Array:
     """The nearest of ascending levels times ``rms`` to each ``a``, in units of ``rms``."""
     y = jnp.full(a.shape, levels[0], a.dtype)
-    for low, high in itertools.pairwise(levels):
+    for low, high in itertools.pairwise(levels):  # in a sum as fast as half as many comparisons
         y = jnp.where(a > (low + high) / 2 * rms, high, y)
     return y
 
@@ -153,10 +174,7 @@ def level_of(a: Array, levels: Sequence[float], rms: Array) -> Array:
 def chosen(number: Array, levels: Sequence[float], dtype: jnp.dtype) -> Array:
     """``levels[number]`` of ``2**k`` levels by k tests of bits, as XLA:CPU vectorises no table."""
     y = [jnp.full(number.shape, level, dtype) for level in levels]
-    for k in range(len(levels).bit_length() - 1):
-        odd = (number >> k & 1) == 1
-        y = [jnp.where(odd, high, low) for low, high in zip(y[::2], y[1::2], strict=True)]
-    return y[0]
+    return _picked([(number >> k & 1) == 1 for k in range(len(levels).bit_length() - 1)], y)
 
 
 @word

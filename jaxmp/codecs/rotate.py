@@ -71,6 +71,13 @@ def _across(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
     return x
 
 
+def _negated(x: Array, minus: Array) -> Array:
+    """``-x`` where the highest bit of a word is set, by the sign bit of x."""
+    bits = jnp.finfo(x.dtype).bits
+    sign = minus.astype(f'uint{bits}') << (bits - 32)
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, sign.dtype) ^ sign, x.dtype)
+
+
 @word
 def rotate(codec: Codec, block: int = 1024) -> Codec:
     r"""Applies ``codec`` to the randomly rotated tensor, and rotates back.
@@ -111,10 +118,11 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
 
     def flipped(x: Array, ctx: Ctx) -> Array:
         """Each element with a random sign: 32 signs are the bits of one random word."""
-        shape = (len(x), -(-block // 32), 1)
-        words = jax.random.bits(ctx.key_of('rotate'), shape, jnp.uint32)
-        minus = words >> jnp.arange(min(block, 32), dtype=jnp.uint32) & 1
-        return jnp.where(minus.reshape(x.shape) == 1, -x, x)
+        words = -(-block // 32)  # drawn as one run, which XLA:CPU draws by vectors
+        drawn = jax.random.bits(ctx.key_of('rotate'), (len(x) * words,), jnp.uint32)
+        place = jnp.arange(min(block, 32), dtype=jnp.uint32)
+        minus = drawn.reshape(len(x), words, 1) >> place << 31
+        return _negated(x, minus.reshape(x.shape))
 
     def part(ctx: Ctx) -> Ctx:  # the signs are drawn from the key, so the codec gets another one
         return ctx.fold(1)._replace(ids=None, tokens=None, indices=None)
