@@ -26,6 +26,7 @@ Count = Callable[[Bool[Array, ' n']], Int32[Array, '']]
 
 LANES = 32  # columns of a vertical sum: one vector register of bytes
 FOLD = 8
+SHORT = 128  # entries of a row that are compared all at once
 FEW = 4  # elements of a row that are found by merging lists; XLA:CPU does not vectorise 8
 
 
@@ -87,28 +88,61 @@ def few_largest(x: Float[Array, 'B n'], k: int) -> Int32[Array, 'B k']:
     >>> few_largest(jnp.array([[1.0, -3.0, 2.0, 2.0]]), 2).tolist()
     [[1, 2]]
     """
-    n, key = x.shape[1], _magnitude(_bits(x))
-    least = _least(~key, k)[:, -1:]  # the complement of the k-th largest key
-    place = jnp.arange(n, dtype=jnp.uint32)
+    return _few(_magnitude(_bits(x)), k)
+
+
+def without_few(x: Float[Array, 'B n'], at: Int32[Array, 'B k']) -> Float[Array, 'B n']:
+    """The rows with zeros at the positions of `few_largest`.
+
+    A comparison of keys, which XLA fuses with what follows; setting elements would copy the rows.
+
+    >>> without_few(jnp.array([[1.0, -3.0, 2.0, 2.0]]), jnp.array([[1, 2]])).tolist()
+    [[1.0, 0.0, 0.0, 2.0]]
+    """
+    key, place = _magnitude(_bits(x)), jnp.arange(x.shape[1], dtype=at.dtype)
+    few = gather(key, at)
+    least = few.min(1, keepdims=True)
+    last = jnp.where(few == least, at, -1).max(1, keepdims=True)  # of equals the first are taken
+    return jnp.where(key >= least + (place > last).astype(key.dtype), 0, x)
+
+
+def _few(key: Shaped[Array, 'B n'], k: int) -> Int32[Array, 'B k']:
+    """The positions of the k largest keys of each row, ascending; of equals the first.
+
+    They lie in the k runs of eight keys with the largest maxima, of equals again the first.
+    """
+    if key.shape[1] <= SHORT:
+        return _few_of_short(key.T, k).T
+    runs = jnp.pad(key, ((0, 0), (0, -key.shape[1] % FOLD))).reshape(len(key), -1, FOLD)
+    run = _few(jnp.max(runs, 2), k)
+    rows = jnp.take_along_axis(runs, run[:, :, None], 1, mode='clip').reshape(len(key), -1)
+    at = _few_of_short(rows.T, k).T
+    return FOLD * jnp.take_along_axis(run, at // FOLD, 1, mode='clip') + at % FOLD
+
+
+def _few_of_short(key: Shaped[Array, 'n B'], k: int) -> Int32[Array, 'k B']:
+    """The same of columns, which XLA:CPU processes side by side."""
+    n, place = len(key), jnp.arange(len(key), dtype=jnp.uint32)[:, None]
+    least = _least(~key, k)[-1:]  # the complement of the k-th largest key
     order = jnp.where(~key < least, place, jnp.where(~key == least, n + place, 2 * n))
     chosen = _least(order, k)  # those above the k-th, then the first of its equals
-    return jnp.sort(jnp.where(chosen < n, chosen, chosen - n).astype(jnp.int32), axis=1)
+    return _least(jnp.where(chosen < n, chosen, chosen - n), k).astype(jnp.int32)
 
 
-def _least(key: Shaped[Array, 'B n'], k: int) -> Shaped[Array, 'B k']:
-    """The k least of each row, ascending.
+def _least(key: Shaped[Array, 'n B'], k: int) -> Shaped[Array, 'k B']:
+    """The k least of each column, ascending.
 
-    Eight parts of a row, each k lists of keys, are merged at a time: XLA:CPU merges all elements of
-    a part by vectors, if the lists are results of one reduction over few parts.
+    Eight parts of a column, each k lists of keys, are merged at a time: XLA:CPU merges by vectors,
+    if the lists are results of one reduction over few parts.
     """
     size, most = 1 << (k - 1).bit_length(), jnp.array(jnp.iinfo(key.dtype).max, key.dtype)
     lists = [key] + [jnp.full(key.shape, most)] * (size - 1)
-    while (n := lists[0].shape[1]) > 1:
+    while (n := len(lists[0])) > 1:
         parts = min(8, n)
-        lists = [jnp.pad(a, ((0, 0), (0, -n % parts)), constant_values=most) for a in lists]
-        lists = [a.reshape(len(key), parts, -1) for a in lists]
-        lists = lax.reduce(tuple(lists), (most,) * size, _merged, (1,))
-    return jnp.concatenate(lists, 1)[:, :k]
+        lists = [jnp.pad(a, ((0, -n % parts), (0, 0)), constant_values=most) for a in lists]
+        lists = [a.reshape(parts, -1, key.shape[1]) for a in lists]
+        lists = lax.reduce(tuple(lists), (most,) * size, _merged, (0,))
+    return jnp.concatenate(lists, 0)[:k]
 
 
 def _merged(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:

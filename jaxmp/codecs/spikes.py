@@ -14,6 +14,11 @@ from jaxmp.wire import Codec, Ctx, Like, Samples, elements, samples
 from jaxmp.words import check_whole, word
 
 
+def _without(rows: Array, at: Array) -> Array:
+    """The rows with zeros at some places."""
+    return jax.vmap(lambda row, s: row.at[s].set(0, unique_indices=True))(rows, at)
+
+
 @word
 def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
     r"""Sends the largest magnitudes of each sample with their positions, the rest by ``codec``.
@@ -60,7 +65,7 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
         k, n = apart(x).shape[1], flat.shape[1]
         few = k <= select.FEW
         at = select.few_largest(flat, k) if few else select.positions(select.k_largest(flat, k), k)
-        rest = jax.vmap(lambda row, s: row.at[s].set(0, unique_indices=True))(flat, at)
+        rest = select.without_few(flat, at) if few else _without(flat, at)
         return {
             'rest': codec.encode(rest.reshape(x.shape), ctx),
             'positions': packed.encode(select.bitmap(at, n), at, n),
