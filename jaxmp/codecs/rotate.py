@@ -7,6 +7,7 @@ both ends draw from the crossing's key, keep structured data from aligning with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxmp.words import word
 
 BLOCKS = [2**n for n in range(1, 21)]
 MOST_EXACT = 2**12  # levels, whose sum has no more than the 24 bits of a float32
+Level = Callable[[Array, int], Array]
 SIDE = 32  # of the matrix of a product, which a core multiplies as fast as it reads memory
 
 
@@ -28,6 +30,12 @@ def _level(x: Float[Array, 'rows n'], level: int) -> Float[Array, 'rows n']:
     halves = x.reshape(len(x), -1, 2, 2**level)
     a, b = halves[:, :, 0], halves[:, :, 1]
     return jnp.stack([a + b, a - b], 2).reshape(x.shape)
+
+
+def _level_of_elements(x: Float[Array, 'rows n'], level: int) -> Float[Array, 'rows n']:
+    """The same, faster where XLA:CPU fuses it with elementwise work before it, not after it."""
+    a, b = jnp.split(x.reshape(len(x), -1, 2, 2**level), 2, 2)
+    return (a + np.array([[1], [-1]], x.dtype) * b).reshape(x.shape)
 
 
 def _of_means(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
@@ -60,14 +68,14 @@ def _within(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
     return jnp.dot(x.reshape(-1, len(matrix)), matrix, precision='highest').reshape(x.shape)
 
 
-def _across(x: Float[Array, 'rows n']) -> Float[Array, 'rows n']:
+def _across(x: Float[Array, 'rows n'], level: Level = _level) -> Float[Array, 'rows n']:
     """``H X``: sums and differences of the rows of X, or products if there are many."""
     rows, n = x.shape
     if n > 4 * SIDE:
         columns = x.reshape(rows, -1, SIDE).swapaxes(1, 2).reshape(-1, n // SIDE)
         return _across(_within(columns)).reshape(rows, SIDE, -1).swapaxes(1, 2).reshape(rows, n)
-    for level in range(SIDE.bit_length() - 1, n.bit_length() - 1):
-        x = _level(x, level)
+    for number in range(SIDE.bit_length() - 1, n.bit_length() - 1):
+        x = level(x, number)
     return x
 
 
@@ -130,7 +138,8 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
     def encode(x: Array, ctx: Ctx) -> Any:
         flat = wide(x).reshape(-1)
         x = jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
-        return codec.encode(_of_means(_within(_across(flipped(x, ctx) * (1 / block)))), part(ctx))
+        x = _within(_across(flipped(x, ctx) * (1 / block), _level_of_elements))
+        return codec.encode(_of_means(x), part(ctx))
 
     def rotated(m: Any, rows: Like, ctx: Ctx) -> Array:
         if codec.levels is None or block > MOST_EXACT:
