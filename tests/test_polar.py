@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 import zlib
 from functools import partial
@@ -305,7 +304,7 @@ def test_a_random_word_gives_the_signs_of_32_elements():
         jax.make_jaxpr(jaxmp.parse('rotate(raw, 64)').codec.encode)(like, Ctx(jax.random.key(0)))
     )
     drawn = re.findall(r'u32\[([\d,]+)\] = random_bits', text)
-    assert [math.prod(map(int, shape.split(','))) for shape in drawn] == [200]
+    assert drawn == ['200']  # one run of words: with a last axis of 1 XLA:CPU draws them one by one
 
 
 def test_rotation_makes_heavy_tails_normal():
