@@ -79,6 +79,7 @@ def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block
 def test_a_verdict_says_what_to_do(v, text, following):
     assert pays.said(v) == text
     assert pays.following(v) == following
+    assert pays.running(v).startswith('Next') == ('It does not pay' not in text)
     assert pays.record(v)['rows'][1]['raw'] == v.row.raw
 
 

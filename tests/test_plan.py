@@ -265,7 +265,9 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     assert told.count('training steps') == 2
     assert shown.startswith('It does not pay: alone a step takes ')
     assert 'nan' not in shown
-    assert shown.endswith(f'Next: jaxmp launch --processes 2 -- jaxmp train --config={out}\n')
+    run = f'jaxmp launch --processes 2 -- jaxmp train --config={out}'
+    slower = 'One machine alone is faster; to run it all the same'
+    assert shown.endswith(f'wrote {out}. {slower}: {run}\n')
     config = complete(plugins.load(str(out)))
     assert (config.fwd, config.name) == ('uniform(8)', 'tiny_plan')
     exp = experiment_of(config)

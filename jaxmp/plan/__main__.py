@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if ask.listens:
             raise ValueError('--listen is of `jaxmp pays`; start that on the other machine')
         from jaxmp.plan.choose import uniform
-        from jaxmp.plan.pays import said, verdict
+        from jaxmp.plan.pays import running, said, verdict
         from jaxmp.plan.planned import for_machines, planned_on
         from jaxmp.plan.show import show, summary
         from jaxmp.plan.write import text
@@ -69,12 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         probed, choice = planned_on(machines, config, link, ask)
         others = {pair: uniform(probed, link, *pair) for pair in UNIFORM}
         about = summary(choice, ask.base, link, ask.error)
-        print(said(verdict(config, probed, choice, link, ask.error, machines)))
+        found = verdict(config, probed, choice, link, ask.error, machines)
+        print(said(found))
         show(probed, choice, others, link, ask.error, ask.candidates)
         ask.out.write_text(text(choice, ask.base, values, ask.out, about))
     except (OSError, ValueError, ProcessGroupError) as error:
         sys.exit(f'jaxmp plan: {error}')
-    print(f'Next: {run_command(choice, ask)}')
+    print(f'wrote {ask.out}. {running(found)}: {run_command(choice, ask)}')
 
 
 if __name__ == '__main__':

@@ -173,6 +173,12 @@ def delay(v: Verdict) -> str:
     return f' {share:.0f} % of that step is the delay.' if share >= 1 else ''
 
 
+def running(v: Verdict) -> str:
+    """What a command that runs the plan is, before a colon."""
+    slower = v.needs <= v.has and v.row.best / v.alone > 1 + MARGIN
+    return 'One machine alone is faster; to run it all the same' if slower else 'Next'
+
+
 def named(choice: Choice) -> str:
     """The codecs of a plan: one, one each way, or "the plan's codecs" where they differ more."""
     ways = [
