@@ -266,6 +266,7 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     assert shown.startswith('It does not pay: alone a step takes ')
     assert 'nan' not in shown
     run = f'jaxmp launch --processes 2 -- jaxmp train --config={out}'
+    run += ' (all on this machine; on several: docs/running.md)'
     slower = 'One machine alone is faster; to run it all the same'
     assert shown.endswith(f'wrote {out}. {slower}: {run}\n')
     config = complete(plugins.load(str(out)))

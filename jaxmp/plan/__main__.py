@@ -41,7 +41,7 @@ def run_command(choice: Choice, ask: Asked) -> str:
     if not ask.peer:
         return (
             f'jaxmp launch --processes {1 + len(choice.codecs) // 2} -- '
-            f'jaxmp train --config={ask.out}'
+            f'jaxmp train --config={ask.out} (all on this machine; on several: docs/running.md)'
         )
     host, port = ask.peer
     where = f'--coordinator={host}:{port} --processes=2'

@@ -121,7 +121,8 @@ def advice(v: Verdict) -> str:
     """Above which rate it pays, and above which no codec is needed."""
     pays, free = paying_rate(v), crossing(*rates(v, lambda r: r.raw / r.best), 1 + MARGIN)
     if pays is None:
-        return f'It pays at no rate up to {spelled_rate(v.rows[-1].link.rate)}.'
+        limit = '' if v.row.link.delay else ': the link is not what limits it'
+        return f'It pays at no rate up to {spelled_rate(v.rows[-1].link.rate)}{limit}.'
     least = v.rows[0].link.rate
     text = f'It pays above {spelled_rate(max(pays, least))}'
     return text + (
@@ -149,10 +150,10 @@ def following(v: Verdict) -> str:
         return f'Next: train on one machine, or join them by a link of more than {rate}; {plan}.'
     if v.still.best / v.alone < 1 - MARGIN:
         return (
-            'Next: train on one machine, or let the delay not count: `optimizer.delay=1` with '
-            'stages, or replicas that meet in rounds (`exchange=diloco(...)`).'
+            'Next: train on one machine, or hide the latency: gradients one step old '
+            '(`optimizer.delay=1`), or replicas that average rarely (`exchange=diloco(...)`).'
         )
-    rounds = 'replicas that meet in rounds (`exchange=diloco(...)`) send less'
+    rounds = 'replicas that average rarely (`exchange=diloco(...)`) send less'
     return f'Next: train on one machine; {rounds}.'
 
 
@@ -170,7 +171,9 @@ def paying(ratio: float) -> str:
 def delay(v: Verdict) -> str:
     """What the delay costs."""
     share = 100 * (1 - v.still.best / v.row.best)
-    return f' {share:.0f} % of that step is the delay.' if share >= 1 else ''
+    return (
+        f' Without the delay it would be {v.still.best / v.alone:.2f} times.' if share >= 1 else ''
+    )
 
 
 def running(v: Verdict) -> str:
@@ -195,12 +198,16 @@ def spelled(link: Link) -> str:
     """A link in words.
 
     >>> spelled(Link(50, 40)), spelled(Link(1000))
-    ('50 Mbit/s with 40 ms', '1 Gbit/s')
+    ('50 Mbit/s with 40 ms one way', '1 Gbit/s')
     >>> spelled(Link(93.21, 0.1234, 9.5))
-    '93 Mbit/s and 9.5 Mbit/s back with 0.12 ms'
+    '93 Mbit/s and 9.5 Mbit/s back with 0.12 ms one way'
     """
     back = f' and {spelled_rate(link.back)} back' if link.back else ''
-    return spelled_rate(link.rate) + back + (f' with {link.delay:.2g} ms' if link.delay else '')
+    return (
+        spelled_rate(link.rate)
+        + back
+        + (f' with {link.delay:.2g} ms one way' if link.delay else '')
+    )
 
 
 def spelled_rate(rate: float) -> str:
@@ -338,12 +345,13 @@ def show(v: Verdict) -> None:
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
     console.print(said(v), highlight=False)
-    table = Table(title='a step, in units of a step alone')
-    for head in ('link', 'raw', 'compressed', 'codecs', ''):
+    table = Table(title='a step, in units of a step alone; above 1 is slower')
+    for head in ('link', 'raw', 'compressed', 'codecs', 'pays'):
         table.add_column(head, justify='right' if head in ('raw', 'compressed') else 'left')
     for r in v.rows:
-        ratio, mark = r.best / v.alone, ' *' if r.link == v.row.link else ''
-        cells = f'{r.raw / v.alone:.2f}', f'{ratio:.2f}', named(r.choice), paying(ratio)
+        ratio, mark = r.best / v.alone, ', as asked' if r.link == v.row.link else ''
+        pays = {'It pays': 'yes', 'It does not pay': 'no'}.get(paying(ratio), 'alike')
+        cells = f'{r.raw / v.alone:.2f}', f'{ratio:.2f}', named(r.choice), pays
         table.add_row(spelled(r.link) + mark, *cells)
     console.print(table)
     console.print(following(v), highlight=False)

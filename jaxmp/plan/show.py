@@ -78,8 +78,9 @@ def crossings(probed: Probed, choice: Choice, link: Link, budget: float, every: 
     """A row per chosen codec, or per candidate of each crossing, times per step."""
     what = 'candidates' if every else 'codecs'
     table = Table(
-        title=f'{what}: ms per step at {link.rate:g} Mbit/s, without the delay of '
-        f'{link.delay:g} ms; error: relative squared, a proxy, budget {budget:g}'
+        title=f'{what}: ms per step at {link.rate:g} Mbit/s'
+        + (f', without the delay of {link.delay:g} ms' if link.delay else '')
+        + f'; error: of the message, relative squared, at most {budget:g}'
     )
     for head in ('boundary', 'way', 'codec', 'bits', 'error', 'encode', 'wire', 'decode', ''):
         table.add_column(head, justify='left' if head in ('way', 'codec', '') else 'right')
