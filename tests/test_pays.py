@@ -32,8 +32,8 @@ def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block
         (
             verdict((20, 7.4, 1.5), (4.0, 1.64, 1.5), 40.0, 1.14),
             'It pays: alone a step takes 2 s, on 2 machines over 10 Mbit/s with 40 ms one way 3.70 '
-            'times as long with raw messages and 0.82 times with block(4). It pays above 7.8 Mbit/s, '
-            'raw above 97 Mbit/s. Without the delay it would be 0.57 times.',
+            'times as long with raw messages and 0.82 times with block(4). It pays above 7.8 '
+            'Mbit/s, raw above 97 Mbit/s. Without the delay it would be 0.57 times.',
             'Next: `jaxmp plan` with the same flags writes the run.',
         ),
         (
@@ -47,8 +47,8 @@ def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block
         (
             verdict((20, 7.4, 3.0), (4.0, 3.6, 3.0), 40.0, 1.5),
             'It does not pay: alone a step takes 2 s, on 2 machines over 10 Mbit/s with 40 ms one '
-            'way 3.70 times as long with raw messages and 1.80 times with block(4). It pays at no rate '
-            'up to 100 Mbit/s. Without the delay it would be 0.75 times.',
+            'way 3.70 times as long with raw messages and 1.80 times with block(4). It pays at no '
+            'rate up to 100 Mbit/s. Without the delay it would be 0.75 times.',
             'Next: train on one machine, or hide the latency: gradients one step old '
             '(`optimizer.delay=1`), or replicas that average rarely (`exchange=diloco(...)`).',
         ),
