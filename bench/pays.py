@@ -37,7 +37,8 @@ from workers import Rows
 from jaxmp.net.link import parse
 from jaxmp.plan.asked import changed
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
-from jaxmp.plan.pays import MARGIN, alone, by_itself, paying
+from jaxmp.plan.pays import alone, by_itself
+from jaxmp.plan.verdict import MARGIN, paying
 from jaxmp.plan.write import text as written
 
 HERE, PORT = Path(__file__).parent, 7079

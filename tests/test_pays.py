@@ -6,6 +6,7 @@ import pytest
 
 from jaxmp.net.link import Link
 from jaxmp.plan import pays
+from jaxmp.plan import verdict as verdicts
 from jaxmp.plan.choose import Candidate, Choice, Order
 
 EDGES = (0, 1), (1, 0)
@@ -19,11 +20,11 @@ def choice(seconds, *texts):
 def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block(4)')):
     """Steps over 1, 10 and 100 Mbit/s, of which the second is asked about; alone takes 2 s."""
     rows = [
-        pays.Row(Link(rate, delay), r, choice(b, *(texts if b < r else ('raw', 'raw'))))
+        verdicts.Row(Link(rate, delay), r, choice(b, *(texts if b < r else ('raw', 'raw'))))
         for rate, r, b in zip((1, 10, 100), raw, best, strict=True)
     ]
     quiet = rows[1]._replace(choice=rows[1].choice._replace(seconds=still or rows[1].best))
-    return pays.Verdict(2, 2.0, needs << 30, 8 << 30, rows[1], quiet, rows)
+    return verdicts.Verdict(2, 2.0, needs << 30, 8 << 30, rows[1], quiet, rows)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,9 @@ def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block
     ids=['pays', 'never', 'delay', 'no difference', 'does not fit', 'always'],
 )
 def test_a_verdict_says_what_to_do(v, text, following):
-    assert pays.said(v) == text
-    assert pays.following(v) == following
-    assert pays.running(v).startswith('Next') == ('It does not pay' not in text)
+    assert verdicts.said(v) == text
+    assert verdicts.following(v) == following
+    assert verdicts.running(v).startswith('Next') == ('It does not pay' not in text)
     assert pays.record(v)['rows'][1]['raw'] == v.row.raw
 
 

@@ -60,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if ask.listens:
             raise ValueError('--listen is of `jaxmp pays`; start that on the other machine')
         from jaxmp.plan.choose import uniform
-        from jaxmp.plan.pays import running, said, verdict
+        from jaxmp.plan.pays import verdict
         from jaxmp.plan.planned import for_machines, planned_on
         from jaxmp.plan.show import show, summary
+        from jaxmp.plan.verdict import running, said
         from jaxmp.plan.write import text
 
         config, values, link, machines = for_machines(ask)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from jaxmp.net.link import Link
 from jaxmp.plan.choose import ALIKE, Choice, Probed
-from jaxmp.plan.pays import spelled
+from jaxmp.plan.verdict import spelled
 
 
 def summary(choice: Choice, base: str, link: Link, budget: float) -> str:
