@@ -29,6 +29,7 @@ from jaxmp.models import (
 from jaxmp.models.decoder import PROJECTIONS, decoder
 from jaxmp.models.rotary import frequencies
 from jaxmp.net.group import ProcessGroup
+from jaxmp.plan import stages as plan_stages
 from jaxmp.training import (
     experiment,
     files,
@@ -42,6 +43,7 @@ from jaxmp.training import (
 )
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.sizes import residual_rows
+from jaxmp.training.trainer import Trainer
 from tests.runs import LAUNCH, ROOT, config_of, pids, records, text_of, wait_for_steps
 from tests.runs import start as start_run
 from tests.test_decoder import (
@@ -120,6 +122,33 @@ def moved(before, after):
         n for old, new in zip(before, after, strict=True) for n in old
         if not np.array_equal(old[n], new[n])
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ('train', 'first', 'leaf'),
+    [('lora(2)', 0, ('lora_a', 'lora_b')), ('stage1.*mlp*', 1, ('weight',))],
+)
+def test_a_plan_times_the_gradients_of_what_is_trained_alone(
+    tmp_path, monkeypatch, train, first, leaf
+):
+    """A stage before all that is trained runs no backward, in one piece or in two halves."""
+    exp = experiment.experiment_of(small(tiny(tmp_path / 'base'), train=train, runtime='mpmd'))
+    timed, seen = plan_stages.one_pass, []
+    monkeypatch.setattr(
+        plan_stages,
+        'one_pass',
+        lambda workers, *given: seen.append(workers) or timed(workers, *given),
+    )
+    trainer = Trainer(exp, ProcessGroup())
+    variables = jax.device_put(trainer.weights(trainer.create()), jax.devices()[0])
+    run = plan_stages.passes(exp, variables)
+    for split in (False, True):
+        rows = run(split)
+        assert [[seconds > 0 for seconds in row[1:]] for row in rows] == [
+            [s >= first] * (1 + split) for s in (0, 1)
+        ]
+        for worker in seen.pop()[first:]:
+            assert {name.split('.')[-1] for name in names(worker.total.grads)} == {*leaf}
 
 
 def test_by_default_all_but_the_table_is_trained(tmp_path, weights_after):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxmp import data
 from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.predict import Times
 from jaxmp.plan.steps import Trained
-from jaxmp.runtimes.stage import programs
+from jaxmp.runtimes.stage import programs_of
 from jaxmp.runtimes.state import MicroBatch, StageState
 from jaxmp.runtimes.worker import CompiledStage, Worker
 from jaxmp.training.evaluate import model_of
@@ -62,7 +62,7 @@ def stage_times(exp: Experiment, trained: Trained, clock: Clock) -> dict[int, li
     ratio = max(1.0, trained.gradients / (own * np.sum(found[own, False])))
     if (own, True) in found:
         pairs = zip(found[own, True], found[own, False], strict=True)
-        shares = [tuple(t / b for t in halves) for (_, *halves), (_, b) in pairs]
+        shares = [tuple(t / b if b else 0.0 for t in halves) for (_, *halves), (_, b) in pairs]
     whole = {count: rows for (count, split), rows in found.items() if not split}
     return {
         count: [
@@ -111,9 +111,7 @@ def interpolated(found: Mapping[int, Any], counts: Sequence[int]) -> dict[int, n
 def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[list[float]]]:
     """A function of ``split``: for each stage the seconds of F and B, or of F, B and W."""
     model, size = model_of(exp, exp.model.boundaries), microbatch_like(exp).shape[0]
-    made = programs(
-        model.stages, model.boundaries, model.loss, model.x, {'train': True}, model.remat
-    )
+    made = programs_of(model)
     stages = [CompiledStage(p, None) for p in made]
     [batch] = data.batches(exp.data.train, size, np.arange(size))
     x = jax.jit(model.prepare)(batch['x'], jax.random.key(0))
@@ -127,16 +125,22 @@ def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[l
         rows: list[dict[str, float]] = [{} for _ in stages]
         workers = [Worker(p, st, (0,) * split) for p, st in zip(stages, states, strict=True)]
         ctx = Ctx(jax.random.key(0), jnp.asarray(batch['id']), microbatch=np.int32(0))
-        for s, kind, seconds in one_pass(workers, (x, batch['y'], ctx.reading(x)), split):
+        own = x, batch['y'], ctx.reading(x)
+        for s, kind, seconds in one_pass(workers, own, model.first, split):
             rows[s][kind] = seconds
         states[:] = [w.state() for w in workers]
-        return [[row[kind] for kind in 'FBW'[: 2 + split]] for row in rows]
+        return [[row.get(kind, 0.0) for kind in 'FBW'[: 2 + split]] for row in rows]
 
     return run
 
 
-def one_pass(workers: Sequence[Worker], batch: tuple[Array, Any, Ctx], split: bool) -> Any:
-    """Seconds of all actions of one micro-batch, ``(stage, kind, seconds)``."""
+def one_pass(
+    workers: Sequence[Worker], batch: tuple[Array, Any, Ctx], first: int, split: bool
+) -> Iterator[tuple[int, str, float]]:
+    """Seconds of all actions of one micro-batch, ``(stage, kind, seconds)``.
+
+    Stages before ``first`` have nothing that is trained, and run no backward.
+    """
     x, y, ctx = batch
     last, message = len(workers) - 1, None
     for s, w in enumerate(workers):
@@ -145,11 +149,11 @@ def one_pass(workers: Sequence[Worker], batch: tuple[Array, Any, Ctx], split: bo
         message, seconds = acted(w, 'F', own, message)
         yield s, 'F', seconds
     message = None
-    for s in range(last, -1, -1):
+    for s in range(last, first - 1, -1):
         message, seconds = acted(workers[s], 'B', None, message)
         yield s, 'B', seconds
-    for s, w in enumerate(workers if split else ()):
-        yield s, 'W', acted(w, 'W', None, None)[1]
+    for s in range(first, len(workers) if split else 0):
+        yield s, 'W', acted(workers[s], 'W', None, None)[1]
 
 
 def acted(worker: Worker, kind: str, own: MicroBatch | None, message: Any) -> tuple[Any, float]:

@@ -27,7 +27,7 @@ from jaxmp.runtimes.memory import FeedbackMemory
 from jaxmp.runtimes.packing import Packing
 from jaxmp.runtimes.placement import is_here
 from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
-from jaxmp.runtimes.stage import StageProgram, programs, shapes
+from jaxmp.runtimes.stage import StageProgram, programs_of, shapes
 from jaxmp.runtimes.state import StageState
 from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys, output
 from jaxmp.runtimes.wires import AXIS
@@ -57,10 +57,7 @@ class Spmd(OverColumns):
         Raises:
           ValueError: if a channel's state has no row per sample.
         """
-        stages = programs(
-            model.stages, model.boundaries, model.loss if train else None, model.x,
-            {'train': train}, model.remat, model.trained,
-        )  # fmt: skip
+        stages = programs_of(model, train)
         axes = (AxisType.Auto,) * 2
         self.mesh = Mesh(columns.devices, (REPLICA, AXIS), axis_types=axes)
         self.program = SpmdProgram(stages, model.num_microbatches)

@@ -32,6 +32,7 @@ from jaxmp.runtimes.state import (
     StageState,
 )
 from jaxmp.runtimes.trained import Path, Select, all_paths, everything, of_stage, part, whole
+from jaxmp.runtimes.types import Model
 from jaxmp.wire import Ctx, Like, Payload, like, widened
 
 Loss = Callable[[Array, Array], tuple[Array, Any]]
@@ -282,6 +283,14 @@ def programs(
             loss if s == n - 1 else None, items, remat, of_stage(trained, s), s > first,
         )
         for s, stage in enumerate(stages)
+    )  # fmt: skip
+
+
+def programs_of(model: Model, train: bool = True) -> tuple[StageProgram, ...]:
+    """The programs of all stages of a model, of a training step or of a prediction."""
+    return programs(
+        model.stages, model.boundaries, model.loss if train else None, model.x, {'train': train},
+        model.remat, model.trained, model.first,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from jaxmp import exchange
 from jaxmp.boundary import Boundary, FeedbackState
 from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes.placement import memory
-from jaxmp.runtimes.stage import StageProgram, programs
+from jaxmp.runtimes.stage import StageProgram, programs_of
 from jaxmp.runtimes.state import MicroBatch
 from jaxmp.training.evaluate import model_of
 from jaxmp.training.experiment import Experiment, microbatch_like, variables_like
@@ -78,11 +78,7 @@ def residual_rows(exp: Experiment) -> list[tuple[int, int]]:
 
     Where stages are apart, they keep them from a forward to its backward.
     """
-    model, c = model_of(exp, exp.model.boundaries), exp.config.parallel
-    stages = programs(
-        model.stages, model.boundaries, model.loss, model.x, {'train': True}, c.remat,
-        model.trained, model.first,
-    )  # fmt: skip
+    stages = programs_of(model_of(exp, exp.model.boundaries))
     x, rows = exp.data.train, microbatch_like(exp).shape[0]
     y = jax.eval_shape(lambda: jnp.zeros((rows, *x.y.shape[1:]), x.y.dtype))
     ids = jax.eval_shape(lambda: jnp.zeros(rows, jnp.int32))
