@@ -80,7 +80,7 @@ def probe(model: str, args: argparse.Namespace) -> dict[str, Any]:
     probed, _ = planned(config, [], parse(LINKS[0]), args.error, args.seconds)
     if place := config.parallel.place:
         probed = probed.on(tuple(map(int, place.split())), (1.0, 1.0))
-    return {'probed': probed, 'alone': alone(experiment_of(by_itself(config)))}
+    return {'probed': probed, 'alone': statistics.median(alone(experiment_of(by_itself(config))))}
 
 
 def probed_of(model: str, args: argparse.Namespace, out: Path) -> tuple[Probed, float]:

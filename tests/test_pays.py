@@ -84,6 +84,13 @@ def test_a_verdict_says_what_to_do(v, text, following):
     assert pays.record(v)['rows'][1]['raw'] == v.row.raw
 
 
+def test_steps_that_vary_say_that_other_work_runs():
+    v = verdict((4.0, 2.4, 1.0), (4.0, 2.4, 1.0))
+    assert verdicts.unsteady(v) == verdicts.unsteady(v._replace(steps=[1.9, 2.0, 2.3])) == ''
+    text = verdicts.unsteady(v._replace(steps=[2.0, 1.0, 1.2]))
+    assert text.startswith('Steps alone took 1 s to 2 s: other work seems to run here')
+
+
 def test_the_command_tells_the_verdict_first(tmp_path, monkeypatch, capsys):
     """Of the digits over a link of 1 kbit/s, which never pays."""
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,17 @@ from typing import TYPE_CHECKING, Any
 from jaxmp.config import Config
 from jaxmp.net.link import Link
 from jaxmp.plan.asked import asked
-from jaxmp.plan.verdict import Row, Verdict, duration, following, named, paying, said, spelled
+from jaxmp.plan.verdict import (
+    Row,
+    Verdict,
+    duration,
+    following,
+    named,
+    paying,
+    said,
+    spelled,
+    unsteady,
+)
 
 if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice, Probed
@@ -42,8 +52,8 @@ TURNS = 6  # steps alone, of which the first compiles
 # What is measured.
 
 
-def alone(exp: Experiment) -> float:
-    """Median seconds of a step of the whole model in one program."""
+def alone(exp: Experiment) -> list[float]:
+    """Seconds of some steps of the whole model in one program."""
     import jax
     import numpy as np
 
@@ -62,7 +72,7 @@ def alone(exp: Experiment) -> float:
         state, values = step(state, batch)
         jax.block_until_ready((state, values))
         times.append(time.monotonic() - start)
-    return statistics.median(times[1:])
+    return times[1:]
 
 
 def by_itself(config: Config) -> Config:
@@ -114,9 +124,10 @@ def verdict(
     still = row(link._replace(delay=0.0)) if link.delay else here
     fastest = min(compared.slower, default=1.0) if compared else 1.0
     has = max(m.memory for m in compared.machines) if compared else memory()
+    steps = [fastest * seconds for seconds in alone(exp)]
     return Verdict(
-        probed.machines, fastest * alone(exp), needs, has, here, still, rows,
-        divided(compared) if compared else '',
+        probed.machines, statistics.median(steps), needs, has, here, still, rows,
+        divided(compared) if compared else '', steps,
     )  # fmt: skip
 
 
@@ -164,6 +175,8 @@ def show(v: Verdict) -> None:
         cells = f'{r.raw / v.alone:.2f}', f'{ratio:.2f}', named(r.choice), pays
         table.add_row(spelled(r.link) + mark, *cells)
     console.print(table)
+    if text := unsteady(v):
+        console.print(text, highlight=False)
     console.print(following(v), highlight=False)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice
 
 MARGIN = 0.05  # of a step: machines vary by as much
+UNSTEADY = 1.25  # from the fastest step to the slowest: other work takes the machine
 
 
 class Row(NamedTuple):
@@ -44,6 +45,7 @@ class Verdict(NamedTuple):
       still: the same without its delay.
       rows: over other rates with the same delay.
       split: of two unlike machines, what each has and how fast it is.
+      steps: seconds of some steps alone, whose median is ``alone``.
     """
 
     machines: int
@@ -54,6 +56,7 @@ class Verdict(NamedTuple):
     still: Row
     rows: Sequence[Row]
     split: str = ''
+    steps: Sequence[float] = ()
 
 
 def crossing(rates: Sequence[float], ratios: Sequence[float], level: float) -> float | None:
@@ -129,6 +132,17 @@ def following(v: Verdict) -> str:
         )
     rounds = 'replicas that average rarely (`exchange=diloco(...)`) send less'
     return f'Next: train on one machine; {rounds}.'
+
+
+def unsteady(v: Verdict) -> str:
+    """What the spread of the steps alone says about the machine; empty where it is small."""
+    least, most = min(v.steps, default=1.0), max(v.steps, default=1.0)
+    if most <= UNSTEADY * least:
+        return ''
+    return (
+        f'Steps alone took {duration(least)} to {duration(most)}: other work seems to run here, '
+        'and predictions may be off as much. Ask again on a quiet machine.'
+    )
 
 
 def paying(ratio: float) -> str:
