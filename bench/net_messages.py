@@ -18,7 +18,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,8 +130,7 @@ def play(way: str, end: int, host: str) -> None:
 
 def serve(host: str) -> None:
     """The switch; prints its CPU seconds when its input has a line."""
-    switch = Switch(keys_of('bench'), host, PORT, lambda text: None)
-    threading.Thread(target=switch.serve, daemon=True).start()
+    Switch(keys_of('bench'), host, PORT)
     start = cpu()
     print('ready', flush=True)
     for _ in sys.stdin:

@@ -24,7 +24,7 @@ from jaxmp.net.connect import names_of
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
-from jaxmp.net.switch import Hosted
+from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms
 from jaxmp.plugins import load
 from jaxmp.runtimes.placement import device_mesh, open_links
@@ -72,7 +72,7 @@ class Worker:
         """Replicas that meet by a switch, beside the first of them."""
         where, keys = emulated_network.address(0), keys_of('bench')
         if self.me == 0:
-            Hosted(keys, where, port)
+            Switch(keys, where, port)
         terms = Terms(names_of(range(self.n), 'replica'), self.n, PATIENCE, PATIENCE)
         trainer = ElasticTrainer(exp, self.me, Path(tempfile.mkdtemp()))
         trainer.meetings.member = Member(Peer((where, port), keys, self.me, terms))

@@ -27,7 +27,7 @@ from typing import Any
 
 from timing import stem
 
-from jaxmp.launch import free_port
+from jaxmp.launch.__main__ import free_port
 from jaxmp.plan import splits
 from jaxmp.training.summary import provenance
 

@@ -18,7 +18,7 @@ if __name__ == '__main__':  # and not where pytest looks for doctests
 
 import numpy as np  # noqa: E402
 
-from jaxmp.net.__main__ import main as switch  # noqa: E402
+from jaxmp.launch.switch import main as switch  # noqa: E402
 from jaxmp.net.address import ProcessGroupError  # noqa: E402
 from jaxmp.net.arrays import buffers, filled  # noqa: E402
 from jaxmp.net.group import ProcessGroup  # noqa: E402

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from jaxmp.launch import free_port
-from jaxmp.net import between
+from jaxmp.launch.__main__ import free_port
 from jaxmp.net.address import TOKEN, ProcessGroupError
 from jaxmp.net.peer import Peer
+from jaxmp.plan import between
 
 HOST = '127.0.0.1'
 

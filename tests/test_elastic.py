@@ -22,7 +22,7 @@ from jaxmp.net.connect import Address, names_of
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
-from jaxmp.net.switch import Hosted
+from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms
 from jaxmp.training import elastic, experiment, loop
 from jaxmp.training.member import BehindError, Member, Welcome
@@ -36,7 +36,7 @@ class Served:
 
     def __init__(self, count, **terms):
         self.said, self.members = [], []
-        self.switch = Hosted(KEYS, '127.0.0.1', 0, self.said.append)
+        self.switch = Switch(KEYS, '127.0.0.1', 0, self.said.append)
         self.terms = Terms(names_of(range(count), 'replica'), 1, **{'silent': 20.0, **terms})
 
     def member(self, k):

@@ -297,7 +297,8 @@ def test_text_from_a_foreign_folder(tmp_path):
 def test_a_program_that_is_not_there(tmp_path):
     (tmp_path / 'script').write_text('x')
     for program, why in (('no-such-program', 'No such file'), (str(tmp_path / 'script'), 'denied')):
-        command = [sys.executable, str(ROOT / 'jaxmp' / 'launch.py'), '--processes', '2', '--']
+        launcher = str(ROOT / 'jaxmp' / 'launch' / '__main__.py')
+        command = [sys.executable, launcher, '--processes', '2', '--']
         done = subprocess.run([*command, program], capture_output=True, text=True, check=False)
         assert done.returncode == 127
         assert re.fullmatch(f'jaxmp launch: cannot start {program}: .*{why}.*; .*\n', done.stderr)

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxmp import launch
-from jaxmp.net import launchers
+from jaxmp.launch import __main__ as launch
+from jaxmp.launch import launchers
+from jaxmp.launch.signals import leave_closed_terminal
 from jaxmp.net.connect import Address, endpoint
 from jaxmp.net.group import ProcessGroup
-from jaxmp.net.signals import leave_closed_terminal
 from jaxmp.net.views import Terms
 from jaxmp.runtimes import world
 from jaxmp.training import loop

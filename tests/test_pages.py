@@ -16,8 +16,8 @@ import yaml
 
 from jaxmp import __main__ as console
 from jaxmp import config, plugins
+from jaxmp.launch.launchers import place_of
 from jaxmp.net.address import TOKEN
-from jaxmp.net.launchers import place_of
 from jaxmp.sweep.study import put, study_of
 from jaxmp.training.command import described
 from jaxmp.training.experiment import experiment_of

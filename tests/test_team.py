@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxmp import launch
 from jaxmp.data import Dataset, Split
-from jaxmp.net import address, connect, guard
+from jaxmp.launch import __main__ as launch
+from jaxmp.launch import guard
+from jaxmp.net import address, connect
 from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.connect import Address, names_of
 from jaxmp.net.group import LONG, ProcessGroup

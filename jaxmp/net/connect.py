@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +15,8 @@ from typing import Any, NamedTuple
 from jaxmp.net.address import host_and_port, token_of
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.keys import Keys, keys_of
-from jaxmp.net.launchers import check_alone, place_of
 from jaxmp.net.peer import Peer
-from jaxmp.net.switch import Hosted
+from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms
 
 START = 50.0  # seconds in which all processes have to come
@@ -69,30 +66,17 @@ def connect(
     endpoint(address)  # whoever gave another one needs no secret yet
     owner = owners(1 + max(parts), int(address.processes or 0), what)
     names, process = names_of([owner[part] for part in parts], what), int(address.process or 0)
-    switch_at, keys = entrance(address)
+    place, keys = entrance(address)
     terms = Terms(names, len(names), START, address.silent, address.back)
-    switch = Hosted(keys, *switch_at) if process == 0 else None
+    switch = Switch(keys, *place) if process == 0 else None
     end = ender(names[process], LAST if switch else 0.0)
-    about = {**json.loads(json.dumps(about)), 'processes': len(names)}
-    peer = Peer(switch_at, keys, process, terms, about, end, inside=names[0])
+    about = {**about, 'processes': len(names)}
+    peer = Peer(place, keys, process, terms, about, end, inside=names[0])
     peer.announce('starting', LONG)
     group = ProcessGroup(peer, peer.ready())
     if switch:
         group.after.append(switch.close)
     return group
-
-
-def placed(address: Address) -> Address:
-    """The address, or without one that of the launcher's variables, or of a single process.
-
-    Raises:
-      ValueError: if a launcher says that there are several processes and not where.
-    """
-    if any(a is not None for a in address[:3]):
-        return address
-    if (place := place_of()) is None:
-        check_alone('no variable says where process 0 is: start it by srun or jaxmp launch')
-    return Address(*(place or (None, 1, None)), *address[3:])
 
 
 def endpoint(address: Address) -> tuple[str, int]:
@@ -152,7 +136,7 @@ def names_of(owners: Sequence[int], what: str = 'stage') -> tuple[str, ...]:
 def processes(count: int, **terms: float) -> Iterator[list[ProcessGroup]]:
     """Groups of this process, as so many have them; their messages go by the network."""
     host, keys = '127.0.0.1', keys_of(secrets.token_hex())
-    switch = Hosted(keys, host, 0)
+    switch = Switch(keys, host, 0)
     agreed = Terms(names_of(range(count)), count, **terms)
     peers = [Peer((host, switch.port), keys, i, agreed) for i in range(count)]
     try:
@@ -176,20 +160,3 @@ def ender(name: str, seconds: float) -> Callable[[str], None]:
         os._exit(1)
 
     return end
-
-
-def end_without_memory(name: str) -> None:
-    """Makes a MemoryError in any thread end the process; by default only the thread ends."""
-    text = f'train.py: {name}: MemoryError, out of memory\n'.encode()
-
-    def ending(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def hook(args: Any) -> None:
-            if args.exc_type is MemoryError:  # allocate nothing; the others detect the exit
-                os.write(2, text)
-                os._exit(1)
-            plain(args)
-
-        return hook
-
-    sys.unraisablehook = ending(sys.unraisablehook)
-    threading.excepthook = ending(threading.excepthook)

@@ -28,28 +28,23 @@ class Keys(NamedTuple):
     """The key pairs of a run.
 
     Attributes:
-      switch: of the switch.
-      listener: of a peer, towards those who connect to it.
-      caller: of a peer, towards the switch or a peer to which it connects.
+      server: of whoever listens: the switch and each process.
+      client: of whoever connects to them.
     """
 
-    switch: Pair
-    listener: Pair
-    caller: Pair
+    server: Pair
+    client: Pair
 
 
 @functools.cache
 def keys_of(token: str) -> Keys:
     """The key pairs that follow from the secret of a run.
 
-    >>> keys_of('a').caller == keys_of('b').caller, len(keys_of('a').switch.public)
+    >>> keys_of('a').client == keys_of('b').client, len(keys_of('a').server.public)
     (False, 40)
     """
     text = token.encode(errors='surrogateescape')  # as the environment has it
     root = hashlib.scrypt(text, salt=SALT, n=COST, r=8, p=1, maxmem=2**26, dklen=32)
-    return Keys(*(_pair(root, role) for role in Keys._fields))
-
-
-def _pair(root: bytes, role: str) -> Pair:
-    private = z85.encode(hashlib.blake2b(role.encode(), key=root, digest_size=32).digest())
-    return Pair(zmq.curve_public(private), private)
+    digest = lambda role: hashlib.blake2b(role.encode(), key=root, digest_size=32).digest()
+    private = [z85.encode(digest(role)) for role in Keys._fields]
+    return Keys(*(Pair(zmq.curve_public(key), key) for key in private))

@@ -2,13 +2,12 @@
 
 One thread has all sockets. Messages are addressed by view, step and tag, so that their order does
 not matter; each address is used once. A process only has to reach the port of the switch. It also
-listens at a port of its own, and messages take the shorter way as soon as that has answered.
+listens at a port of its own, and messages take the shorter way as soon as that is open.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import secrets
 import threading
@@ -20,12 +19,14 @@ from typing import Any, TypeVar
 import zmq
 
 from jaxmp.net.address import ProcessGroupError, reach
-from jaxmp.net.delivery import Delivery, Path
+from jaxmp.net.delivery import Delivery
 from jaxmp.net.keys import Keys
-from jaxmp.net.sockets import DATA, Frames, Head, Sockets, address_of, endpoint, put
+from jaxmp.net.sockets import SWITCH, Head, Sockets, address_of, endpoint, put
+from jaxmp.net.switch import DATA
 from jaxmp.net.views import (
     BEAT,
     GRACE,
+    LEAVING,
     LOST,
     WORKING,
     Terms,
@@ -36,11 +37,11 @@ from jaxmp.net.views import (
     stepped,
 )
 
-LEAVING = 5.0  # seconds to wait for the others at the end
 ANSWER = 15.0  # seconds in which a switch that listens answers the first time
-CUT = 4  # a path is given up after this part of the time after which a process is
+CUT = 4  # a way is given up after this part of the time after which a process is
 T = TypeVar('T')
 Address = tuple[int, int, int, str]  # view, source, step and tag of a message
+Place = tuple[str, str, Any]  # of a member: its name and address, and its value in the view
 
 
 class Peer:
@@ -74,30 +75,29 @@ class Peer:
         """
         advice = 'check that the switch runs, and that its port is open'
         with reach(switch, terms.start, 'nobody answers', advice) as trial:
-            own, host = (end()[0] for end in (trial.getsockname, trial.getpeername))
-        self.host, self.process, self.terms, self._end = own, process, terms, end
-        self._inside_of, self._identity = inside, f'{process}.{secrets.token_hex(8)}'
+            self.host, host = trial.getsockname()[0], trial.getpeername()[0]
+        self.process, self.terms, self._end, self._inside_of = process, terms, end, inside
         self._switch = inside or f'the switch at {endpoint(*switch)}'
-        self._sockets, name = Sockets(keys), self._identity.encode()
-        place = endpoint(host, switch[1]), keys.switch.public
-        self._listener = self._sockets.listening(keys.listener, own) if direct else None
-        self._control = self._sockets.calling(*place, name, terms.silent)
-        self._data = self._sockets.calling(*place, name + DATA, terms.silent)
-        address = address_of(self._listener) if self._listener else ''
+        self._name, self._sockets = f'{process}.{secrets.token_hex(8)}', Sockets(keys)
+        self._control = self._sockets.calling(self._name, terms.silent)
+        # Messages have connections of their own: a sign of life must not wait behind a long one.
+        self._caller = self._sockets.calling(self._name + DATA, terms.silent / CUT)
+        self._door = self._sockets.listening(self._name, self.host, patience=terms.silent / CUT)
+        for socket in (self._control, self._caller):
+            socket.connect(endpoint(host, switch[1]))
+        address = address_of(self._door) if direct else ''
         self._about: Head = {'terms': terms, 'about': dict(about), 'address': address}
         self._tasks, self._changed = deque[Callable[[], Any]](), threading.Condition()
         self._view, self._inside, self._why = View(0, (), {}), False, ''
-        self._places = dict[int, list[Any]]()  # identity, address and value of each member
-        self._left = set[int]()
+        self._places, self._left = dict[int, Place](), set[int]()
         self._seen, self._ready, self._value = 0, False, None
         self._phase, self._limit = WORKING, terms.silent
-        self._waits, self._ids = dict[int, tuple[int, int, str, float]](), itertools.count()
-        self._error, self._closing = '', False
-        self._mail = dict[Address, Frames]()
-        self._deliveries = dict[str, Delivery]()  # by the identity of the other end
+        self._waits = set[tuple[int, int, str, float]]()  # step, source, tag, and since when
+        self._error, self._closing, self._closed = '', False, threading.Event()
+        self._mail = dict[Address, list[zmq.Frame]]()
+        self._deliveries = dict[str, Delivery]()  # by the name of the other process
         self._worked = self._heard = self._looked = self._reached = time.monotonic()
-        self._known, self._hurry = False, 0.0  # until when paths are asked more often
-        self._closed = threading.Event()
+        self._answered, self._hurry = False, 0.0  # until when ways are asked more often
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -141,8 +141,7 @@ class Peer:
 
         def deliver() -> None:
             if self._inside and view.number == self._view.number:
-                identity, address, _ = self._places[to]
-                self._delivery(identity, address).send({'step': step, 'tag': tag}, buffers)
+                self._delivery(self._places[to][0]).send({'step': step, 'tag': tag}, buffers)
 
         self._do(deliver)
         self.progress()
@@ -155,7 +154,7 @@ class Peer:
           ProcessGroupError: if the run has ended, or the process has left.
         """
 
-        def arrived() -> Frames | None:
+        def arrived() -> list[zmq.Frame] | None:
             self._check(view)
             frames = self._mail.pop((view.number, source, step, tag), None)
             if frames is None and source in self._left:
@@ -163,8 +162,12 @@ class Peer:
                 raise ProcessGroupError(f'{self.terms.names[source]} {owed}')
             return frames
 
-        with self.waiting(step, source, tag):
+        wait = step, source, tag, time.monotonic()
+        self._waits.add(wait)
+        try:
             frames = self._wait(arrived)
+        finally:
+            self._waits.discard(wait)
         self.progress()
         return [memoryview(frame.buffer) for frame in frames]
 
@@ -194,16 +197,6 @@ class Peer:
         finally:
             self.announce(*before)
 
-    @contextlib.contextmanager
-    def waiting(self, step: int, source: int, tag: str) -> Iterator[None]:
-        """Says what this thread waits for, such as a message that another thread receives."""
-        number = next(self._ids)
-        self._waits[number] = step, source, tag, time.monotonic()
-        try:
-            yield
-        finally:
-            del self._waits[number]
-
     def fail(self, why: str, follows: bool = False) -> None:
         """Ends the run for all, with the cause; returns when they are told.
 
@@ -214,7 +207,7 @@ class Peer:
         with self._changed:
             first = lambda: self._error or (self._inside and not follows)
             self._changed.wait_for(first, GRACE + 2 * BEAT)
-        self._do(lambda: put(self._control, {'kind': 'fail', 'why': why}))
+        self._do(lambda: put(self._control, SWITCH, {'kind': 'fail', 'why': why}))
         with self._changed:
             self._changed.wait_for(lambda: self._error, LEAVING)
 
@@ -225,7 +218,7 @@ class Peer:
         while self._thread.is_alive() and under_way() and time.monotonic() < end:
             self._closed.wait(0.01)
         self._closing = True
-        self._do(lambda: put(self._control, {'kind': 'bye'}))
+        self._do(lambda: put(self._control, SWITCH, {'kind': 'bye'}))
         self._closed.wait(LEAVING)
         self._closed.set()
         self._thread.join(LEAVING)
@@ -240,14 +233,14 @@ class Peer:
         if not self._inside or view.number != self._view.number:
             raise ViewChangedError(self._why)
 
-    def _wait(self, found: Callable[[], T | None]) -> T:
-        """What ``found`` gives, as soon as that is not None."""
+    def _wait(self, result: Callable[[], T | None]) -> T:
+        """The result, as soon as that is not None."""
         with self._changed:
-            while (result := found()) is None:
+            while (value := result()) is None:
                 if self._error:
                     raise ProcessGroupError(self._error)
                 self._changed.wait()
-            return result
+            return value
 
     def _do(self, task: Callable[[], Any]) -> None:
         """Runs ``task`` in the thread of the sockets."""
@@ -261,11 +254,14 @@ class Peer:
         try:
             while not (self._closing and self._closed.is_set()):
                 now = time.monotonic()
-                pause = BEAT if self._known and now > self._hurry else BEAT / 20
+                pause = BEAT if self._answered and now > self._hurry else BEAT / 20
                 if now - self._looked >= pause:
                     self._look(now)
-                for socket, frames in self._sockets.arrived(min(pause, BEAT / 4)):
-                    self._take(socket, frames)
+                for socket, name, frames in self._sockets.arrived(min(pause, BEAT / 4)):
+                    if socket is self._control:
+                        self._obey(json.loads(frames[0].bytes))
+                    else:
+                        self._take(socket, name, frames)
                 while self._tasks:
                     self._tasks.popleft()()
         except Exception as error:  # or all who wait would wait for ever
@@ -288,11 +284,13 @@ class Peer:
         """Each second: a sign of life, and a look at who gives none."""
         if now - self._looked > 2 * BEAT:  # this process was suspended itself
             self._heard = self._worked = now
-        self._looked, quiet, back = now, now - self._heard, bool(self._inside_of) * self.terms.back
-        known = self.terms.silent + back
-        if quiet > (limit := known if self._known else min(ANSWER, self.terms.start)):
-            stopped, other = 'is stopped, swaps, or the network failed', 'has another token'
-            cause = stopped if self._known else f'{other}, is stopped, or is no switch of this run'
+        self._looked, quiet = now, now - self._heard
+        back = self.terms.back if self._inside_of else 0.0  # with its process the switch returns
+        limit, cause = self.terms.silent + back, 'is stopped, swaps, or the network failed'
+        if not self._answered:
+            limit = min(ANSWER, self.terms.start)
+            cause = 'has another token, is stopped, or is no switch of this run'
+        if quiet > limit:
             since = f'since {clock(quiet)} ({limit:g} s)'
             self._stop(f'{self._switch} has not answered {since}: it {cause}')
         if self._say() or not self._inside_of:
@@ -300,42 +298,33 @@ class Peer:
         elif now - self._reached > (back or GRACE) and self._reached - self._heard < GRACE:
             self._stop(f'{self._switch} {LOST}, at {clock(now - self._reached)}{nobody(back)}')
         for delivery in self._deliveries.values():
-            delivery.look(now, self.terms.silent / CUT)
+            delivery.look()
 
     def _say(self) -> bool:
         """Tells the switch all that it may have to know; False if there is no connection."""
-        now, wait = time.monotonic(), min(self._waits.copy().values(), default=None)
-        wait = wait and (*wait[:3], now - wait[3])
-        work = now - self._worked, self._phase, self._limit, wait
+        now = time.monotonic()
+        first = [(*wait, now - since) for *wait, since in sorted(self._waits.copy())[:1]]
+        work = now - self._worked, self._phase, self._limit, *(first[0] if first else ())
         words = {'view': self._seen, 'ready': self._ready, 'value': self._value, 'work': work}
         members, left = [*self._places.items()] if self._inside else [], sorted(self._left)
         words |= {'kind': 'here', 'members': members, 'left': left, **self._about}
-        return self._closing or put(self._control, words)
+        return self._closing or put(self._control, SWITCH, words)
 
-    def _take(self, socket: zmq.Socket, frames: Frames) -> None:
-        """Acts on a message of the switch or of another process."""
-        prefix = ()
-        if socket in (self._listener, self._data):  # the first frame says from whom
-            prefix, frames = (frames[0].bytes,), frames[1:]
-        words = json.loads(frames[0].bytes)
-        if socket is self._control:
-            self._obey(words)
-        elif words['to'] == self._identity:  # and not another process, which had its port before
-            self._accept(Path('back', socket, prefix), words, frames[1:])
-
-    def _accept(self, path: Path, words: Head, buffers: Frames) -> None:
-        """Takes a message, a question what has arrived, or the answer to one."""
-        delivery, view = self._delivery(words['from']), words['view']
+    def _take(self, socket: zmq.Socket, name: str, frames: list[zmq.Frame]) -> None:
+        """Takes a message of another process, a question what has arrived, or the answer to one."""
+        way = socket, name
+        if name == SWITCH:  # which says from whom
+            name, frames = frames[0].bytes.decode(), frames[1:]
+            way = *way, name
+        name, words = name.removesuffix(DATA), json.loads(frames[0].bytes)
+        delivery = self._delivery(name)
         if words['kind'] == 'has':
-            delivery.confirm(words)
-        elif view >= self._view.number:
-            if path.socket is self._listener and path.name not in (p.name for p in delivery.paths):
-                delivery.paths.insert(-1, path)
-            if delivery.answer(path, words):
-                source = int(words['from'].partition('.')[0])
-                with self._changed:
-                    self._mail[view, source, words['step'], words['tag']] = buffers
-                    self._changed.notify_all()
+            delivery.confirm(way, words)
+        elif delivery.answer(way, words):
+            address = words['view'], int(name.partition('.')[0]), words['step'], words['tag']
+            with self._changed:
+                self._mail[address] = frames[1:]
+                self._changed.notify_all()
 
     def _obey(self, state: Head) -> None:
         """Acts on what the switch says: ends, or enters or leaves a view."""
@@ -344,46 +333,48 @@ class Peer:
             return self._stop(state['why'])
         if state['kind'] == 'bye':
             return self._closed.set()
-        members = dict(state.get('members', ()))
+        number, members = state['view'], dict(state.get('members', ()))
         with self._changed:
-            self._known, self._left = True, set(state['left'])
-            if self._inside and not (state['on'] and state['view'] == self._view.number):
+            self._answered, self._left = True, set(state['left'])
+            if self._inside and not (state['on'] and number == self._view.number):
                 self._inside, self._why = False, state['why']
                 self.progress()
-            if members.get(self.process, [''])[0] == self._identity and self._ready:
-                if state['view'] > self._view.number:
-                    self._enter(state['view'], members)
-            elif not state['on']:
-                self._seen = state['view']
-            for identity in [m[0] for i, m in self._places.items() if i in self._left]:
-                self._delivery(identity).sent.clear()
+            if not state['on']:
+                self._seen = number
+            elif self._ready and number > self._view.number:
+                if members.get(self.process, [''])[0] == self._name:
+                    self._enter(number, members)
+            for i in self._left & self._places.keys():
+                self._delivery(self._places[i][0]).sent.clear()
             return self._changed.notify_all()
 
-    def _enter(self, number: int, members: dict[int, list[Any]]) -> None:
+    def _enter(self, number: int, members: dict[int, Place]) -> None:
         """Begins a view."""
         values = {i: value for i, (_, _, value) in members.items()}
         self._view, self._seen = View(number, tuple(sorted(members)), values), number
-        self._inside, self._ready = True, False
+        self._inside, self._ready, self._hurry = True, False, time.monotonic() + BEAT
         self.progress()
-        self._places = members
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] >= number}
-        for identity in self._deliveries.keys() - {identity for identity, *_ in members.values()}:
-            for path in self._deliveries.pop(identity).paths:
-                if path.name == 'link':
-                    self._sockets.drop(path.socket)
-        for delivery in self._deliveries.values():
-            delivery.begin(number)
+        before, after = (self._others(places) for places in (self._places, members))
+        for name in before.keys() - after.keys():
+            self._deliveries.pop(name, None)
+            if before[name]:
+                self._caller.disconnect(before[name])
+        for name in after.keys() - before.keys():
+            if after[name]:
+                self._caller.connect(after[name])
+        for name in after:
+            self._delivery(name).begin(number)
+        self._places = members
 
-    def _delivery(self, identity: str, address: str = '') -> Delivery:
-        """The messages to and from a process, to which this one connects if it has an address."""
-        if identity not in self._deliveries:
-            last = Path('switch', self._data, (identity.encode() + DATA,), True)
-            self._deliveries[identity] = Delivery(self._identity, identity, last)
-            self._deliveries[identity].begin(self._view.number)
-        delivery = self._deliveries[identity]
-        if address and delivery.paths[0].name != 'link':
-            key, name = self._sockets.keys.listener.public, self._identity.encode()
-            link = self._sockets.calling(address, key, name, self.terms.silent / CUT)
-            delivery.paths.insert(0, Path('link', link))
-            self._hurry = time.monotonic() + BEAT
-        return delivery
+    def _others(self, places: Mapping[int, Place]) -> dict[str, str]:
+        """The name of each other process, and its address."""
+        return {name: address for name, address, _ in places.values() if name != self._name}
+
+    def _delivery(self, name: str) -> Delivery:
+        """The messages to and from a process: directly, as it has come, or by the switch."""
+        if name not in self._deliveries:
+            data = name + DATA
+            ways = (self._caller, name), (self._door, data), (self._caller, SWITCH, data)
+            self._deliveries[name] = Delivery(ways, self._view.number)
+        return self._deliveries[name]

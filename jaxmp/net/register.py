@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmp.net.views import BEAT, GRACE, LOST, Terms, Wait, Work, blamed, clock, listed, nobody
+from jaxmp.net.views import BEAT, GRACE, LOST, Terms, Work, blamed, clock, listed, nobody
 
 RETURN = 10.0  # seconds in which the members of a view come to a new switch
 SUSPENDED = 5.0  # seconds without a look, after which this process was stopped itself
+HANGS = 'it is suspended, hangs or swaps, or the network failed'
 
 Message = dict[str, Any]
 
@@ -30,19 +31,19 @@ class Seat:
     """A process that is present.
 
     Attributes:
-      identity: of its connection.
-      said: its last message.
+      name: of its connection, ``number.once``.
+      last: its last message.
       heard: when that came.
       lost: when its connection was lost.
-      rival: another process of the same number, and when it came.
+      rivals: other processes of the same number, and when each came.
       told: the state that it was told last, and when.
     """
 
-    identity: bytes
-    said: Message
+    name: str
+    last: Message
     heard: float
     lost: float | None = None
-    rival: tuple[bytes, float] | None = None
+    rivals: dict[str, float] = field(default_factory=dict)
     told: tuple[Message, float] = {}, 0.0
 
 
@@ -50,7 +51,7 @@ class Register:
     """The processes of one run after another.
 
     Attributes:
-      out: identities and messages for them.
+      out: names and messages for them.
       number: of the view, or of the last one.
       on: whether a view is under way.
     """
@@ -58,63 +59,59 @@ class Register:
     def __init__(self, say: Callable[[str], None] = print) -> None:
         """Nobody is present; ``say`` is called with a line for whatever happens."""
         self.say, self.number, self.seen = say, 0, 0.0
-        self.out: deque[tuple[bytes, Message]] = deque()
-        self.failed: dict[bytes, str] = {}
+        self.out = deque[tuple[str, Message]]()
+        self.failed = dict[str, str]()
         self._reset()
 
     def _reset(self) -> None:
         self.on, self.began, self.why, self.since = False, False, '', 0.0
-        self.terms = Terms((), 0)
-        self.about: Message = {}  # the terms too; empty until the first has come
-        self.seats: dict[int, Seat] = {}
-        self.members: dict[int, list[Any]] = {}  # identity, address and value
-        self.gone: dict[int, str] = {}
-        self.replaced: set[int] = set()  # those of them whose part a spare process takes
-        self.left: set[int] = set()
+        self.terms, self.about = Terms((), 0), Message()  # of the first that has come
+        self.seats, self.left = dict[int, Seat](), set[int]()
+        self.members = dict[int, list[Any]]()  # name, address and value
+        self.gone, self.replaced = dict[int, str](), set[int]()  # whose part a spare process takes
 
     # What a process says.
 
-    def take(self, identity: bytes, message: Message, now: float) -> None:
-        """Acts on a message of the process that has ``identity``, ``number.once``."""
-        kind, i = message['kind'], int(identity.split(b'.')[0])
-        known = i in self.seats and self.seats[i].identity == identity
-        if identity in self.failed:
-            self.out.append((identity, {'kind': 'failed', 'why': self.failed[identity]}))
+    def take(self, name: str, message: Message, now: float) -> None:
+        """Acts on a message of the process of that name."""
+        kind, i = message['kind'], int(name.split('.')[0])
+        seated = i in self.seats and self.seats[i].name == name
+        if name in self.failed:
+            self.out.append((name, {'kind': 'failed', 'why': self.failed[name]}))
         elif kind == 'here':
-            self._here(i, identity, message, now)
-        elif kind == 'fail' and known:
-            self.fail(f'{self._name(i)}: {message["why"]}')
+            self._here(i, name, message, now)
+        elif kind == 'fail' and seated:
+            self.fail(f'{self._called(i)}: {message["why"]}')
         elif kind == 'spare':
-            self.out.append((identity, {'kind': 'part', 'process': self._vacant(now)}))
+            self.out.append((name, {'kind': 'part', 'process': self._vacant(now)}))
         elif kind == 'bye':
-            self.out.append((identity, {'kind': 'bye'}))
-            if known:
+            self.out.append((name, {'kind': 'bye'}))
+            if seated:
                 self._leave(i, now)
         self._settle(now)
 
-    def _here(self, i: int, identity: bytes, message: Message, now: float) -> None:
+    def _here(self, i: int, name: str, message: Message, now: float) -> None:
         """Gives a process its seat, or says why not."""
         terms = Terms(tuple(message['terms'][0]), *message['terms'][1:])
         about = {**message['about'], **terms._asdict()}
         if not self.about:
             self.terms, self.about, self.since = terms, about, now
         if differ := {k for k in {*about, *self.about} if about.get(k) != self.about.get(k)}:
-            said = (f'{k}={about.get(k)!r} (first: {self.about.get(k)!r})' for k in sorted(differ))
-            why = f'was started with {", ".join(said)}; start all with the same settings'
-            return self.fail(f'{self._name(i)} {why}', identity)
-        seat = self.seats.get(i)
-        if seat and seat.identity != identity:
+            pairs = (f'{k}={about.get(k)!r} (first: {self.about.get(k)!r})' for k in sorted(differ))
+            why = f'was started with {", ".join(pairs)}; start all with the same settings'
+            return self.fail(f'{self._called(i)} {why}', name)
+        seat = self.seats.setdefault(i, Seat(name, message, now))
+        if seat.name != name:
+            first = seat.rivals.setdefault(name, now)
+            if seat.lost is None and seat.heard > first + GRACE / 2:
+                why = f'two processes are {self._called(i)}; give each its own number'
+                return self.fail(why, name)
+            seat.told = {}, 0.0  # to tell it something shows whether it is reachable
             if seat.lost is None:
-                seat.rival = seat.rival or (identity, now)
-                seat.told = {}, 0.0  # to tell it something shows whether it is reachable
                 return None
             self._remove(i, 'was started again', now)
-            seat = None
-        if seat and seat.rival and now - seat.rival[1] > GRACE / 2:
-            why, rival, seat.rival = 'give each its own number', seat.rival[0], None
-            return self.fail(f'two processes are {self._name(i)}; {why}', rival)
-        seat = self.seats.setdefault(i, Seat(identity, message, now))
-        seat.said, seat.heard, seat.lost = message, now, None
+            seat = self.seats[i] = Seat(name, message, now)
+        seat.last, seat.heard, seat.lost = message, now, None
         if message['members'] and message['view'] > self.number:  # of a switch before this one
             self.on, self.began, self.since, self.left = True, True, now, set(message['left'])
             self.members = dict(message['members'])
@@ -130,30 +127,30 @@ class Register:
         if not self.seats:
             self._reset()
         elif member and self.terms.least < len(self.terms.names):
-            self._end(f'{self._name(i)} has left', now)
+            self._end(f'{self._called(i)} has left', now)
 
     # Views.
 
     def _ready(self, i: int) -> bool:
         """Whether a process waits for the view after the last one."""
-        said = self.seats[i].said
-        return said['ready'] and (said['view'] == self.number or not self._inside(i))
+        last = self.seats[i].last
+        return last['ready'] and (last['view'] == self.number or not self._inside(i))
 
     def _begin(self, now: float) -> None:
         """Ends a view for whoever waits for the next; begins it if all present wait, and enough."""
         ready = sorted(filter(self._ready, self.seats))
         if not ready:
             return
-        self._end(f'{listed(map(self._name, ready))} asks for the next view', now)
+        self._end(f'{listed(map(self._called, ready))} asks for the next view', now)
         patient = self.began or now - self.since > self.terms.start
         enough = self.terms.least if patient else len(self.terms.names)
         if len(ready) < enough or {i for i in self.seats if self._inside(i)} - {*ready}:
             return
         self.number, self.on, self.began = self.number + 1, True, True
-        self.members, self.left, self.gone, self.replaced = {}, set(), {}, set()
-        for i, seat in ((i, self.seats[i]) for i in ready):
-            self.members[i] = [seat.identity.decode(), seat.said['address'], seat.said['value']]
-        self.say(f'view {self.number}: {listed(map(self._name, ready))}')
+        self.left, self.gone, self.replaced = set(), {}, set()
+        rows = ((i, self.seats[i]) for i in ready)
+        self.members = {i: [s.name, s.last['address'], s.last['value']] for i, s in rows}
+        self.say(f'view {self.number}: {listed(map(self._called, ready))}')
 
     def _end(self, why: str, now: float) -> None:
         """Ends the view, if one is under way."""
@@ -165,9 +162,9 @@ class Register:
         """Gives a process up."""
         member = self._inside(i)
         del self.seats[i]
-        self.gone[i], self.since = f'{self._name(i)} {why}, at {clock(0)}', now
+        self.gone[i], self.since = f'{self._called(i)} {why}, at {clock(0)}', now
         if member:
-            self._end(f'{self._name(i)} {why}', now)
+            self._end(f'{self._called(i)} {why}', now)
 
     def _vacant(self, now: float) -> int | None:
         """A process that was not back in half of the time, named once; None if there is none."""
@@ -176,15 +173,16 @@ class Register:
         self.replaced.update(absent[:1])
         return absent[0] if absent else None
 
-    def fail(self, why: str, only: bytes | None = None) -> None:
+    def fail(self, why: str, only: str = '') -> None:
         """Ends all with a cause, or one process; before the first view one is as needed as all."""
-        if all_ := only is None or not self.began:
+        names = {only}
+        if not (only and self.began):
             self.say(f'the run has ended: {why}')
-        for identity in {only, *(seat.identity for seat in self.seats.values() if all_)} - {None}:
-            self.failed[identity] = why
-            self.out.append((identity, {'kind': 'failed', 'why': why}))
-        if all_:
+            names |= {seat.name for seat in self.seats.values()}
             self._reset()
+        for name in names - {''}:
+            self.failed[name] = why
+            self.out.append((name, {'kind': 'failed', 'why': why}))
 
     # Time.
 
@@ -194,48 +192,45 @@ class Register:
             for seat in self.seats.values():
                 seat.heard = now
             self.since = now
-        self.seen = now
+        self.seen, silent = now, self.terms.silent
         for i, seat in list(self.seats.items()):
-            why, silent = '', self.terms.silent
             if seat.lost is not None and now - seat.lost > GRACE:
-                why = LOST
+                self._remove(i, LOST, now)
             elif now - seat.heard > silent:
-                hangs = 'it is suspended, hangs or swaps, or the network failed'
-                why = f'was silent for {silent:g} s: {hangs}'
-            if why:
-                self._remove(i, why, now)
+                self._remove(i, f'was silent for {silent:g} s: {HANGS}', now)
         missing = [i for i in self.members if not (self._inside(i) or i in self.left)]
         if missing and now - self.since > RETURN:
-            self._end(f'{listed(map(self._name, missing))} did not come to the new switch', now)
+            self._end(f'{listed(map(self._called, missing))} did not come to the new switch', now)
         self._watch(now)
         self._settle(now)
 
     def _watch(self, now: float) -> None:
         """Gives up those for whom nothing goes on; a line says what they owe."""
-        work = {i: _work(seat.said) for i, seat in self.seats.items() if not seat.said['ready']}
+        working = {i: s.last['work'] for i, s in self.seats.items() if not s.last['ready']}
+        work = {i: Work(*words) for i, words in working.items()}
         guilty, why = blamed(work, self.terms.names)
         if len(guilty) > 1:  # each may be waiting for the other
             self.fail(why)
         for i in guilty & self.seats.keys():
-            identity, short = self.seats[i].identity, why.removeprefix(f'{self._name(i)} ')
-            self._remove(i, short, now)
-            self.fail(why, identity)
+            name = self.seats[i].name
+            self._remove(i, why.removeprefix(f'{self._called(i)} '), now)
+            self.fail(why, name)
 
     def _count(self, now: float) -> None:
         """Ends all if those who are absent do not come."""
         if self.on or not 0 < len(self.seats) < self.terms.least:
             return
-        absent = (self._name(i) for i in range(len(self.terms.names)) if i not in self.seats)
+        absent = (self._called(i) for i in range(len(self.terms.names)) if i not in self.seats)
         gone, seconds = '; '.join(self.gone.values()), now - self.since
         if not self.began and seconds > self.terms.start:
             self.fail(f'{listed(absent)} did not connect within {self.terms.start:g} s')
         elif self.began and seconds >= self.terms.back:
             self.fail(gone + nobody(self.terms.back))
 
-    def unreachable(self, identity: bytes, now: float) -> None:
+    def unreachable(self, name: str, now: float) -> None:
         """Takes down that a connection is lost."""
         for seat in self.seats.values():
-            if seat.identity == identity and seat.lost is None:
+            if seat.name == name and seat.lost is None:
                 seat.lost = now
 
     # What a process is told.
@@ -249,19 +244,14 @@ class Register:
         for seat in self.seats.values():
             last, when = seat.told
             if state != last or now - when > BEAT:  # which also finds connections that are lost
-                seat.told, known = (state, now), seat.said['view'] == self.number
-                members = {'members': [*self.members.items()]} if self.on and not known else {}
-                self.out.append((seat.identity, {**state, **members}))
+                seat.told, current = (state, now), seat.last['view'] == self.number
+                members = {'members': [*self.members.items()]} if self.on and not current else {}
+                self.out.append((seat.name, {**state, **members}))
 
     def _inside(self, i: int) -> bool:
         """Whether a process that is present is a member, and not another one in its place."""
-        seat, member = self.seats.get(i), self.members.get(i)
-        return bool(seat and member and seat.identity.decode() == member[0])
+        return i in self.seats and self.seats[i].name == self.members.get(i, [''])[0]
 
-    def _name(self, i: int) -> str:
+    def _called(self, i: int) -> str:
+        """The name of a process in messages."""
         return self.terms.names[i] if i < len(self.terms.names) else f'process {i}'
-
-
-def _work(said: Message) -> Work:
-    idle, phase, limit, wait = said['work']
-    return Work(idle, phase, limit, wait and Wait(*wait))

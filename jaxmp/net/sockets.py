@@ -1,7 +1,12 @@
-"""`Sockets`: the encrypted sockets of one thread, and the door at which strangers are refused."""
+"""`Sockets`: the encrypted sockets of one thread, and the door at which strangers are refused.
+
+Each socket has a name, by which the other end of a connection addresses it: a message begins with
+the name of who gets it, and arrives with the name of who has sent it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,15 +15,18 @@ import zmq
 from zmq.utils import z85
 
 from jaxmp.net.address import ProcessGroupError
-from jaxmp.net.keys import Keys, Pair
+from jaxmp.net.keys import Keys
 
 HANDSHAKE = 5000  # ms after which a connection without the key is closed
-RETRY = 200  # ms between two attempts to connect
 LINGER = 1000  # ms for which what was sent last may still leave
+SWITCH = 'switch'  # the name of the switch
 WAITING = 1024  # connections that the system holds until they are accepted
-DATA = b'/d'  # ends the identity of the connection that carries messages between processes
+RETRY = 200  # ms between two attempts to connect
+COMMON = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
+KEEP = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
+CONNECT = {'handshake_ivl': HANDSHAKE, 'connect_timeout': HANDSHAKE, 'reconnect_ivl': RETRY}
+BY_NAME = {'router_mandatory': 1, 'router_handover': 1, 'backlog': WAITING}
 
-Frames = list[zmq.Frame]
 Head = dict[str, Any]
 
 
@@ -43,9 +51,8 @@ class Sockets:
     """
 
     def __init__(self, keys: Keys) -> None:
-        """Opens the door, which `answer` serves, and hangs up the bell."""
-        self.keys, self.context = keys, zmq.Context()
-        self.poller = zmq.Poller()
+        """Opens the door, which `arrived` serves, and hangs up the bell."""
+        self.keys, self.context, self.poller = keys, zmq.Context(), zmq.Poller()
         self.door = self._new(zmq.REP)
         self.door.bind('inproc://zeromq.zap.01')
         self.bell, self.rope = self._new(zmq.PULL), self._new(zmq.PUSH)
@@ -54,22 +61,33 @@ class Sockets:
 
     def _new(self, kind: int, **options: int | bytes) -> zmq.Socket:
         socket = self.context.socket(kind)
-        common = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
-        keep = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
-        for name, value in {**common, **keep, **options}.items():
-            setattr(socket, name, value)
+        for option, value in {**COMMON, **KEEP, **options}.items():
+            setattr(socket, option, value)
         self.poller.register(socket, zmq.POLLIN)
         return socket
 
-    def listening(self, pair: Pair, host: str, port: int | str = '*') -> zmq.Socket:
-        """A socket to which those connect who have the key of a caller; '' for all addresses.
+    def _named(self, name: str, patience: float, **curve: int | bytes) -> zmq.Socket:
+        ms = round(1e3 * patience)
+        beats = {'heartbeat_ivl': ms and max(100, ms // 10), 'heartbeat_timeout': ms}
+        options = {'identity': name.encode(), **CONNECT, **BY_NAME, **beats, **curve}
+        return self._new(zmq.ROUTER, **options)
+
+    def listening(
+        self, name: str, host: str, port: int | str = '*', patience: float = 0.0
+    ) -> zmq.Socket:
+        """A socket to which those connect who have the key of a client.
+
+        Args:
+          name: see the module.
+          host: '' for all addresses.
+          port: by default one that the system chooses.
+          patience: seconds without a sign of life after which a connection is closed; 0: for ever.
 
         Raises:
           ProcessGroupError: if the port is in use.
         """
-        curve = {'curve_server': 1, 'curve_secretkey': pair.private, 'zap_domain': b'jaxmp'}
-        doors = {'zap_enforce_domain': 1, 'handshake_ivl': HANDSHAKE, 'backlog': WAITING}
-        socket = self._new(zmq.ROUTER, **curve, **doors, router_mandatory=1, router_handover=1)
+        curve = {'curve_server': 1, 'curve_secretkey': self.keys.server.private}
+        socket = self._named(name, patience, zap_domain=b'jaxmp', zap_enforce_domain=1, **curve)
         try:
             socket.bind(endpoint(host or '*', port))
         except zmq.ZMQError as error:
@@ -78,50 +96,40 @@ class Sockets:
             raise ProcessGroupError(f'port {port} cannot be used: {why}') from error
         return socket
 
-    def calling(self, address: str, server: bytes, identity: bytes, patience: float) -> zmq.Socket:
-        """A socket that connects, again and again, to who has the private key of ``server``.
+    def calling(self, name: str, patience: float) -> zmq.Socket:
+        """A socket that connects, again and again, to those who have the key of a server.
 
         Args:
-          address: see `endpoint`.
-          server: public key.
-          identity: by which the listening socket tells its callers apart.
+          name: see the module.
           patience: seconds without a sign of life after which it connects anew.
         """
-        pair, ms = self.keys.caller, round(1e3 * patience)
-        curve = {'curve_publickey': pair.public, 'curve_secretkey': pair.private}
-        beats = {'heartbeat_ivl': max(100, ms // 10), 'heartbeat_timeout': ms}
-        again = {'reconnect_ivl': RETRY, 'connect_timeout': HANDSHAKE}
-        options = {**curve, **beats, **again, 'handshake_ivl': HANDSHAKE}
-        socket = self._new(zmq.DEALER, curve_serverkey=server, identity=identity, **options)
-        socket.connect(address)
-        return socket
+        public, private = self.keys.client
+        curve = {'curve_publickey': public, 'curve_secretkey': private}
+        return self._named(name, patience, curve_serverkey=self.keys.server.public, **curve)
 
     def ring(self) -> None:
         """Ends the wait of `arrived`; one thread at a time may do so."""
         if not self.rope.closed:
             put(self.rope, b'')
 
-    def answer(self) -> None:
-        """Answers the door: the key of a caller is let in, every other one is refused."""
+    def _answer(self) -> None:
+        """Answers the door: the key of a client is let in, every other one is refused."""
         version, request, _, _, _, *credentials = self.door.recv_multipart()
-        known = credentials == [b'CURVE', z85.decode(self.keys.caller.public)]
-        status = (b'200', b'OK') if known else (b'400', b'no key of this run')
+        friend = credentials == [b'CURVE', z85.decode(self.keys.client.public)]
+        status = (b'200', b'OK') if friend else (b'400', b'no key of this run')
         self.door.send_multipart([version, request, *status, b'', b''])
 
-    def arrived(self, seconds: float) -> Iterator[tuple[zmq.Socket, Frames]]:
-        """The messages that come within some seconds, except those of door and bell."""
+    def arrived(self, seconds: float) -> Iterator[tuple[zmq.Socket, str, list[zmq.Frame]]]:
+        """The messages that come within some seconds: socket, name of the sender, and frames."""
         for socket, _ in self.poller.poll(round(1e3 * seconds)):
             if socket is self.door:
-                self.answer()
-            elif not socket.closed:  # as what an earlier message led to may have done
-                frames = socket.recv_multipart(copy=False)
-                if socket is not self.bell:
-                    yield socket, frames
-
-    def drop(self, socket: zmq.Socket) -> None:
-        """Closes a socket."""
-        self.poller.unregister(socket)
-        socket.close()
+                self._answer()
+            elif socket is self.bell:
+                socket.recv()
+            else:
+                with contextlib.suppress(zmq.Again):  # an earlier message may have led to its end
+                    name, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    yield socket, name.bytes.decode(), frames
 
     def close(self) -> None:
         """Closes all sockets, after what was sent has left or `LINGER` is over."""
@@ -133,10 +141,11 @@ def put(socket: zmq.Socket, *frames: Any) -> bool:
 
     Args:
       socket: where it leaves.
-      *frames: a head as JSON, and buffers. Those of 64 KiB and more are not copied: they must not
-        change until they have arrived.
+      *frames: the name of who gets it, a head as JSON, and buffers. Those of 64 KiB and more are
+        not copied: they must not change until they have arrived.
     """
-    parts = [json.dumps(f).encode() if isinstance(f, dict) else f for f in frames]
+    text = lambda frame: json.dumps(frame) if isinstance(frame, dict) else frame
+    parts = [text(f).encode() if isinstance(f, dict | str) else f for f in frames]
     try:
         socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
     except zmq.ZMQError as error:

@@ -9,7 +9,7 @@ import time
 from jaxmp.net.address import ProcessGroupError, reach
 from jaxmp.net.connect import START, Address, entrance
 from jaxmp.net.peer import ANSWER
-from jaxmp.net.sockets import Sockets, endpoint, put
+from jaxmp.net.sockets import SWITCH, Sockets, endpoint, put
 from jaxmp.net.views import BEAT
 
 
@@ -31,21 +31,22 @@ def take_part(address: Address) -> Address | None:
             f'--process={address.process} and --back={address.back:g}: leave --process out, and '
             'give all the same --back, such as --back=60'
         )
-    at, keys = entrance(address._replace(process=0))
-    reach(at, START, 'nobody answers', 'start the run first, and check its port').close()
-    sockets, name = Sockets(keys), f'-1.{secrets.token_hex(8)}'.encode()
-    socket = sockets.calling(endpoint(*at), keys.switch.public, name, address.silent)
-    last, patience, number = time.monotonic(), ANSWER, None
-    while number is None and time.monotonic() - last < patience:
-        put(socket, {'kind': 'spare'})
-        for _, frames in sockets.arrived(BEAT):
-            last, patience = time.monotonic(), address.silent + address.back
+    switch, keys = entrance(address._replace(process=0))
+    reach(switch, START, 'nobody answers', 'start the run first, and check its port').close()
+    sockets = Sockets(keys)
+    socket = sockets.calling(f'-1.{secrets.token_hex(8)}', address.silent)
+    socket.connect(endpoint(*switch))
+    heard, patience, number = time.monotonic(), ANSWER, None
+    while number is None and time.monotonic() - heard < patience:
+        put(socket, SWITCH, {'kind': 'spare'})
+        for _, _, frames in sockets.arrived(BEAT):
+            heard, patience = time.monotonic(), address.silent + address.back
             number = json.loads(frames[0].bytes)['process']
         time.sleep(BEAT / 4)
     sockets.close()
     if patience == ANSWER:
         raise ProcessGroupError(
-            f'the switch at {endpoint(*at)} has not answered within {ANSWER:g} s: it has another '
-            'token, is stopped, or is no switch of this run'
+            f'the switch at {endpoint(*switch)} has not answered within {ANSWER:g} s: it has '
+            'another token, is stopped, or is no switch of this run'
         )
     return None if number is None else address._replace(process=number)

@@ -13,18 +13,21 @@ import threading
 import time
 from collections.abc import Callable
 
+import zmq
+
 from jaxmp.net.address import own_address
 from jaxmp.net.keys import Keys
 from jaxmp.net.register import Register
-from jaxmp.net.sockets import DATA, Frames, Sockets, address_of, put
+from jaxmp.net.sockets import SWITCH, Sockets, address_of, put
+from jaxmp.net.views import LEAVING
 
+DATA = '/d'  # ends the name of the socket of a process that carries messages to other processes
 TICK = 0.25  # seconds between two looks at the time
-LEAVING = 5.0  # seconds to wait for the processes at the end
 
 
-def said_aside(say: Callable[[str], object]) -> Callable[[str], None]:
+def aside(say: Callable[[str], object]) -> Callable[[str], None]:
     """``say`` in a thread of its own: a log that takes no more lines does not stop the switch."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    lines = queue.SimpleQueue[str]()
 
     def run() -> None:
         while True:
@@ -36,12 +39,17 @@ def said_aside(say: Callable[[str], object]) -> Callable[[str], None]:
 
 
 class Switch:
-    """The switch of one run after another; `serve` runs until `stop`."""
+    """The switch of one run after another.
+
+    Attributes:
+      port: at which it listens.
+      thread: in which it serves all processes, until `stop`.
+    """
 
     def __init__(
-        self, keys: Keys, host: str, port: int, say: Callable[[str], object] = print
+        self, keys: Keys, host: str, port: int, say: Callable[[str], object] = lambda line: None
     ) -> None:
-        """Listens.
+        """Serves.
 
         Args:
           keys: of the run.
@@ -52,51 +60,39 @@ class Switch:
         Raises:
           ProcessGroupError: if the port is in use.
         """
-        self._sockets, self._register = Sockets(keys), Register(said_aside(say))
-        self._port = self._sockets.listening(keys.switch, own_address(host), port or '*')
-        self.port = int(address_of(self._port).rpartition(':')[2])
-        self._running = True
+        self._sockets, self._register = Sockets(keys), Register(aside(say))
+        self._socket = self._sockets.listening(SWITCH, own_address(host), port or '*')
+        self.port, self._running = int(address_of(self._socket).rpartition(':')[2]), True
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
 
-    def serve(self) -> None:
-        """Serves all processes."""
+    def _serve(self) -> None:
         while self._running:
-            for _, frames in self._sockets.arrived(TICK):
-                self._take(frames)
+            for _, name, frames in self._sockets.arrived(TICK):
+                self._take(name, frames)
             self._register.look(time.monotonic())
             self._speak()
         self._sockets.close()
 
-    def stop(self) -> None:
-        """Ends `serve` within a fraction of a second."""
-        self._running = False
-
-    def _take(self, frames: Frames) -> None:
+    def _take(self, name: str, frames: list[zmq.Frame]) -> None:
         """Forwards a message, or acts on one that is for the switch."""
-        identity = frames[0].bytes
-        if identity.endswith(DATA):
-            put(self._port, frames[1], identity, *frames[2:])
+        if name.endswith(DATA):
+            put(self._socket, frames[0], name, *frames[1:])
         else:
-            self._register.take(identity, json.loads(frames[1].bytes), time.monotonic())
+            self._register.take(name, json.loads(frames[0].bytes), time.monotonic())
             self._speak()
 
     def _speak(self) -> None:
         """Sends what the register has to say."""
         while self._register.out:
-            identity, message = self._register.out.popleft()
-            if not put(self._port, identity, message):
-                self._register.unreachable(identity, time.monotonic())
+            name, message = self._register.out.popleft()
+            if not put(self._socket, name, message):
+                self._register.unreachable(name, time.monotonic())
 
-
-class Hosted(Switch):
-    """A switch in a thread of this process."""
-
-    def __init__(
-        self, keys: Keys, host: str, port: int, say: Callable[[str], object] = lambda line: None
-    ) -> None:
-        """Serves; see `Switch`."""
-        super().__init__(keys, host, port, say)
-        self._thread = threading.Thread(target=self.serve, daemon=True)
-        self._thread.start()
+    def stop(self) -> None:
+        """Ends within a fraction of a second."""
+        self._running = False
+        self.thread.join(LEAVING)
 
     def close(self) -> None:
         """Ends once all processes have left, or after some seconds."""
@@ -104,4 +100,3 @@ class Hosted(Switch):
         while self._register.seats and time.monotonic() < end:
             time.sleep(0.02)
         self.stop()
-        self._thread.join(LEAVING)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 BEAT = 1.0  # seconds between two signs of life
 GRACE = 3.0  # seconds in which a lost connection is made again
+LEAVING = 5.0  # seconds to wait for the others at the end
 WORKING = 'working'
 LOST = 'has lost its connection: it was killed, ran out of memory, or the network failed'
 
@@ -49,90 +50,66 @@ class ViewChangedError(Exception):
     """The view of a message has ended; call `Peer.ready` for the next one."""
 
 
-class Wait(NamedTuple):
-    """A message that a process waits for; waits are ordered by their steps.
-
-    Attributes:
-      step: number of the step, -1 for what all decide together.
-      source: number of the process that owes the message.
-      tag: name of the message.
-      seconds: for which it has waited.
-    """
-
-    step: int
-    source: int
-    tag: str
-    seconds: float
-
-
 class Work(NamedTuple):
-    """What a process does, as of its last sign of life.
+    """What a process does, as of its last sign of life, and its wait of the earliest step.
 
     Attributes:
       idle: seconds since its work last went on.
       phase: the name of what it does.
       limit: seconds in which that has to go on.
-      wait: its wait of the earliest step.
+      step: number of the step of the message that it waits for, -1 for what all decide together;
+        None if it does not wait.
+      source: number of the process that owes the message.
+      tag: name of the message.
+      seconds: for which it has waited.
     """
 
     idle: float
     phase: str
     limit: float
-    wait: Wait | None
+    step: int | None = None
+    source: int = -1
+    tag: str = ''
+    seconds: float = 0.0
 
 
 def blamed(work: Mapping[int, Work], names: tuple[str, ...]) -> tuple[set[int], str]:
     """The processes for which nothing goes on, and a line that says what they owe since when.
 
-    Who does not work and does not wait is to blame; or else where the chain of those ends who wait
-    for the message of the earliest step. A thread that moves messages waits ahead of those that
-    compute, so that a later wait is no excuse.
+    Who does not work and does not wait is to blame; or else, of those who wait for the message of
+    the earliest step, who owes one and does not wait there itself, or all of a circle. A thread
+    that moves messages waits ahead of those that compute, so that a later wait is no excuse.
 
-    >>> idle, late = Work(50, 'working', 60, None), Work(61, 'working', 60, None)
-    >>> waits = late._replace(wait=Wait(7, 1, 'gradient', 61))
-    >>> [blamed({0: waits, 1: other}, ('a', 'b'))[0] for other in (idle, late)]
-    [set(), {1}]
+    >>> late = Work(61, 'working', 60)
+    >>> waits = lambda *sources: {i: late._replace(step=7, source=j) for i, j in sources}
+    >>> blame = lambda work: blamed(work, ('a', 'b', 'c'))[0]
+    >>> blame({**waits((0, 1)), 1: late}), blame({**waits((0, 1)), 1: late._replace(idle=50)})
+    ({1}, set())
+    >>> blame(waits((2, 0), (0, 1), (1, 0)))
+    {0, 1}
     """
     idle = {i: w for i, w in work.items() if w.idle > w.limit}
-    waits = [(w.wait, i) for i, w in idle.items() if w.wait]
-    guilty = {i for i, w in idle.items() if not w.wait}
-    if not guilty and waits:
-        first = min(wait.step for wait, _ in waits)
-        guilty = _ends({i: wait.source for wait, i in waits if wait.step == first}) & idle.keys()
+    guilty = {i for i, w in idle.items() if w.step is None}
+    if idle and not guilty:
+        first = min(w.step for w in idle.values() if w.step is not None)
+        owes = {i: w.source for i, w in idle.items() if w.step == first}
+        guilty = ({*owes.values()} - owes.keys() or {*owes.values()}) & idle.keys()
     lines = []
     for i in sorted(guilty):
-        waits = [(names[j], w.wait) for j, w in work.items() if w.wait and w.wait.source == i]
-        owed = (
-            f'{who} {w.tag!r} of {stepped(w.step)} since {clock(w.seconds)}' for who, w in waits
-        )
+        waits = [(names[j], w) for j, w in work.items() if w.step is not None and w.source == i]
+        owed = (f'{n} {w.tag!r} of {stepped(w.step)} since {clock(w.seconds)}' for n, w in waits)
         since = f'since {clock(work[i].idle)} ({work[i].phase}, at most {work[i].limit:g} s)'
         lines.append(' and owes '.join([f'{names[i]} has done nothing {since}', *owed]))
     return guilty, '; '.join(lines)
 
 
-def _ends(owes: Mapping[int, int]) -> set[int]:
-    """Where the chains of who waits for whom end: processes that do not wait, or a circle.
-
-    >>> _ends({2: 0, 0: 1}), _ends({2: 0, 0: 1, 1: 0})
-    ({1}, {0, 1})
-    """
-    ends = set()
-    for i in owes:
-        chain = [i]
-        while chain[-1] in owes and owes[chain[-1]] not in chain:
-            chain.append(owes[chain[-1]])
-        last = chain[-1]
-        ends |= {last} if last not in owes else set(chain[chain.index(owes[last]) :])
-    return ends
-
-
-def stepped(step: int) -> str:
+def stepped(step: int | None) -> str:
     """A step in a message.
 
     >>> stepped(7), stepped(-1)
     ('step 7', 'what all decide')
     """
-    return f'step {step}' if step >= 0 else 'what all decide'
+    return 'what all decide' if step == -1 else f'step {step}'
 
 
 def nobody(back: float) -> str:

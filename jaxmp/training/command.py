@@ -141,7 +141,8 @@ def run(argv: list[str]) -> None:
         )
     import jax
 
-    from jaxmp.net.connect import Address, end_without_memory
+    from jaxmp.launch.signals import end_without_memory
+    from jaxmp.net.connect import Address
     from jaxmp.net.group import ProcessGroup
     from jaxmp.net.spare import take_part
     from jaxmp.training.elastic import train_as_member

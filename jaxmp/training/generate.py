@@ -30,7 +30,9 @@ from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.data import chat
 from jaxmp.feedback import direct
-from jaxmp.net.connect import Address, connect, end_without_memory, owners, placed
+from jaxmp.launch.launchers import placed
+from jaxmp.launch.signals import end_without_memory
+from jaxmp.net.connect import Address, connect, owners
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.link import parse as parse_link
 from jaxmp.spec import parse

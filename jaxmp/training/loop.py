@@ -16,9 +16,9 @@ import numpy as np
 from jaxmp import config as schema
 from jaxmp import data
 from jaxmp.config import Config
-from jaxmp.net.connect import Address, connect, placed
+from jaxmp.launch.launchers import check_alone, placed
+from jaxmp.net.connect import Address, connect
 from jaxmp.net.group import ProcessGroup
-from jaxmp.net.launchers import check_alone
 from jaxmp.net.views import ViewChangedError
 from jaxmp.runtimes.allocator import pages_after_step, release_freed_pages
 from jaxmp.runtimes.world import beside, start_jax

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp.config import KEYS, Config, complete, flat
-from jaxmp.net.signals import leave_closed_terminal, stopping
+from jaxmp.launch.signals import leave_closed_terminal, stopping
 from jaxmp.net.views import ViewChangedError
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment

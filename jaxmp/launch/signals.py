@@ -1,12 +1,15 @@
-"""The signals after which a run saves its state and ends, and a terminal that is gone."""
+"""How a process ends: signals, a terminal that is gone, no memory left."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
+import sys
 import termios
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 # SIGHUP: the terminal is closed. SIGUSR1: Slurm's --signal, ahead of the time limit.
 STOP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
@@ -31,3 +34,20 @@ def leave_closed_terminal(outputs: Sequence[int] = (1, 2)) -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, output)
                 os.close(nowhere)
+
+
+def end_without_memory(name: str) -> None:
+    """Makes a MemoryError in any thread end the process; by default only the thread ends."""
+    text = f'train.py: {name}: MemoryError, out of memory\n'.encode()
+
+    def ending(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def hook(args: Any) -> None:
+            if args.exc_type is MemoryError:  # allocate nothing; the others detect the exit
+                os.write(2, text)
+                os._exit(1)
+            plain(args)
+
+        return hook
+
+    sys.unraisablehook = ending(sys.unraisablehook)
+    threading.excepthook = ending(threading.excepthook)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from jaxmp.net.connect import Address
+
 Place = tuple[str, int, int]  # coordinator as host:port, number of processes, number of this one
 
 JAX = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
@@ -88,3 +90,16 @@ def check_alone(why: str, env: Mapping[str, str] = os.environ) -> None:
             f'{said}: a launcher has started, or can start, several processes, and {why}; give '
             '--processes=1 to train in this process alone'
         )
+
+
+def placed(address: Address) -> Address:
+    """The address, or without one that of the launcher's variables, or of a single process.
+
+    Raises:
+      ValueError: if a launcher says that there are several processes and not where.
+    """
+    if any(a is not None for a in address[:3]):
+        return address
+    if (place := place_of()) is None:
+        check_alone('no variable says where process 0 is: start it by srun or jaxmp launch')
+    return Address(*(place or (None, 1, None)), *address[3:])

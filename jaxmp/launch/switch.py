@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ProcessGroupError, ValueError) as error:
         parser.error(str(error))
     with contextlib.suppress(KeyboardInterrupt):
-        switch.serve()
+        switch.thread.join()
+        return 1  # its thread has failed, and said why
     return 0
 
 

@@ -33,11 +33,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.net import guard
+from jaxmp.launch import guard
+from jaxmp.launch.signals import leave_closed_terminal, stopping
 from jaxmp.net.address import TOKEN, ProcessGroupError, secret
 from jaxmp.net.keys import keys_of
-from jaxmp.net.signals import leave_closed_terminal, stopping
-from jaxmp.net.switch import Hosted
+from jaxmp.net.switch import Switch
 
 PATIENCE = 60.0  # seconds in which all processes must save and end after a signal
 NOTICE = 6.0  # seconds after a failure in which the others say why they end, before SIGTERM
@@ -226,7 +226,7 @@ def _kill(running: Sequence[subprocess.Popen], after: str) -> None:
 
 
 def _guard() -> subprocess.Popen:
-    """Starts `jaxmp.net.guard`, without the modules of this package, which take seconds."""
+    """Starts `jaxmp.launch.guard`, without the modules of this package, which take seconds."""
     return subprocess.Popen(
         [sys.executable, '-IS', guard.__file__],
         stdin=subprocess.PIPE,
@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = group_of(args.command, args.processes, args.port or free_port())
     if args.elastic:
         try:
-            Hosted(keys_of(group.token), '127.0.0.1', group.port, _say)
+            Switch(keys_of(group.token), '127.0.0.1', group.port, _say)
         except ProcessGroupError as error:
             parser.error(str(error))
     watcher, running = _guard(), []

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxmp.net.address import ProcessGroupError, reach, token_of
-from jaxmp.net.connect import Hosted
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
+from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms, ViewChangedError
 
 NAMES = 'the machine that listens', 'the machine that calls'
@@ -68,7 +68,7 @@ def met(
     if not listens:
         command = f'start `jaxmp pays --listen={host}:{port}` there, with the same configuration'
         reach(address, PATIENCE, 'nobody listens', command).close()
-    switch = Hosted(keys, host, port, lambda line: None) if listens else None
+    switch = Switch(keys, host, port) if listens else None
     try:
         peer = Peer(
             address, keys, 0 if listens else 1, Terms(NAMES, 2, DAY, back=0.0), about,

@@ -1,0 +1,1 @@
+"""What starts the processes of a run and ends them: commands, launchers' variables, signals."""
