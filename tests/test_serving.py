@@ -12,7 +12,7 @@ import pytest
 
 from jaxmp import boundary, parse
 from jaxmp.data.tokenizer import byte_level
-from jaxmp.net.connect import processes
+from jaxmp.net.connect import owners, processes
 from jaxmp.training import generate, language_model, sampling, serving
 from tests.runs import ENV, LAUNCH
 from tests.test_decoder import opened, save
@@ -35,19 +35,21 @@ def cuts(text, count=2):
 
 def over(model, boundaries, count, choose, prompts=PROMPTS):
     """The texts by ``count`` processes, which are threads here; each has its own stages alone."""
-    owner = serving.owners(len(model.stages), count)
+    owner = owners(len(model.stages), count)
+    size = len(prompts), max(map(len, prompts)) + 4
 
     def run(group):
         own = [s for s, o in enumerate(owner) if o == group.index]
         mine = tuple(v if s in own else None for s, v in enumerate(model.variables))
         part = serving.Part(
-            model._replace(variables=mine), boundaries, range(own[0], own[-1] + 1), choose
+            model._replace(variables=mine), boundaries, range(own[0], own[-1] + 1), choose,
+            size, 3,
         )
         ends = serving.Ends(group, part)
         if group.index:
             return serving.serve(part, ends)
         rows = [[] for _ in prompts]
-        for i, token in serving.written(part, ends, prompts, 4, frozenset({9}), seed=3):
+        for i, token in serving.written(part, ends, prompts, 4, frozenset({9})):
             rows[i].append(token)
         return rows
 

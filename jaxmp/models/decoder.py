@@ -44,16 +44,30 @@ class Positions(NamedTuple):
     """What all blocks know of the positions of a call.
 
     Attributes:
-      cos: of each kind, ``(kinds, T, D / 2)``.
+      cos: of each kind, ``(kinds, T, D / 2)``; with a cache ``(kinds, B, 1, T, D / 2)``.
       sin: likewise.
       windows: of each kind, ``(kinds,)``; None if none has a window.
-      start: the position of the first token in a cache; None without a cache.
+      start: the position of each sequence's first token in a cache, ``(B,)``; None without one.
+      rows: the row of each sequence in the cache, ``(B,)``; None without one.
     """
 
     cos: Array
     sin: Array
     windows: Array | None
-    start: Array | None
+    start: Array | None = None
+    rows: Array | None = None
+
+
+class Layer(NamedTuple):
+    """A block of a stage.
+
+    Attributes:
+      kind: number of its kind.
+      number: its place in the stage, and in the cache.
+    """
+
+    kind: Array
+    number: Array
 
 
 class Linear(nn.Module):
@@ -105,7 +119,7 @@ class Attention(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'B T C'], kind: Array, at: Positions) -> Array:
+    def __call__(self, x: Float[Array, 'B T C'], layer: Layer, at: Positions) -> Array:
         """Maps ``(B, T, C)`` to ``(B, T, C)``."""
         c, (B, T, _) = self.config, x.shape
 
@@ -117,21 +131,30 @@ class Attention(nn.Module):
         v = heads('v_proj', c.kv_heads)
         if c.head_norms:
             q, k = RMSNorm(c, name='q_norm')(q), RMSNorm(c, name='k_norm')(k)
-        q, k = (rotate(a, at.cos[kind], at.sin[kind]) for a in (q, k))
+        q, k = (rotate(a, at.cos[layer.kind], at.sin[layer.kind]) for a in (q, k))
         if at.start is not None:
-            k, v = self._remember('keys', k, at.start), self._remember('values', v, at.start)
+            k, v = self._remember('keys', k, layer, at), self._remember('values', v, layer, at)
         scale = c.query_scale or c.head_width**-0.5
-        window = None if at.windows is None else at.windows[kind]
+        window = None if at.windows is None else at.windows[layer.kind]
         y = attention(q, k, v, scale, c.attention_cap, window, at.start)
         y = y.transpose(0, 2, 1, 3).reshape(B, T, c.heads * c.head_width)
         return Linear(c.width, c, name='o_proj')(y)
 
-    def _remember(self, name: str, new: Array, start: Array) -> Array:
-        """All keys (or values) of the cache, with new ones from position ``start`` on."""
+    def _remember(self, name: str, new: Array, layer: Layer, at: Positions) -> Array:
+        """The keys (or values) of the sequences' rows, with new ones from their positions on."""
         cache = self.variable('cache', name, jnp.zeros, ())
-        new = new.astype(cache.value.dtype)
-        cache.value = jax.lax.dynamic_update_slice_in_dim(cache.value, new, start, 2)
-        return cache.value
+        whole, new = cache.value, new.astype(cache.value.dtype)
+        assert at.start is not None and at.rows is not None
+        row = [(layer.number, at.rows[i]) for i in range(len(new))]
+        # Slices, since XLA updates them where they are, and copies them faster than it gathers.
+        for i, place in enumerate(row):
+            corner = (*place, 0, at.start[i], 0)
+            whole = jax.lax.dynamic_update_slice(whole, new[i][None, None], corner)
+        cache.value = whole
+        size = (1, 1, *whole.shape[2:])
+        return jnp.concatenate(
+            [jax.lax.dynamic_slice(whole, (*place, 0, 0, 0), size)[0] for place in row]
+        )
 
 
 class MLP(nn.Module):
@@ -153,14 +176,14 @@ class Block(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'B T C'], kind: Array, at: Positions) -> tuple[Array, None]:
+    def __call__(self, x: Float[Array, 'B T C'], layer: Layer, at: Positions) -> tuple[Array, None]:
         """Maps ``(B, T, C)`` to ``(B, T, C)``, as the body of a scan."""
         c = self.config
         norm = lambda name, x: RMSNorm(c, name=name)(x)
         # After attention: in a Llama of what follows it, in a Gemma of what it gives.
         after = 'post_attention_layernorm'
         before = 'pre_feedforward_layernorm' if c.post_norms else after
-        y = Attention(c, name='self_attn')(norm('input_layernorm', x), kind, at)
+        y = Attention(c, name='self_attn')(norm('input_layernorm', x), layer, at)
         x = x + (norm(after, y) if c.post_norms else y).astype(x.dtype)
         y = MLP(c, name='mlp')(norm(before, x))
         return x + (norm('post_feedforward_layernorm', y) if c.post_norms else y).astype(
@@ -258,23 +281,30 @@ class Stage(nn.Module):
         return y.reshape(*x.shape[:-1], -1)
 
     def _blocks(self, x: Float[Array, 'B T C']) -> Float[Array, 'B T C']:
-        c, T, start = self.config, x.shape[1], None
+        c, T = self.config, x.shape[1]
+        t, start, rows = jnp.arange(T), None, None
         if self.has_variable('cache', 'position'):
             position = self.variable('cache', 'position', jnp.zeros, ())
-            start, position.value = position.value, position.value + T
-        t = jnp.arange(T) + (0 if start is None else start)
-        angles = t[:, None] * jnp.array([k.frequencies for k in c.kinds], jnp.float32)[:, None]
-        scale = jnp.array([k.scale for k in c.kinds], jnp.float32)[:, None, None]
+            rows = self.get_variable('cache', 'rows')
+            start = position.value[rows]
+            position.value = position.value.at[rows].set(start + T)
+            t = start[:, None, None] + t
+        one = (1,) * t.ndim
+        frequencies = jnp.array([k.frequencies for k in c.kinds], jnp.float32)
+        angles = t[..., None] * frequencies.reshape(len(c.kinds), *one, -1)
+        scale = jnp.array([k.scale for k in c.kinds], jnp.float32).reshape(-1, *one, 1)
         windows = [k.window or _FAR for k in c.kinds]
         windows = jnp.array(windows) if min(windows) < _FAR else None
-        at = Positions(jnp.cos(angles) * scale, jnp.sin(angles) * scale, windows, start)
+        at = Positions(jnp.cos(angles) * scale, jnp.sin(angles) * scale, windows, start, rows)
         block = nn.remat(Block, prevent_cse=False) if c.remat else Block
         each: Any = (0, nn.broadcast)
+        # The cache is carried, so that it is updated where it is instead of copied.
         scan = nn.scan(
-            block, {'params': 0, 'cache': 0}, split_rngs={'params': True},
+            block, {'params': 0}, variable_carry='cache', split_rngs={'params': True},
             in_axes=each, length=self.blocks,
         )  # fmt: skip
-        return scan(c, name='layers')(x, jnp.array(self.layers), at)[0]
+        layers = Layer(jnp.array(self.layers), jnp.arange(self.blocks))
+        return scan(c, name='layers')(x, layers, at)[0]
 
 
 def decoder(
@@ -332,9 +362,11 @@ def empty_cache(stage: Stage, batch: int, length: int, dtype: Any = jnp.float32)
     """The collection ``cache`` of a stage for sequences of up to ``length`` positions.
 
     Add it to the variables, ``{**variables, 'cache': empty_cache(stage, B, 512)}``; each call then
-    begins where the last one ended.
+    begins where the last one ended. Its entry ``rows`` says which rows the sequences of a call are:
+    replace it to go on with some of them.
     """
     c = stage.config
     shape = (stage.blocks, batch, c.kv_heads, length, c.head_width)
     memory = {'keys': jnp.zeros(shape, dtype), 'values': jnp.zeros(shape, dtype)}
-    return {'position': jnp.zeros((), jnp.int32), 'layers': {'self_attn': memory}}
+    position, rows = jnp.zeros(batch, jnp.int32), jnp.arange(batch, dtype=jnp.int32)
+    return {'position': position, 'rows': rows, 'layers': {'self_attn': memory}}

@@ -121,8 +121,8 @@ def attention(
       scale: of the logits, s.
       cap: c; 0 leaves the logits as they are.
       window: number of the last positions that a query sees, also a traced one; None: all.
-      position: that of the first query, where keys are a cache that begins at 0; None: 0, and
-        there are as many keys as queries.
+      position: that of the first query, one for all or ``(B,)``, where keys are a cache that begins
+        at 0; None: 0, and there are as many keys as queries.
 
     Returns:
       ``(B, H, T, D)``, in the values' dtype.
@@ -138,8 +138,9 @@ def attention(
         q, k, v = q_all[:, :, :, start:end], k_BGSD[:, :, :last], v_BGSD[:, :, :last]
         w = jnp.einsum('bghtd,bgsd->bghts', q, k, preferred_element_type=wide)
         w = cap * jnp.tanh(w / cap) if cap else w
-        back = jnp.arange(start, end)[:, None] + (0 if position is None else position)
-        back = back - jnp.arange(last)
+        back = jnp.arange(start, end)[:, None] - jnp.arange(last)
+        if position is not None:
+            back = back + jnp.reshape(position, (-1, 1, 1, 1, 1))
         seen = back >= 0 if window is None else (back >= 0) & (back < window)
         w = jnp.where(seen, w, -jnp.inf)
         w = jnp.exp(w - jax.lax.stop_gradient(w.max(-1, keepdims=True)))

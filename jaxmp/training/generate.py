@@ -299,12 +299,14 @@ def by_processes(args: argparse.Namespace, address: Address) -> tuple[ProcessGro
         boundaries = boundaries_of(model, args.codec)
         serving.check_by_token(boundaries, model.stages[0].config.width)  # pyright: ignore
         draw = Draw(args.temperature, args.top_p)
-        part = serving.Part(model, boundaries, range(own[0], own[-1] + 1), draw)
+        size = len(prompts), max(map(len, prompts)) + args.tokens
+        places = range(own[0], own[-1] + 1)
+        part = serving.Part(model, boundaries, places, draw, size, args.seed)
         ends = serving.Ends(group, part, parse_link(args.link) if args.link else None)
         if group.index:
             serving.serve(part, ends)
             return group, []
-        events = serving.written(part, ends, prompts, args.tokens, stops, args.seed)
+        events = serving.written(part, ends, prompts, args.tokens, stops)
         return group, [Text('', model, prompts, events)]
     except BaseException as error:
         group.fail(f'jaxmp generate: {error}')

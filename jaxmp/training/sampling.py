@@ -26,6 +26,7 @@ from jaxmp.wire import Ctx
 
 State = Any
 Tokens = Int[Array, 'B n']
+Events = Iterator[tuple[int, int | None]]  # number of a prompt, its next token or None at the end
 
 
 class Reader(NamedTuple):
@@ -184,7 +185,7 @@ def continuations(
     chosen: Callable[[Array, Array], Any],
     stops: frozenset[int] = frozenset(),
     seed: int = 0,
-) -> Iterator[tuple[int, int | None]]:
+) -> Events:
     """Yields ``(number of the prompt, its next token)``, and None where it has ended.
 
     All prompts are read together up to the end of the shortest one. What is left of the others is
@@ -216,8 +217,17 @@ def continuations(
             rows[i].append(token)
             if not left[i]:
                 continue
-            left[i] = 0 if token in stops else left[i] - 1
-            if token not in stops:
-                yield i, token
-            if not left[i]:
-                yield i, None
+            left[i], shown = counted(token, left[i], stops)
+            for event in shown:
+                yield i, event
+
+
+def counted(token: int, left: int, stops: frozenset[int]) -> tuple[int, list[int | None]]:
+    """How many tokens may follow one that was drawn, and what is shown of it: None at the end.
+
+    >>> counted(7, 2, {9}), counted(7, 1, {9}), counted(9, 2, {9})
+    ((1, [7]), (0, [7, None]), (0, [None]))
+    """
+    if token in stops:
+        return 0, [None]
+    return left - 1, [token, *([] if left > 1 else [None])]
