@@ -34,7 +34,7 @@ from jaxmp.training.experiment import experiment_of
 from jaxmp.training.summary import finish
 from tests.runs import ROOT, config_of
 
-PAGES = ('docs/results.md', 'docs/findings.md', 'docs/paper.md')
+PAGES = ('docs/results.md', 'docs/findings.md', 'docs/paper.md', 'docs/late.md')
 
 
 def command(name):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmp.report import answers, lost, page, polar
+from jaxmp.report import answers, late, lost, page, polar
 from jaxmp.report.claims import judge
 from jaxmp.report.results import Study, last, load
 from jaxmp.report.tables import (
@@ -31,7 +31,7 @@ from jaxmp.report.tables import (
 )
 
 MARKS = re.compile(
-    r'(<!-- (?P<what>results|verdicts|nats|claims|bits|codecs)(?: (?P<study>\S+))? -->\n)'
+    r'(<!-- (?P<what>results|verdicts|nats|claims|bits|codecs|late)(?: (?P<study>\S+))? -->\n)'
     r'.*?(<!-- /(?P=what) -->)',
     re.DOTALL,
 )
@@ -70,7 +70,8 @@ def renew(text: str, studies: list[Study], tables: Sequence[lost.Table] = ()) ->
     """
     known: dict[str, Any] = {s.name: s for s in (*studies, *tables)}
     make = {'results': overview, 'verdicts': findings, 'nats': nats, 'claims': answers.nine}
-    whole = {'bits': answers.by_bits, 'codecs': answers.codecs}  # of all studies that there are
+    # Of all studies that there are.
+    whole = {'bits': answers.by_bits, 'codecs': answers.codecs, 'late': late.page}
     named = lambda m: [] if m['what'] in whole else (m['study'] or '').split(',')
     if unknown := [n for m in MARKS.finditer(text) for n in named(m) if n not in known]:
         raise ValueError(f'no study {unknown[0]!r}; allowed are {", ".join(known)}')
@@ -98,8 +99,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         '--into', type=Path, nargs='+', default=[],
         help='pages in which to replace <!-- results STUDY -->, <!-- nats STUDY -->, '
-        '<!-- verdicts STUDY,STUDY -->, <!-- claims STUDY,STUDY -->, <!-- bits --> and '
-        '<!-- codecs -->',
+        '<!-- verdicts STUDY,STUDY -->, <!-- claims STUDY,STUDY -->, <!-- bits -->, '
+        '<!-- codecs --> and <!-- late -->',
     )  # fmt: skip
     args = parser.parse_args(words)
     try:

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from jaxmp.config import KEYS, settings
-from jaxmp.report import figures, glance, lost
+from jaxmp.report import figures, glance, late, lost
 from jaxmp.report.claims import OPEN, OTHER_MARGINS, RATIO, Evidence, Verdict, judge, telling
 from jaxmp.report.paper import PAPER, REGISTERED
 from jaxmp.report.residuals import CONFIDENCE, MOST, POWER, Estimate
@@ -150,6 +150,9 @@ def section(study: Study, out: Path) -> str:
             kept, lined = filled(with_heads(heads), rest)
             words = 1 + len({*kept} & {*CHANNELS})
             parts += [title, markdown(kept, lined, words) + notes(own), '']
+    if late.rows(study):
+        shown = picture(late.TITLE, late.draw(study, out))
+        parts += [f'### {late.TITLE}\n', shown, late.table([study]), '']
     for title in pictures:
         if 'against' in title:
             parts += [f'### {title}\n', show(title)]

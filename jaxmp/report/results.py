@@ -35,6 +35,8 @@ VARIES = (
     'phases',
     'model.bottleneck',
     'model.embed_every_stage',
+    'optimizer.delay',
+    'optimizer.correction',
 )
 TUNED = (
     'optimizer.name',

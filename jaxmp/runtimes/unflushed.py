@@ -41,6 +41,23 @@ def ahead(stages: int, microbatches: int, delay: int) -> tuple[int, ...]:
     return tuple(delay * microbatches * (stages - 1 - s) // after for s in range(stages))
 
 
+def turn(m: int, stages: Sequence[int], ahead: Sequence[int], begun: range) -> list[Task]:
+    """What stages run at the turn of a micro-batch: its forward, then a backward that is due.
+
+    >>> turn(3, (0, 1), (2, 0), range(9))
+    [('F', 0, 3), ('F', 1, 3), ('B', 1, 3), ('B', 0, 1)]
+    """
+    forwards = [('F', s, m) for s in stages if m in begun]
+    return forwards + [('B', s, m - ahead[s]) for s in reversed(stages) if m - ahead[s] in begun]
+
+
+def stream(stages: int, microbatches: int, delay: int, steps: int) -> list[Task]:
+    """All tasks of a pipeline that is filled and emptied once, in an order that ends."""
+    early, begun = ahead(stages, microbatches, delay), range(steps * microbatches)
+    turns = range(len(begun) + max(early))
+    return [task for m in turns for task in turn(m, range(stages), early, begun)]
+
+
 class Passing(Worker):
     """A stage from step to step: it ends the sums of a batch with its last micro-batch."""
 
@@ -182,14 +199,9 @@ class Unflushed(Driver):
 
     def _tick(self, m: int, known: Collection[int] = ()) -> list[Task]:
         """What the stages here run at the turn of a micro-batch, in an order that ends."""
-        flight, here = self.flight, sorted(self.stages)
-        forwards = [s for s in here if m < flight.end and not (s < self.first and m in known)]
-        backwards = [
-            (s, m - self.ahead[s])
-            for s in reversed(here)
-            if s >= self.first and flight.start <= m - self.ahead[s] < flight.end
-        ]
-        return [('F', s, m) for s in forwards] + [('B', s, b) for s, b in backwards]
+        first, begun = self.first, range(self.flight.start, self.flight.end)
+        tasks = turn(m, sorted(self.stages), self.ahead, begun)
+        return [t for t in tasks if t[1] >= first or (t[0] == 'F' and t[2] not in known)]
 
     def _go(
         self,

@@ -1,0 +1,229 @@
+r"""What gradients that come late cost: in loss, and in steps to a loss.
+
+Late runs and those on time have the same steps, seed and channels. The loss to reach is the higher
+one of their last tests, the lowest that both reach:
+
+.. math:: r = t_{late}(L) / t_{on time}(L), \quad L = \max(L_{late}, L_{on time})
+
+with t(L) the step at which the test loss first is L, on a line between two tests.
+`python -m jaxmp.report.late results/late jaxmp/plan/late.json` writes what `jaxmp plan` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmp.config import Summary, settings
+from jaxmp.metrics import positions
+from jaxmp.report import style
+from jaxmp.report.residuals import Estimate, estimate
+from jaxmp.report.results import Row, Study, last, load, score
+from jaxmp.report.tables import NONE, markdown, plain, with_error
+
+TITLE = 'Loss by the delay of gradients'
+HEADS = (
+    'training', 'messages', 'correction', 'steps late', 'loss, nats', 'more than on time, %',
+    'times the steps to a loss', 'seeds',
+)  # fmt: skip
+
+
+class Late(NamedTuple):
+    """A row whose gradients are late, beside the same row on time.
+
+    Attributes:
+      training: see `training_of`.
+      optimizer: its name.
+      delay: steps.
+      correction: the word of `config.optimizer.correction`.
+      compressed: whether messages are.
+      loss: of the last test.
+      more: how much higher it is than on time, as a share of that.
+      steps: times as many steps to a loss.
+    """
+
+    training: str
+    optimizer: str
+    delay: int
+    correction: str
+    compressed: bool
+    loss: Estimate
+    more: Estimate
+    steps: Estimate
+
+
+def training_of(model: Mapping[str, Any]) -> str:
+    """The kind of a training, of the keys `config.model`.
+
+    >>> training_of({'name': 'pretrained', 'path': 'weights.gguf', 'train': 'lora(8)'})
+    'LoRA'
+    >>> training_of({'name': 'gpt2', 'path': 'folder', 'train': 'no_table'})
+    'fine-tuning'
+    >>> training_of({'name': 'gpt2', 'path': ''})
+    'from nothing'
+    """
+    if not model.get('path'):
+        return 'from nothing'
+    return 'LoRA' if model['name'] == 'pretrained' and 'lora' in model['train'] else 'fine-tuning'
+
+
+def rows(study: Study) -> list[Late]:
+    """The rows of a study by delay, where there are late ones beside those on time."""
+    by_case = {case_of(row.runs[0]): row for row in study.rows.values()}
+    if not any(delay for _, delay, _, _ in by_case):
+        return []
+    found = []
+    for case in sorted(by_case, key=key):
+        codecs, _, _, kind = case
+        if on_time := by_case.get((codecs, 0, 'none', kind)):
+            found += compared(by_case[case], on_time)
+    return found
+
+
+Case = tuple[tuple[str, str], int, str, tuple[str, str]]
+
+
+def case_of(run: Summary) -> Case:
+    """The channels of a run, its delay, its correction, and the kind of its training."""
+    values = settings(run['config'])
+    kind = training_of(run['config']['model']), values['optimizer.name']
+    late = values['optimizer.delay'], values['optimizer.correction']
+    return (run['fwd'], run['bwd']), *late, kind
+
+
+def key(case: Case) -> tuple[Any, ...]:
+    """Raw messages before compressed ones, then by correction and delay."""
+    codecs, delay, correction, kind = case
+    return kind, codecs != ('raw', 'raw'), codecs, correction != 'none', correction, delay
+
+
+def compared(row: Row, on_time: Row) -> list[Late]:
+    """A row beside the one on time, seed by seed; none without a common seed."""
+    codecs, delay, correction, kind = case_of(row.runs[0])
+    by_seed = {run['seed']: run for run in on_time.runs}
+    pairs = [(run, by_seed[run['seed']]) for run in row.runs if run['seed'] in by_seed]
+    if not pairs:
+        return []
+    end = lambda run: score(run, row.judged, 'last')
+    more = estimate([end(run) / end(first) - 1 for run, first in pairs])
+    steps = estimate([ratio(run, first, row.judged) for run, first in pairs])
+    compressed = codecs != ('raw', 'raw')
+    return [Late(*kind, delay, correction, compressed, last(row, row.judged), more, steps)]
+
+
+def ratio(late: Summary, on_time: Summary, mode: str) -> float:
+    """How many times the steps to the lowest loss that both runs reach; see the module."""
+    curves = [curve(run, mode) for run in (late, on_time)]
+    loss = max(losses[-1] for _, losses in curves)
+    there, here = (reached(*c, loss) for c in curves)
+    return there / here
+
+
+def curve(run: Summary, mode: str) -> tuple[Sequence[float], Sequence[float]]:
+    """Steps and losses of the tests of a run."""
+    return positions(run, mode, 'step'), run['history'][mode]['loss']
+
+
+def reached(steps: Sequence[float], losses: Sequence[float], loss: float) -> float:
+    """The step at which a curve first is at ``loss`` or below it.
+
+    >>> reached([10, 20, 30], [3.0, 2.0, 1.0], 1.5), reached([10, 20], [3.0, 2.0], 4.0)
+    (25.0, 10)
+    """
+    i = next(i for i, value in enumerate(losses) if value <= loss)
+    if i == 0:
+        return steps[0]
+    share = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
+    return steps[i - 1] + share * (steps[i] - steps[i - 1])
+
+
+# What is shown.
+
+
+def table(studies: Iterable[Study]) -> str:
+    """All rows in Markdown."""
+    lines = [line(late) for study in studies for late in rows(study)]
+    return markdown(HEADS, lines, words=3)
+
+
+def page(known: Mapping[str, Any]) -> str:
+    """The table of all studies, of whatever a report shows by name."""
+    own = [found for _, found in sorted(known.items()) if isinstance(found, Study)]
+    return f'{table(own)}\n'
+
+
+def line(late: Late) -> list[str]:
+    """The cells of a row."""
+    percent = lambda e: e._replace(mean=100 * e.mean, error=100 * e.error)
+    costs = (
+        [with_error(percent(late.more)), with_error(late.steps, 3)] if late.delay else [NONE] * 2
+    )
+    return [
+        f'{late.training}, {late.optimizer}', 'compressed' if late.compressed else 'raw',
+        late.correction if late.delay else NONE, str(late.delay), plain(late.loss.mean, 4), *costs,
+        str(late.loss.seeds),
+    ]  # fmt: skip
+
+
+def draw(study: Study, out: Path) -> str:
+    """Draws the loss by delay if ``out`` lacks it; returns the name of the file."""
+    data = lines(rows(study))
+    path, mark = out / f'{study.name}_late.png', style.digest(data, __file__)
+    if not style.holds(path, mark):
+        with style.style():
+            figure = style.figure(6.5, 4)
+            axes = figure.subplots()
+            for label, points in data.items():
+                style_of = {'marker': 'o', 'ls': '--' if 'compressed' in label else '-'}
+                axes.plot(*zip(*points, strict=True), label=label, **style_of)
+            axes.set(xlabel='steps that gradients come late', ylabel='test loss (nats)')
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.legend()
+            seeds = sorted({len(row.runs) for row in study.rows.values()})
+            style.caption(figure, f'n = {" or ".join(map(str, seeds))} seeds; equal steps')
+            style.save(figure, path, mark)
+    return path.name
+
+
+def lines(late: Sequence[Late]) -> dict[str, list[tuple[int, float]]]:
+    """Loss by delay, from the row on time, of each correction and kind of message."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for compressed in (False, True):
+        own = [r for r in late if r.compressed == compressed]
+        for word in dict.fromkeys(r.correction for r in own if r.delay):
+            label = ('uncorrected' if word == 'none' else word) + ', compressed' * compressed
+            found[label] = [
+                (r.delay, r.loss.mean) for r in own if not r.delay or r.correction == word
+            ]
+    return found
+
+
+def record(studies: Iterable[Study]) -> list[dict[str, Any]]:
+    """What `jaxmp plan` reads: a row per training, delay, correction and kind of message."""
+    return [
+        {
+            'training': r.training, 'optimizer': r.optimizer, 'delay': r.delay,
+            'correction': r.correction, 'compressed': r.compressed, 'steps': round(r.steps.mean, 4),
+            'more': round(r.more.mean, 5), 'seeds': r.steps.seeds,
+        }
+        for study in studies for r in rows(study) if r.delay
+    ]  # fmt: skip
+
+
+def text(studies: Iterable[Study]) -> str:
+    """`record` as JSON, a row per line."""
+    lines = ',\n'.join(f' {json.dumps(row)}' for row in record(studies))
+    return f'[\n{lines}\n]\n'
+
+
+def main() -> None:
+    """Reads a folder of results, and writes the file."""
+    folder, out = map(Path, sys.argv[1:])
+    out.write_text(text(sorted(load(folder), key=lambda study: study.name)))
+
+
+if __name__ == '__main__':
+    main()
