@@ -50,8 +50,8 @@ def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block
             'It does not pay: alone a step takes 2 s, on 2 machines over 10 Mbit/s with 40 ms one '
             'way 3.70 times as long with raw messages and 1.80 times with block(4). It pays at no '
             'rate up to 100 Mbit/s. Without the delay it would be 0.75 times.',
-            'Next: train on one machine, or hide the latency: gradients one step old '
-            '(`optimizer.delay=1`), or replicas that average rarely (`exchange=diloco(...)`).',
+            'Next: train on one machine, or hide the latency by replicas that average rarely '
+            '(`exchange=diloco(...)`).',
         ),
         (
             verdict((20, 2.0, 1.5), (20, 2.0, 1.5)),

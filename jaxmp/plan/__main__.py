@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = verdict(config, probed, choice, link, ask.error, machines)
         print(said(found))
         show(probed, choice, others, link, ask.error, ask.candidates)
+        print(found.late, end='\n' * bool(found.late))
         ask.out.write_text(text(choice, ask.base, values, ask.out, about))
     except (OSError, ValueError, ProcessGroupError) as error:
         sys.exit(f'jaxmp plan: {error}')

@@ -225,15 +225,21 @@ def orders(probed: Probed) -> Iterator[Order]:
 
 def predicted(probed: Probed, link: Link, codecs: Codecs, order: Order, late: float = 0.0) -> float:
     """Predicted seconds of a step, whose messages arrive so many seconds ``late``."""
-    count, place, stages = order.microbatches, probed.place, probed.stages[order.microbatches]
-    messages = {}
+    stages = probed.stages[order.microbatches]
+    messages = messages_of(probed, link, codecs, order.microbatches)
+    actions = actions_of(order, len(stages), probed.place)
+    return step(actions, stages, messages, link.delay / 1e3 + late) + meetings(probed, link)
+
+
+def messages_of(probed: Probed, link: Link, codecs: Codecs, count: int) -> dict[Edge, Message]:
+    """What the message of one of ``count`` micro-batches takes at each crossing."""
+    place, messages = probed.place, {}
     for (a, b), c in codecs.items():
         here = bool(place) and place[a] == place[b]
         wire = None if here else link.seconds(c.nbytes / count, a > b) + probed.handover
         end = 0.0 if here else probed.busy / 2
         messages[a, b] = Message(c.encode / count + end, wire, c.decode / count + end)
-    actions = actions_of(order, len(stages), place)
-    return step(actions, stages, messages, link.delay / 1e3 + late) + meetings(probed, link)
+    return messages
 
 
 def meetings(probed: Probed, link: Link) -> float:

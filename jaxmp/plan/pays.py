@@ -105,6 +105,7 @@ def verdict(
       ValueError: as `jaxmp.training.experiment.experiment_of`.
     """
     from jaxmp.plan.choose import choose, uniform
+    from jaxmp.plan.late import proposal
     from jaxmp.runtimes.placement import memory
     from jaxmp.training.experiment import experiment_of
     from jaxmp.training.footprint import footprint
@@ -127,7 +128,7 @@ def verdict(
     steps = [fastest * seconds for seconds in alone(exp)]
     return Verdict(
         probed.machines, statistics.median(steps), needs, has, here, still, rows,
-        divided(compared) if compared else '', steps,
+        divided(compared) if compared else '', steps, proposal(config, probed, choice, link),
     )  # fmt: skip
 
 
@@ -175,9 +176,8 @@ def show(v: Verdict) -> None:
         cells = f'{r.raw / v.alone:.2f}', f'{ratio:.2f}', named(r.choice), pays
         table.add_row(spelled(r.link) + mark, *cells)
     console.print(table)
-    if text := unsteady(v):
+    for text in filter(None, (unsteady(v), v.late, following(v))):
         console.print(text, highlight=False)
-    console.print(following(v), highlight=False)
 
 
 def draw(v: Verdict, path: Path) -> None:

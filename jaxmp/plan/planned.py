@@ -81,6 +81,11 @@ def probed_experiment(config: Config) -> Experiment:
     from jaxmp.training.experiment import experiment_of
     from jaxmp.training.sizes import check_residuals
 
+    if config.optimizer.delay:
+        raise ValueError(
+            f'config.optimizer.delay={config.optimizer.delay}: it is weighed here whether late '
+            'gradients pay; leave it out'
+        )
     exp = experiment_of(probed_config(config))
     if (stages := len(exp.task.stages)) < 2:
         raise ValueError(

@@ -46,6 +46,7 @@ class Verdict(NamedTuple):
       rows: over other rates with the same delay.
       split: of two unlike machines, what each has and how fast it is.
       steps: seconds of some steps alone, whose median is ``alone``.
+      late: of late gradients, see `jaxmp.plan.late.proposal`.
     """
 
     machines: int
@@ -57,6 +58,7 @@ class Verdict(NamedTuple):
     rows: Sequence[Row]
     split: str = ''
     steps: Sequence[float] = ()
+    late: str = ''
 
 
 def crossing(rates: Sequence[float], ratios: Sequence[float], level: float) -> float | None:
@@ -127,8 +129,8 @@ def following(v: Verdict) -> str:
         return f'Next: train on one machine, or join them by a link of more than {rate}; {plan}.'
     if v.still.best / v.alone < 1 - MARGIN:
         return (
-            'Next: train on one machine, or hide the latency: gradients one step old '
-            '(`optimizer.delay=1`), or replicas that average rarely (`exchange=diloco(...)`).'
+            'Next: train on one machine, or hide the latency by replicas that average rarely '
+            '(`exchange=diloco(...)`).'
         )
     rounds = 'replicas that average rarely (`exchange=diloco(...)`) send less'
     return f'Next: train on one machine; {rounds}.'
