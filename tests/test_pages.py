@@ -28,7 +28,7 @@ from tests.runs import ENV, ROOT
 
 NUMBER = r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+'
 UNREAD = (  # the report's tables, which test_report.py makes again; comments; blocks; addresses
-    r'<!-- (results|verdicts|nats|claims|bits|codecs)\b[^>]*-->.*?<!-- /\1 -->',
+    r'<!-- (results|verdicts|nats|claims|bits|codecs|late|schedules)\b[^>]*-->.*?<!-- /\1 -->',
     r'<!--.*?-->',
     r'```.*?```',
     r'(?<=\])\([^)]*\)',
@@ -100,6 +100,7 @@ def faults(text, entries):
         'docs/paper.md',
         'docs/speed.md',
         'docs/finetune.md',
+        'docs/late.md',
     ],
 )
 def test_every_number_of_a_page_has_a_source(page):

@@ -323,6 +323,17 @@ def test_the_page_has_the_tables_that_the_code_computes(monkeypatch):
     assert tables in (ROOT / 'docs' / 'runtimes.md').read_text()
 
 
+def test_the_page_of_late_gradients_has_the_table_that_the_code_computes(monkeypatch):
+    """A pipeline that stays full takes its computing; others add their fill and the messages."""
+    monkeypatch.syspath_prepend(str(ROOT / 'docs'))
+    late = importlib.import_module('late')
+    steps = {name: late.step_time(late.actions(name)) for name in late.NAMES}
+    assert steps['late'] == late.MICROBATCHES * 3.0
+    fill = (late.DEVICES - 1) * (3.0 + 2 * late.COSTS.message)
+    assert steps['eager_1f1b'] == steps['late'] + fill < steps['1f1b']
+    assert late.table() in (ROOT / 'docs' / 'late.md').read_text()
+
+
 @pytest.mark.parametrize('name', ['1f1b', 'zb_v'])
 def test_draw_writes_a_picture(name, tmp_path):
     path = tmp_path / 'timeline.png'
