@@ -9,14 +9,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
+from jaxmp.exchange.collectives import Grads, Params
 from jaxmp.exchange.copies import ENDS, Copies
+from jaxmp.exchange.layout import State
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.placement import is_here
 from jaxmp.runtimes.types import ByReplica
 from jaxmp.training.groups import Groups, Home, copied, equal, is_first, joined, split, summed
+
+Squares = dict[int, list[PyTree]]  # norms of a stage's groups, squared, perhaps by replica
+Traffic = dict[str, Any]  # bytes a step by what moves them, as summary.json has them
 
 
 class Across(NamedTuple):
@@ -32,10 +37,10 @@ class Across(NamedTuple):
         first, and replicas exchange its gradient once.
     """
 
-    total: Callable[[dict[int, Any]], Any]
-    tie: Callable[[dict[int, Any], Any, Array], tuple[dict[int, Any], Any]]
-    share: Callable[[dict[int, Any]], dict[int, Any]] = lambda params: params
-    init: Callable[[], Any] = tuple
+    total: Callable[[Squares], Array]
+    tie: Callable[[dict[int, Grads], State, Array], tuple[dict[int, Grads], State]]
+    share: Callable[[dict[int, Params]], dict[int, Params]] = lambda params: params
+    init: Callable[[], State] = tuple
     together: bool = False
 
     def follows(self, home: Home) -> bool:
@@ -46,10 +51,12 @@ class Across(NamedTuple):
 def within(groups: Groups) -> Across:
     """The operations over stages that one program holds."""
 
-    def total(squares: dict[int, list[Any]]) -> Array:
+    def total(squares: Squares) -> Array:
         return sum((x for row in squares.values() for x in row), jnp.zeros(()))
 
-    def tie(gradients: dict[int, Any], state: Any, key: Array) -> tuple[dict[int, Any], Any]:
+    def tie(
+        gradients: dict[int, Grads], state: State, key: Array
+    ) -> tuple[dict[int, Grads], State]:
         return summed(groups, gradients), state
 
     return Across(total, tie, functools.partial(equal, groups), together=True)
@@ -59,7 +66,7 @@ class Between:
     """The operations over stages whose programs are apart, perhaps in several processes."""
 
     def __init__(
-        self, groups: Groups, group: ProcessGroup, columns: Columns, shapes: dict[int, Any]
+        self, groups: Groups, group: ProcessGroup, columns: Columns, shapes: dict[int, Params]
     ) -> None:
         """Takes the copies of a table that are here.
 
@@ -75,7 +82,7 @@ class Between:
         self.tables = self._tables(shapes)
         self.across = Across(self.total, self.tie, init=self.init)
 
-    def _tables(self, shapes: dict[int, Any]) -> dict[int, Copies]:
+    def _tables(self, shapes: dict[int, Params]) -> dict[int, Copies]:
         """The copies of the token table in the first and in the last stage, by replica."""
         if not (group := copied(self.groups)):
             return {}
@@ -85,17 +92,17 @@ class Between:
         rows = {r for s in group.homes for r in self.columns.here.get(s, ())}
 
         def copies(r: int) -> Copies:
-            both = {end: self.columns.devices[r, s] for end, s in self.ends.items()}
-            here, swap = {end: d for end, d in both.items() if is_here(d)}, None
-            if len(here) < len(both):
+            devices = {end: self.columns.devices[r, s] for end, s in self.ends.items()}
+            here, swap = {end: d for end, d in devices.items() if is_here(d)}, None
+            if len(here) < len(devices):
                 index = lambda d: self.group.index if is_here(d) else d.process_index
-                processes = [*map(index, both.values())]
+                processes = [*map(index, devices.values())]
                 swap = functools.partial(self.group.swapped, processes, f'table of replica {r},')
             return Copies(between, table, here, swap)
 
         return {r: copies(r) for r in sorted(rows)}
 
-    def total(self, squares: dict[int, list[Any]]) -> Any:
+    def total(self, squares: Squares) -> Array:
         """The sum over all stages of each replica's squared norms, at every process."""
         here = np.zeros((self.columns.replicas, self.last + 1))
         for s, rows in jax.device_get(squares).items():
@@ -103,16 +110,18 @@ class Between:
                 here[r, s] = sum(row[r] for row in rows)
         return jnp.asarray(self.group.total(here).sum(1).squeeze(), jnp.result_type(float))
 
-    def init(self) -> Any:
+    def init(self) -> State:
         """The state of the exchange between the two copies of the table, by stage."""
         states = {r: copies.init() for r, copies in self.tables.items()}
         return self._by_end(states) if jax.tree.leaves(states) else ()
 
-    def _by_end(self, states: dict[int, Any]) -> dict[int, ByReplica]:
+    def _by_end(self, states: dict[int, State]) -> dict[int, ByReplica]:
         rows = {s: {r: t[e] for r, t in states.items() if e in t} for e, s in self.ends.items()}
         return {s: ByReplica(row) for s, row in rows.items() if row}
 
-    def tie(self, grads: dict[int, Any], before: Any, key: Array) -> tuple[dict[int, Any], Any]:
+    def tie(
+        self, grads: dict[int, Grads], before: State, key: Array
+    ) -> tuple[dict[int, Grads], State]:
         """Gradients with the sum of both tables' in both end stages; the exchange's next state."""
         after, group = {}, copied(self.groups)
         assert group
@@ -129,7 +138,7 @@ class Between:
         summed = joined(grads, {(s, group): table for s, table in tables.items()})
         return summed, self._by_end(after) if before else ()
 
-    def traffic(self) -> list[dict[str, Any]]:
+    def traffic(self) -> list[Traffic]:
         """A row of the table of bytes per link, where there is a table."""
         if not self.tables:
             return []

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree
+
+from jaxmp.exchange.collectives import Grads, Params, Tree
+
+OptState = PyTree  # of an optimizer, as its `init` returns it
 
 
-def clip_scale(limit: float, square: Any) -> Array:
+def clip_scale(limit: float, square: ArrayLike) -> Array:
     """What gradients of the given squared global norm are multiplied with."""
     return jnp.minimum(1, limit / (jnp.sqrt(square) + 1e-12))
 
 
-def scaled(grads: Any, scale: Any) -> Any:
+def scaled(grads: Grads, scale: ArrayLike) -> Grads:
     """Gradients times the scale, in their own dtypes."""
     return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
 
@@ -39,15 +44,17 @@ class WholeNorm(NamedTuple):
       update: ``(gradients, norm of all others, state, parameters) -> (updates, state)``.
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    init: Callable[[Params], OptState]
+    update: Callable[[Grads, Array, OptState, Params], tuple[Grads, OptState]]
 
 
 def whole_norm(optimizer: optax.GradientTransformation) -> WholeNorm:
     """``optimizer``, which clips by the norm of its tree, as one of a stage."""
 
-    def update(grads: Any, others: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates: Any
+    def update(
+        grads: Grads, others: Array, state: OptState, params: Params
+    ) -> tuple[Grads, OptState]:
+        updates: Tree  # a pair, as what it is given
         updates, state = optimizer.update((grads, others), state, (params, jnp.zeros(())))
         return updates[0], state
 
@@ -103,18 +110,18 @@ def of_stage(
     )
 
 
-def _updates(optimizer: optax.GradientTransformation, start: Any, grads: Any) -> Any:
+def _updates(optimizer: optax.GradientTransformation, start: Params, grads: Grads) -> Grads:
     """The updates of three steps, whose gradients grow and fall, stacked."""
     params, state, steps = start, optimizer.init(start), []
     for scale in (1.0, 1e6, 1e-3):
-        given = jax.tree.map(lambda g, c=scale: c * g, grads)
-        updates, state = optimizer.update(given, state, params)
+        scaled_grads = jax.tree.map(lambda g, c=scale: c * g, grads)
+        updates, state = optimizer.update(scaled_grads, state, params)
         params = optax.apply_updates(params, updates)
         steps.append(updates)
     return jax.tree.map(lambda *a: jnp.stack(a), *steps)
 
 
-def _close(a: Any, b: Any) -> bool:
+def _close(a: Tree, b: Tree) -> bool:
     """Whether all numbers of two trees agree to five digits."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.allclose(x, y, rtol=1e-5, atol=0, equal_nan=True) for x, y in pairs)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp.exchange import Exchange
-from jaxmp.exchange.collectives import Tree
+from jaxmp.exchange.collectives import Grads, Params, Tree
 from jaxmp.runtimes.trained import Path, Select, everything, of_stage, whole
 from jaxmp.runtimes.types import ByReplica, each
 from jaxmp.training.optimizer import Optimizer
@@ -97,7 +97,7 @@ def is_first(home: Home) -> bool:
 # Trees by stage, and by home.
 
 
-def split(groups: Groups, trees: Mapping[int, Any]) -> dict[Home, Any]:
+def split(groups: Groups, trees: Mapping[int, Tree]) -> dict[Home, Tree]:
     """What each group has of the stages' parameters, or of trees of the same form.
 
     Args:
@@ -112,7 +112,7 @@ def split(groups: Groups, trees: Mapping[int, Any]) -> dict[Home, Any]:
     >>> [(stage, part) for (stage, _), part in parts.items()]
     [(0, {'wte': 1}), (0, {'h': 2}), (1, {'wte': 1}), (1, {})]
     """
-    parts: dict[Home, Any] = {}
+    parts: dict[Home, Tree] = {}
     for s, tree in trees.items():
         here = groups_at(groups, s)
         rows = each(functools.partial(_parts, here, s), tree)
@@ -120,36 +120,38 @@ def split(groups: Groups, trees: Mapping[int, Any]) -> dict[Home, Any]:
     return parts
 
 
-def joined(trees: Mapping[int, Any], parts: Mapping[Home, Any]) -> dict[int, Any]:
+def joined(trees: Mapping[int, Tree], parts: Mapping[Home, Tree]) -> dict[int, Tree]:
     """The trees of the stages with new parts of groups; what is in no part stays."""
-    return {s: _whole(t, [p for (at, _), p in parts.items() if at == s]) for s, t in trees.items()}
+    return {
+        s: _whole(t, [p for (home, _), p in parts.items() if home == s]) for s, t in trees.items()
+    }
 
 
-def of_groups(groups: Groups, trees: Mapping[int, Any]) -> dict[int, Any]:
+def of_groups(groups: Groups, trees: Mapping[int, Params]) -> dict[int, Grads]:
     """The trees of the stages without what is frozen, the form of their gradients."""
     empty = {s: each(lambda tree: {}, t) for s, t in trees.items()}
     return joined(empty, split(groups, trees))
 
 
-def by_home(groups: Groups, states: Mapping[int, list[Any]]) -> dict[Home, Any]:
+def by_home(groups: Groups, states: Mapping[int, list[Tree]]) -> dict[Home, Tree]:
     """The states that each stage has as a list, one for each of its groups."""
     rows = (state for states_of_stage in states.values() for state in states_of_stage)
     return dict(zip(homes(groups, states), rows, strict=True))
 
 
-def by_stage(states: Mapping[Home, Any]) -> dict[int, list[Any]]:
+def by_stage(states: Mapping[Home, Tree]) -> dict[int, list[Tree]]:
     """Inverse of `by_home`."""
-    lists: dict[int, list[Any]] = {}
+    lists: dict[int, list[Tree]] = {}
     for (s, _), state in states.items():
         lists.setdefault(s, []).append(state)
     return lists
 
 
-def _parts(groups: Groups, stage: int, tree: Tree) -> list[Any]:
+def _parts(groups: Groups, stage: int, tree: Tree) -> list[Tree]:
     """What each group of a stage has of its tree."""
     if [g.select for g in groups] == [everything]:
         return [tree]
-    parts: list[dict[Path, Any]] = [{} for _ in groups]
+    parts: list[dict[Path, Tree]] = [{} for _ in groups]
     for path, leaf in _flat(tree).items():
         owner = next((part for g, part in zip(groups, parts, strict=True) if g.select(path)), {})
         owner[path] = leaf  # of no group: frozen
@@ -164,7 +166,7 @@ def _parts(groups: Groups, stage: int, tree: Tree) -> list[Any]:
     return [unflatten_dict(part) for part in parts]
 
 
-def _whole(tree: Tree, parts: list[Any]) -> Any:
+def _whole(tree: Tree, parts: list[Tree]) -> Tree:
     """``tree`` with the leaves of ``parts`` in their places."""
     if isinstance(tree, ByReplica):
         return ByReplica({r: _whole(t, [p[r] for p in parts]) for r, t in tree.items()})
@@ -177,7 +179,7 @@ _flat = functools.partial(flatten_dict, keep_empty_nodes=True)
 # Copies that one program holds.
 
 
-def summed(groups: Groups, gradients: Mapping[int, Any]) -> dict[int, Any]:
+def summed(groups: Groups, gradients: Mapping[int, Grads]) -> dict[int, Grads]:
     r"""The gradients with the sum over all homes in each copy of a group.
 
     .. math:: g_{first}, g_{last} \leftarrow g_{first} + g_{last}
@@ -185,12 +187,14 @@ def summed(groups: Groups, gradients: Mapping[int, Any]) -> dict[int, Any]:
     return _copies(groups, gradients, lambda first, last: jax.tree.map(operator.add, first, last))
 
 
-def equal(groups: Groups, parameters: Mapping[int, Any]) -> dict[int, Any]:
+def equal(groups: Groups, parameters: Mapping[int, Params]) -> dict[int, Params]:
     """The parameters with the first copy of a group in all of its homes."""
     return _copies(groups, parameters, lambda first, last: first)
 
 
-def _copies(groups: Groups, trees: Mapping[int, Any], join: Callable[..., Any]) -> dict[int, Any]:
+def _copies(
+    groups: Groups, trees: Mapping[int, Tree], join: Callable[[Tree, Tree], Tree]
+) -> dict[int, Tree]:
     """The trees with ``join`` of all copies of a group in each of its homes."""
     parts, new = split(groups, trees), {}
     for g in groups:
@@ -203,7 +207,7 @@ def _copies(groups: Groups, trees: Mapping[int, Any], join: Callable[..., Any]) 
 # What replicas exchange.
 
 
-def exchanged(groups: Groups, shapes: Mapping[int, Any], together: bool) -> list[Any]:
+def exchanged(groups: Groups, shapes: Mapping[int, Params], together: bool) -> list[Params]:
     """The trees that one replica exchanges with the others.
 
     Args:

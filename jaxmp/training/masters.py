@@ -9,14 +9,17 @@ References:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Grads, Params
+from jaxmp.training.clipping import OptState
 
 
 class Masters(NamedTuple):
@@ -28,7 +31,7 @@ class Masters(NamedTuple):
     """
 
     masters: dict[str, Array]
-    state: Any
+    state: OptState
 
 
 def with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -53,8 +56,8 @@ def with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTrans
         wide = jax.tree.map(_wide, params)
         return Masters(_narrow(wide, params), optimizer.init(wide))
 
-    def update(updates: Grads, state: Any, params: Params = None) -> tuple[Any, Masters]:
-        def before(path: Any, p: Array) -> Array:
+    def update(updates: Grads, state: OptState, params: Params = None) -> tuple[Grads, Masters]:
+        def before(path: KeyPath, p: Array) -> Array:
             master = state.masters.get(jax.tree_util.keystr(path), p)
             return jnp.where(_rounded(master, p.dtype) == p, master, _wide(p))
 
@@ -71,7 +74,7 @@ def with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTrans
     return optax.GradientTransformation(init, update)
 
 
-def _narrow(wide: Any, params: Params) -> dict[str, Array]:
+def _narrow(wide: Params, params: Params) -> dict[str, Array]:
     """The leaves of ``wide`` whose parameter has fewer bits, by their paths."""
     pairs = zip(jax.tree.leaves_with_path(wide), jax.tree.leaves(params), strict=True)
     return {jax.tree_util.keystr(path): m for (path, m), p in pairs if m.dtype != p.dtype}
@@ -81,7 +84,7 @@ def _wide(a: Array) -> Array:
     return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
-def _rounded(a: Array, dtype: Any) -> Array:
+def _rounded(a: Array, dtype: DTypeLike) -> Array:
     """``a`` rounded to the numbers of ``dtype``.
 
     A compiler may leave out a conversion to 16 bits and back, but not this.

@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
+from jaxtyping import Array
 
 from jaxmp.config import KEYS, Config
+from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.plugins import called
 from jaxmp.training.clipping import WholeNorm, of_stage
 from jaxmp.training.late import corrected
@@ -18,10 +21,11 @@ from jaxmp.training.points import points_of, steps_of
 
 MUON_RMS = 0.2  # of an update of Adam; Muon is Scalable for LLM Training, arXiv 2502.16982
 Optimizer = optax.GradientTransformation | WholeNorm
+Rate = Callable[[Any], Any]  # the learning rate, given the number of a step
 STACKED = ('weight', 'lora_a', 'lora_b')  # names of the matrices of a decoder's blocks
 
 
-def rate_of(config: Config, epoch_steps: int) -> Callable[[Any], Any]:
+def rate_of(config: Config, epoch_steps: int) -> Rate:
     """The learning rate as a function of the step.
 
     It rises from 0 in a straight line over ``warmup``, and then follows ``schedule``.
@@ -47,7 +51,7 @@ def rate_of(config: Config, epoch_steps: int) -> Callable[[Any], Any]:
     )
 
 
-def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Callable[[Any], Any]:
+def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Rate:
     """The rate after its warm-up, as a function of the step since.
 
     ``constant``; ``linear`` and ``cosine``, which fall to 0 over all ``steps``; ``wsd``, which is
@@ -68,7 +72,7 @@ def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Calla
     if not c.cosine_epochs:
         return optax.cosine_decay_schedule(c.lr, steps)
 
-    def cosine(step: Any) -> Any:
+    def cosine(step: Array | int) -> Array:
         return c.lr * 0.5 * (1 + jnp.cos(jnp.pi * (step // epoch_steps) / c.cosine_epochs))
 
     return cosine
@@ -95,7 +99,7 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
     return of_stage(whole, c.name) if ':' in c.name else whole
 
 
-def _whole(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTransformation:
+def _whole(config: Config, rate: Rate) -> optax.GradientTransformation:
     """The optimizer that ``config.optimizer`` names, as that of one tree of parameters."""
     c = config.optimizer
     if c.name == 'adamw':
@@ -116,7 +120,7 @@ def _whole(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTransfor
     return chosen
 
 
-def _matrices(params: Any) -> Any:
+def _matrices(params: Params) -> Tree:
     """Of each matrix its axes, of any other parameter None.
 
     A ``kernel`` is one matrix, whose last axis is the output. Under ``layers``, where
@@ -124,7 +128,7 @@ def _matrices(params: Any) -> Any:
     ``(out, in)`` per block; two axes are vectors, such as scales.
     """
 
-    def axes(path: Any, a: Any) -> Any:
+    def axes(path: KeyPath, a: Array) -> optax.contrib.MuonDimensionNumbers | None:
         names = jax.tree_util.keystr(path, simple=True, separator='.').split('.')
         if names[-1] == 'kernel' and a.ndim >= 2:
             return optax.contrib.MuonDimensionNumbers(tuple(range(a.ndim - 1)), a.ndim - 1)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, PyTree, UInt32
 
 from jaxmp.exchange import Collectives, Exchange
 from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.runtimes.mirrors import checksums
 from jaxmp.runtimes.types import each
+from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.step import TrainState
 
@@ -21,7 +21,7 @@ class DriftError(RuntimeError):
     """Replicas that must be equal are not."""
 
 
-def mean(via: Collectives | None, tree: Tree) -> Any:
+def mean(via: Collectives | None, tree: Tree) -> Tree:
     """The replicas' mean; equal numbers are their own."""
     if via is None or not jax.tree.leaves(tree):
         return tree
@@ -30,18 +30,18 @@ def mean(via: Collectives | None, tree: Tree) -> Any:
 
 def gathered_checksums(via: Collectives | None, tree: Tree) -> UInt32[Array, 'n leaves']:
     """`checksums` of all replicas, at each of them."""
-    own = checksums(tree)
-    return own[None] if via is None else via.all_gather(own)
+    sums = checksums(tree)
+    return sums[None] if via is None else via.all_gather(sums)
 
 
-def alike(exchange: Exchange, state: TrainState, delay: int = 0) -> dict[int, Any]:
+def alike(exchange: Exchange, state: TrainState, delay: int = 0) -> dict[int, Tree]:
     """By stage what must be equal in all replicas now, perhaps nothing between two averages."""
     if exchange.shared:
         some = lambda states: [x for x in states if x != ()]  # a group that follows has no state
-        found = {s: [each(exchange.shared, x) for x in some(t)] for s, t in state.exchange.items()}
+        trees = {s: [each(exchange.shared, x) for x in some(t)] for s, t in state.exchange.items()}
     else:
-        found = state.model.params if (int(state.step) - delay) % exchange.period == 0 else {}
-    return {s: tree for s, tree in found.items() if jax.tree.leaves(tree)}
+        trees = state.model.params if (int(state.step) - delay) % exchange.period == 0 else {}
+    return {s: tree for s, tree in trees.items() if jax.tree.leaves(tree)}
 
 
 def compare(rows: np.ndarray, params: Params, step: int, where: str = '') -> None:
@@ -73,8 +73,8 @@ def compare(rows: np.ndarray, params: Params, step: int, where: str = '') -> Non
 
 
 def traffic(
-    exp: Experiment, params: Sequence[Any], bytes_of: Callable[[Any, Any], dict[str, Any]]
-) -> dict[str, Any]:
+    exp: Experiment, params: Sequence[Params], bytes_of: Callable[[Exchange, Params], Traffic]
+) -> Traffic:
     """Bytes a step that one replica hands to the collectives of all its stages, after any warm-up.
 
     Args:
@@ -86,14 +86,14 @@ def traffic(
       The sums of the reports, and ``text`` and ``replicas``.
     """
     last = exp.exchange.by_epoch[-1] if exp.exchange.by_epoch else exp.exchange
-    total: dict[str, Any] = {}
+    total: Traffic = {}
     for tree in params:
         total = _sum(total, bytes_of(last, tree))
     return {'text': str(exp.config.exchange), 'replicas': exp.replicas, **total}
 
 
-def _sum(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    def one(x: Any, y: Any) -> Any:
+def _sum(a: Traffic, b: Traffic) -> Traffic:
+    def one(x: PyTree, y: PyTree) -> PyTree:
         return _sum(x or {}, y or {}) if isinstance(x or y, dict) else (x or 0) + (y or 0)
 
     return {k: one(a.get(k), b.get(k)) for k in {**a, **b}}

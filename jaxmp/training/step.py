@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.exchange import Collectives, Exchange
-from jaxmp.exchange.collectives import known_after
+from jaxmp.exchange.collectives import Grads, Params, Tree, known_after
+from jaxmp.exchange.layout import State
 from jaxmp.exchange.settled import reduced
 from jaxmp.runtimes.state import squared_norm
 from jaxmp.runtimes.types import Batch, ByReplica, ModelState, Runtime, each
-from jaxmp.training.across import Across
-from jaxmp.training.clipping import WholeNorm, clip_scale, scaled
+from jaxmp.training.across import Across, Squares
+from jaxmp.training.clipping import OptState, WholeNorm, clip_scale, scaled
 from jaxmp.training.groups import (
     Groups,
     by_home,
@@ -53,16 +54,16 @@ class TrainState(flax.struct.PyTreeNode):
         parameters N steps later; without those that a runtime has not computed yet.
     """
 
-    step: Any
+    step: Array
     model: ModelState
-    opt_state: Any
-    exchange: Any
+    opt_state: dict[int, list[OptState]]
+    exchange: dict[int, list[State]]
     key: Array
-    copies: Any = ()
-    waiting: tuple[dict[int, Any], ...] = ()
+    copies: State = ()
+    waiting: tuple[dict[int, Grads], ...] = ()
 
 
-_BY_REPLICA: Any = dict.fromkeys(('model', 'opt_state', 'exchange', 'copies', 'waiting'), True)
+_BY_REPLICA: PyTree = dict.fromkeys(('model', 'opt_state', 'exchange', 'copies', 'waiting'), True)
 PER_REPLICA = TrainState(step=False, key=False, **_BY_REPLICA)  # pyright: ignore
 
 
@@ -120,22 +121,22 @@ def create(
 
 
 def train_step(
-    rules: Rules, runtime: Runtime, across: Across, at: tuple[TrainState, Batch]
-) -> tuple[TrainState, Any]:
+    rules: Rules, runtime: Runtime, across: Across, inputs: tuple[TrainState, Batch]
+) -> tuple[TrainState, PyTree]:
     """The next state, and the means of the batch, of each replica that has the last stage here.
 
     Args:
       rules: what is done with the gradients.
       runtime: how the stages run.
       across: what is needed over all stages.
-      at: the state before, and the batch of all replicas of the runtime.
+      inputs: the state before, and the batch of all replicas of the runtime.
     """
-    state, batch = at
+    state, batch = inputs
     key = jax.random.fold_in(state.key, state.step + 1)
     means, new, model = runtime.value_and_grad(state.model, batch, key)
     # The norm of gradients that have just come may be known, if nothing changes them until here.
-    known = not (state.waiting or across.together or copied(rules.groups))
-    square = runtime.square if known else None
+    unchanged = not (state.waiting or across.together or copied(rules.groups))
+    square = runtime.square if unchanged else None
     grads, *waiting = (*state.waiting, *(() if new is None else (new,)))
     state = state.replace(model=model, waiting=tuple(waiting))
     apply = functools.partial(updated, rules, runtime, across, (key, square))
@@ -153,9 +154,9 @@ def updated(
     rules: Rules,
     runtime: Runtime,
     across: Across,
-    about: tuple[Array, Any],
+    about: tuple[Array, Callable[[], Array] | None],
     state: TrainState,
-    grads: Any,
+    grads: dict[int, Grads],
 ) -> TrainState:
     """The state after gradients have moved the parameters.
 
@@ -167,14 +168,14 @@ def updated(
       state: before.
       grads: by stage.
     """
-    (key, known), groups, copies = about, rules.groups, state.copies
+    (key, squares_sum), groups, copies = about, rules.groups, state.copies
     if copied(groups):  # streams 0 and 1 of a step are the model's, 2 the replicas'
         grads, copies = across.tie(grads, copies, jax.random.fold_in(key, 3))
     words = jax.random.key_data(jax.random.fold_in(key, 2))
     gradients, params = split(groups, grads), split(groups, state.model.params)
     opt_state, exchange = by_home(groups, state.opt_state), by_home(groups, state.exchange)
 
-    squares: dict[int, list[Any]] = {s: [] for s in runtime.stages}
+    squares: Squares = {s: [] for s in runtime.stages}
     for home in gradients:
         stage, group = home
         if across.follows(home):
@@ -189,11 +190,11 @@ def updated(
 
     scale, square = np.float32(1), np.float32(0)
     if rules.normed:
-        square = across.total(squares) if known is None else known()
+        square = across.total(squares) if squares_sum is None else squares_sum()
     if rules.clip_norm:
         scale = clip_scale(rules.clip_norm, square)
 
-    earlier: Any = ()
+    earlier: Tree = ()
     for home in params:
         stage, group = home
         if across.together and group.exchange.shares_params:
@@ -211,48 +212,52 @@ def updated(
     )
 
 
-def parts(found: Any) -> tuple[Any, Any, Any]:
+def parts(triple: tuple[Tree, Tree, Tree] | ByReplica) -> tuple[Tree, Tree, Tree]:
     """A triple; of triples by replica, the three by replica."""
-    if not isinstance(found, ByReplica):
-        return found
-    return tuple(each(lambda t, i=i: t[i], found) for i in range(3))  # pyright: ignore
+    if not isinstance(triple, ByReplica):
+        return triple
+    return tuple(each(lambda t, i=i: t[i], triple) for i in range(3))  # pyright: ignore
 
 
 # Functions of one replica of a stage; cached, so that each is compiled once.
 
 
 @functools.lru_cache(maxsize=16)
-def _initialize(optimizer: Optimizer) -> Callable[..., Any]:
+def _initialize(optimizer: Optimizer) -> Callable[[Collectives | None, Params], OptState]:
     return lambda via, params: optimizer.init(params)
 
 
-def _zeros(via: Collectives | None, params: Any) -> Any:
+def _zeros(via: Collectives | None, params: Params) -> Grads:
     return jax.tree.map(jnp.zeros_like, params)
 
 
 @functools.lru_cache(maxsize=16)
-def _first(exchange: Exchange) -> Callable[..., Any]:
+def _first(exchange: Exchange) -> Callable[[Collectives | None, Params], State]:
     return lambda via, params: exchange.init(params, via.size) if via else ()
 
 
 @functools.lru_cache(maxsize=16)
-def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., Any]:
+def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., tuple[Grads, State, Array]]:
     """The shared gradients, the next state, and the squared norm where it is asked for."""
 
-    def run(via: Collectives | None, grads: Any, held: Any, words: Array, stream: Any) -> Any:
+    def run(
+        via: Collectives | None, grads: Grads, memory: State, words: Array, stream: Array
+    ) -> tuple[Grads, State, Array]:
         if via:
-            grads, held = reduced(exchange, grads, held, _key(words, stream), via)
-        return grads, held, squared_norm(grads if norm else ())
+            grads, memory = reduced(exchange, grads, memory, _key(words, stream), via)
+        return grads, memory, squared_norm(grads if norm else ())
 
     return run
 
 
 @functools.lru_cache(maxsize=16)
-def _updated(optimizer: Optimizer, exchange: Exchange | None) -> Callable[..., Any]:
+def _updated(
+    optimizer: Optimizer, exchange: Exchange | None
+) -> Callable[..., tuple[Params, OptState, State]]:
     """The next parameters, optimizer state and exchange state; None leaves the exchange out."""
 
-    def run(via: Collectives | None, *given: Any) -> Any:
-        params, opt_state, grads, held, norm, words, stream = given
+    def run(via: Collectives | None, *operands: PyTree) -> tuple[Params, OptState, State]:
+        params, opt_state, grads, memory, norm, words, stream = operands
         scale, square = (a[via.index] if via and a.ndim else a for a in norm)
         grads = scaled(grads, scale)
         if isinstance(optimizer, WholeNorm):
@@ -262,12 +267,12 @@ def _updated(optimizer: Optimizer, exchange: Exchange | None) -> Callable[..., A
             updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         if via and exchange:
-            params, held = exchange.after_update(params, held, _key(words, stream), via)
-        return params, opt_state, held
+            params, memory = exchange.after_update(params, memory, _key(words, stream), via)
+        return params, opt_state, memory
 
     return run
 
 
-def _key(words: Array, stream: Any) -> Array:
+def _key(words: Array, stream: Array) -> Array:
     """The key of a step for a group."""
     return jax.random.fold_in(jax.random.wrap_key_data(words), stream)

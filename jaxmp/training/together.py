@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxmp.net.group import ProcessGroup
 
@@ -18,12 +18,12 @@ MOST = 64  # largest number of steps between two agreements
 
 def together(
     group: ProcessGroup,
-    steps: Iterable[tuple[Any, Any]],
+    steps: Iterable[tuple[PyTree, PyTree]],
     plan: tuple[int, Sequence[str]],
     stopped: Callable[[], bool],
-    read: Callable[[Any], dict[str, Any] | None] = lambda values: values,
+    read: Callable[[PyTree], Mapping[str, float] | None] = lambda values: values,
     least: int = 1,
-) -> Iterator[tuple[Any, dict[str, np.ndarray], bool]]:
+) -> Iterator[tuple[PyTree, dict[str, np.ndarray], bool]]:
     """Runs steps; about once per second all processes exchange the values of their last steps.
 
     They then make the same decisions: what to show, when to stop, whether a loss is not finite.
@@ -50,22 +50,25 @@ def together(
                 waiting.append(values)
             jax.block_until_ready(state)
             rate = len(waiting) / (time.time() - start)
-            own = stopped(), max(rate, least)
-            found, stop, gap = _agree(group, names, [read(v) for v in waiting], own)
+            report = stopped(), max(rate, least)
+            totals, stop, gap = _agree(group, names, [read(v) for v in waiting], report)
         done += len(waiting)
-        yield state, found, stop
+        yield state, totals, stop
         if stop:
             break
 
 
 def _agree(
-    group: ProcessGroup, names: Sequence[str], waiting: list[Any], own: tuple[bool, float]
+    group: ProcessGroup,
+    names: Sequence[str],
+    waiting: Sequence[Mapping[str, float] | None],
+    report: tuple[bool, float],
 ) -> tuple[dict[str, np.ndarray], bool, int]:
     """The values of the last steps over all processes; whether to stop; steps until the next call.
 
-    The rate in ``own``, in steps per second, is used from process 0 only.
+    The rate in ``report``, in steps per second, is used from process 0 only.
     """
-    mine, (stop, rate) = np.zeros((1 + len(names), MOST)), own
+    mine, (stop, rate) = np.zeros((1 + len(names), MOST)), report
     for i, values in enumerate(waiting):
         if values is not None:
             mine[1:, i] = [values[name] for name in names]
