@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxmp import config as schema
 from jaxmp import version
@@ -19,15 +20,16 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.fingerprint import fingerprint, weights
 
+Settings = dict[str, Any]  # of a configuration, by their keys with dots
 HERE = ('data.dir', 'data.download', 'data.cache')  # keys that may differ between hosts
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def settings_of(config: Config) -> Settings:
     """Versions and keys that must be the same in all processes, as JSON has them."""
     keys = schema.flat(config.to_dict())
-    own = {k: v for k, v in keys.items() if k not in HERE}
+    shared = {k: v for k, v in keys.items() if k not in HERE}
     versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
-    return json.loads(json.dumps({**versions, **own}))
+    return json.loads(json.dumps({**versions, **shared}))
 
 
 def check_alike(group: ProcessGroup, exp: Experiment) -> None:
@@ -101,7 +103,7 @@ def inputs(exp: Experiment) -> dict[str, str]:
     return {**digests(exp.data), **weights(exp.config.model.path)}
 
 
-def digest(a: Any) -> str:
+def digest(a: ArrayLike) -> str:
     """Dtype, shape and 16 hexadecimal digits of BLAKE2b of an array, as text.
 
     >>> digest(np.zeros((2, 3), np.uint8)) == digest(np.zeros((3, 2), np.uint8))

@@ -17,11 +17,15 @@ import jax
 import numpy as np
 from absl import logging
 
+from jaxmp.config import Config
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training import portable
 from jaxmp.training.files import WorkdirError, write_json
-from jaxmp.training.portable import Portable
+from jaxmp.training.portable import Layout, Piece, Portable
 
+Place = dict[str, Any]  # since the last test: the steps, those that this process missed, sums over
+# the others; and the seconds of the run
+Description = dict[str, Any]  # of a checkpoint, the JSON beside its state
 LONGEST = 240  # most letters of a reason
 LEAST_ROOM = 2**20  # bytes that must be free on the disk for any checkpoint
 NO_SPACE = 'No space left on device'
@@ -42,7 +46,7 @@ class Checkpoints:
         self,
         workdir: Path,
         group: ProcessGroup | None = None,
-        config: dict[str, Any] | None = None,
+        config: Config | None = None,
         inputs: Mapping[str, str] | None = None,
         memory: dict[int, list[bytes]] | None = None,
     ) -> None:
@@ -92,7 +96,7 @@ class Checkpoints:
             ) from error
         self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
-    def save(self, step: int, state: Portable, place: dict[str, Any]) -> None:
+    def save(self, step: int, state: Portable, place: Place) -> None:
         """Writes the checkpoint of ``step``: the states of all processes, and ``place`` (JSON).
 
         It stays as it is if it is there already, as where a run is resumed to end at its step.
@@ -121,7 +125,7 @@ class Checkpoints:
             self._memory.clear()
             self._memory[step] = list(map(bytes, pieces))  # steps take the memory of arrays
 
-    def _write(self, step: int, rows: Sequence[Any], about: dict[str, Any]) -> None:
+    def _write(self, step: int, rows: Sequence[Sequence[Piece]], about: Description) -> None:
         """Writes a checkpoint, or raises WorkdirError."""
         # For arrays of JAX's, orbax takes a seventh of the time and half the memory.
         large = {
@@ -131,10 +135,10 @@ class Checkpoints:
         }
         state = {'rows': joined([row[0] for row in rows])} | ({'large': large} if large else {})
         args, size = self._ocp.args, sum(about['bytes']) + sum(a.nbytes for a in large.values())
-        both = args.Composite(
+        items = args.Composite(
             state=args.PyTreeSave(state), place=args.JsonSave({**about, 'sum': _sum(about)})
         )
-        if problem := self._no_room(size) or self._problem(step, both):
+        if problem := self._no_room(size) or self._problem(step, items):
             raise WorkdirError(
                 f'cannot write the checkpoint of step {step} to {self._manager.directory}: '
                 f'{problem}; free space there and run the same command again'
@@ -161,7 +165,7 @@ class Checkpoints:
             return _line(error)
         return ''
 
-    def restore(self, like: Portable) -> tuple[Portable, dict[str, Any]] | None:
+    def restore(self, like: Portable) -> tuple[Portable, Place] | None:
         """The newest valid state and its place; None if there is no checkpoint.
 
         All processes use the same step, of which each gets what it needs and does not have in
@@ -175,7 +179,8 @@ class Checkpoints:
             input, or all are damaged.
         """
         memory, saved = self._memory or {}, None
-        layouts, steps = zip(*self._group.share([portable.layout(like), [*memory]]), strict=True)
+        shared = self._group.share([portable.layout(like), [*memory]])
+        layouts, steps_in_memory = zip(*shared, strict=True)
         if self._group.index == 0:
             saved = self._restore({k: v for one in layouts for k, v in one.items()})
         if self._group.count == 1:
@@ -184,15 +189,15 @@ class Checkpoints:
         if place is None:
             return None
         rows = [
-            portable.to_pieces(portable.needed(saved[0], own, own if place[0] in known else ()))
-            for own, known in zip(layouts, steps, strict=True)
+            portable.to_pieces(portable.needed(saved[0], parts, parts if place[0] in steps else ()))
+            for parts, steps in zip(layouts, steps_in_memory, strict=True)
             if saved
         ]
         came = self._group.from_first(rows or None)
-        own = [memory[place[0]]] if place[0] in memory else []
-        return portable.from_pieces([*own, came]), place[1]
+        here = [memory[place[0]]] if place[0] in memory else []
+        return portable.from_pieces([*here, came]), place[1]
 
-    def _restore(self, layout: dict[str, Any]) -> tuple[Portable, dict[str, Any]] | None:
+    def _restore(self, layout: Layout) -> tuple[Portable, Place] | None:
         """The newest valid state of all processes, and its place."""
         self.damaged = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -212,7 +217,7 @@ class Checkpoints:
             )
         return None
 
-    def newest(self, layout: dict[str, Any]) -> Portable:
+    def newest(self, layout: Layout) -> Portable:
         """What all processes have saved last, in the first process.
 
         Args:
@@ -227,7 +232,7 @@ class Checkpoints:
             raise WorkdirError(f'cannot read {folder} again ({problem}); give the command again')
         return content['state']
 
-    def _read(self, where: Path, layout: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    def _read(self, where: Path, layout: Layout) -> tuple[dict[str, Any], str]:
         """The content of a checkpoint and its problem."""
         try:
             about = self._ocp.JsonCheckpointHandler().restore(where / 'place')
@@ -248,8 +253,8 @@ class Checkpoints:
             return {}, _line(error)
         rows = [row[:size] for row, size in zip(state['rows'], about['bytes'], strict=True)]
         rows = [
-            [row, *(state['large'][name] for name in own)]
-            for row, own in zip(rows, names, strict=True)
+            [row, *(state['large'][name] for name in row_names)]
+            for row, row_names in zip(rows, names, strict=True)
         ]
         for i, row in enumerate(rows):
             if list(map(zlib.crc32, row)) != [about['crc32'][i], *pieces[i]]:
@@ -273,7 +278,7 @@ class Checkpoints:
             self._manager.close()
 
 
-def joined(rows: Sequence[Any]) -> np.ndarray:
+def joined(rows: Sequence[Piece]) -> np.ndarray:
     """Bytes as rows of an array, with zeros after those that are shorter."""
     width = max(map(len, rows))
     if len(rows) == 1:  # a state of gigabytes is not copied
@@ -297,12 +302,12 @@ def _silent() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def _check_layout(where: Path, written: dict[str, Any], own: dict[str, Any]) -> None:
+def _check_layout(where: Path, written: Layout, expected: Layout) -> None:
     """Raises WorkdirError unless a checkpoint has this process's parts with the same layout.
 
     States of the sums of copies are left where there are none, as in one program.
     """
-    for part, leaves in own.items():
+    for part, leaves in expected.items():
         saved, copies = written.get(part, {}), f"['{portable.COPIES}']"
         if not any(path.startswith(copies) for path in leaves):
             saved = {path: leaf for path, leaf in saved.items() if not path.startswith(copies)}
@@ -315,18 +320,18 @@ def _check_layout(where: Path, written: dict[str, Any], own: dict[str, Any]) -> 
             )
 
 
-def _check_inputs(where: Path, written: dict[str, str], own: dict[str, str]) -> None:
+def _check_inputs(where: Path, written: dict[str, str], expected: dict[str, str]) -> None:
     """Raises WorkdirError if what the run reads has changed; older checkpoints do not say."""
-    changed = [name for name in own if written.get(name, own[name]) != own[name]]
+    changed = [name for name in expected if written.get(name, expected[name]) != expected[name]]
     if changed:
         raise WorkdirError(
             f'{where} is of a run on other data or weights: '
-            + ', '.join(f'{name} {written[name]} (now {own[name]})' for name in changed)
+            + ', '.join(f'{name} {written[name]} (now {expected[name]})' for name in changed)
             + '; give the files of that run to resume it, or a new --workdir'
         )
 
 
-def _sum(about: dict[str, Any]) -> int:
+def _sum(about: Description) -> int:
     """The CRC-32 of a checkpoint's description."""
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 

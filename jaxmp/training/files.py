@@ -171,7 +171,7 @@ def write(path: Path, text: str) -> None:
         part.write_text(text)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Replaces the file ``path`` by ``value`` as JSON; see `whole`."""
     write(path, json.dumps(value, indent=1) + '\n')
 

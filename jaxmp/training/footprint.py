@@ -7,11 +7,11 @@ JAX itself takes, is not, so a process needs more than this.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
+from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.runtimes.placement import memory
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.groups import Group, split
@@ -34,25 +34,25 @@ def footprint(exp: Experiment, stages: Iterable[int]) -> dict[str, int]:
     """
     params = parameters(exp)
     parts = split(exp.groups, params)
-    kept, feedback = residual_rows(exp), feedback_of_stages(exp)
+    residuals, feedback = residual_rows(exp), feedback_of_stages(exp)
     late = exp.config.optimizer.delay
     total = dict.fromkeys(('parameters', 'gradients', 'optimizer', 'exchange'), 0)
     total |= {'activations': 0, 'feedback': 0}
     for s in (stages := list(stages)):
-        own = {group: part for (stage, group), part in parts.items() if stage == s}
-        trained = nbytes(list(own.values()))
+        trees = {group: part for (stage, group), part in parts.items() if stage == s}
+        trained = nbytes(list(trees.values()))
         # Late gradients wait; in a pipeline that stays full their backwards have weights of then.
         total['parameters'] += nbytes(params[s]) + trained * late * (not exp.parallel.joined)
         total['gradients'] += trained * (1 + late)
-        total['optimizer'] += sum(_state(g.optimizer.init, part) for g, part in own.items())
-        total['exchange'] += sum(_exchange(g, part, exp.replicas) for g, part in own.items())
-        total['activations'] += kept[s][0] * kept[s][1]
+        total['optimizer'] += sum(_state(g.optimizer.init, part) for g, part in trees.items())
+        total['exchange'] += sum(_exchange(g, part, exp.replicas) for g, part in trees.items())
+        total['activations'] += residuals[s][0] * residuals[s][1]
         total['feedback'] += feedback[s]
     total['parameters'] -= _twice(exp, params, stages)
     return {name: size for name, size in total.items() if size}
 
 
-def parameters(exp: Experiment) -> dict[int, Any]:
+def parameters(exp: Experiment) -> dict[int, Params]:
     """Shapes and dtypes of each stage's parameters, as a run begins with them."""
     drawn, key = shapes(exp)[0], jax.random.key(0)
     start = lambda s, v: jax.eval_shape(functools.partial(exp.task.start, s), v, key)
@@ -68,17 +68,17 @@ def feedback_of_stages(exp: Experiment) -> list[int]:
     return sizes
 
 
-def _state(init: Any, part: Any) -> int:
+def _state(init: Callable[[Params], Tree], part: Params) -> int:
     return nbytes(jax.eval_shape(init, part))
 
 
-def _exchange(group: Group, part: Any, replicas: int) -> int:
+def _exchange(group: Group, part: Params, replicas: int) -> int:
     if replicas == 1:
         return 0
     return _state(lambda gradients: group.exchange.init(gradients, replicas), part)
 
 
-def _twice(exp: Experiment, params: Mapping[int, Any], stages: list[int]) -> int:
+def _twice(exp: Experiment, params: Mapping[int, Params], stages: list[int]) -> int:
     """Bytes of a frozen table that two stages of the process share."""
     ends = 0, len(exp.task.stages) - 1
     if not exp.task.tied or exp.task.copied or not set(ends) <= set(stages):

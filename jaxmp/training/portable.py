@@ -9,7 +9,7 @@ process saved of its stages, any process can take up: under another runtime, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.serialization
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Tree
+from jaxmp.pipeline import Variables
 from jaxmp.runtimes import trained
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training.experiment import Experiment, microbatch_like
@@ -29,6 +30,11 @@ _PIECE = '__piece__'
 SHARED = 'feedback', 'exchange'  # of a part, what a process needs of those beside its own
 WAITING = 'waiting'  # that of gradients that move the parameters in later steps
 COPIES = 'tied'  # the name in checkpoints of the states of sums of copies
+StageTree = dict[
+    str, Tree
+]  # what a stage has between two steps, by name: 'params', 'feedback', ...
+Layout = dict[str, dict[str, str]]  # of each part, dtype and shape of each leaf by its path
+Piece = bytes | memoryview
 
 
 class Portable(NamedTuple):
@@ -41,9 +47,9 @@ class Portable(NamedTuple):
         optimizer, exchange, feedback and sums of copies, and gradients that wait, as numpy arrays.
     """
 
-    step: Any
-    key: Any
-    parts: Mapping[str, Any]
+    step: np.ndarray
+    key: np.ndarray
+    parts: Mapping[str, StageTree]
 
 
 def name(stage: int, replica: int) -> str:
@@ -55,7 +61,7 @@ def name(stage: int, replica: int) -> str:
     return f'{stage}.{replica}'
 
 
-def stages_of(state: TrainState, feedback: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
+def stages_of(state: TrainState, feedback: Mapping[int, Tree]) -> dict[int, StageTree]:
     """The state of each stage, of one replica or with `ByReplica` leaves.
 
     Args:
@@ -78,7 +84,10 @@ def stages_of(state: TrainState, feedback: Mapping[int, Any]) -> dict[int, dict[
 
 
 def state_of(
-    stages: Mapping[int, dict[str, Any]], pack: Callable[[Any], Any], step: Any, key: Array
+    stages: Mapping[int, StageTree],
+    pack: Callable[[dict[int, Tree]], Tree],
+    step: Array,
+    key: Array,
 ) -> TrainState:
     """The state whose `stages_of` are ``stages``; ``pack`` is that of the runtime's feedback."""
     by = lambda name: {s: tree[name] for s, tree in stages.items()}
@@ -89,7 +98,9 @@ def state_of(
     return TrainState(step, model, by('opt_state'), by('exchange'), key, copies or (), waiting)
 
 
-def export(exp: Experiment, rows: Mapping[int, Any], state: TrainState) -> Portable:
+def export(
+    exp: Experiment, rows: Mapping[int, dict[int, StageTree]], state: TrainState
+) -> Portable:
     """The parts of this process.
 
     Args:
@@ -103,7 +114,9 @@ def export(exp: Experiment, rows: Mapping[int, Any], state: TrainState) -> Porta
     return Portable(np.asarray(state.step), words_here(state), parts)
 
 
-def load(exp: Experiment, rows: Mapping[int, Any], saved: Portable) -> dict[int, Any]:
+def load(
+    exp: Experiment, rows: Mapping[int, dict[int, StageTree]], saved: Portable
+) -> dict[int, dict[int, StageTree]]:
     """The saved `stages_of` of each replica here, in the form of ``rows``; inverse of `export`."""
     return {
         r: {s: whole((s, r), tree, saved, exp) for s, tree in stages.items()}
@@ -111,7 +124,7 @@ def load(exp: Experiment, rows: Mapping[int, Any], saved: Portable) -> dict[int,
     }
 
 
-def variables_of(exp: Experiment, saved: Portable, like: Sequence[Any]) -> tuple[Any, ...]:
+def variables_of(exp: Experiment, saved: Portable, like: Sequence[Tree]) -> Variables:
     """The variables of all stages of replica 0; those that are frozen are made again.
 
     Args:
@@ -147,7 +160,7 @@ def key_here(state: TrainState) -> Array:
     return jax.random.wrap_key_data(jnp.asarray(words_here(state)))
 
 
-def part(stage: int, tree: dict[str, Any], exp: Experiment) -> dict[str, Any]:
+def part(stage: int, tree: StageTree, exp: Experiment) -> StageTree:
     """A part without the states that another part has.
 
     Args:
@@ -167,18 +180,16 @@ def part(stage: int, tree: dict[str, Any], exp: Experiment) -> dict[str, Any]:
     return jax.device_get({**tree, **changed})
 
 
-def whole(
-    at: tuple[int, int], like: dict[str, Any], saved: Portable, exp: Experiment
-) -> dict[str, Any]:
+def whole(place: tuple[int, int], like: StageTree, saved: Portable, exp: Experiment) -> StageTree:
     """The tree of a part, with the states that `part` left out; inverse of `part`.
 
     Args:
-      at: stage and replica.
+      place: stage and replica.
       like: of its structure, as this runtime holds it.
       saved: as read, of all stages.
       exp: the experiment.
     """
-    (s, r), cuts = at, exp.model.boundaries
+    (s, r), cuts = place, exp.model.boundaries
     tree = saved.parts[name(s, r)]
     data = {**tree, **{k: dict(tree[k]) for k in ('feedback', 'exchange')}}
     if jax.tree.leaves(like['feedback'].left_rx) and cuts[s - 1].fwd.shared_state:
@@ -208,8 +219,8 @@ def needed(saved: Portable, parts: Iterable[str], here: Iterable[str] = ()) -> P
       parts: their names.
       here: those of them that are there already, and left out.
     """
-    own = [tuple(map(int, part.split('.'))) for part in parts]
-    beside = {name(t, r) for s, r in own for t in (0, s - 1, s + 1)} - {*parts}
+    pairs = [tuple(map(int, part.split('.'))) for part in parts]
+    beside = {name(t, r) for s, r in pairs for t in (0, s - 1, s + 1)} - {*parts}
     others = {
         k: {shared: saved.parts[k][shared] for shared in SHARED}
         for k in beside & saved.parts.keys()
@@ -218,14 +229,14 @@ def needed(saved: Portable, parts: Iterable[str], here: Iterable[str] = ()) -> P
     return saved._replace(parts={**read, **others})
 
 
-def to_pieces(state: Portable) -> list[Any]:
+def to_pieces(state: Portable) -> list[Piece]:
     """The parts of this process in bytes: a text of all, then each array that is too large for it.
 
     The large are memory of ``state``, which is not copied.
     """
-    pieces: list[Any] = []
+    pieces: list[Piece] = []
 
-    def place(leaf: Any) -> Any:
+    def place(leaf: Array) -> Tree:
         a = np.asarray(leaf)
         if a.nbytes < LARGE:
             return a
@@ -236,14 +247,14 @@ def to_pieces(state: Portable) -> list[Any]:
     return [flax.serialization.msgpack_serialize(tree), *pieces]
 
 
-def from_pieces(rows: Sequence[Sequence[Any]]) -> Portable:
+def from_pieces(rows: Sequence[Sequence[Piece]]) -> Portable:
     """The parts of all processes, as nested dicts; inverse of `to_pieces`."""
 
-    def read(row: Sequence[Any]) -> Any:
-        def array(at: Any) -> Any:
-            if not is_piece(at):
-                return at
-            return np.frombuffer(row[at[_PIECE]], jnp.dtype(at['dtype'])).reshape(at['shape'])
+    def read(row: Sequence[Piece]) -> Tree:
+        def array(leaf: Tree) -> np.ndarray:
+            if not is_piece(leaf):
+                return leaf
+            return np.frombuffer(row[leaf[_PIECE]], jnp.dtype(leaf['dtype'])).reshape(leaf['shape'])
 
         is_piece = lambda tree: isinstance(tree, dict) and _PIECE in tree
         tree = flax.serialization.msgpack_restore(bytes(row[0]))
@@ -254,7 +265,7 @@ def from_pieces(rows: Sequence[Sequence[Any]]) -> Portable:
     return Portable(states[0]['step'], states[0]['key'], parts)
 
 
-def layout(state: Portable) -> dict[str, dict[str, str]]:
+def layout(state: Portable) -> Layout:
     """Shape and dtype of every leaf, by its path, of each part."""
 
     def one(tree: Tree) -> dict[str, str]:

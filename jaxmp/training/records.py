@@ -6,15 +6,14 @@ import json
 from collections.abc import Sequence
 from io import RawIOBase
 from pathlib import Path
-from typing import Any
 
 from jaxmp.training.files import WorkdirError, write
-from jaxmp.training.trackers import Callback
+from jaxmp.training.trackers import Callback, Record
 
 KEYS = ('kind', 'step', 'epoch', 'loss')  # keys that each record must have
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Record]:
     """The records of a metrics file; an incomplete last line is dropped.
 
     Raises:
@@ -29,18 +28,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [_record(line, f'{path}, line {i}') for i, line in enumerate(lines, 1)]
 
 
-def _record(line: str, where: str) -> dict[str, Any]:
+def _record(line: str, where: str) -> Record:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError:
-        found = None
-    missing = set(KEYS) - set(found) if isinstance(found, dict) else set(KEYS)
-    if missing or not isinstance(found, dict):
+        record = None
+    missing = set(KEYS) - set(record) if isinstance(record, dict) else set(KEYS)
+    if missing or not isinstance(record, dict):
         raise WorkdirError(
             f'{where} is not a record of a run, it has no {", ".join(sorted(missing))}: '
             f'{line[:60]!r}; remove the line, or give a new --workdir'
         )
-    return found
+    return record
 
 
 class Records:
@@ -57,7 +56,7 @@ class Records:
         Raises:
           WorkdirError: if the file cannot be read or written.
         """
-        self.records: list[dict[str, Any]] = []
+        self.records: list[Record] = []
         self._file = None
         if workdir is None:
             return
@@ -69,7 +68,7 @@ class Records:
             write(path, text)
         self._file = path.open('ab', buffering=0)  # a failed write must not be repeated by close
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Appends one record, which must have `KEYS`."""
         self.records.append(record)
         if self._file:

@@ -7,22 +7,20 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
-from jaxmp.config import KEYS, Config, complete, flat
+from jaxmp.config import KEYS, Config, Summary, complete, flat
 from jaxmp.launch.signals import leave_closed_terminal, stopping
 from jaxmp.net.views import ViewChangedError
-from jaxmp.training.checkpoint import Checkpoints
+from jaxmp.training.checkpoint import Checkpoints, Place
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError
 from jaxmp.training.optimizer import rate_of
 from jaxmp.training.phases import spans
 from jaxmp.training.points import points_of
 from jaxmp.training.progress import Display
+from jaxmp.training.step import TrainState
 from jaxmp.training.trainer import Trainer
-
-Place = dict[str, Any]  # since the last test: the steps, those that this process missed, sums over
-# the others; and the seconds of the run
 
 
 @contextmanager
@@ -34,7 +32,7 @@ def stop_signals() -> Iterator[list[int]]:
     seen: list[int] = []
     lost = False
 
-    def note(number: int, _: Any) -> None:
+    def note(number: int, _: FrameType | None) -> None:
         leave_closed_terminal()
         if number == signal.SIGINT and number in seen:
             signal.signal(signal.SIGINT, old[signal.SIGINT])
@@ -54,7 +52,7 @@ def stop_signals() -> Iterator[list[int]]:
             signal.raise_signal(n)
 
 
-def begin(trainer: Trainer, checkpoints: Checkpoints, workdir: Path) -> tuple[Any, Place]:
+def begin(trainer: Trainer, checkpoints: Checkpoints, workdir: Path) -> tuple[TrainState, Place]:
     """The state and place from which the run starts or resumes.
 
     Raises:
@@ -127,7 +125,7 @@ def tell_resumption(display: Display, checkpoints: Checkpoints, workdir: Path, d
         display.say(f'resuming from step {done} of {workdir}')
 
 
-def finished(workdir: Path, steps: int) -> dict[str, Any] | None:
+def finished(workdir: Path, steps: int) -> Summary | None:
     """The summary of a run that finished after ``steps`` steps, or None."""
     try:
         summary = json.loads((workdir / 'summary.json').read_text())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp import exchange
 from jaxmp.boundary import Boundary, FeedbackState
-from jaxmp.pipeline import Pipeline
+from jaxmp.pipeline import Pipeline, Variables
 from jaxmp.runtimes.placement import memory
 from jaxmp.runtimes.stage import StageProgram, programs_of
-from jaxmp.runtimes.state import MicroBatch
+from jaxmp.runtimes.state import MicroBatch, Residuals
+from jaxmp.training.across import Traffic
 from jaxmp.training.evaluate import model_of
 from jaxmp.training.experiment import Experiment, microbatch_like, variables_like
 from jaxmp.training.groups import copied, split
@@ -28,8 +28,8 @@ def check_memory(exp: Experiment) -> None:
         return
     _, states = shapes(exp)
     terms = []
-    for i, (own, size) in enumerate(zip(states.fwd, rows, strict=True), 1):
-        largest = max(jax.tree.leaves(own), key=lambda a: a.size)
+    for i, (state, size) in enumerate(zip(states.fwd, rows, strict=True), 1):
+        largest = max(jax.tree.leaves(state), key=lambda a: a.size)
         product = ' x '.join(f'{n:,}' for n in largest.shape)
         terms.append(
             f'boundary {i}: {product} x {largest.dtype.itemsize} bytes, both ends and ways '
@@ -90,14 +90,14 @@ def residual_rows(exp: Experiment) -> list[tuple[int, int]]:
     return exp.parallel.residuals(sizes)
 
 
-def _residuals(p: StageProgram, batch: MicroBatch) -> Any:
+def _residuals(p: StageProgram, batch: MicroBatch) -> Residuals:
     """What the forward of a stage leaves."""
     key = jax.random.key(0)
     message = p.left and jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype), p.left.messages(p.x)[0]
     )
-    given = batch._replace(ctx=batch.ctx._replace(key=key, microbatch=jnp.int32(0)))
-    return p.forward(p.init(key), given, message)[2]
+    keyed = batch._replace(ctx=batch.ctx._replace(key=key, microbatch=jnp.int32(0)))
+    return p.forward(p.init(key), keyed, message)[2]
 
 
 def check_residuals(exp: Experiment) -> None:
@@ -133,7 +133,7 @@ def message_bytes(exp: Experiment, cuts: Sequence[Boundary] | None = None) -> li
     return rows
 
 
-def phase_bytes(exp: Experiment) -> list[dict[str, Any]]:
+def phase_bytes(exp: Experiment) -> list[Traffic]:
     """The phases of a run: codecs, first epoch from 0, the epoch after the last, bytes per step.
 
     The bytes are those of all boundaries, both ways.
@@ -147,7 +147,7 @@ def phase_bytes(exp: Experiment) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def table_bytes(exp: Experiment) -> dict[str, Any]:
+def table_bytes(exp: Experiment) -> Traffic:
     """Bytes per step for the parameter of which two stages have a copy.
 
     In the form of `message_bytes`; empty where there is none.
@@ -163,7 +163,7 @@ def table_bytes(exp: Experiment) -> dict[str, Any]:
     return {'tied': {'text': text, 'uncompressed': sent['uncompressed'], **ways}}
 
 
-def shapes(exp: Experiment) -> tuple[Any, FeedbackState]:
+def shapes(exp: Experiment) -> tuple[Variables, FeedbackState]:
     """Variables of all stages and states of all boundaries, as shapes."""
     return variables_like(exp.model, microbatch_like(exp))
 

@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jaxtyping import PyTree
 from rich.console import Console
 from rich.table import Table
 
-from jaxmp.config import Config, flat
+from jaxmp.config import Config, Summary, flat
 from jaxmp.metrics import Metric, by_phases, epochs_of, of_summary, to_summary
 from jaxmp.report import curves, style
 from jaxmp.training import profile
+from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.files import WorkdirError, whole, write_json
 from jaxmp.training.resume import Place
 from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
+from jaxmp.training.trackers import Record
 
 if TYPE_CHECKING:
     from jaxmp.training.loop import Run
 
+Columns = dict[str, list[float]]  # step, epoch and scores of a run's tests, or of its training
 BYTES = 'boundary', 'uncompressed', 'forward', 'forward ratio', 'backward', 'backward ratio'
 
 
@@ -33,10 +37,10 @@ def finish(
     exp: Experiment,
     steps: int,
     place: Place,
-    records: list[dict[str, Any]],
-    moved: dict[str, Any],
+    records: list[Record],
+    moved: Traffic,
     workdir: Path,
-) -> dict[str, Any]:
+) -> Summary:
     """Writes and returns the summary of a run, ``summary.json``.
 
     Raises:
@@ -97,7 +101,7 @@ optimizer.schedule=constant optimizer.momentum=0.0'
     return 'trains with ' + ' '.join(f'{k}={values[k]}' for k in keys)
 
 
-def conclude(r: Run, summary: dict[str, Any], weights: Any, quiet: bool, draw: bool) -> None:
+def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool) -> None:
     """Leaves the model and the curves of a run beside its summary, and shows its tables.
 
     Args:
@@ -123,7 +127,9 @@ def conclude(r: Run, summary: dict[str, Any], weights: Any, quiet: bool, draw: b
     print(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
 
 
-def best_and_last(records: list[dict[str, Any]], metric: Metric, warmup: int) -> dict[str, Any]:
+def best_and_last(
+    records: list[Record], metric: Metric, warmup: int
+) -> dict[str, dict[str, Record]]:
     """The best and the last scores with compression off and on, without the epochs of the warm-up.
 
     >>> rows = [{'kind': 'test', 'compression': 'on', 'epoch': e, 'loss': l, 'accuracy': a}
@@ -133,24 +139,24 @@ def best_and_last(records: list[dict[str, Any]], metric: Metric, warmup: int) ->
     >>> best_and_last(rows + off, ACCURACY, warmup=1)['on']['best']
     {'epoch': 2, 'loss': 0.3, 'accuracy': 0.7}
     """
-    found = {}
+    tests = {}
     scores = lambda r: {k: v for k, v in r.items() if k not in ('kind', 'step', 'compression')}
     for mode in ('off', 'on'):
         rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
         after = [r for r in rows if r['epoch'] > warmup] or rows
         best = max(after, key=metric.rank)
-        found[mode] = {'best': scores(best), 'last': scores(rows[-1])}
-    return found
+        tests[mode] = {'best': scores(best), 'last': scores(rows[-1])}
+    return tests
 
 
-def history(records: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+def history(records: list[Record], names: Sequence[str]) -> dict[str, Columns | dict[str, Columns]]:
     """The curves of a run: step, epoch and scores in training and in the tests off and on.
 
     >>> history([{'kind': 'train', 'step': 9, 'epoch': 1, 'loss': 2.0}], ['loss'])['train']
     {'step': [9], 'epoch': [1], 'loss': [2.0]}
     """
 
-    def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    def columns(rows: list[Record]) -> Columns:
         return {k: [round(r[k], 6) for r in rows] for k in ('step', 'epoch', *names)}
 
     test = [r for r in records if r['kind'] == 'test']
@@ -188,7 +194,7 @@ def _commit() -> str | None:
         return None
 
 
-def modes(boundaries: int, channels: Mapping[str, Any]) -> dict[str, str]:
+def modes(boundaries: int, channels: Mapping[str, str]) -> dict[str, str]:
     """The labels of the tests that are shown: off and on, or one if nothing is compressed.
 
     Args:
@@ -202,7 +208,7 @@ def modes(boundaries: int, channels: Mapping[str, Any]) -> dict[str, str]:
     return {'on': ''} if alike else {'off': 'off', 'on': 'on'}
 
 
-def tables(summary: dict[str, Any]) -> list[Table]:
+def tables(summary: Summary) -> list[Table]:
     """The tables of a summary: scores off and on, and bytes at each boundary."""
     shared = f', exchange {summary["exchange"]["text"]}' if 'exchange' in summary else ''
     scores = Table(title=f'{summary["name"]}: fwd {summary["fwd"]}, bwd {summary["bwd"]}{shared}')
@@ -210,10 +216,10 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     heads = f'{metric.name} best', '(epoch)', f'{metric.name} last', 'loss last'
     for head in ('compression', *heads):
         scores.add_column(head, justify='right')
-    for mode, said in modes(len(summary['bytes']), summary).items():
+    for mode, label in modes(len(summary['bytes']), summary).items():
         best, last = summary['test'][mode]['best'], summary['test'][mode]['last']
         row = metric.format(best), f'{best["epoch"]:.4g}', metric.format(last)
-        scores.add_row(said or 'none', *row, f'{last["loss"]:.4f}')
+        scores.add_row(label or 'none', *row, f'{last["loss"]:.4f}')
     size = Table(title='bytes per step')
     for head in BYTES:
         size.add_column(head, justify='right')
@@ -228,7 +234,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     return [scores, size, *links]
 
 
-def byte_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def byte_cells(row: Traffic) -> tuple[str, ...]:
     """The cells under `BYTES` of a row of `jaxmp.training.sizes.message_bytes`.
 
     >>> byte_cells({'boundary': 1, 'uncompressed': 4096, 'forward': 1024, 'backward': 2048})
@@ -241,7 +247,7 @@ def byte_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return str(row['boundary']), f'{full:,}', *cells(row['forward']), *cells(row['backward'])
 
 
-def _phases(summary: dict[str, Any]) -> str:
+def _phases(summary: Summary) -> str:
     """The phases of a run and the bytes that it sent at its boundaries; empty without phases."""
     epochs, steps = epochs_of(summary), summary['steps']
     sent = sum(r['forward'] + r['backward'] for r in summary['bytes'])
@@ -254,7 +260,7 @@ def _phases(summary: dict[str, Any]) -> str:
     return '; '.join([*texts, total])
 
 
-def _add_exchange(size: Table, exchange: dict[str, Any], processes: int) -> None:
+def _add_exchange(size: Table, exchange: Traffic, processes: int) -> None:
     """Adds the bytes that one replica sends for its gradient: on a ring and by a server."""
     n, full, server = exchange['replicas'], exchange['uncompressed'], exchange['server']
     ring = 2 * full * (n - 1) // n
@@ -268,7 +274,7 @@ def _add_exchange(size: Table, exchange: dict[str, Any], processes: int) -> None
     )
 
 
-def _moved(summary: dict[str, Any]) -> Table:
+def _moved(summary: Summary) -> Table:
     """A table of bytes per link: payload, and operands of the compiled collectives."""
     sent = f'{summary["interface"]:,}' if summary['interface'] else 'not known'
     table = Table(
@@ -286,7 +292,7 @@ def _moved(summary: dict[str, Any]) -> Table:
     return table
 
 
-def show(summary: dict[str, Any]) -> None:
+def show(summary: Summary) -> None:
     """Prints the tables of a summary to standard output."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
     for table in tables(summary):

@@ -11,13 +11,15 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-Callback = Callable[[dict[str, Any]], None]
+Record = dict[str, Any]  # a line of ``metrics.jsonl``: kind, step, epoch and numbers
+Callback = Callable[[Record], None]
 WHICH = ('kind', 'compression', 'boundary', 'direction')  # of a record: what its numbers are of
 
 
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+def scalars(record: Record) -> dict[str, float]:
     """The measured numbers of a record, each under a name of its own.
 
     >>> scalars({'kind': 'test', 'step': 9, 'epoch': 1, 'compression': 'on', 'loss': 0.5})
@@ -37,7 +39,7 @@ def tensorboard(workdir: Path) -> Iterator[Callback]:
     writer = _package('tensorboardX', 'tensorboard').SummaryWriter
     opened = functools.cache(lambda: writer(str(workdir / 'tensorboard')))
 
-    def note(record: dict[str, Any]) -> None:
+    def note(record: Record) -> None:
         for name, value in scalars(record).items():
             opened().add_scalar(name, value, record['step'])
 
@@ -75,7 +77,7 @@ def wandb(workdir: Path, config: Mapping[str, Any]) -> Iterator[Callback]:
         run.define_metric('*', step_metric='step')  # a step may be logged again after a kill
         return run
 
-    def note(record: dict[str, Any]) -> None:
+    def note(record: Record) -> None:
         opened().log({'step': record['step'], **scalars(record)})
 
     try:
@@ -85,7 +87,7 @@ def wandb(workdir: Path, config: Mapping[str, Any]) -> Iterator[Callback]:
             opened().finish()
 
 
-def _package(name: str, extra: str) -> Any:
+def _package(name: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
