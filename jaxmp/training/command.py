@@ -16,13 +16,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
 
 from jaxmp.config import KINDS, Config, complete, flat, listing, nearest
 from jaxmp.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
+from jaxmp.training.trackers import Callback
 
 LONGEST = 150  # characters of the channels in a folder's name
 CONFIG = config_flags.DEFINE_config_file(
@@ -64,9 +64,9 @@ def parse(argv: list[str]) -> list[str]:
     argv = ['--dry_run' if a == '--dry-run' else a for a in argv]
     name = base_of(argv)
     for i, text in enumerate(argv):
-        if found := re.fullmatch('--?config(?:=(.*))?', text):
-            name = found[1] if found[1] is not None else ''.join(argv[i + 1 : i + 2])
-            argv[i : i + 1 if found[1] is not None else i + 2] = [f'--config={find(name)}']
+        if match := re.fullmatch('--?config(?:=(.*))?', text):
+            name = match[1] if match[1] is not None else ''.join(argv[i + 1 : i + 2])
+            argv[i : i + 1 if match[1] is not None else i + 2] = [f'--config={find(name)}']
             break
     else:
         argv.insert(1, f'--config={find(name)}')
@@ -87,13 +87,13 @@ def mistake(name: str, argv: list[str], error: Exception) -> str:
     try:
         config = load(name)
     except Exception as cause:
-        known = ', '.join(p.stem for p in files())
+        names = ', '.join(p.stem for p in files())
         return (
             f'--config={name}: {one_line(cause)}; give a Python file with get_config(), or one of '
-            f'{known}'
+            f'{names}'
         )
     values = flat(config.to_dict())
-    keys = [found[1] for text in argv if (found := re.match(r'--?(?:no)?config\.([^=]*)', text))]
+    keys = [match[1] for text in argv if (match := re.match(r'--?(?:no)?config\.([^=]*)', text))]
     for key in (k for k in keys if k not in values):
         near = nearest(key, values)
         hint = f' (did you mean config.{near}?)' if near else ''
@@ -111,8 +111,8 @@ def described(name: str) -> str:
         keys = listing(load(name).to_dict())
     except Exception as error:  # raised by a file of the user
         sys.exit(f'train.py: {mistake(name, [], error)}')
-    own = flags.FLAGS.get_flags_for_module(__name__)
-    rows = [(f'--{f.name}', str(f.help)) for f in own if f.name != 'config']
+    defined = flags.FLAGS.get_flags_for_module(__name__)
+    rows = [(f'--{f.name}', str(f.help)) for f in defined if f.name != 'config']
     configs = [(f'--config={p.stem}', first_line(p)) for p in files()]
     show = lambda rows: '\n'.join(f'  {left:32}  {right}' for left, right in rows)
     return (
@@ -155,8 +155,8 @@ def run(argv: list[str]) -> None:
     try:
         address = Address(*place, TOKEN_FILE.value, SILENT.value, BACK.value)
         if config.parallel.elastic and not DRY_RUN.value:
-            with tracked(config, workdir, not address.process) as own:
-                sys.exit(143 if train_as_member(config, workdir, address, own) is None else 0)
+            with tracked(config, workdir, not address.process) as callbacks:
+                sys.exit(143 if train_as_member(config, workdir, address, callbacks) is None else 0)
         if SPARE.value and (address := take_part(address)) is None:
             print('the run has ended, and no part was left for this spare process')
             return
@@ -172,19 +172,19 @@ def run(argv: list[str]) -> None:
             dry_run(config, group)
             group.close()
             return
-        with tracked(config, workdir) as own:
+        with tracked(config, workdir) as callbacks:
             summary = train_and_evaluate(
-                config, workdir, group=group, callbacks=own, draw=CURVES.value
+                config, workdir, group=group, callbacks=callbacks, draw=CURVES.value
             )
         group.close()
     except BaseException as error:
-        said = expected(error)
+        line = expected(error)
         collective = isinstance(error, jax.errors.JaxRuntimeError)  # which lost its other end
-        group.fail(said or one_line(error)[:300], follows=collective)
-        if said is None:
+        group.fail(line or one_line(error)[:300], follows=collective)
+        if line is None:
             raise
         sys.excepthook = lambda *_: None  # for threads that a library has left
-        sys.exit(f'train.py: {said}')
+        sys.exit(f'train.py: {line}')
     sys.exit(143 if summary is None else 0)
 
 
@@ -201,14 +201,14 @@ def set_up() -> None:
 
 
 @contextmanager
-def tracked(config: Config, workdir: Path, wanted: bool = True) -> Iterator[list[Any]]:
+def tracked(config: Config, workdir: Path, wanted: bool = True) -> Iterator[list[Callback]]:
     """A context with the callbacks that the flags ask for; with none unless they are wanted."""
     from jaxmp.training.trackers import tensorboard, wandb
 
-    made = [tensorboard(workdir)] if wanted and TENSORBOARD.value else []
-    made += [wandb(workdir, config.to_dict())] if wanted and WANDB.value else []
+    contexts = [tensorboard(workdir)] if wanted and TENSORBOARD.value else []
+    contexts += [wandb(workdir, config.to_dict())] if wanted and WANDB.value else []
     with ExitStack() as stack:
-        yield [stack.enter_context(m) for m in made]
+        yield [stack.enter_context(m) for m in contexts]
 
 
 def expected(error: BaseException) -> str | None:
@@ -224,7 +224,7 @@ def expected(error: BaseException) -> str | None:
     full = isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' in str(error)
     if full or isinstance(error, MemoryError):
         return f'out of memory: {one_line(error)}; lower config.batch_size or config.model.width'
-    known = (
+    classes = (
         ValueError,
         OSError,
         ImportError,
@@ -234,7 +234,7 @@ def expected(error: BaseException) -> str | None:
         ProcessGroupError,
         ViewChangedError,
     )
-    return one_line(error) if isinstance(error, known) else None
+    return one_line(error) if isinstance(error, classes) else None
 
 
 def default_workdir(config: Config) -> str:
@@ -246,7 +246,7 @@ def default_workdir(config: Config) -> str:
     """
     parts = dict.fromkeys([config.fwd, config.bwd])
     parts |= dict.fromkeys([config.exchange] if config.parallel.replicas > 1 else [])
-    said = '-'.join(re.sub(r'[^\w.=]+', '_', text).strip('_') for text in parts)
-    if len(said) > LONGEST:  # a file's name has at most 255 bytes
-        said = f'{said[:LONGEST]}-{zlib.crc32(said.encode()):08x}'
-    return f'runs/{config.name}-{said}'
+    channels = '-'.join(re.sub(r'[^\w.=]+', '_', text).strip('_') for text in parts)
+    if len(channels) > LONGEST:  # a file's name has at most 255 bytes
+        channels = f'{channels[:LONGEST]}-{zlib.crc32(channels.encode()):08x}'
+    return f'runs/{config.name}-{channels}'

@@ -65,11 +65,11 @@ def stages(exp: Experiment) -> Table:
     table = Table(title=f'stages: a micro-batch{size} enters as {x.dtype.name}{list(x.shape)}')
     for head in ('stage', 'module', 'parameters', 'bytes', 'sends'):
         table.add_column(head, justify='left' if head == 'module' else 'right')
-    for s, own in params.items():
-        count = sum(p.size for p in jax.tree.leaves(own))
+    for s, tree in params.items():
+        count = sum(p.size for p in jax.tree.leaves(tree))
         sends = f'{sent[s].dtype.name}{list(sent[s].shape)}' if s < len(sent) else ''
         name = type(exp.task.stages[s]).__name__
-        table.add_row(str(s), name, f'{count:,}', f'{nbytes(own):,}', sends)
+        table.add_row(str(s), name, f'{count:,}', f'{nbytes(tree):,}', sends)
     return table
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,18 @@ import numpy as np
 import optax
 
 from jaxmp import config as schema
-from jaxmp.config import Config
+from jaxmp.config import Config, Summary
 from jaxmp.exchange import Collectives, Exchange
+from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.net.connect import Address, entrance, names_of
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.peer import Peer
 from jaxmp.net.views import Terms
 from jaxmp.runtimes.replicated import Replicated
-from jaxmp.training.agreement import digests, settings_of
+from jaxmp.runtimes.types import Batch
+from jaxmp.training.across import Traffic
+from jaxmp.training.agreement import Settings, digests, settings_of
+from jaxmp.training.clipping import OptState
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.fingerprint import fingerprint
 from jaxmp.training.loop import train_and_evaluate
@@ -49,7 +52,7 @@ def train_as_member(
     address: Address,
     callbacks: Sequence[Callback] = (),
     task: Task | None = None,
-) -> dict[str, Any] | None:
+) -> Summary | None:
     """Trains one replica of an elastic run to the end; see `train_and_evaluate`.
 
     Args:
@@ -148,7 +151,7 @@ class ElasticTrainer(Trainer):
         alone = tuple(g._replace(exchange=ALONE) for g in self.exp.groups)
         return super().rules(epoch)._replace(groups=alone)
 
-    def batches(self, order: np.ndarray) -> Iterator[dict[str, Any]]:
+    def batches(self, order: np.ndarray) -> Iterator[Batch]:
         """This replica's cuts of the batches of ``order``, which may be empty."""
         each = self.exp.config.batch_size // self.exp.replicas
         cut = slice(self.scored * each, (self.scored + 1) * each)
@@ -174,7 +177,7 @@ class ElasticTrainer(Trainer):
         self.meetings.member.peer.announce('testing', LONG)
         return super().evaluate(state, compressed)
 
-    def averaged(self, state: TrainState) -> dict[int, tuple[Any, Any]]:
+    def averaged(self, state: TrainState) -> dict[int, tuple[Params, Tree]]:
         """The shared parameters, and the statistics of this replica."""
         params = self.meetings.shared(state.model.params)
         return {s: (params[s], state.model.model_state[s]) for s in params}
@@ -211,7 +214,7 @@ class ElasticTrainer(Trainer):
         if finished:
             self.meetings.end(int(state.step))
 
-    def moved(self) -> dict[str, Any]:
+    def moved(self) -> Traffic:
         """See `Trainer`; each replica is a process."""
         return {**super().moved(), 'processes': self.exp.replicas}
 
@@ -225,13 +228,13 @@ def note(member: Member, workdir: Path) -> None:
                 file.write(json.dumps({'step': step, 'members': members}) + '\n')
 
 
-def at_step(opt_state: Any, number: int) -> Any:
+def at_step(opt_state: OptState, number: int) -> OptState:
     """The optimizer's state with the learning rate's schedule at step ``number``."""
     kind = optax.ScaleByScheduleState
-    at = lambda x: kind(jnp.asarray(number, jnp.int32)) if isinstance(x, kind) else x
-    return jax.tree.map(at, opt_state, is_leaf=lambda x: isinstance(x, kind))
+    moved = lambda x: kind(jnp.asarray(number, jnp.int32)) if isinstance(x, kind) else x
+    return jax.tree.map(moved, opt_state, is_leaf=lambda x: isinstance(x, kind))
 
 
-def about(exp: Experiment) -> dict[str, Any]:
+def about(exp: Experiment) -> Settings:
     """What must be the same at all replicas: versions, settings, what computes, and data."""
     return {**settings_of(exp.config), **fingerprint(exp), **digests(exp.data)}

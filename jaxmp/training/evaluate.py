@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.feedback import direct, per_microbatch
 from jaxmp.runtimes.state import Feedback
-from jaxmp.runtimes.types import Model, ModelState, each
+from jaxmp.runtimes.types import Batch, Model, ModelState, each
 from jaxmp.training.experiment import Experiment, microbatch_like
 
-Predict = Callable[[ModelState, Any, Array], tuple[Any, Any]]
+FeedbackByStage = dict[int, PyTree]  # a `Feedback`, or of several replicas a `ByReplica` of them
+Predict = Callable[[ModelState, Batch, Array], tuple[Array | None, PyTree]]
 STREAM = 2**32 - 1  # of a run's key; 0 is the initial parameters', a step has its number's
 
 
@@ -41,7 +41,9 @@ def cuts_to_score(exp: Experiment, compressed: bool) -> tuple[Boundary, ...]:
     )
 
 
-def feedback_to_score(exp: Experiment, compressed: bool, trained: Mapping[int, Any]) -> Any:
+def feedback_to_score(
+    exp: Experiment, compressed: bool, trained: FeedbackByStage
+) -> FeedbackByStage:
     """The feedback states that a test starts from, in the form of ``trained``.
 
     Args:
@@ -109,13 +111,13 @@ def evaluation_key(key: Array, batch: int) -> Array:
     return jax.random.fold_in(jax.random.fold_in(key, STREAM), batch)
 
 
-def sums(exp: Experiment, output: Array, batch: Any) -> Array:
+def sums(exp: Experiment, output: Array, batch: Batch) -> Array:
     """Sums of the scores, in the task's order, over a batch whose padding is masked."""
     rows = scored(exp, output, batch['y']).values()
     return jnp.stack([jnp.sum(v * batch['mask']) for v in rows])
 
 
-def scored(exp: Experiment, output: Array, y: Any) -> dict[str, Array]:
+def scored(exp: Experiment, output: Array, y: Array) -> dict[str, Array]:
     """The scores per example, in the task's order.
 
     Raises:
@@ -131,7 +133,7 @@ def scored(exp: Experiment, output: Array, y: Any) -> dict[str, Array]:
     return {k: values[k] for k in names}
 
 
-def means(exp: Experiment, total: Any) -> dict[str, float]:
+def means(exp: Experiment, total: np.ndarray) -> dict[str, float]:
     """Sums over the test split as means, by name."""
     count = len(exp.data.test.y)
     return {k: float(v) / count for k, v in zip(exp.task.scores, total, strict=True)}

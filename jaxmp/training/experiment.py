@@ -22,7 +22,7 @@ from jaxmp.exchange import Exchange
 from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
-from jaxmp.pipeline import Pipeline, pipeline
+from jaxmp.pipeline import Pipeline, Variables, pipeline
 from jaxmp.runtimes.trained import everything, of_stage, part
 from jaxmp.sinks import warnings_of
 from jaxmp.spec import SpecError, parse
@@ -140,7 +140,7 @@ def first_trained(exp: Experiment) -> int:
 
 
 @functools.lru_cache(maxsize=4)  # many ask, and to trace a network takes a second
-def variables_like(model: Pipeline, x: Like) -> tuple[Any, FeedbackState]:
+def variables_like(model: Pipeline, x: Like) -> tuple[Variables, FeedbackState]:
     """Variables of all stages and states of all boundaries, as shapes, for micro-batches ``x``."""
     return jax.eval_shape(functools.partial(model.init, train=True), jax.random.key(0), x)
 
@@ -322,26 +322,26 @@ def check_ids(fwd: Channel, text: str, examples: int) -> None:
 
 def check_tokens(channel: Channel, way: str, text: str, vocabulary: int) -> None:
     """Raises ValueError unless a channel that needs tokens fits its direction and the data's."""
-    said = f'config.{way}={text!r}'
+    key = f'config.{way}={text!r}'
     if way == 'fwd' and channel.state_of == 'target':
         raise ValueError(
-            f'{said}: an anchor of the target would tell the answer to the stages that are to '
+            f'{key}: an anchor of the target would tell the answer to the stages that are to '
             'predict it; target=True is for gradients, config.bwd'
         )
     if way == 'bwd' and channel.state_of == 'token':
         raise ValueError(
-            f'{said}: anchored is for activations; a gradient follows the next token, so write '
+            f'{key}: anchored is for activations; a gradient follows the next token, so write '
             'anchored(..., target=True), or take ef or ef21'
         )
     if not vocabulary:
         reads = 'keeps an anchor per token' if channel.state_of in BY_TOKEN else 'reads tokens'
         raise ValueError(
-            f'{said} {reads}, and the input of this model has no tokens but '
+            f'{key} {reads}, and the input of this model has no tokens but '
             f'numbers; take {"aqsgd, which keeps examples, or " * (way == "fwd")}ef21'
         )
     if channel.state_of in BY_TOKEN and (rows := rows_of(channel)) < vocabulary:
         raise ValueError(
-            f'{said} has anchors for {rows} tokens and the data has {vocabulary}; write '
+            f'{key} has anchors for {rows} tokens and the data has {vocabulary}; write '
             'vocabulary=vocabulary'
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp import config as schema
 from jaxmp import data
-from jaxmp.config import Config
+from jaxmp.config import Config, Summary
 from jaxmp.launch.launchers import check_alone, placed
 from jaxmp.net.connect import Address, connect
 from jaxmp.net.group import ProcessGroup
@@ -38,7 +38,7 @@ from jaxmp.training.sizes import check_memory, shapes
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import conclude, finish, modes, recipe
 from jaxmp.training.task import Task, stage_count
-from jaxmp.training.trackers import Callback
+from jaxmp.training.trackers import Callback, Record
 from jaxmp.training.trainer import Trainer, Values
 from jaxmp.training.unchanging import with_kept
 
@@ -147,7 +147,7 @@ def train_and_evaluate(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
     draw: bool = True,
-) -> dict[str, Any] | None:
+) -> Summary | None:
     """Trains, tests at every point, and leaves config, metrics, checkpoints, summary and curves.
 
     Goes on from the last checkpoint. Of several processes the first one shows and writes. If one of
@@ -194,7 +194,7 @@ def train_and_evaluate(
 
 def begun(
     resolved: Config, workdir: Path, trainer: Trainer, options: tuple[Any, ...]
-) -> dict[str, Any] | None:
+) -> Summary | None:
     """Trains from the last checkpoint to the end, with the processes of a view.
 
     Args:
@@ -205,15 +205,15 @@ def begun(
         process keeps what it saved last while another one may come back.
     """
     (task, quiet, callbacks, draw, memory), group, exp = options, trainer.group, trainer.exp
-    lead, kept = group.index == 0, None
+    lead, written = group.index == 0, None
     with ExitStack() as stack:
         if lead:
             several = not exp.parallel.joined or group.count > 1
-            kept = resolved.to_dict() | ({'processes': group.count} if several else {})
+            written = resolved.to_dict() | ({'processes': group.count} if several else {})
             stack.enter_context(owned(workdir))
-            claim(workdir, kept)
+            claim(workdir, written)
         memory = memory if group.peer and group.peer.terms.back else None
-        checkpoints = Checkpoints(workdir, group, kept, inputs(exp), memory)
+        checkpoints = Checkpoints(workdir, group, written, inputs(exp), memory)
         stack.enter_context(closing(checkpoints))
         warnings = warnings_on_text(exp) if lead else []  # compiled before weights take memory
         state, place = begin(trainer, checkpoints, workdir)
@@ -257,7 +257,7 @@ class Run(NamedTuple):
     """What a run trains with and talks to, its folder and the step that this start began at."""
 
     trainer: Trainer
-    probe: Callable[[Portable], list[dict[str, Any]]] | None
+    probe: Callable[[Portable], list[Record]] | None
     checkpoints: Checkpoints
     records: Records
     display: Display
@@ -334,10 +334,10 @@ def add(place: Place, values: Values, tested: int) -> Place:
     """
     rows = {k: np.ravel(v).astype(float).tolist() for k, v in values.items()}
     for step_values in zip(*rows.values(), strict=True):
-        own = dict(zip(rows, step_values, strict=True))
-        if not math.isfinite(own['loss']):
-            raise DivergedError(own['loss'], tested + place['steps'] + 1)
-        total = {name: place[name] + value for name, value in own.items()}
+        scores = dict(zip(rows, step_values, strict=True))
+        if not math.isfinite(scores['loss']):
+            raise DivergedError(scores['loss'], tested + place['steps'] + 1)
+        total = {name: place[name] + value for name, value in scores.items()}
         place = {**place, **total, 'steps': place['steps'] + 1}
     return place
 
@@ -365,8 +365,8 @@ def record(r: Run, state: TrainState, place: Place) -> None:
             tests[mode] = r.trainer.evaluate(state, mode == 'on')
         r.records.write({'kind': 'test', **base, 'compression': mode, **tests[mode]})
     labels = modes(len(r.exp.task.stages) - 1, r.exp.config)
-    said = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
+    scores = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
     r.display.say(
         f'{points.name(step)}  {duration(place["seconds"])}  '
-        f'train loss {means["loss"]:.4f}  test {metric.name} {"  ".join(said)}'
+        f'train loss {means["loss"]:.4f}  test {metric.name} {"  ".join(scores)}'
     )

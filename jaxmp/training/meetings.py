@@ -12,14 +12,14 @@ import functools
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Grads, Params
+from jaxmp.exchange.collectives import Collectives, Grads, Params, Tree
+from jaxmp.exchange.layout import State
 from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.rounds import Plan, applied, change
 from jaxmp.exchange.settled import reduced
@@ -29,6 +29,8 @@ from jaxmp.training.groups import Home, by_home, equal, homes, is_first, joined,
 from jaxmp.training.member import Gather, Member, Members
 from jaxmp.training.step import TrainState
 
+Fragment = dict[str, Tree]  # the state of one: 'start', 'memory', 'flying' and 'held'
+Reduced = tuple[Grads, State]  # the shared pseudo-gradient, and the rule's next state
 SHARED = ('start', 'memory', 'flying')  # of a fragment's state, what is the same at all members
 
 
@@ -49,11 +51,11 @@ class Meetings:
         """
         self.exp, self.groups, self._create = exp, exp.groups, create
         self.member: Member
-        self.held: dict[int, list[Any]] = {}
+        self.held: dict[int, list[State]] = {}
         self._thread = ThreadPoolExecutor(1, 'rounds')
         self._under_way: dict[int, Future] = {}
-        self._pieces: dict[Any, Pieces] = {}
-        self._compiled: dict[Any, tuple[Callable, Callable]] = {}
+        self._pieces: dict[tuple[Plan, int, int], Pieces] = {}
+        self._compiled: dict[tuple[Plan, int], tuple[Callable, Callable]] = {}
 
     # States.
 
@@ -70,14 +72,14 @@ class Meetings:
         put = lambda x: {**x, 'step': number} if x else x
         return state.replace(exchange={s: [put(x) for x in xs] for s, xs in self.held.items()})
 
-    def shared(self, params: dict[int, Any]) -> dict[int, Any]:
+    def shared(self, params: dict[int, Params]) -> dict[int, Params]:
         """The shared parameters, in the form of a replica's own ``params``."""
         plan = self._plan(0)
 
-        def one(own: Any, state: Any) -> Any:
-            parts = zip(plan.cut(own), state['parts'], strict=True)
+        def one(tree: Params, state: State) -> Params:
+            parts = zip(plan.cut(tree), state['parts'], strict=True)
             whole = lambda a, x: jax.tree.unflatten(jax.tree.structure(a), x['start'])
-            return plan.join([whole(*part) for part in parts], own)
+            return plan.join([whole(*part) for part in parts], tree)
 
         pairs = zip(self._own(params), self._states(), strict=True)
         return self._put(params, [one(*pair) for pair in pairs])
@@ -108,8 +110,8 @@ class Meetings:
         first = self._states(self._create().exchange)
         for state, anew in zip(self._states(), first, strict=True):
             for part, new in zip(state['parts'], anew['parts'], strict=True):
-                own = {name: part[name] for name in SHARED}
-                form = jax.tree.structure(own)
+                shared = {name: part[name] for name in SHARED}
+                form = jax.tree.structure(shared)
                 part.update(form.unflatten([next(rows) for _ in range(form.num_leaves)]))
                 part['held'] = new['held']
 
@@ -149,7 +151,7 @@ class Meetings:
         changes, words, sums = begin(state.model.params, parts, self.key, number)
         memory = [part['held'] for part in parts]
 
-        def run(members: Members, gather: Gather) -> Any:
+        def run(members: Members, gather: Gather) -> list[Reduced]:
             args, index = (words, changes, memory), members.index(self.member.replica)
             pieces = self._reduce(plan, p, len(members), args)
             return pieces.run({index: args}, lambda rows: gather(rows[0]))[index]
@@ -171,7 +173,7 @@ class Meetings:
         for p in list(self._under_way):
             self._settle(p)
 
-    def _apply(self, plan: Plan, p: int, params: dict[int, Any]) -> dict[int, Any]:
+    def _apply(self, plan: Plan, p: int, params: dict[int, Params]) -> dict[int, Params]:
         """The parameters after the outer step of fragment p."""
         parts = self._parts(p)
         params, after = self._programs(plan, p)[1](params, parts)
@@ -207,58 +209,60 @@ class Meetings:
         """The groups that are exchanged, each in its first home."""
         return [home for home in homes(self.groups, self.held) if is_first(home)]
 
-    def _states(self, exchange: dict[int, list[Any]] | None = None) -> list[Any]:
+    def _states(self, exchange: dict[int, list[State]] | None = None) -> list[State]:
         """The state of each of these groups, of a train state's or those that are held."""
         states = by_home(self.groups, self.held if exchange is None else exchange)
         return [states[home] for home in self._homes()]
 
-    def _parts(self, p: int) -> list[dict[str, Any]]:
+    def _parts(self, p: int) -> list[Fragment]:
         """The states of fragment p."""
         return [state['parts'][p] for state in self._states()]
 
-    def _leaves(self) -> list[Any]:
+    def _leaves(self) -> list[Array]:
         """The shared states as arrays."""
         rows = [part for state in self._states() for part in state['parts']]
         return jax.tree.leaves([{name: part[name] for name in SHARED} for part in rows])
 
-    def _own(self, params: dict[int, Any]) -> list[Any]:
+    def _own(self, params: dict[int, Params]) -> list[Params]:
         """The parameters of each state."""
         parts = split(self.groups, params)
         return [parts[home] for home in self._homes()]
 
-    def _put(self, params: dict[int, Any], own: list[Any]) -> dict[int, Any]:
+    def _put(self, params: dict[int, Params], trees: list[Params]) -> dict[int, Params]:
         """Inverse of `_own`; further copies of a group are those of its first home."""
-        parts = dict(zip(self._homes(), own, strict=True))
+        parts = dict(zip(self._homes(), trees, strict=True))
         return equal(self.groups, joined(params, parts))
 
     def _programs(self, plan: Plan, p: int) -> tuple[Callable, Callable]:
         """The compiled beginning and end of a round of fragment p."""
 
         def begin(
-            params: Params, parts: list[Any], key: Array, number: Any
-        ) -> tuple[Any, Any, Any]:
+            params: dict[int, Params], parts: list[Fragment], key: Array, number: int
+        ) -> tuple[list[Grads], Array, Array]:
             rows = zip(self._own(params), parts, strict=True)
-            changes = [change(plan.cut(own)[p], part) for own, part in rows]
+            changes = [change(plan.cut(trees)[p], part) for trees, part in rows]
             key = jax.random.fold_in(jax.random.wrap_key_data(key), number)
             words = jax.random.key_data(jax.random.fold_in(key, 2))  # the stream of `train_step`
             shared = [part[name] for part in parts for name in ('start', 'memory')]
             return changes, words, checksums(shared)
 
-        def apply(params: Params, parts: list[Any]) -> Any:
-            own, after = self._own(params), []
+        def apply(
+            params: dict[int, Params], parts: list[Fragment]
+        ) -> tuple[dict[int, Params], list[Fragment]]:
+            trees, after = self._own(params), []
             for i, part in enumerate(parts):
-                cut = plan.cut(own[i])
+                cut = plan.cut(trees[i])
                 if jax.tree.leaves(cut[p]):
                     cut[p], part = applied(plan, (cut[p], part))
-                own[i] = plan.join(cut, own[i])
+                trees[i] = plan.join(cut, trees[i])
                 after.append(part)
-            return self._put(params, own), after
+            return self._put(params, trees), after
 
         if (plan, p) not in self._compiled:
             self._compiled[plan, p] = jax.jit(begin), jax.jit(apply)
         return self._compiled[plan, p]
 
-    def _arguments(self, p: int) -> tuple[Any, Any, Any]:
+    def _arguments(self, p: int) -> tuple[Array, list[Grads], list[State]]:
         """Arguments of `_reduce`, of the right shapes."""
         zeros = self._create().model.params
         parts = self._parts(p)
@@ -269,12 +273,14 @@ class Meetings:
         """The exchange of the pseudo-gradients of fragment p between n members."""
         streams = [group.stream for _, group in self._homes()]  # as in `train_step`
 
-        def reduce(via: Any, words: Any, changes: list[Any], memory: list[Any]) -> list[Any]:
+        def reduce(
+            via: Collectives, words: Array, changes: list[Grads], memory: list[State]
+        ) -> list[Reduced]:
             out, run = [], jax.random.wrap_key_data(words)
-            for stream, own, state in zip(streams, changes, memory, strict=True):
+            for stream, tree, state in zip(streams, changes, memory, strict=True):
                 key = jax.random.fold_in(jax.random.fold_in(run, stream), p)
-                some = jax.tree.leaves(own)
-                done = reduced(plan.exchange, own, state, key, via) if some else (own, state)
+                some = jax.tree.leaves(tree)
+                done = reduced(plan.exchange, tree, state, key, via) if some else (tree, state)
                 out.append(done)
             return out
 
@@ -282,12 +288,12 @@ class Meetings:
             self._pieces[plan, p, n] = in_pieces(reduce, n, *args)
         return self._pieces[plan, p, n]
 
-    def _shapes(self, n: int) -> Any:
+    def _shapes(self, n: int) -> Tree:
         """Shapes of the states of one of n replicas."""
         parts = split(self.groups, jax.eval_shape(self._create).model.params)
         init = lambda group, params: group.exchange.phase(0).init(params, n)
-        own = [jax.eval_shape(functools.partial(init, h[1]), parts[h]) for h in self._homes()]
-        return jax.tree.map(lambda a: (a.shape, a.dtype), own)
+        states = [jax.eval_shape(functools.partial(init, h[1]), parts[h]) for h in self._homes()]
+        return jax.tree.map(lambda a: (a.shape, a.dtype), states)
 
 
 _checksums = jax.jit(checksums)

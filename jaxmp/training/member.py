@@ -14,7 +14,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmp.net.address import ProcessGroupError
@@ -57,9 +57,9 @@ class Member:
         self.peer, self.replica = peer, peer.process
         self.views: list[tuple[int, Members]] = []
         self._view, self._since = View(0, (), {}), dict[int, float]()  # who takes part after when
-        self._front, self._leader, self._last = 0, self.replica, (0, list[Any]())
+        self._front, self._leader, self._last = 0, self.replica, (0, list[bytes]())
 
-    def join(self, step: int, digest: Any, state: Callable[[], bytes]) -> Welcome:
+    def join(self, step: int, digest: int, state: Callable[[], bytes]) -> Welcome:
         """Joins the run; returns when a member has sent the shared state, which can take a round.
 
         Args:
@@ -74,26 +74,26 @@ class Member:
             with contextlib.suppress(ViewChangedError):
                 return self._join(step, digest, state)
 
-    def _join(self, step: int, digest: Any, state: Callable[[], bytes]) -> Welcome:
+    def _join(self, step: int, digest: int, state: Callable[[], bytes]) -> Welcome:
         view = self._ready({'step': step, 'digest': digest})
-        rounds, said = _rounds(view), view.values
+        rounds, values = _rounds(view), view.values
         if rounds:
-            leader, lack = _leader(rounds), {i for i in said if i not in rounds}
+            leader, lack = _leader(rounds), {i for i in values if i not in rounds}
         else:
-            leader = max(said, key=lambda i: (said[i]['step'], -i))
-            lack = {i for i in said if said[i]['digest'] != said[leader]['digest']}
+            leader = max(values, key=lambda i: (values[i]['step'], -i))
+            lack = {i for i in values if values[i]['digest'] != values[leader]['digest']}
             if self.replica == leader:
                 self._hand(view, lack, step, state)
-        welcome = Welcome(said[leader].get('step', 0), b'')
+        welcome = Welcome(values[leader].get('step', 0), b'')
         if self.replica in lack:
             head, content = self.peer.receive(view, leader, DECISION, 'state')
             welcome = Welcome(json.loads(bytes(head)), bytes(content))
-        self._since = {i: said[i]['since'] if i in rounds else welcome.step for i in said}
+        self._since = {i: values[i]['since'] if i in rounds else welcome.step for i in values}
         self._front = welcome.step
         self.views.append((welcome.step, view.members))
         return welcome
 
-    def gathering(self, step: int, digest: Any, run: Callable[[Members, Gather], T]) -> T:
+    def gathering(self, step: int, digest: int, run: Callable[[Members, Gather], T]) -> T:
         """The result of ``run`` with members that do not change while it runs.
 
         Args:
@@ -112,30 +112,30 @@ class Member:
                 return run(members, gather)
 
     def _gather(
-        self, members: Members, at: tuple[int, Any], calls: Any, message: bytes
+        self, members: Members, moment: tuple[int, int], calls: Iterator[int], message: bytes
     ) -> list[bytes]:
-        (step, digest), tag = at, f'message {next(calls)} of a round'
-        own, peer, view = json.dumps(digest).encode(), self.peer, self._view
+        (step, digest), tag = moment, f'message {next(calls)} of a round'
+        mine, peer, view = json.dumps(digest).encode(), self.peer, self._view
         try:
             for other in members:
                 if other != self.replica:
-                    peer.send(view, other, step, tag, own, message)
+                    peer.send(view, other, step, tag, mine, message)
             one = lambda i: peer.receive(view, i, step, tag)
-            rows = [one(i) if i != self.replica else [own, message] for i in members]
+            rows = [one(i) if i != self.replica else [mine, message] for i in members]
         except ViewChangedError:
             return self._again(step, digest)
         except ProcessGroupError as error:
             raise BehindError(str(error)) from error
         digests = [bytes(row[0]) for row in rows]
         usual = max(digests, key=digests.count)
-        if own != usual:
+        if mine != usual:
             raise BehindError('its shared parameters differ from those of the others')
         if any(digest != usual for digest in digests):  # who is odd leaves
             return self._again(step, digest)
         self._last = step, [bytes(row[1]) for row in rows]
         return self._last[1]
 
-    def _again(self, step: int, digest: Any) -> list[bytes]:
+    def _again(self, step: int, digest: int) -> list[bytes]:
         """The messages of the round, if others have them; else the round begins again.
 
         Raises:
@@ -176,7 +176,7 @@ class Member:
                 with contextlib.suppress(ViewChangedError):
                     self._hand(view, new, number, state)
 
-    def _hand(self, view: View, to: Any, step: int, state: Callable[[], bytes]) -> None:
+    def _hand(self, view: View, to: Collection[int], step: int, state: Callable[[], bytes]) -> None:
         content = state() if to else b''
         for other in to:
             self.peer.send(view, other, DECISION, 'state', json.dumps(step).encode(), content)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,20 @@ from jaxtyping import Array, Float, Int
 
 from jaxmp import data, models
 from jaxmp.config import KEYS, Config
+from jaxmp.exchange.collectives import Tree
 from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
 from jaxmp.models.huggingface import local
 from jaxmp.models.tied import WTE, TiedParameter, table
-from jaxmp.pipeline import Stage
+from jaxmp.pipeline import Stage, Variables
 from jaxmp.plugins import called, imported
 from jaxmp.runtimes.trained import Select, everything
 from jaxmp.training.datasets import dataset_of, text_of
 from jaxmp.wire import Like, like
 
+Collections = dict[str, Tree]  # the variables of a stage as Flax has them: 'params' and others
 
-def _unchanged(stage: int, variables: Any, key: Array) -> Any:
+
+def _unchanged(stage: int, variables: Collections, key: Array) -> Collections:
     return variables
 
 
@@ -60,11 +63,11 @@ class Task(NamedTuple):
     score: Callable[[Array, Array], dict[str, Array]]
     metric: Metric
     scores: tuple[str, ...] = ('loss', 'accuracy')
-    start: Callable[[int, Any, Array], Any] = _unchanged
+    start: Callable[[int, Collections, Array], Collections] = _unchanged
     tied: TiedParameter | None = None
-    export: Callable[[str, Any], None] | None = None
+    export: Callable[[str, Variables], None] | None = None
     trained: Select = everything
-    read: Callable[[int, Array], Any] | None = None
+    read: Callable[[int, Array], Collections] | None = None
 
     @property
     def like(self) -> Like:
@@ -152,9 +155,9 @@ def narrow(task: Task, channels: int) -> Task:
 
     x = jax.ShapeDtypeStruct((1, *task.like.shape), task.like.dtype)
 
-    def start(stage: int, variables: Any, key: Array) -> Any:
-        found = task.start(stage, variables, key)
-        return {**found, 'params': {**variables['params'], **found['params']}}
+    def start(stage: int, variables: Collections, key: Array) -> Collections:
+        drawn = task.start(stage, variables, key)
+        return {**drawn, 'params': {**variables['params'], **drawn['params']}}
 
     return task._replace(stages=narrowed(task.stages, x, channels), start=start, export=None)
 
@@ -164,11 +167,11 @@ def measured(task: Task, metric: Metric) -> Task:
     if metric.of is None:
         return task._replace(metric=metric)
     of, score = metric.of, task.score
-    both = lambda output, y: {**score(output, y), metric.score: of(output, y)}
-    return task._replace(metric=metric, score=both, scores=(*task.scores, metric.score))
+    with_metric = lambda output, y: {**score(output, y), metric.score: of(output, y)}
+    return task._replace(metric=metric, score=with_metric, scores=(*task.scores, metric.score))
 
 
-def checked(stages: Any, name: str) -> tuple[Stage, ...]:
+def checked(stages: object, name: str) -> tuple[Stage, ...]:
     """``stages`` as a tuple.
 
     Raises:
@@ -246,7 +249,7 @@ def score_classes(logits: Array, y: Int[Array, ' B']) -> dict[str, Array]:
     return {'loss': nll, 'accuracy': (jnp.argmax(logits, -1) == y).astype(jnp.float32)}
 
 
-def check_width(c: Any, width: int) -> None:
+def check_width(c: Config, width: int) -> None:
     """Raises ValueError if bits would be counted against other channels than the weights have."""
     if c.bottleneck and width != c.width:
         raise ValueError(
@@ -304,18 +307,18 @@ def language(config: Config) -> Task:
     model = principal.Model(published, read, dataset.train.x, vocabulary)
     components = functools.cache(functools.partial(principal.components, model))
 
-    def start(stage: int, variables: Any, key: Array) -> Any:
+    def start(stage: int, variables: Collections, key: Array) -> Collections:
         if folder:
-            own = {**variables.get('params', {}), **read(stage)['params']}
+            params = {**variables.get('params', {}), **read(stage)['params']}
             if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):
-                return {**variables, 'params': own}  # whoever traces wants shapes
-            return {**variables, 'params': own | principal.fitted(components, stage, own)}
+                return {**variables, 'params': params}  # whoever traces wants shapes
+            return {**variables, 'params': params | principal.fitted(components, stage, params)}
         if stage not in (0, len(stages) - 1):
             return variables
         first = table(stages[0], jax.random.fold_in(key, 0))
         return {**variables, 'params': WTE.put(variables['params'], first)}
 
-    def export(folder: str, variables: Any) -> None:
+    def export(folder: str, variables: Variables) -> None:
         weights.write(folder, stages, variables)
         assert dataset.tokenizer, 'a text has one'
         dataset.tokenizer.save(Path(folder))

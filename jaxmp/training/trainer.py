@@ -14,30 +14,31 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp import data
 from jaxmp.boundary import Boundary
 from jaxmp.config import Config
-from jaxmp.exchange.collectives import Params
+from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.hlo import interface_bytes
 from jaxmp.net.group import ProcessGroup
+from jaxmp.pipeline import Variables
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.allocator import release_freed_pages
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.types import Batch, ModelState, Runtime, Step, each
 from jaxmp.training import portable, replicas
-from jaxmp.training.across import Across, Between, within
+from jaxmp.training.across import Across, Between, Traffic, within
 from jaxmp.training.evaluate import cuts_to_score, feedback_to_score, means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.footprint import parameters
 from jaxmp.training.groups import exchanged
 from jaxmp.training.parallel import Build
-from jaxmp.training.portable import Portable
+from jaxmp.training.portable import Portable, StageTree
 from jaxmp.training.step import PER_REPLICA, Rules, TrainState, create, train_step
 from jaxmp.training.together import together
 
-Values = dict[str, Any]  # the scores of some steps, by name
+Values = dict[str, PyTree]  # the scores of some steps, by name
 Stopped = Callable[[], bool]
 
 
@@ -71,8 +72,8 @@ class Trainer:
         """
         self.exp, self.group = exp, group
         self._build = self.builder()
-        self._runtimes: dict[Any, Any] = {}
-        self._steps: dict[Any, Callable[..., Any]] = {}
+        self._runtimes: dict[tuple[tuple[Boundary, ...], bool], Any] = {}
+        self._steps: dict[tuple[Any, Rules], Callable[..., tuple[TrainState, Values]]] = {}
         self.training = self.during(exp.model.boundaries)
         self.across = self._across()
         self.sent = {'steps': 0, 'bytes': 0}
@@ -113,7 +114,7 @@ class Trainer:
         groups = tuple(g._replace(exchange=g.exchange.phase(epoch)) for g in exp.groups)
         return Rules(groups, exp.config.optimizer.clip_norm, exp.config.optimizer.delay)
 
-    def shapes(self) -> dict[int, Any]:
+    def shapes(self) -> dict[int, Params]:
         """Those of the parameters of all stages."""
         return {s: stage.params for s, stage in enumerate(self.training.shapes())}
 
@@ -158,11 +159,11 @@ class Trainer:
         batch, feedback = next(data.batches(exp.data.test, size, pad=True)), state.model.feedback
         for compressed in (False, True):
             test: Any = self.during(cuts_to_score(exp, compressed), train=False)
-            own = feedback_to_score(exp, compressed, runtime.unpack(feedback))
-            model = state.model._replace(feedback=jax.eval_shape(test.pack, own))
+            states = feedback_to_score(exp, compressed, runtime.unpack(feedback))
+            model = state.model._replace(feedback=jax.eval_shape(test.pack, states))
             test.predict_ahead(self._sums, model, batch, key)
 
-    def _params(self, stage: int, drawn: Any, key: Array) -> Any:
+    def _params(self, stage: int, drawn: Params, key: Array) -> Params:
         """Those of a replica of a stage before the first step."""
         task = self.exp.task
         if task.read:
@@ -174,7 +175,7 @@ class Trainer:
     def step(self, rules: Rules) -> Step:
         """A step, as a pure function ``(runtime, state, batch) -> (state, scores)``."""
 
-        def run(runtime: Runtime, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        def run(runtime: Runtime, state: TrainState, batch: Batch) -> tuple[TrainState, PyTree]:
             state, means = train_step(rules, runtime, self.across, (state, batch))
             return state, each(lambda pair: pair[1], means)
 
@@ -196,7 +197,7 @@ class Trainer:
         whole = isinstance(self.training, Replicated) and self.group.count == 1
         return whole and jax.default_backend() != 'cpu'
 
-    def batches(self, order: np.ndarray) -> Iterator[dict[str, Any]]:
+    def batches(self, order: np.ndarray) -> Iterator[Batch]:
         """The batches of a step, given the examples in their order."""
         return data.batches(self.exp.data.train, self.exp.config.batch_size, order)
 
@@ -229,7 +230,7 @@ class Trainer:
             yield state, {k: mean(v) for k, v in values.items()}, stopped()
             return
 
-        def steps(state: TrainState) -> Iterator[tuple[TrainState, Any]]:
+        def steps(state: TrainState) -> Iterator[tuple[TrainState, PyTree]]:
             for n, batch in enumerate(self.batches(order), int(state.step) + 1):
                 self.group.begin(n)
                 state, values = step(state, batch)
@@ -255,7 +256,7 @@ class Trainer:
                 state = state.replace(model=model, waiting=(*state.waiting, *gradients))
         return state
 
-    def share(self, values: Any) -> dict[str, float] | None:
+    def share(self, values: PyTree) -> dict[str, float] | None:
         """This process's part of the means over the replicas; None where there is none."""
         rows, n = self.training.rows(values).values(), self.training.replicas
         means = lambda k: sum(float(row[k]) for row in rows) / n
@@ -263,7 +264,7 @@ class Trainer:
 
     # Scoring.
 
-    def averaged(self, state: TrainState) -> dict[int, tuple[Any, Any]]:
+    def averaged(self, state: TrainState) -> dict[int, tuple[Params, Tree]]:
         """Parameters and statistics of each stage, the mean over the replicas in each of them.
 
         Equal parameters are their own mean; statistics (BatchNorm) differ between replicas.
@@ -279,13 +280,13 @@ class Trainer:
         exp, training = self.exp, self.training
         runtime = self.during(cuts_to_score(exp, compressed), train=False)
         feedback = feedback_to_score(exp, compressed, training.unpack(state.model.feedback))
-        own = {}
+        stages = {}
         for s, mean in self.averaged(state).items():
             tree = *mean, feedback[s]
             rows = training.rows(tree)
             if self.scored in rows:
-                own[s] = runtime.join(s, tree, {0: rows[self.scored]})
-        params, statistics, feedback = ({s: t[i] for s, t in own.items()} for i in range(3))
+                stages[s] = runtime.join(s, tree, {0: rows[self.scored]})
+        params, statistics, feedback = ({s: t[i] for s, t in stages.items()} for i in range(3))
         start = ModelState(params, statistics, runtime.pack(feedback))
         predict = functools.partial(runtime.predict, then=self._sums)
         return means(exp, self.group.total(totals(exp, start, portable.key_here(state), predict)))
@@ -300,12 +301,14 @@ class Trainer:
                 checksums = np.asarray(next(iter(rows.values())))
                 replicas.compare(checksums, first, int(state.step), f'stage {s}')
 
-    def weights(self, state: TrainState) -> tuple[Any, ...] | None:
+    def weights(self, state: TrainState) -> Variables | None:
         """The variables of all stages, where this process has them."""
-        own = {s: self.training.rows(t).get(self.scored) for s, t in self.averaged(state).items()}
-        if len(own) <= self.training.last or None in own.values():
+        variables = {
+            s: self.training.rows(t).get(self.scored) for s, t in self.averaged(state).items()
+        }
+        if len(variables) <= self.training.last or None in variables.values():
             return None
-        return tuple({'params': params, **rest} for params, rest in own.values())  # pyright: ignore
+        return tuple({'params': params, **rest} for params, rest in variables.values())  # pyright: ignore
 
     # Checkpoints.
 
@@ -328,13 +331,15 @@ class Trainer:
         step, key = runtime.numbered(saved.step, saved.key)
         return portable.state_of(stages, runtime.pack, step, key)
 
-    def _stages(self, state: TrainState) -> tuple[dict[int, Any], dict[int, dict[int, Any]]]:
+    def _stages(
+        self, state: TrainState
+    ) -> tuple[dict[int, StageTree], dict[int, dict[int, StageTree]]]:
         """The state of each stage here, and the same by replica and stage."""
         stages = portable.stages_of(state, self.training.unpack(state.model.feedback))
-        rows: dict[int, dict[int, Any]] = {}
+        rows: dict[int, dict[int, StageTree]] = {}
         for s, tree in stages.items():
-            for r, own in self.training.rows(tree).items():
-                rows.setdefault(r, {})[s] = own
+            for r, stage_tree in self.training.rows(tree).items():
+                rows.setdefault(r, {})[s] = stage_tree
         return stages, rows
 
     # Membership: all replicas are there from the first step to the last.
@@ -354,7 +359,7 @@ class Trainer:
 
     # Bytes.
 
-    def moved(self) -> dict[str, Any]:
+    def moved(self) -> Traffic:
         """Bytes per step, for the summary; of the first replica, and of what replicas exchange.
 
         Between stages that are apart, those of the messages, of the compiled collectives, and of
@@ -367,7 +372,7 @@ class Trainer:
             report['exchange'] = replicas.traffic(exp, trees, runtime.bytes_of)
         return {'processes': self.group.count, **report} if report else {}
 
-    def _links(self, between: Between) -> dict[str, Any]:
+    def _links(self, between: Between) -> Traffic:
         if not self.sent['steps']:
             self._step_apart()
         training, steps, first = self.training, self.sent['steps'], self.training.columns.here
@@ -375,8 +380,8 @@ class Trainer:
         for link, sizes in training.collectives().items():
             if 0 in first.get(link, ()):
                 compiled[link] = np.multiply(self.exp.config.parallel.num_microbatches, sizes)
-        both = self.group.total(np.stack([training.payload() / steps, compiled]))
-        sizes = enumerate(zip(*both.astype(int).tolist(), strict=True), 1)
+        sums = self.group.total(np.stack([training.payload() / steps, compiled]))
+        sizes = enumerate(zip(*sums.astype(int).tolist(), strict=True), 1)
         rows = [{'boundary': i, 'payload': a, 'collectives': b} for i, (a, b) in sizes]
         return {'moved': rows + between.traffic(), 'interface': self.sent['bytes'] // steps}
 
