@@ -76,5 +76,5 @@ def test_two_processes_know_one_end_of_a_message_each():
     assert (found['step'], found['usual']) == (3.5, 2.0)
     assert found['messages'] == [[0, 1, 0, 'F', 1.0, 1.5], [1, 0, 0, 'B', 2.5, 2.75]]
     rows = profile_page.rows(found)
-    assert rows[0] == profile_page.Row(1.0, 0.0, 0.0, 1.5, 0.25, 0.0, 0.25)
-    assert rows[1] == profile_page.Row(0.5, 0.5, 0.0, 1.5, 0.0, 0.125, 0.5)
+    assert rows[0] == profile_page.Seconds(1.0, 0.0, 0.0, 1.5, 0.25, 0.0, 0.25)
+    assert rows[1] == profile_page.Seconds(0.5, 0.5, 0.0, 1.5, 0.0, 0.125, 0.5)

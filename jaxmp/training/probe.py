@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,18 @@ from jaxmp.training.portable import Portable
 from jaxmp.training.sizes import likes
 from jaxmp.wire import Ctx, Like, Payload
 
-Ends = tuple[Any, Any]  # the states (tx, rx) of a channel; rx is () where both ends share one
-Row = dict[str, Any]  # of one boundary and direction
+Ends = tuple[Tree, Tree]  # the states (tx, rx) of a channel; rx is () where both ends share one
+Probed = dict[str, str | float]  # what is measured of one boundary and direction
 
 
 class Kept(NamedTuple):
     """The state of one end of a channel, and the tensor of its last crossing."""
 
-    state: Any
+    state: Tree
     tensor: Array
 
 
-def prober(exp: Experiment) -> Callable[[Portable], list[Row]]:
+def prober(exp: Experiment) -> Callable[[Portable], list[Probed]]:
     """The probe of an experiment, a function of a train state; its first call compiles it.
 
     The batch is micro-batch 0 of replica 0, of the same training examples in every epoch. With x
@@ -61,13 +61,13 @@ def prober(exp: Experiment) -> Callable[[Portable], list[Row]]:
     cross = jax.jit(crossing(exp, sent))
     bits = [[n / x.size for n in b.bits(x)] for b, x in zip(cuts, sent, strict=True)]
 
-    def probe(found: Portable) -> list[Row]:
-        parts = [found.parts[portable.name(s, 0)] for s in range(len(cuts) + 1)]
+    def probe(state_here: Portable) -> list[Probed]:
+        parts = [state_here.parts[portable.name(s, 0)] for s in range(len(cuts) + 1)]
         # States are by stage: a boundary has the right end of one and the left end of the next.
-        both = ends(cuts, [part['feedback'] for part in parts])
+        end_states = ends(cuts, [part['feedback'] for part in parts])
         params, rest = ({s: p[k] for s, p in enumerate(parts)} for k in ('params', 'model_state'))
-        state = ModelState(params, rest, slots(cuts, both, batch['id']))
-        key = evaluation_key(jax.random.wrap_key_data(jnp.asarray(found.key)), STREAM)
+        state = ModelState(params, rest, slots(cuts, end_states, batch['id']))
+        key = evaluation_key(jax.random.wrap_key_data(jnp.asarray(state_here.key)), STREAM)
         loss, norms = jax.device_get(cross(state, batch, key))
         return [
             {
@@ -75,7 +75,9 @@ def prober(exp: Experiment) -> Callable[[Portable], list[Row]]:
                 'direction': ('forward', 'backward')[way],
                 'loss': float(loss),
                 'error': ratio(*map(float, norms[way][i])),
-                'feedback': norm(values((cuts[i].fwd, cuts[i].bwd)[way], both[way][i], sent[i])),
+                'feedback': norm(
+                    values((cuts[i].fwd, cuts[i].bwd)[way], end_states[way][i], sent[i])
+                ),
                 'bits': bits[i][way],
             }
             for i in range(len(cuts))
@@ -85,7 +87,9 @@ def prober(exp: Experiment) -> Callable[[Portable], list[Row]]:
     return probe
 
 
-def crossing(exp: Experiment, likes: Sequence[Like]) -> Callable[..., Any]:
+def crossing(
+    exp: Experiment, likes: Sequence[Like]
+) -> Callable[[ModelState, Batch, Array], tuple[Array, Tree]]:
     """``(state, batch, key) -> (loss, norms)``, both passes of one micro-batch.
 
     The norms are ``(||y - x||, ||x||)``, by direction and boundary.
@@ -97,12 +101,12 @@ def crossing(exp: Experiment, likes: Sequence[Like]) -> Callable[..., Any]:
     cuts = tuple(Boundary(keeping(b.fwd), keeping(b.bwd), b.via) for b in exp.model.boundaries)
     local = Local(model_of(exp, cuts)._replace(boundaries=cuts, num_microbatches=1))
 
-    def run(state: ModelState, batch: Batch, key: Array) -> Any:
+    def run(state: ModelState, batch: Batch, key: Array) -> tuple[Array, Tree]:
         empty = [jnp.zeros(x.shape, x.dtype) for x in likes]
-        kept = lambda pairs: tuple(
+        with_tensors = lambda pairs: tuple(
             tuple(Kept(end, zero) for end in pair) for pair, zero in zip(pairs, empty, strict=True)
         )
-        feedback = FeedbackState(*map(kept, state.feedback))
+        feedback = FeedbackState(*map(with_tensors, state.feedback))
         (loss, _), _, after = local.value_and_grad(state._replace(feedback=feedback), batch, key)
         return loss, [[norms(*pair) for pair in pairs] for pairs in after.feedback]
 
@@ -148,20 +152,20 @@ def ends(cuts: Sequence[Boundary], stages: Sequence[Feedback]) -> tuple[list[End
     return fwd, bwd
 
 
-def slots(cuts: Sequence[Boundary], both: Sequence[list[Ends]], ids: np.ndarray) -> FeedbackState:
+def slots(cuts: Sequence[Boundary], states: Sequence[list[Ends]], ids: np.ndarray) -> FeedbackState:
     """The states with which micro-batch 0, the examples ``ids``, crosses."""
 
     def one(channel: Channel, pair: Ends) -> Ends:
         by_token, by_example = channel.state_of in BY_TOKEN, channel.state_of == 'example'
-        own = lambda a: a if by_token else a[ids if by_example else 0]
-        tx, rx = jax.tree.map(own, pair)
+        of_slot = lambda a: a if by_token else a[ids if by_example else 0]
+        tx, rx = jax.tree.map(of_slot, pair)
         return tx, tx if channel.shared_state else rx
 
     channels = [b.fwd for b in cuts], [b.bwd for b in cuts]
-    return FeedbackState(*(tuple(map(one, *way)) for way in zip(channels, both, strict=True)))
+    return FeedbackState(*(tuple(map(one, *way)) for way in zip(channels, states, strict=True)))
 
 
-def values(channel: Channel, pair: Ends, x: Like) -> list[Any]:
+def values(channel: Channel, pair: Ends, x: Like) -> list[Tree]:
     """The values of the states of a boundary in a direction, for tensors like ``x``."""
     return [channel.values(state, x) for state in pair if jax.tree.leaves(state)]
 

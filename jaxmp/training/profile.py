@@ -14,15 +14,17 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from jaxmp.boundary import Boundary
+from jaxmp.exchange.collectives import Tree
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import Driver
 from jaxmp.runtimes.mpmd import Mpmd
@@ -32,9 +34,13 @@ from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.types import Batch, Step
 from jaxmp.training import profile_page
 from jaxmp.training.files import write_json
+from jaxmp.training.profile_page import Profile
 from jaxmp.training.trainer import Trainer
 from jaxmp.wire import Ctx, Like
 
+Trip = list[float | str | None]  # of a message: source, target, microbatch, kind, left, arrived
+Stepped = tuple[PyTree, PyTree]  # state and values after a step
+OverRuntime = Callable[[Mpmd], Stepped]
 TIMED = 3  # step that is timed as a whole; the next is measured, and the one after recorded
 CALLS = 7  # of an encoder or decoder alone; the median counts
 
@@ -74,11 +80,11 @@ class Measured:
         """What is not said here is the runtime's."""
         return getattr(self._runtime, name)
 
-    def bind(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
+    def bind(self, step: Step, each: PyTree) -> Callable[[PyTree, Batch], Stepped]:
         """See `jaxmp.runtimes.types.PlacedRuntime`."""
         return lambda state, batch: self._run(lambda runtime: step(runtime, state, batch))
 
-    def _run(self, step: Callable[[Any], Any]) -> Any:
+    def _run(self, step: OverRuntime) -> Stepped:
         """A step over a runtime, perhaps measured."""
         self._done += 1
         if self._done == TIMED:
@@ -91,13 +97,13 @@ class Measured:
                 return jax.block_until_ready(step(self._runtime))
         return step(self._runtime)
 
-    def _timed(self, step: Callable[[Any], Any]) -> tuple[Any, float]:
+    def _timed(self, step: OverRuntime) -> tuple[Stepped, float]:
         self._group.share(None)  # a barrier
         start = time.monotonic()
         result = jax.block_until_ready(step(self._runtime))
         return result, time.monotonic() - start
 
-    def _measure(self, step: Callable[[Any], Any]) -> Any:
+    def _measure(self, step: OverRuntime) -> Stepped:
         actions: list[Action] = []
         driver = self._runtime.drivers.get(0)
         for lane in driver.lanes.values() if driver else ():
@@ -105,12 +111,12 @@ class Measured:
         self._group.share(None)  # a barrier
         start = time.monotonic()
         result = jax.block_until_ready(step(self._runtime.measuring(actions)))
-        own: dict[str, Any] = {'step': time.monotonic() - start, 'usual': self._usual}
+        measured: Profile = {'step': time.monotonic() - start, 'usual': self._usual}
         if driver:
-            own['actions'] = [_since(start, a) for a in actions]
-            own['messages'] = _messages(driver, start)
-            own['codecs'] = {s: _codecs(driver, s) for s in driver.stages}
-        shared = self._group.share(own)
+            measured['actions'] = [_since(start, a) for a in actions]
+            measured['messages'] = _messages(driver, start)
+            measured['codecs'] = {s: _codecs(driver, s) for s in driver.stages}
+        shared = self._group.share(measured)
         if self._group.index == 0:
             plan = driver.actions if driver else ()
             write_json(self._folder / 'profile.json', together(shared, plan))
@@ -121,22 +127,22 @@ def _since(start: float, a: Action) -> Action:
     return a._replace(start=a.start - start, end=a.end - start)
 
 
-def _messages(driver: Driver, start: float) -> list[list[Any]]:
+def _messages(driver: Driver, start: float) -> list[Trip]:
     """Rows ``[source, target, microbatch, kind, left, arrived]``; None for what is not known."""
     for done in driver.sending:
         done.result()
-    found = []
+    rows = []
     for (a, b), lane in driver.lanes.items():
         sent = [m for m in driver.order[1] if (m.source, m.target) == (a, b)]
         spans, lane.spans = lane.spans or {}, None
         for m, (_, (left, arrived)) in zip(sent, sorted(spans.items()), strict=True):
             left = left - start if a in driver.stages else None
             arrived = arrived - start if b in driver.stages else None
-            found.append([a, b, m.microbatch, m.kind, left, arrived])
-    return found
+            rows.append([a, b, m.microbatch, m.kind, left, arrived])
+    return rows
 
 
-def together(shared: list[Any], plan: Any) -> dict[str, Any]:
+def together(shared: list[Profile], plan: Sequence[Action]) -> Profile:
     """The profile of all processes; seconds from the start of the step.
 
     Args:
@@ -144,11 +150,14 @@ def together(shared: list[Any], plan: Any) -> dict[str, Any]:
       plan: the schedule.
     """
     actions = sorted(a for own in shared for a in own.get('actions', ()))
-    ends: dict[tuple[Any, ...], list[Any]] = {}
+    ends: dict[tuple[int | str, ...], list[float | None]] = {}
     for own in shared:
         for *task, left, arrived in own.get('messages', ()):
-            known = ends.setdefault(tuple(task), [None, None])
-            known[:] = known[0] if left is None else left, known[1] if arrived is None else arrived
+            times_of = ends.setdefault(tuple(task), [None, None])
+            times_of[:] = (
+                times_of[0] if left is None else left,
+                times_of[1] if arrived is None else arrived,
+            )
     codecs = {int(s): c for own in shared for s, c in own.get('codecs', {}).items()}
     return {
         'step': max(own['step'] for own in shared),
@@ -163,11 +172,11 @@ def together(shared: list[Any], plan: Any) -> dict[str, Any]:
 def _codecs(driver: Driver, s: int) -> dict[str, float]:
     """Seconds per step that the encoders and decoders of a stage take alone."""
     program, device = driver.stages[s].program, driver.devices[s]
-    n, found = driver.num_microbatches, {'encode': 0.0, 'decode': 0.0}
+    n, times = driver.num_microbatches, {'encode': 0.0, 'decode': 0.0}
     for cut, x, way, back in _ends(program):
-        found['encode'] += n * seconds(*_half(cut, x, way, True), device)
-        found['decode'] += n * seconds(*_half(cut, x, back, False), device)
-    return found
+        times['encode'] += n * seconds(*_half(cut, x, way, True), device)
+        times['decode'] += n * seconds(*_half(cut, x, back, False), device)
+    return times
 
 
 def _ends(program: StageProgram) -> list[tuple[Boundary, Like, str, str]]:
@@ -177,35 +186,39 @@ def _ends(program: StageProgram) -> list[tuple[Boundary, Like, str, str]]:
     return left + right
 
 
-def _half(cut: Boundary, x: Like, way: str, sends: bool) -> tuple[Callable[..., Any], Any, Any]:
+def _half(
+    cut: Boundary, x: Like, way: str, sends: bool
+) -> tuple[Callable[..., tuple[Tree, ...]], Tree, list[Tree]]:
     """An encoder or a decoder ``(state, *given) -> (state, result)``, its state, what it is given.
 
     The tensor is normal noise, and the state is that before the first step.
     """
 
     @jax.jit
-    def make() -> Any:
+    def make() -> tuple[Tree, Tree, Ctx]:
         noise = jax.random.normal(jax.random.key(1), x.shape, x.dtype)
         ids = jnp.arange(x.shape[0], dtype=jnp.int32)
         ctx = Ctx.example(x)._replace(ids=ids, microbatch=jnp.int32(0))
-        known = cut.send('fwd', noise, cut.fwd.init(x)[0], ctx)[2]
-        ctx, (tx, rx) = ctx._replace(indices=known), getattr(cut, way).init(x)
+        indices = cut.send('fwd', noise, cut.fwd.init(x)[0], ctx)[2]
+        ctx, (tx, rx) = ctx._replace(indices=indices), getattr(cut, way).init(x)
         return (tx, noise, ctx) if sends else (rx, cut.send(way, noise, tx, ctx)[0], ctx)
 
-    state, *given = make()
+    state, *inputs = make()
     if sends:
-        return lambda tx, x, ctx: cut.send(way, x, tx, ctx)[1::-1], state, given
-    return lambda rx, m, ctx: cut.recv(way, m, rx, (x, ctx))[1::-1], state, given
+        return lambda tx, x, ctx: cut.send(way, x, tx, ctx)[1::-1], state, inputs
+    return lambda rx, m, ctx: cut.recv(way, m, rx, (x, ctx))[1::-1], state, inputs
 
 
-def seconds(run: Callable[..., Any], state: Any, given: Any, device: Device) -> float:
+def seconds(
+    run: Callable[..., tuple[Tree, ...]], state: Tree, inputs: list[Tree], device: Device
+) -> float:
     """The median time of ``run(state, *given) -> (state, result)``, compiled; state is donated."""
     compiled = jax.jit(run, donate_argnums=0)
-    state, given = jax.device_put((state, given), device)
+    state, inputs = jax.device_put((state, inputs), device)
     times = []
     for _ in range(1 + CALLS):
         start = time.monotonic()
-        state, _ = jax.block_until_ready(compiled(state, *given))
+        state, _ = jax.block_until_ready(compiled(state, *inputs))
         times.append(time.monotonic() - start)
     return statistics.median(times[1:])
 
@@ -216,5 +229,5 @@ def show(folder: Path) -> None:
     if not path.exists():
         print('no profile: it is that of the fourth step after the warm-up, and fewer were run')
         return
-    found: Mapping[str, Any] = json.loads(path.read_text())
-    profile_page.show(found, folder)
+    profile: Profile = json.loads(path.read_text())
+    profile_page.show(profile, folder)

@@ -15,10 +15,11 @@ from jaxmp.runtimes import timeline
 from jaxmp.runtimes.schedule import Action
 from jaxmp.training.files import whole, write
 
+Profile = dict[str, Any]  # of a step, as profile.json has it
 HEADS = ('stage', 'F', 'B', 'W', 'waiting', 'sum', 'encode', 'decode', 'wire in')
 
 
-class Row(NamedTuple):
+class Seconds(NamedTuple):
     """The seconds of one stage; F, B, W and waiting are the whole step of a device.
 
     Attributes:
@@ -40,37 +41,37 @@ class Row(NamedTuple):
     wire: float
 
 
-def rows(profile: Mapping[str, Any]) -> dict[int, Row]:
+def rows(profile: Profile) -> dict[int, Seconds]:
     """The row of each stage."""
     actions = [Action(*a) for a in profile['actions']]
     end = max(a.end for a in actions)
     spent: dict[int, dict[str, float]] = {}
     for device in {a.device for a in actions}:
-        now, own = 0.0, sorted(a for a in actions if a.device == device)
-        for a in own:
+        now, of_device = 0.0, sorted(a for a in actions if a.device == device)
+        for a in of_device:
             row = spent.setdefault(a.stage, dict.fromkeys((*'FBW', 'waiting'), 0.0))
             row['waiting'] += a.start - now
             row[a.kind] += a.end - a.start
             now = a.end
-        spent[own[-1].stage]['waiting'] += end - now
+        spent[of_device[-1].stage]['waiting'] += end - now
     wire = dict.fromkeys(spent, 0.0)
     for _, target, _, _, left, arrived in profile['messages']:
         wire[target] += arrived - left
     codecs = profile['codecs']
-    return {s: Row(**spent[s], **codecs[str(s)], wire=wire[s]) for s in sorted(spent)}
+    return {s: Seconds(**spent[s], **codecs[str(s)], wire=wire[s]) for s in sorted(spent)}
 
 
-def cells(found: Mapping[int, Row]) -> list[list[str]]:
+def cells(seconds: Mapping[int, Seconds]) -> list[list[str]]:
     """The cells of the table in milliseconds: a line per stage, and the sums."""
-    total = Row(*(sum(column) for column in zip(*found.values(), strict=True)))
+    total = Seconds(*(sum(column) for column in zip(*seconds.values(), strict=True)))
     lines = []
-    for name, row in [*((str(s + 1), r) for s, r in found.items()), ('all', total)]:
+    for name, row in [*((str(s + 1), r) for s, r in seconds.items()), ('all', total)]:
         values = *row[:4], sum(row[:4]), *row[4:]
         lines.append([name, *(f'{1e3 * v:.2f}' for v in values)])
     return lines
 
 
-def about(profile: Mapping[str, Any]) -> str:
+def about(profile: Profile) -> str:
     """What the table says, and how much the measurement changed."""
     end = max(a[5] for a in profile['actions'])
     return (
@@ -82,7 +83,7 @@ def about(profile: Mapping[str, Any]) -> str:
     )
 
 
-def show(profile: Mapping[str, Any], folder: Path) -> None:
+def show(profile: Profile, folder: Path) -> None:
     """Prints the table; writes ``profile.md``, ``timeline.png`` and ``timeline.svg``."""
     lines = cells(rows(profile))
     table = Table(title='where the time of a step went', caption=about(profile))
@@ -100,7 +101,7 @@ def show(profile: Mapping[str, Any], folder: Path) -> None:
             style.write(figure, part, end)
 
 
-def draw(profile: Mapping[str, Any]) -> Any:
+def draw(profile: Profile) -> Any:
     """The measured timeline, with a line per message, above the schedule's plan."""
     measured, plan = ([Action(*a) for a in profile[name]] for name in ('actions', 'plan'))
     devices = 1 + max(a.device for a in plan)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jaxtyping import Array
 
 from jaxmp.net.group import ProcessGroup
-from jaxmp.pipeline import run_stage
+from jaxmp.pipeline import Variables, run_stage
 from jaxmp.runtimes.kept import draws, varies
 from jaxmp.training.experiment import Experiment, microbatch_like, variables_like
 from jaxmp.training.sizes import likes
@@ -26,16 +24,18 @@ def unchanging(exp: Experiment) -> str:
     if exp.phases:
         return 'the channels change in the run'
     variables = variables_like(exp.model, x)[0][: exp.first]
-    for s, own in enumerate(variables):
-        if names := sorted(own.keys() - {'params'}):
+    for s, collections in enumerate(variables):
+        if names := sorted(collections.keys() - {'params'}):
             return f'stage {s} changes its {", ".join(names)}'
     batch = jax.ShapeDtypeStruct((x.shape[0], *exp.data.train.x.shape[1:]), exp.data.train.x.dtype)
 
-    def run(key: Array, variables: Any, x: Any) -> Any:
+    def run(key: Array, variables: Variables, x: Array) -> Array:
         x = exp.task.prepare(x, jax.random.fold_in(key, 0))
         ctx = Ctx(jax.random.fold_in(key, 1)).reading(x)
-        for s, own in enumerate(variables):
-            x, _ = run_stage(exp.task.stages[s], own, x, ctx.fold(2 * s + 1), {'train': True})
+        for s, collections in enumerate(variables):
+            x, _ = run_stage(
+                exp.task.stages[s], collections, x, ctx.fold(2 * s + 1), {'train': True}
+            )
         return x
 
     if draws(run, jax.random.key(0), variables, batch):
