@@ -22,7 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,7 +31,8 @@ from jaxtyping import Array
 from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
-from jaxmp.config import KEYS, complete, flat, nested
+from jaxmp.config import KEYS, Summary, complete, flat, nested
+from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
 from jaxmp.grammar import own_words
 from jaxmp.metrics import Metric
@@ -40,6 +41,7 @@ from jaxmp.pipeline import Pipeline
 from jaxmp.report import style
 from jaxmp.report.compare import picture
 from jaxmp.runtimes.local import Local, join, split
+from jaxmp.runtimes.types import Batch, ModelState
 from jaxmp.spec import parse
 from jaxmp.training import nats_table, perplexity, perplexity_page
 from jaxmp.training.checkpoint import Checkpoints, WorkdirError
@@ -68,7 +70,7 @@ class Run(NamedTuple):
     name: str
     exp: Experiment
     state: TrainState
-    trained: dict[str, Any]
+    trained: Summary
 
 
 def load(workdir: Path) -> Run:
@@ -121,8 +123,8 @@ def same_metric(runs: Sequence[Run]) -> Metric:
     """
     names = {run.exp.task.metric.name: run.name for run in runs}
     if len(names) > 1:
-        said = ', '.join(f'{run} has {name}' for name, run in names.items())
-        raise ValueError(f'one table shows one metric, and {said}; give runs of one task')
+        listed = ', '.join(f'{run} has {name}' for name, run in names.items())
+        raise ValueError(f'one table shows one metric, and {listed}; give runs of one task')
     return runs[0].exp.task.metric
 
 
@@ -148,7 +150,7 @@ def scorer(exp: Experiment, cuts: tuple[Boundary, ...]) -> Callable[[TrainState]
     feedback = jax.eval_shape(local.init, jax.random.key(0)).feedback  # holds no array
 
     @jax.jit
-    def predict(state: Any, batch: Any, key: Array) -> Any:
+    def predict(state: ModelState, batch: Batch, key: Array) -> tuple[Array, Tree]:
         output, after = local.predict(state, batch, key)
         return sums(exp, output, batch), after
 
@@ -169,17 +171,17 @@ def normalised_again(run: Run) -> Run:
     pipe = Pipeline(exp.task.stages, exp.model.boundaries)
 
     @jax.jit
-    def step(state: Any, x: Any, key: Array) -> Any:
+    def step(state: Tree, x: Array, key: Array) -> Tree:
         x = exp.task.prepare(x, jax.random.fold_in(key, 0))
         return split(pipe.apply(join(model.params, state), None, x, Ctx(key), train=True)[1])[1]
 
-    state, kept, epochs = model.model_state, [], math.ceil(PASSES / exp.epoch_steps)
+    state, statistics, epochs = model.model_state, [], math.ceil(PASSES / exp.epoch_steps)
     for epoch in range(epochs):
         order = data.order(exp.config.seed, epoch, len(exp.data.train.y))
         for batch in data.batches(exp.data.train, exp.config.batch_size, order):
-            state = step(state, batch['x'], jax.random.fold_in(run.state.key, len(kept)))
-            kept.append(jax.device_get(state))
-    mean = jax.tree.map(lambda *a: np.mean(a, 0), *kept[len(kept) // 2 :])
+            state = step(state, batch['x'], jax.random.fold_in(run.state.key, len(statistics)))
+            statistics.append(jax.device_get(state))
+    mean = jax.tree.map(lambda *a: np.mean(a, 0), *statistics[len(statistics) // 2 :])
     return run._replace(state=run.state.replace(model=model._replace(model_state=mean)))
 
 
@@ -213,13 +215,13 @@ def show(rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(title=f'test {metric.name} by the codec in the test, without feedback')
-    made.add_column('run', overflow='fold')
+    table = Table(title=f'test {metric.name} by the codec in the test, without feedback')
+    table.add_column('run', overflow='fold')
     for text in texts:
-        made.add_column(text, justify='right', overflow='fold')
+        table.add_column(text, justify='right', overflow='fold')
     for name, scores in rows:
-        made.add_row(name, *map(metric.format, scores))  # a row may have the first codecs alone
-    Console(width=None if sys.stdout.isatty() else 140).print(made)
+        table.add_row(name, *map(metric.format, scores))  # a row may have the first codecs alone
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def draw(path: Path, rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
@@ -247,28 +249,28 @@ def draw(path: Path, rows: Sequence[Row], texts: Sequence[str], metric: Metric) 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         prog='jaxmp evaluate', description=(__doc__ or '').partition('\n\n')[2]
     )
-    made.add_argument(
+    arguments.add_argument(
         'run', type=Path, nargs='+', metavar='PATH_OR_RUN',
         help='workdirs of runs with a checkpoint; with --text also folders, GGUF files or names of '
         'the hub',
     )  # fmt: skip
-    made.add_argument(
+    arguments.add_argument(
         '--codec', nargs='+', action='extend', default=[], metavar='CODEC',
         help='codecs of the test, besides none and those that the runs were trained with',
     )  # fmt: skip
-    made.add_argument(
+    arguments.add_argument(
         '--batchnorm', action='store_true', help='also with statistics estimated again'
     )
-    made.add_argument(
+    arguments.add_argument(
         '--moments', action='store_true', help='also open, with the moments of the compressed'
     )
-    made.add_argument(
+    arguments.add_argument(
         '--out', type=picture, help='a picture, as PNG and as SVG, and the scores as JSON'
     )
-    text = made.add_argument_group('perplexity of a text')
+    text = arguments.add_argument_group('perplexity of a text')
     text.add_argument('--text', type=Path, help='a file of plain text')
     text.add_argument('--stages', type=int, default=0, help='of a checkpoint; default 2')
     text.add_argument('--cuts', default='', help="blocks before each boundary, such as '8 16 23'")
@@ -276,7 +278,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument('--tokens', type=int, default=16384, help='first tokens of the text')
     text.add_argument('--block', type=int, default=256, help='tokens of a block')
     text.add_argument('--batch', type=int, default=4, help='blocks of a message')
-    study = made.add_argument_group('a table of rows, each in a file of the folder --out')
+    study = arguments.add_argument_group('a table of rows, each in a file of the folder --out')
     study.add_argument('--study', help='a file with get_rows(), or pretrained_codecs')
     study.add_argument('--rows', default='', help='names of rows, with commas; default all')
     study.add_argument('--before', type=Path, help='a text from which rules learn before --text')
@@ -286,7 +288,7 @@ def parser() -> argparse.ArgumentParser:
         default=Path('runs/evaluate'),
         help='folder of what stands before the first boundary, which is computed once',
     )
-    return made
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -303,14 +305,16 @@ def _by_test(args: argparse.Namespace) -> None:
     if args.stages or args.cuts or args.tokenizer:
         raise ValueError('--stages, --cuts and --tokenizer are of a checkpoint; give --text=FILE')
     runs = named([load(path) for path in args.run], args.run)
-    own = itertools.chain.from_iterable(map(trained_with, runs))
-    texts = list(dict.fromkeys(['raw', *own, *args.codec]))
+    codecs = itertools.chain.from_iterable(map(trained_with, runs))
+    texts = list(dict.fromkeys(['raw', *codecs, *args.codec]))
     metric = same_metric(runs)
     rows = [row for run in runs for row in rows_of(run, texts, args.batchnorm, args.moments)]
     show(rows, texts, metric)
     if args.out:
         draw(args.out, rows, texts, metric)
-        scores = {name: dict(zip(texts, found, strict=False)) for name, found in rows}
+        scores = {
+            name: dict(zip(texts, scores_of_run, strict=False)) for name, scores_of_run in rows
+        }
         trained = {run.name: run.trained for run in runs}
         write_json(args.out.with_suffix('.json'), provenance() | {'runs': trained, 'test': scores})
         print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))
@@ -327,18 +331,18 @@ def _by_text(args: argparse.Namespace) -> None:
         )
     if args.study:
         return _by_study(args)
-    found, about = {}, {}
+    scores_of, about = {}, {}
     for path in args.run:
         model, blocks, channels = perplexity.prepared(str(path), args)
-        name = str(path) if model.name in found else model.name
-        found[name] = perplexity.scores(model, blocks, channels, args.batch)
+        name = str(path) if model.name in scores_of else model.name
+        scores_of[name] = perplexity.scores(model, blocks, channels, args.batch)
         about[name] = {'stages': len(model.stages), 'blocks': len(blocks)}
     title = f'{args.text.name} in blocks of {args.block} tokens, by the codec of its activations'
-    perplexity_page.show(found, title)
+    perplexity_page.show(scores_of, title)
     if args.out:
-        perplexity_page.draw(args.out, found, title)
+        perplexity_page.draw(args.out, scores_of, title)
         text = {'file': args.text.name, 'block': args.block, 'batch': args.batch}
-        scores = {'text': text, 'models': about, 'scores': perplexity_page.record(found)}
+        scores = {'text': text, 'models': about, 'scores': perplexity_page.record(scores_of)}
         write_json(args.out.with_suffix('.json'), provenance() | scores)
         print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))
 

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxmp.config import KEYS, flat
 from jaxmp.data.documents import digest as content
 from jaxmp.exchange import Exchange
-from jaxmp.exchange.collectives import Params, metered
+from jaxmp.exchange.collectives import Params, Tree, metered
+from jaxmp.exchange.layout import State
 from jaxmp.models.adapters import files_of
 from jaxmp.plugins import module_of
 from jaxmp.testing import QUICK
@@ -57,7 +59,7 @@ def fingerprint(exp: Experiment) -> dict[str, str]:
     }
 
 
-def own_files(config: dict[str, Any]) -> dict[str, str]:
+def own_files(config: Mapping[str, Any]) -> dict[str, str]:
     """A digest of the files that the values of ``config`` name by an import path, by key."""
     paths = {k: [v.rpartition(':')[0]] for k, v in config.items() if _is_own(k, v)}
     paths['codecs'] = [where.strip() for where in config['codecs'].split(',') if where.strip()]
@@ -87,7 +89,7 @@ def weights(path: str) -> dict[str, str]:
     return {'config.model.path': hashed.hexdigest()}
 
 
-def _is_own(key: str, value: Any) -> bool:
+def _is_own(key: str, value: object) -> bool:
     return key in KEYS and bool(KEYS[key].own) and ':' in str(value)
 
 
@@ -135,7 +137,7 @@ def numbers() -> np.ndarray:
     return (np.sign(spread) * (0.25 + 0.75 * abs(spread))).reshape(SHAPE).astype(np.float32)
 
 
-def digest(values: Any) -> str:
+def digest(values: ArrayLike) -> str:
     """A text that is equal for equal numbers, and for numbers that differ by rounding alone.
 
     Machines may differ in the last bit of a sum. That must not refuse a run, so values count in
@@ -188,10 +190,10 @@ def exchanges(exp: Experiment) -> list[Exchange]:
 def exchanged(exchange: Exchange) -> str:
     """A digest of the parameters that equal gradients of two replicas give after a period."""
 
-    def run(params: Params) -> tuple[Any]:
+    def run(params: Params) -> tuple[Params]:
         via, key, state = metered(2, {}), jax.random.key(0), exchange.init(params, 2)
 
-        def step(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
+        def step(_: Array, now: tuple[Params, State]) -> tuple[Params, State]:
             grads, state = exchange.reduce(params, now[1], key, via)
             after = jax.tree.map(lambda p, g: p - 0.1 * g, now[0], grads)
             return exchange.after_update(after, state, key, via)
@@ -202,7 +204,7 @@ def exchanged(exchange: Exchange) -> str:
     return computed(run, {'kernel': x.reshape(16, 16), 'bias': x[:16]})[0]
 
 
-def computed(function: Callable[[Any], tuple[Any, ...]], x: Any) -> list[str]:
+def computed(function: Callable[[Tree], tuple[Tree, ...]], x: Tree) -> list[str]:
     """Digests of what ``function`` returns, by a program that is compiled in a hurry.
 
     An own codec may take no tensor such as ``x``. The run's own tensors may fit, so that is no

@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ import numpy as np
 from jaxmp.boundary import Boundary
 from jaxmp.config import KEYS, Config, complete, flat, nested
 from jaxmp.data.tokenizer import Tokenizer, tokenizer_of
+from jaxmp.exchange.collectives import Tree
 from jaxmp.models import decoder, families, gpt2, pretrained, weights
 from jaxmp.models.adapters import open_with_adapters
 from jaxmp.models.checkpoint import Checkpoint, contents
-from jaxmp.pipeline import Stage
+from jaxmp.models.families import Described
+from jaxmp.pipeline import Stage, Variables
 from jaxmp.training.experiment import Experiment, experiment_of
 
 
@@ -40,7 +42,7 @@ class LanguageModel(NamedTuple):
 
     name: str
     stages: tuple[Stage, ...]
-    variables: tuple[Any, ...]
+    variables: Variables
     tokenizer: Tokenizer
     boundaries: tuple[Boundary, ...] | None = None
     fwd: str = ''
@@ -54,7 +56,7 @@ class LanguageModel(NamedTuple):
         return all(isinstance(stage, decoder.Stage) for stage in self.stages)
 
 
-Own = Callable[[int], Sequence[int]]  # numbers of the stages that are read, given how many
+Selection = Callable[[int], Sequence[int]]  # numbers of the stages that are read, given how many
 
 
 def every(stages: int) -> Sequence[int]:
@@ -63,7 +65,11 @@ def every(stages: int) -> Sequence[int]:
 
 
 def open_language_model(
-    path: str, stages: int = 0, cuts: Sequence[int] = (), tokenizer: str = '', own: Own = every
+    path: str,
+    stages: int = 0,
+    cuts: Sequence[int] = (),
+    tokenizer: str = '',
+    select: Selection = every,
 ) -> LanguageModel:
     """The language model of a checkpoint or of a finished run.
 
@@ -72,7 +78,7 @@ def open_language_model(
       stages: number of stages of a checkpoint; 0: one.
       cuts: numbers of blocks before each boundary, in place of ``stages``.
       tokenizer: of a checkpoint that has none; see `jaxmp.data.tokenizer.tokenizer_of`.
-      own: the stages that are read; of the others the variables are None.
+      select: the stages that are read; of the others the variables are None.
 
     Raises:
       FileNotFoundError: if there is no such checkpoint or run.
@@ -80,13 +86,13 @@ def open_language_model(
       ValueError: if it is damaged, of an unknown family, or stages are given for a run.
     """
     if not is_run(Path(path).expanduser()):
-        return _of_checkpoint(path, stages or 1, cuts, tokenizer, own)
+        return _of_checkpoint(path, stages or 1, cuts, tokenizer, select)
     if stages or cuts or tokenizer:
         raise ValueError(
             f'{path} is a run, which has its own stages and tokenizer; leave --stages, --cuts and '
             f'--tokenizer out, or give its checkpoint, {Path(path) / "model"}'
         )
-    return _of_run(Path(path).expanduser(), own)
+    return _of_run(Path(path).expanduser(), select)
 
 
 def is_run(folder: Path) -> bool:
@@ -128,7 +134,7 @@ def config_of_run(workdir: str | Path) -> Config:
     return complete(nested(values))
 
 
-def load(workdir: str | Path, own: Own = every) -> tuple[Experiment, Any]:
+def load(workdir: str | Path, select: Selection = every) -> tuple[Experiment, Variables]:
     """The experiment of a finished run, and the variables that it saved in ``workdir/model``.
 
     Raises:
@@ -137,17 +143,17 @@ def load(workdir: str | Path, own: Own = every) -> tuple[Experiment, Any]:
     """
     exp, key = experiment_of(config_of_run(workdir)), jax.random.key(0)
     count = len(exp.task.stages)
-    return exp, _some(lambda s: exp.task.start(s, {}, key), count, own)
+    return exp, _some(lambda s: exp.task.start(s, {}, key), count, select)
 
 
-def _some(read: Callable[[int], Any], count: int, own: Own) -> tuple[Any, ...]:
+def _some(read: Callable[[int], Tree], count: int, select: Selection) -> Variables:
     """The variables of some stages, in their places."""
-    here = own(count)
+    here = select(count)
     return tuple(read(s) if s in here else None for s in range(count))
 
 
-def _of_run(workdir: Path, own: Own) -> LanguageModel:
-    exp, variables = load(workdir, own)
+def _of_run(workdir: Path, select: Selection) -> LanguageModel:
+    exp, variables = load(workdir, select)
     assert exp.data.tokenizer, 'a run of a language model reads a text'
     # The last position of a block has no target, so it was not trained.
     window = np.asarray(exp.data.test.x[0]).reshape(-1)[1 - exp.config.data.sequence_length :]
@@ -159,12 +165,12 @@ def _of_run(workdir: Path, own: Own) -> LanguageModel:
 
 
 def _of_checkpoint(
-    path: str, count: int, cuts: Sequence[int], tokenizer: str, own: Own
+    path: str, count: int, cuts: Sequence[int], tokenizer: str, select: Selection
 ) -> LanguageModel:
     checkpoint = open_with_adapters(path)
     place = checkpoint.place
     words = tokenizer_of(tokenizer or str(place))
-    stages, variables = _stages(checkpoint, count, cuts, own)
+    stages, variables = _stages(checkpoint, count, cuts, select)
     sizes = getattr(stages[0], 'config')  # noqa: B009 - stages of both kinds have one
     pretrained.check_tokenizer(place, sizes.vocabulary, words.size, '--tokenizer')
     name = Path(path).expanduser()
@@ -179,8 +185,8 @@ def _of_checkpoint(
 
 
 def _stages(
-    checkpoint: Checkpoint, count: int, cuts: Sequence[int], own: Own
-) -> tuple[tuple[Stage, ...], tuple[Any, ...]]:
+    checkpoint: Checkpoint, count: int, cuts: Sequence[int], select: Selection
+) -> tuple[tuple[Stage, ...], Variables]:
     """The stages of a checkpoint, which compute in float32, and their variables."""
     folder, described = str(checkpoint.place), checkpoint.described
     if described.get('model_type') == 'gpt2':
@@ -192,7 +198,7 @@ def _stages(
     )
     pretrained.check(checkpoint, stages)
     read = functools.partial(pretrained.read, checkpoint, stages, shared={})
-    return stages, _some(read, len(stages), own)
+    return stages, _some(read, len(stages), select)
 
 
 def _stops(tokenizer: Tokenizer, place: Path) -> frozenset[int]:
@@ -202,7 +208,7 @@ def _stops(tokenizer: Tokenizer, place: Path) -> frozenset[int]:
     return frozenset(tokenizer.end) | _ends(described)
 
 
-def _ends(described: Any) -> frozenset[int]:
+def _ends(described: Described) -> frozenset[int]:
     """``eos_token_id`` of a description: a number, several, or none."""
     ids = described.get('eos_token_id')
     return frozenset(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))

@@ -25,7 +25,7 @@ from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
 from jaxmp.codecs import raw
 from jaxmp.feedback import Channel, direct
 from jaxmp.models.checkpoint import digest
-from jaxmp.pipeline import pipeline
+from jaxmp.pipeline import Variables, pipeline
 from jaxmp.plugins import find, module
 from jaxmp.spec import parse
 from jaxmp.training.files import locked, whole, write
@@ -38,7 +38,8 @@ from jaxmp.wire import Ctx, bits, like
 
 NONE = 'none'  # the row that the others are compared with
 Blocks = Int[np.ndarray, 'N T']
-Lesson = Callable[[Any, FeedbackState, Array, Ctx], FeedbackState]
+Lesson = Callable[[Variables, FeedbackState, Array, Ctx], FeedbackState]
+Result = dict[str, Any]  # of a row, as its file has it
 
 
 class Row(NamedTuple):
@@ -95,19 +96,19 @@ def rows_of(study: str, names: Sequence[str] = ()) -> list[Row]:
     file = Path(find(study))
     if not file.is_file():
         raise ValueError(f'there is no such Python file: {file}; give one with get_rows()')
-    made = module(str(file))
-    if not hasattr(made, 'get_rows'):
+    study_module = module(str(file))
+    if not hasattr(study_module, 'get_rows'):
         raise ValueError(f'{study} has no get_rows(); see configs/pretrained_codecs.py')
-    rows: list[Row] = made.get_rows()
-    known = [row.name for row in rows]
-    if twice := sorted({n for n in known if known.count(n) > 1}):
+    rows: list[Row] = study_module.get_rows()
+    defined = [row.name for row in rows]
+    if twice := sorted({n for n in defined if defined.count(n) > 1}):
         raise ValueError(f'{study} has two rows {twice[0]}; give each a name of its own')
-    if known[:1] != [NONE]:
+    if defined[:1] != [NONE]:
         raise ValueError(
             f'the first row of {study} is not {NONE!r}, which others are compared with'
         )
-    if unknown := [n for n in names if n not in known]:
-        raise ValueError(f'no row {unknown[0]!r}; allowed are {", ".join(known)}')
+    if unknown := [n for n in names if n not in defined]:
+        raise ValueError(f'no row {unknown[0]!r}; allowed are {", ".join(defined)}')
     return [row for row in rows if not names or row.name in names]
 
 
@@ -119,21 +120,21 @@ def run(rows: Sequence[Row], setting: Setting, out: Path) -> None:
     Raises:
       ValueError: if a finished row was made with another setting, or `NONE` is not finished.
     """
-    done = [found for row in rows if (found := finished(row, setting, out))]
+    done = [result for row in rows if (result := finished(row, setting, out))]
     for number, row in enumerate(rows, 1):
         with locked(setting.work / 'rows' / row.name) as mine:
             if not mine or finished(row, setting, out):
                 continue
-            found = record(row, setting, out) | {'command': command(setting, row), **provenance()}
+            result = record(row, setting, out) | {'command': command(setting, row), **provenance()}
             out.mkdir(parents=True, exist_ok=True)
-            lines = (f' {json.dumps(k)}: {json.dumps(v)}' for k, v in found.items())
+            lines = (f' {json.dumps(k)}: {json.dumps(v)}' for k, v in result.items())
             write(out / f'{row.name}.json', '{\n' + ',\n'.join(lines) + '\n}\n')
-        done.append(found)
-        lost = f'{found["nats_lost"]:+.4f} +- {found["standard_error"]:.4f}'
+        done.append(result)
+        lost = f'{result["nats_lost"]:+.4f} +- {result["standard_error"]:.4f}'
         todo = [r for r in rows[number:] if not (out / f'{r.name}.json').is_file()]
         print(
-            f'[{number}/{len(rows)}] {row.name}  {found["bits"]:.3f} bits  {lost} nats  '
-            f'{duration(found["seconds"])}; {len(todo)} to do, about {left(todo, done)} left',
+            f'[{number}/{len(rows)}] {row.name}  {result["bits"]:.3f} bits  {lost} nats  '
+            f'{duration(result["seconds"])}; {len(todo)} to do, about {left(todo, done)} left',
             flush=True,
         )
 
@@ -149,13 +150,13 @@ def command(setting: Setting, row: Row) -> str:
     )
 
 
-def left(todo: Sequence[Row], done: Sequence[dict[str, Any]]) -> str:
+def left(todo: Sequence[Row], done: Sequence[Result]) -> str:
     """The estimated time of some rows, from the median time a token of those done."""
     seconds = statistics.median(d['seconds'] / d['tokens'] for d in done)
     return duration(seconds * sum(row.tokens for row in todo))
 
 
-def finished(row: Row, setting: Setting, out: Path) -> dict[str, Any] | None:
+def finished(row: Row, setting: Setting, out: Path) -> Result | None:
     """The result of a row, or None if it is not finished.
 
     Raises:
@@ -164,18 +165,18 @@ def finished(row: Row, setting: Setting, out: Path) -> dict[str, Any] | None:
     path = out / f'{row.name}.json'
     if not path.is_file():
         return None
-    found = json.loads(path.read_text())
+    result = json.loads(path.read_text())
     want = json.loads(json.dumps(described(row, setting)))
-    if clash := [k for k in want if found.get(k) != want[k]]:
+    if clash := [k for k in want if result.get(k) != want[k]]:
         raise ValueError(
             f'{path} was made with other settings: '
-            + ', '.join(f'{k}={found.get(k)!r} (now {want[k]!r})' for k in clash)
+            + ', '.join(f'{k}={result.get(k)!r} (now {want[k]!r})' for k in clash)
             + '; move it away or give another --out'
         )
-    return found
+    return result
 
 
-def described(row: Row, setting: Setting) -> dict[str, Any]:
+def described(row: Row, setting: Setting) -> Result:
     """The settings of a row, as its result has them."""
     before = setting.before.name if row.learn and setting.before else ''
     return row._asdict() | {
@@ -188,7 +189,7 @@ def described(row: Row, setting: Setting) -> dict[str, Any]:
     }
 
 
-def record(row: Row, setting: Setting, out: Path) -> dict[str, Any]:
+def record(row: Row, setting: Setting, out: Path) -> Result:
     """The result of a row: its settings, bits, nats, and nats lost with a standard error.
 
     Raises:
@@ -220,8 +221,8 @@ def _sides(text: str, model: LanguageModel, blocks: Blocks) -> tuple[list[Channe
     """A forward channel per boundary, and the backward one behind ``|``, if any."""
     numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
     forward, _, backward = text.partition('|')
-    found = [parse(part.strip(), numbers) for part in forward.split(';')]
-    each = found * (len(model.stages) - 1) if len(found) == 1 else found
+    rules = [parse(part.strip(), numbers) for part in forward.split(';')]
+    each = rules * (len(model.stages) - 1) if len(rules) == 1 else rules
     return each, parse(backward.strip(), numbers) if backward else None
 
 
@@ -293,7 +294,7 @@ def lesson(
     initial, run = tail(model, forward, backward)
 
     @jax.jit
-    def both_ways(variables: Any, state: FeedbackState, x: Array, ctx: Ctx) -> FeedbackState:
+    def both_ways(variables: Variables, state: FeedbackState, x: Array, ctx: Ctx) -> FeedbackState:
         def loss(_: Array, state: FeedbackState) -> tuple[Array, tuple[FeedbackState, None]]:
             nats, after = run(variables[1:], state, x, ctx)
             return jnp.sum(nats), (after, None)

@@ -220,11 +220,11 @@ def placed(text: str, homes: Sequence[int]) -> list[int]:
     """
     words = text.replace(',', ' ').split()
     numbers = [int(word) if word.isdecimal() else -1 for word in words]
-    own = dict(zip(homes, numbers, strict=False))
+    process_of = dict(zip(homes, numbers, strict=False))
     if (
         len(numbers) != len(homes)
         or {*numbers} != {*range(1 + max(numbers))}
-        or any(own[d] != n for d, n in zip(homes, numbers, strict=True))
+        or any(process_of[d] != n for d, n in zip(homes, numbers, strict=True))
     ):
         raise ValueError(
             f'config.parallel.place={text!r} is not the process of each of {len(homes)} stages, '

@@ -10,9 +10,10 @@ blocks. Blocks differ much more than codecs do, so that the differences are pair
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxmp.codecs import raw
 from jaxmp.feedback import Channel, direct
 from jaxmp.models.layers import next_token_nats
 from jaxmp.models.pretrained import check_length
-from jaxmp.pipeline import pipeline, run_stage
+from jaxmp.pipeline import Variables, pipeline, run_stage
 from jaxmp.spec import parse
 from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
 from jaxmp.training.moments import Arrived
@@ -33,7 +34,7 @@ from jaxmp.wire import Ctx, Like, bits, like
 
 
 def prepared(
-    path: str, args: Any
+    path: str, args: Namespace
 ) -> tuple[LanguageModel, Int[np.ndarray, 'N T'], dict[str, Channel]]:
     """A model, the blocks of a text and the channels of a test.
 
@@ -105,8 +106,8 @@ def blocks_of(
         raise ValueError(f'{file} is not a text in UTF-8 ({error}); convert it') from None
     begin = np.asarray(model.tokenizer.begin, np.int32)
     [ids] = model.tokenizer.encode([text])
-    own = max(1, length - len(begin))
-    count = min(len(ids), tokens) // own
+    room = max(1, length - len(begin))
+    count = min(len(ids), tokens) // room
     count -= count % min(batch, max(count, 1))
     if count < 2:
         raise ValueError(
@@ -114,7 +115,7 @@ def blocks_of(
             f'{count} blocks, and a standard error takes two; give a longer text, more tokens or '
             'shorter blocks'
         )
-    blocks = ids[: count * own].reshape(count, own)
+    blocks = ids[: count * room].reshape(count, room)
     return np.concatenate([np.tile(begin, (count, 1)), blocks], 1)
 
 
@@ -138,8 +139,8 @@ def scores(
     size = min(batch, len(blocks))
     start = before_first(model)
     tails = {text: tail(model, channel) for text, channel in channels.items()}
-    found: dict[str, list[np.ndarray]] = {text: [] for text in channels}
-    memory: dict[str, Any] = {}
+    by_codec: dict[str, list[np.ndarray]] = {text: [] for text in channels}
+    memory: dict[str, FeedbackState] = {}
     message: Like | None = None
     for i in range(0, len(blocks), size):
         tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
@@ -149,9 +150,9 @@ def scores(
         for text, (initial, run) in tails.items():
             before = memory[text] if i else initial(x)
             nats, memory[text] = run(model.variables[1:], before, x, ctx)
-            found[text].append(np.asarray(nats, np.float64).mean(1))
+            by_codec[text].append(np.asarray(nats, np.float64).mean(1))
     assert message is not None, 'there are blocks'
-    means = {text: np.concatenate(parts) for text, parts in found.items()}
+    means = {text: np.concatenate(parts) for text, parts in by_codec.items()}
     return {
         text: score_of(bits(channels[text], message) / message.size, nats, means['raw'])
         for text, nats in means.items()
@@ -160,9 +161,9 @@ def scores(
 
 def before_first(model: LanguageModel) -> Callable[[Array], Array]:
     """What computes, from a batch of tokens, what arrives at the first boundary."""
-    first, own = model.stages[0], model.variables[0]
+    first, variables = model.stages[0], model.variables[0]
     run = jax.jit(lambda v, x: run_stage(first, v, x, Ctx().reading(x), {'train': False})[0])
-    return lambda tokens: run(own, tokens)
+    return lambda tokens: run(variables, tokens)
 
 
 def context(first: int, tokens: Int[Array, 'B T']) -> Ctx:
@@ -179,12 +180,13 @@ def score_of(bits: float, nats: np.ndarray, uncompressed: np.ndarray) -> Score:
 
 
 Initial = Callable[[Array], FeedbackState]
-Run = Callable[[Any, FeedbackState, Array, Ctx], tuple[Float[Array, 'B T1'], FeedbackState]]
+Nats = tuple[Float[Array, 'B T1'], FeedbackState]  # of a batch, and the states after it
+Scorer = Callable[[Variables, FeedbackState, Array, Ctx], Nats]
 
 
 def tail(
     model: LanguageModel, channel: Channel | Sequence[Channel], backward: Channel | None = None
-) -> tuple[Initial, Run]:
+) -> tuple[Initial, Scorer]:
     """What begins at the first boundary: initial states, and the nats of a batch with the next.
 
     Args:
@@ -201,7 +203,7 @@ def tail(
         return init_feedback(pipe.boundaries, [x] * len(pipe.boundaries))
 
     @jax.jit
-    def run(variables: Any, feedback: FeedbackState, x: Array, ctx: Ctx) -> Any:
+    def run(variables: Variables, feedback: FeedbackState, x: Array, ctx: Ctx) -> Nats:
         y, _, after = pipe.apply(({}, *variables), feedback, x, ctx, train=False)
         if getattr(last, 'by_token', False):
             return y[:, :-1, 0], after

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxmp.report import labels, style
 from jaxmp.training.perplexity import Score
@@ -15,7 +14,7 @@ BITS = 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32  # ticks
 LEAST = 1e-3  # nats; a codec that loses less stands there as a triangle
 
 
-def show(found: Scores, title: str) -> None:
+def show(results: Scores, title: str) -> None:
     """Prints a row per model and codec."""
     from rich.console import Console
     from rich.table import Table
@@ -25,30 +24,31 @@ def show(found: Scores, title: str) -> None:
         table.add_column(name, overflow='fold')
     for name in ('bits', 'perplexity', 'nats lost', '+-'):
         table.add_column(name, justify='right')
-    for model, scores in found.items():
+    for model, scores in results.items():
         for codec, s in scores.items():
             numbers = f'{s.bits:.2f}', f'{s.perplexity:.6g}', f'{s.lost:+.4f}', f'{s.error:.4f}'
             table.add_row(model, codec, *numbers)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def record(found: Scores) -> dict[str, Any]:
+def record(results: Scores) -> dict[str, dict[str, dict[str, float | None]]]:
     """The scores as JSON has them."""
-    return {m: {c: s.record() for c, s in scores.items()} for m, scores in found.items()}
+    return {m: {c: s.record() for c, s in scores.items()} for m, scores in results.items()}
 
 
-def draw(path: Path, found: Scores, title: str) -> None:
+def draw(path: Path, results: Scores, title: str) -> None:
     """Nats lost against bits, with standard errors; both axes logarithmic."""
     with style.style():
         figure = style.figure(9, 4.5)
         axes, key = figure.subplots(1, 2, width_ratios=(2, 1))
         places, colours = {}, {}
-        for model, scores in found.items():
+        for model, scores in results.items():
             for codec, s in scores.items():
                 if codec == 'raw':
                     continue
-                name = codec if len(found) == 1 else f'{model}: {codec}'
+                name = codec if len(results) == 1 else f'{model}: {codec}'
                 colours[name] = colour = style.FAMILIES[style.family(codec)]
+                # A codec that loses nothing, or gains, has no place on a logarithmic axis.
                 places[name] = s.bits, max(s.lost, LEAST)
                 mark = 'o' if s.lost > LEAST else 'v'
                 axes.errorbar(*places[name], yerr=_bar(s), fmt=mark, color=colour, ms=5)
@@ -63,7 +63,7 @@ def draw(path: Path, found: Scores, title: str) -> None:
         figure.suptitle(title)
         style.caption(figure, f'bars: standard error over blocks; triangle: {LEAST:g} nats or less')
         labels.numbered(figure, axes, key, places, colours)
-        style.save(figure, path, style.digest(record(found), __file__))
+        style.save(figure, path, style.digest(record(results), __file__))
 
 
 def _bar(score: Score) -> list[list[float]] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmp.boundary import Boundary
 from jaxmp.config import Config
@@ -36,7 +36,7 @@ class Phase(NamedTuple):
 
 
 def phases_of(
-    config: Config, epochs: int, boundaries: Sequence[Boundary], names: Mapping[str, Any]
+    config: Config, epochs: int, boundaries: Sequence[Boundary], names: Mapping[str, object]
 ) -> tuple[Phase, ...]:
     """The phases of a run in ascending order; all other epochs are trained with ``boundaries``.
 
@@ -85,11 +85,11 @@ def _texts(config: Config) -> list[str]:
     return [t.strip() for t in config.phases.split(';') if t.strip()]
 
 
-def _epochs(found: re.Match[str] | None, epochs: int) -> range:
+def _epochs(match: re.Match[str] | None, epochs: int) -> range:
     """The epochs that a text of `FORM` names, none if it is not of that form."""
-    if not found:
+    if not match:
         return range(0)
-    return range(epochs)[slice(*(int(b) if b else None for b in found.group('start', 'stop')))]
+    return range(epochs)[slice(*(int(b) if b else None for b in match.group('start', 'stop')))]
 
 
 def _phase(
@@ -97,17 +97,17 @@ def _phase(
     config: Config,
     count: int,
     boundaries: Sequence[Boundary],
-    names: Mapping[str, Any],
+    names: Mapping[str, object],
 ) -> Phase:
-    found = FORM.fullmatch(text)
-    epochs = _epochs(found, count)
-    if not found or not epochs:
+    match = FORM.fullmatch(text)
+    epochs = _epochs(match, count)
+    if not match or not epochs:
         raise ValueError(
             f'config.phases={config.phases!r}: {text!r} is not a codec and some of '
             f'{count} epochs, such as raw@:1 (the first), lloyd(4)@3:5, raw@-2: (the last '
             'two) or lloyd(2) | lloyd(4)@:9 (forward, backward)'
         )
-    ways = [w.split('&') for w in (found['fwd'], found['bwd'] or found['fwd'])]
+    ways = [w.split('&') for w in (match['fwd'], match['bwd'] or match['fwd'])]
     if not all(t.strip() for way in ways for t in way):
         raise ValueError(f'config.phases={config.phases!r}: {text!r} lacks a codec beside | or &')
     fwd, bwd = ([read(t, {**NAMES, **names}, _for_phase) for t in way] for way in ways)
@@ -123,17 +123,17 @@ def _phase(
         for b, f, g in zip(boundaries, _each(fwd, boundaries), _each(bwd, boundaries), strict=True)
     )
     told = [' & '.join(map(str, way)) for way in (fwd, bwd)]
-    return Phase(' | '.join(told) if found['bwd'] else told[0], epochs, cuts)
+    return Phase(' | '.join(told) if match['bwd'] else told[0], epochs, cuts)
 
 
-def _for_phase(thing: Any, text: str) -> Codec | Channel:
-    found = complete(thing, text)
-    if not isinstance(found, Codec) and getattr(found, 'form', None) is None:
+def _for_phase(thing: object, text: str) -> Codec | Channel:
+    sender = complete(thing, text)
+    if not isinstance(sender, Codec) and getattr(sender, 'form', None) is None:
         raise TypeError(f'{text} is not a codec; a phase keeps the feedback rules of fwd and bwd')
-    return found
+    return sender
 
 
-def _each(way: list[Any], boundaries: Sequence[Boundary]) -> list[Any]:
+def _each(way: list[Codec | Channel], boundaries: Sequence[Boundary]) -> list[Codec | Channel]:
     return way * len(boundaries) if len(way) == 1 else way
 
 

@@ -6,7 +6,7 @@ else counts steps.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmp.config import Config, length_of
 
@@ -80,7 +80,7 @@ def points_of(config: Config, epoch_steps: int) -> Points:
     return Points(epoch_steps, test, save, end)
 
 
-def steps_of(length: Any, epoch_steps: int, end: int) -> int:
+def steps_of(length: str | float, epoch_steps: int, end: int) -> int:
     """The steps of a length of training; at least one, if it is not 0.
 
     Args:
@@ -94,8 +94,8 @@ def steps_of(length: Any, epoch_steps: int, end: int) -> int:
     >>> [steps_of(text, 40, 200) for text in ('7 steps', '2 epochs', 0.5, '10%', '0.1%', 0)]
     [7, 80, 20, 20, 1, 0]
     """
-    if (found := length_of(length)) is None:
+    if (parsed := length_of(length)) is None:
         raise ValueError(f'{length!r} is no length of training')
-    number, unit = found
+    number, unit = parsed
     steps = round(number * {'steps': 1, 'epochs': epoch_steps, '%': end / 100}[unit])
     return max(1, steps) if number else 0

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmp.config import Config
+from jaxmp.exchange.collectives import Tree
 from jaxmp.metrics import PERPLEXITY
 from jaxmp.models import decoder, families, pretrained
 from jaxmp.models.adapters import base_of, open_with_adapters, write_adapters
 from jaxmp.models.checkpoint import Checkpoint
+from jaxmp.pipeline import Variables
 from jaxmp.training import trained
 from jaxmp.training.datasets import text_of
-from jaxmp.training.task import Task, cuts_of, language
+from jaxmp.training.task import Collections, Task, cuts_of, language
 
-DtypeOf = Callable[[trained.Path], Any]
+DtypeOf = Callable[[trained.Path], DTypeLike]
 _TOKENIZERS = ('tokenizer.json', 'vocab.json')
 
 
@@ -63,7 +65,7 @@ def task_of_checkpoint(config: Config) -> Task:
         checkpoint.place, sizes.vocabulary, dataset.classes, 'config.data.tokenizer'
     )
 
-    def export(folder: str, variables: Any) -> None:
+    def export(folder: str, variables: Variables) -> None:
         root = Path(folder)
         if choice.lora and not c.merge:
             write_adapters(root, base_of(c.path), stages, variables)
@@ -73,7 +75,7 @@ def task_of_checkpoint(config: Config) -> Task:
             dataset.tokenizer.save(root)
         pretrained.copy_companions(checkpoint.place, root)
 
-    def dtype(path: trained.Path) -> Any:
+    def dtype(path: trained.Path) -> DTypeLike:
         return jnp.float32 if path[-1] in pretrained.LOW_RANK else jnp.dtype(c.param_dtype)
 
     # The stages of one process have one table, unless a step donates it and returns two.
@@ -100,16 +102,27 @@ def score(by_token: Float[Array, 'B T 2'], y: Int[Array, 'B T']) -> dict[str, Ar
 
 
 def _read(
-    checkpoint: Checkpoint, stages: Any, dtype: DtypeOf, table: Any, stage: int, key: Array
-) -> dict[str, Any]:
+    checkpoint: Checkpoint,
+    stages: Sequence[decoder.Stage],
+    dtype: DtypeOf,
+    table: dict | None,
+    stage: int,
+    key: Array,
+) -> Collections:
     """The variables of a stage; all stages draw their low-rank updates apart."""
-    own = jax.random.fold_in(key, stage)
-    return pretrained.read(checkpoint, stages, stage, own, dtype, table)
+    stage_key = jax.random.fold_in(key, stage)
+    return pretrained.read(checkpoint, stages, stage, stage_key, dtype, table)
 
 
-def _start(read: Any, dtype: DtypeOf, stage: int, variables: Any, key: Array) -> Any:
+def _start(
+    read: Callable[[int, Array], Collections],
+    dtype: DtypeOf,
+    stage: int,
+    variables: Collections,
+    key: Array,
+) -> Collections:
     if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):  # of shapes and dtypes alone
-        params: dict[Any, Any] = flatten_dict(variables['params'])
+        params: dict[trained.Path, Tree] = flatten_dict(variables['params'])
         cast = {path: leaf.astype(dtype(path)) for path, leaf in params.items()}
         return {**variables, 'params': unflatten_dict(cast)}
     return {**variables, **read(stage, key)}
@@ -117,8 +130,8 @@ def _start(read: Any, dtype: DtypeOf, stage: int, variables: Any, key: Array) ->
 
 def _with_tokenizer(config: Config, place: Path) -> Config:
     """The configuration with the checkpoint's tokenizer, if none is named and it has one."""
-    own = place.is_file() or any((place / name).is_file() for name in _TOKENIZERS)
-    if config.data.tokenizer != 'bytes' or not own:
+    has_one = place.is_file() or any((place / name).is_file() for name in _TOKENIZERS)
+    if config.data.tokenizer != 'bytes' or not has_one:
         return config
     copy = config.copy_and_resolve_references().unlock()
     copy.data.tokenizer = str(place)

@@ -66,7 +66,7 @@ def trained(text: str) -> Trained:
         return Trained(_is_no_table)
     if '(' in text:
         try:
-            chosen = spec.read(text, {'lora': lora}, lambda made, _: made)
+            chosen = spec.read(text, {'lora': lora}, lambda choice, _: choice)
         except ValueError as error:
             raise ValueError(f'{says}: {error}; allowed are {_FORMS}') from None
         return Trained(_is_low_rank, chosen)
