@@ -40,13 +40,13 @@ MARKS = re.compile(
 def overview(study: Study) -> str:
     """A table of all rows of a study, and the settings of their runs."""
     rows = sorted(study.rows.values(), key=lambda r: -last(r, r.judged).mean)
-    own = [r for r in rows if r.measure == rows[0].measure]
+    shown = [r for r in rows if r.measure == rows[0].measure]
     none = study.rows.get('none')
-    table = [with_channels(cells(marked(r), {}, r, none), r) for r in own]
-    heads = with_heads(HEADS[own[0].measure])
+    table = [with_channels(cells(marked(r), {}, r, none), r) for r in shown]
+    heads = with_heads(HEADS[shown[0].measure])
     keep = [i for i, h in enumerate(heads) if not h.startswith('paper')]
     picked = [[line[i] for i in keep] for line in (heads, *table)]
-    return markdown(picked[0], picked[1:], words=3) + f'{notes(own)}\n\n{page.setting(study)}\n'
+    return markdown(picked[0], picked[1:], words=3) + f'{notes(shown)}\n\n{page.setting(study)}\n'
 
 
 def findings(*studies: Study) -> str:
@@ -68,18 +68,20 @@ def renew(text: str, studies: list[Study], tables: Sequence[lost.Table] = ()) ->
     Raises:
       ValueError: if a mark has the name of an unknown study.
     """
-    known: dict[str, Any] = {s.name: s for s in (*studies, *tables)}
+    by_name: dict[str, Any] = {s.name: s for s in (*studies, *tables)}
     make = {'results': overview, 'verdicts': findings, 'nats': nats, 'claims': answers.nine}
     # Of all studies that there are.
     whole = {'bits': answers.by_bits, 'codecs': answers.codecs, 'late': late.page}
     named = lambda m: [] if m['what'] in whole else (m['study'] or '').split(',')
-    if unknown := [n for m in MARKS.finditer(text) for n in named(m) if n not in known]:
-        raise ValueError(f'no study {unknown[0]!r}; allowed are {", ".join(known)}')
+    if unknown := [n for m in MARKS.finditer(text) for n in named(m) if n not in by_name]:
+        raise ValueError(f'no study {unknown[0]!r}; allowed are {", ".join(by_name)}')
 
     def written(m: re.Match[str]) -> str:
         what = m['what']
-        made = whole[what](known) if what in whole else make[what](*(known[n] for n in named(m)))
-        return m[1] + made + m[4]
+        content = (
+            whole[what](by_name) if what in whole else make[what](*(by_name[n] for n in named(m)))
+        )
+        return m[1] + content + m[4]
 
     return MARKS.sub(written, text)
 

@@ -28,25 +28,25 @@ class Cost(NamedTuple):
     Attributes:
       row: its name.
       bits: per element, both directions.
-      said: the loss with its interval or standard error, and the seeds or tokens.
+      loss: that loss with its interval or standard error, and the seeds or tokens.
       codecs: texts of the forward and of the backward channel.
     """
 
     row: str
     bits: float
-    said: str
+    loss: str
     codecs: tuple[str, str]
 
 
-def costs(task: Mapping[str, Any], known: Mapping[str, Study | lost.Table]) -> list[Cost | None]:
+def costs(task: Mapping[str, Any], studies: Mapping[str, Study | lost.Table]) -> list[Cost | None]:
     """The rows of a task in the order of the columns, None where one was not run.
 
     Raises:
       ValueError: if a row has other bits than its column.
     """
-    study, against = known.get(task['study']), task.get('against', 'none')
+    study, against = studies.get(task['study']), task.get('against', 'none')
     references = [against] * len(task['rows']) if isinstance(against, str) else against
-    found = []
+    costs_of_rows = []
     for name, reference, (column, (least, most)) in zip(
         task['rows'], references, ANSWERS['columns'].items(), strict=True
     ):
@@ -55,8 +55,8 @@ def costs(task: Mapping[str, Any], known: Mapping[str, Study | lost.Table]) -> l
             cost = cost_of(study, name, reference)
         if cost and not least <= cost.bits <= most:
             raise ValueError(f'{name} of {task["study"]} has {cost.bits:.2f} bits, not {column}')
-        found.append(cost)
-    return found
+        costs_of_rows.append(cost)
+    return costs_of_rows
 
 
 def cost_of(study: Study | lost.Table, name: str, reference: str) -> Cost | None:
@@ -64,15 +64,15 @@ def cost_of(study: Study | lost.Table, name: str, reference: str) -> Cost | None
     if isinstance(study, lost.Table):
         row = study.rows[name]
         return Cost(name, row['bits'], lost.lost(row), (row['fwd'], 'raw'))
-    own = study.rows[name]
-    apart = difference(own, study.rows[reference])
+    ours = study.rows[name]
+    apart = difference(ours, study.rows[reference])
     if apart is None:
         return None
-    run = own.runs[0]
-    loses = apart if own.measure == 'perplexity' else turned(apart)
+    run = ours.runs[0]
+    loses = apart if ours.measure == 'perplexity' else turned(apart)
     seeds = f'{apart.seeds} seed{"s" * (apart.seeds > 1)}'
-    said = f'{with_ends(loses, 3 if own.measure == "perplexity" else 2)}, {seeds}'
-    return Cost(name, wire(own)['bits'], said, (run['fwd'], run['bwd']))
+    loss = f'{with_ends(loses, 3 if ours.measure == "perplexity" else 2)}, {seeds}'
+    return Cost(name, wire(ours)['bits'], loss, (run['fwd'], run['bwd']))
 
 
 def turned(e: Estimate) -> Estimate:
@@ -90,17 +90,17 @@ def with_ends(e: Estimate, digits: int) -> str:
     return f'{e.mean:+.{digits}f}{ends}'
 
 
-def by_bits(known: Mapping[str, Study | lost.Table]) -> str:
+def by_bits(studies: Mapping[str, Study | lost.Table]) -> str:
     """A table of what so many bits cost in each task, and one of the codecs of its rows."""
-    tasks = [(task['task'], costs(task, known)) for task in ANSWERS['tasks']]
-    shown = lambda c: f'**{c.said}**<br>`{c.row}`, {c.bits:.2f} bits' if c else UNKNOWN
+    tasks = [(task['task'], costs(task, studies)) for task in ANSWERS['tasks']]
+    shown = lambda c: f'**{c.loss}**<br>`{c.row}`, {c.bits:.2f} bits' if c else UNKNOWN
     cells = [[name, *map(shown, row)] for name, row in tasks]
     return markdown(['lost', *ANSWERS['columns']], cells, words=1 + len(ANSWERS['columns'])) + '\n'
 
 
-def codecs(known: Mapping[str, Study | lost.Table]) -> str:
+def codecs(studies: Mapping[str, Study | lost.Table]) -> str:
     """The texts of the rows of `by_bits`, those of several boundaries one below the other."""
-    every = (cost for task in ANSWERS['tasks'] for cost in costs(task, known) if cost)
+    every = (cost for task in ANSWERS['tasks'] for cost in costs(task, studies) if cost)
     lines = dict.fromkeys((f'`{cost.row}`', *map(texts, cost.codecs)) for cost in every)
     return markdown(['row', 'forward', 'backward'], [[*line] for line in lines], words=3) + '\n'
 
@@ -149,9 +149,9 @@ def line(study: Study, verdict: Verdict, row: Sequence[tuple[Study, Verdict]]) -
     for other, v in row:
         if other is not study and telling(v).ours:
             where.append(f'{scale(other, telling(v))}: {v.verdict}')
-    said = f'**{verdict.verdict}**<br>{side(e)}'
+    answer = f'**{verdict.verdict}**<br>{side(e)}'
     claim = f'{verdict.claim} ({verdict.where})'
-    return [claim, said, ours, number(e, e.paper), turns, '<br>'.join(where)]
+    return [claim, answer, ours, number(e, e.paper), turns, '<br>'.join(where)]
 
 
 def scale(study: Study, e: Evidence) -> str:

@@ -90,8 +90,8 @@ def judge(study: Study, claims: list[Claim] = PAPER['claims']) -> list[Verdict]:
     evidence = at_all_margins([weigh(test, study) for _, test in tests], [t for _, t in tests])
     verdicts = []
     for claim in claims:
-        own = tuple(e for e, (c, _) in zip(evidence, tests, strict=True) if c is claim)
-        verdicts.append(Verdict(claim['claim'], claim['where'], whole(own), own))
+        of_claim = tuple(e for e, (c, _) in zip(evidence, tests, strict=True) if c is claim)
+        verdicts.append(Verdict(claim['claim'], claim['where'], whole(of_claim), of_claim))
     return verdicts
 
 
@@ -107,9 +107,9 @@ def telling(verdict: Verdict) -> Evidence:
     """The quantity on which a verdict rests: the first that decides it, or the least certain."""
     if verdict.verdict == 'supported':
         return max(verdict.evidence, key=lambda e: e.p)
-    own = [e for e in verdict.evidence if e.verdict == verdict.verdict]
+    decisive = [e for e in verdict.evidence if e.verdict == verdict.verdict]
     rest = [e for e in verdict.evidence if e.verdict != 'supported']
-    return (own or rest)[0]
+    return (decisive or rest)[0]
 
 
 def at_all_margins(evidence: list[Evidence], tests: list[Test]) -> list[Evidence]:
@@ -123,9 +123,9 @@ def at_all_margins(evidence: list[Evidence], tests: list[Test]) -> list[Evidence
     low, high = PAPER['margin']['allowed']
     for i, (e, test) in enumerate(zip(decided(evidence, sides), tests, strict=True)):
         if test['of'] != 'zero' and e.ours and not math.isnan(e.p):
-            found = [(m, other[i].verdict) for m, other in zip(margins, others, strict=True)]
-            e = e._replace(margins=said(found, e.unit))
-            allowed = {v for m, v in found if low <= m <= high and e.unit == RATIO}
+            by_margin = [(m, other[i].verdict) for m, other in zip(margins, others, strict=True)]
+            e = e._replace(margins=said(by_margin, e.unit))
+            allowed = {v for m, v in by_margin if low <= m <= high and e.unit == RATIO}
             if {'supported', 'contradicted'} <= allowed:
                 e = e._replace(verdict=OPEN)
         judged.append(e)
@@ -149,19 +149,25 @@ def said(verdicts: list[tuple[float, str]], unit: str) -> str:
     'supported from 1 to 2 points'
     """
     shown = lambda m: f'{100 * m:g} %' if unit == RATIO else f'{m:g} points'
-    groups = [(v, [m for m, _ in own]) for v, own in itertools.groupby(verdicts, lambda p: p[1])]
+    groups = [
+        (v, [m for m, _ in margins_of])
+        for v, margins_of in itertools.groupby(verdicts, lambda p: p[1])
+    ]
     (first, margins), *rest = groups
     if not rest:
         return f'{first} from {shown(margins[0]).partition(" ")[0]} to {shown(margins[-1])}'
     return ', '.join(
-        [f'{first} to {shown(margins[-1])}', *(f'{v} from {shown(own[0])}' for v, own in rest)]
+        [
+            f'{first} to {shown(margins[-1])}',
+            *(f'{v} from {shown(margins_of[0])}' for v, margins_of in rest),
+        ]
     )
 
 
 def decided(evidence: list[Evidence], sides: list[str]) -> list[Evidence]:
     """``evidence`` with verdicts and with p-values corrected for the number of tests."""
-    at = [i for i, e in enumerate(evidence) if not math.isnan(e.p)]
-    adjusted = dict(zip(at, residuals.holm([evidence[i].p for i in at]), strict=True))
+    tested = [i for i, e in enumerate(evidence) if not math.isnan(e.p)]
+    adjusted = dict(zip(tested, residuals.holm([evidence[i].p for i in tested]), strict=True))
     judged = []
     for i, (e, side) in enumerate(zip(evidence, sides, strict=True)):
         if e.ours and i in adjusted:

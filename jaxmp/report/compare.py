@@ -14,12 +14,16 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxmp.config import KEYS, flat, reads_text, settings
+from jaxmp.config import KEYS, Summary, flat, reads_text, settings
 from jaxmp.metrics import ACCURACY, METRICS, Metric, of_summary, positions
 from jaxmp.report import style
 from jaxmp.report.curves import sent, unit, value
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 Columns = dict[str, dict[str, Sequence[float]]]  # by part (train, off, on) and score
 UNSAID = ('name', 'epochs', 'steps', 'eval_every')  # settings that labels leave out
@@ -51,7 +55,7 @@ class Shown(NamedTuple):
     seconds: float | None
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> Summary:
     """The summary of a run, or the part of it that exists if the run has not ended.
 
     Raises:
@@ -72,7 +76,7 @@ def load(path: Path) -> dict[str, Any]:
     return summary
 
 
-def begun(workdir: Path) -> dict[str, Any]:
+def begun(workdir: Path) -> Summary:
     """The configuration and the records so far of a run that has not ended."""
     config = json.loads((workdir / 'config.json').read_text())
     if not isinstance(config, dict):
@@ -87,26 +91,26 @@ def begun(workdir: Path) -> dict[str, Any]:
     history = {part: {k: [r[k] for r in rows] for k in names} for part, rows in parts.items()}
     values = settings(config)  # of an older version too
     usual = 'perplexity' if reads_text(config) else 'accuracy'
-    own = values['metric'].rpartition(':')[2]  # a Metric may have another name than its variable
+    name = values['metric'].rpartition(':')[2]  # a Metric may have another name than its variable
     scored = {*names, *(m.name for m in METRICS.values() if m.score in names)}
     return {
         'config': config,
         'history': history,
-        'measure': next((m for m in (own or usual, usual) if m in scored or not names), 'loss'),
+        'measure': next((m for m in (name or usual, usual) if m in scored or not names), 'loss'),
     }
 
 
-def shown(runs: Sequence[dict[str, Any]]) -> list[Shown]:
+def shown(runs: Sequence[Summary]) -> list[Shown]:
     """The runs with labels that distinguish them."""
     values = [settings(r['config']) for r in runs]
     rows = []
-    for run, own in zip(runs, values, strict=True):
-        alike = [v for v in values if v['name'] == own['name']]
-        differ = [k for k in own if len({str(v.get(k)) for v in alike}) > 1 and k not in UNSAID]
+    for run, config in zip(runs, values, strict=True):
+        alike = [v for v in values if v['name'] == config['name']]
+        differ = [k for k in config if len({str(v.get(k)) for v in alike}) > 1 and k not in UNSAID]
         label = ', '.join(
             [
-                str(own['name']),
-                *(f'{short(k)} {own[k] if own[k] != "" else "none"}' for k in differ),
+                str(config['name']),
+                *(f'{short(k)} {config[k] if config[k] != "" else "none"}' for k in differ),
             ]
         )
         before = sum(r.label.partition(' #')[0] == label for r in rows)
@@ -140,14 +144,14 @@ def last(run: Shown, part: str) -> dict[str, float]:
     return {k: v[-1] for k, v in run.curves[part].items() if v}
 
 
-def table(runs: Sequence[Shown]) -> Any:
+def table(runs: Sequence[Shown]) -> Table:
     """Last scores, bytes and time of each run."""
     from rich.table import Table
 
-    made = Table(title=f'{len(runs)} runs, scores of the last test')
-    made.add_column('run', overflow='fold')
+    grid = Table(title=f'{len(runs)} runs, scores of the last test')
+    grid.add_column('run', overflow='fold')
     for head in ('epochs', 'metric', 'off', 'on', 'train loss', 'bytes per step', 'ratio', 'time'):
-        made.add_column(head, justify='right')
+        grid.add_column(head, justify='right')
     for r in runs:
         ends = {m: last(r, m) for m in r.curves}
         tests = [r.metric.format(ends[m]) if ends[m] else '' for m in ('off', 'on')]
@@ -155,21 +159,21 @@ def table(runs: Sequence[Shown]) -> Any:
         count = f'{max(r.curves["train"]["epoch"], default=0):.4g}'
         moved = (f'{r.sent[0]:,}', f'{r.sent[1] / max(r.sent[0], 1):.2f}') if r.sent else ('', '')
         time = f'{r.seconds:.0f} s' if r.seconds is not None else 'not ended'
-        made.add_row(r.label, count, r.metric.name, *tests, loss, *moved, time)
-    return made
+        grid.add_row(r.label, count, r.metric.name, *tests, loss, *moved, time)
+    return grid
 
 
 def draw(path: Path, runs: Sequence[Shown]) -> None:
     """Draws the runs that have the same metric as the first one."""
     metric, x = runs[0].metric, runs[0].unit
-    own = [r for r in runs if r.metric.name == metric.name]
-    columns = 2 if all(len(r.label) <= SHORT for r in own) else 1
-    labels = {r.label: textwrap.fill(r.label, LINE // columns) for r in own}
+    same_metric = [r for r in runs if r.metric.name == metric.name]
+    columns = 2 if all(len(r.label) <= SHORT for r in same_metric) else 1
+    labels = {r.label: textwrap.fill(r.label, LINE // columns) for r in same_metric}
     height = sum(label.count('\n') + 1 for label in labels.values()) / columns
     with style.style():
         figure = style.figure(12, 4 + 0.16 * height)
         loss, test, cost = figure.subplots(1, 3)
-        for i, r in enumerate(own):
+        for i, r in enumerate(same_metric):
             kind = {'color': style.PALETTE[i % 8], 'ls': ('-', '-.', ':')[i // 8 % 3]}
             train = r.curves['train'].get('loss', [])
             loss.plot(r.curves['train'][x], train, label=labels[r.label], **kind)
@@ -186,10 +190,10 @@ def draw(path: Path, runs: Sequence[Shown]) -> None:
         test.set(title='test: on (line), off (dashes)', xlabel=x, ylabel=name)
         cost.set(ylabel=name, title='last test, on')
         cost.set(xlabel='bytes per step, logarithmic', xscale='log')
-        said = 'n = 1 run per line, so no intervals'  # a caption would lie over the legend
-        key = figure.legend(loc='outside lower left', ncols=columns, fontsize=8, title=said)
+        caption = 'n = 1 run per line, so no intervals'  # a caption would lie over the legend
+        key = figure.legend(loc='outside lower left', ncols=columns, fontsize=8, title=caption)
         key.get_title().set(fontsize=8, color='dimgray')
-        ended = [r for r in own if r.curves['on'].get(metric.score)]
+        ended = [r for r in same_metric if r.curves['on'].get(metric.score)]
         if ended:
             best = max(ended, key=lambda r: metric.rank(last(r, 'on')))
             score = metric.format(last(best, 'on'))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxmp.config import reads_text
-from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric, by_phases, epochs_of, of_summary
+from jaxmp.config import Summary, reads_text
+from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric, Scores, by_phases, epochs_of, of_summary
 from jaxmp.report import style
 
-Records = Sequence[Mapping[str, Any]]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
-def draw(records: Records, summary: Mapping[str, Any]) -> Any:
+Records = Sequence[Mapping[str, Any]]  # lines of ``metrics.jsonl``
+
+
+def draw(records: Records, summary: Summary) -> Figure:
     """The curves of a run as a figure.
 
     Args:
@@ -32,6 +37,7 @@ def draw(records: Records, summary: Mapping[str, Any]) -> Any:
         for axes in tests:
             paint_tests(axes, metric, records, summary, by_bytes=axes is not tests[0])
         warmup = summary['config']['warmup_epochs'] * (moved[0] < moved[1])
+        # Nothing is compressed in the warm-up, whose epochs are `each` wide on the axis.
         each = summary['steps'] / epochs_of(summary) if x == 'step' else 1
         for axes in (loss, *tests[:1]):
             axes.set_xlabel(x)
@@ -49,12 +55,12 @@ def draw(records: Records, summary: Mapping[str, Any]) -> Any:
     return figure
 
 
-def unit(run: Mapping[str, Any]) -> str:
+def unit(run: Summary) -> str:
     """What the axis of a run's training counts: ``step`` of a text, else ``epoch``."""
     return 'step' if reads_text(run['config']) else 'epoch'
 
 
-def title(summary: Mapping[str, Any]) -> str:
+def title(summary: Summary) -> str:
     """The channels in words, and what they send compared with float32."""
     config = summary['config']
     words = style.human(summary['fwd'], summary['bwd'], config['warmup_epochs'])
@@ -66,7 +72,7 @@ def title(summary: Mapping[str, Any]) -> str:
 
 
 def paint_tests(
-    axes: Any, metric: Metric, records: Records, summary: Mapping[str, Any], by_bytes: bool
+    axes: Axes, metric: Metric, records: Records, summary: Summary, by_bytes: bool
 ) -> None:
     """Draws the test metric with compression on and off; one line for a run without compression."""
     moved, full = sent(summary)
@@ -75,9 +81,9 @@ def paint_tests(
     for mode, kind in (('on', '-'), ('off', '--'))[: 1 if same else 2]:
         rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
         x = [gigabytes(summary, r['epoch']) if by_bytes else r[unit(summary)] for r in rows]
-        said = 'no compression' if same else f'compression {mode}'
+        label = 'no compression' if same else f'compression {mode}'
         y = [value(metric, r) for r in rows]
-        axes.plot(x, y, kind, marker='.', label=said, color=colour if mode == 'on' else 'black')
+        axes.plot(x, y, kind, marker='.', label=label, color=colour if mode == 'on' else 'black')
     axes.set(ylabel=f'test {metric.name}{" (%)" if metric is ACCURACY else ""}')
     axes.set(title='test, by bytes sent' if by_bytes else 'test')
     if by_bytes:
@@ -85,7 +91,7 @@ def paint_tests(
     axes.legend()
 
 
-def sent(run: Mapping[str, Any]) -> tuple[int, int]:
+def sent(run: Summary) -> tuple[int, int]:
     """Bytes per step over boundaries (both ways) and from one replica, sent and uncompressed."""
     rows = run['bytes']
     moved = sum(r['forward'] + r['backward'] for r in rows)
@@ -96,7 +102,7 @@ def sent(run: Mapping[str, Any]) -> tuple[int, int]:
     return moved, full
 
 
-def gigabytes(summary: Mapping[str, Any], epoch: float) -> float:
+def gigabytes(summary: Summary, epoch: float) -> float:
     r"""Bytes sent until the end of an epoch, in 1e9, with the phases' bytes in their epochs.
 
     >>> row = {'boundary': 1, 'uncompressed': 100, 'forward': 10, 'backward': 10}
@@ -109,7 +115,7 @@ def gigabytes(summary: Mapping[str, Any], epoch: float) -> float:
     return (epoch * moved + by_phases(summary, epoch)) * each / 1e9
 
 
-def value(metric: Metric, scores: Mapping[str, Any]) -> float:
+def value(metric: Metric, scores: Scores) -> float:
     """The metric in the unit of its axis."""
     number = scores[metric.score]
     return (

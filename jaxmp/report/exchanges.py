@@ -12,19 +12,16 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
-from jaxmp.config import settings
+from jaxmp.config import Summary, settings
 from jaxmp.exchange import parse
-from jaxmp.metrics import ACCURACY, Metric, of_summary, positions
+from jaxmp.metrics import ACCURACY, Metric, Scores, of_summary, positions
 from jaxmp.report import style
 from jaxmp.report.residuals import estimate
 from jaxmp.report.tables import with_error
 
-Run = dict[str, Any]
 
-
-def load(folder: Path) -> list[Run]:
+def load(folder: Path) -> list[Summary]:
     """The runs in ``folder`` that exchanged gradients, by bytes sent, name and seed.
 
     Raises:
@@ -40,26 +37,27 @@ def load(folder: Path) -> list[Run]:
     return sorted(runs, key=lambda r: (-r['exchange']['sent'], r['name'], r['seed']))
 
 
-def rows_of(runs: list[Run]) -> list[list[Run]]:
+def rows_of(runs: list[Summary]) -> list[list[Summary]]:
     """The runs of each row of the table, which differ in their seeds only."""
-    return [list(own) for _, own in itertools.groupby(runs, key=lambda r: r['name'])]
+    return [list(seeds) for _, seeds in itertools.groupby(runs, key=lambda r: r['name'])]
 
 
-def table(runs: list[Run]) -> str:
+def table(runs: list[Summary]) -> str:
     """A Markdown table: scores, bytes and time of each exchange."""
     metric, rows = of_summary(runs[0]), rows_of(runs)
     score = 'accuracy, %' if metric is ACCURACY else metric.name
     heads = ['exchange', score, 'best (epoch)', 'NLL', 'bytes per step', 'ratio']
     heads += ['server up', 'server down', 'seconds']
-    found = [settings(own[0]['config']) for own in rows]
-    differ = [k for k in ('optimizer.name', 'optimizer.lr') if len({c[k] for c in found}) > 1]
-    periods = [parse(own[0]['exchange']['text']).period for own in rows]
+    configs = [settings(seeds[0]['config']) for seeds in rows]
+    differ = [k for k in ('optimizer.name', 'optimizer.lr') if len({c[k] for c in configs}) > 1]
+    periods = [parse(seeds[0]['exchange']['text']).period for seeds in rows]
     heads += [k.removeprefix('optimizer.').replace('name', 'optimizer') for k in differ]
     heads += ['message per round'] * (max(periods) > 1)
     lines = ['| ' + ' | '.join(heads) + ' |', '|---|' + '--:|' * (len(heads) - 1)]
-    for own, config, period in zip(rows, found, periods, strict=True):
-        first, e = own[0], own[0]['exchange']
-        last, best = ([r['test']['off'][k] for r in own] for k in ('last', 'best'))
+    for seeds, config, period in zip(rows, configs, periods, strict=True):
+        first, e = seeds[0], seeds[0]['exchange']
+        last, best = ([r['test']['off'][k] for r in seeds] for k in ('last', 'best'))
+        # An all-reduce on a ring sends 2 (n - 1) / n of the gradient from each replica.
         full = 2 * e['uncompressed'] * (e['replicas'] - 1) // e['replicas']
         cells = [f'`{e["text"]}`', _scores(metric, last)]
         epochs = ', '.join(map(str, sorted({b['epoch'] for b in best})))
@@ -74,20 +72,20 @@ def table(runs: list[Run]) -> str:
     return '\n'.join(lines)
 
 
-def _scores(metric: Metric, found: list[Any]) -> str:
+def _scores(metric: Metric, of_seeds: list[Scores]) -> str:
     if metric is ACCURACY:
-        return with_error(estimate([100 * s['accuracy'] for s in found]))
-    mean = statistics.mean(s[metric.score] for s in found)
+        return with_error(estimate([100 * s['accuracy'] for s in of_seeds]))
+    mean = statistics.mean(s[metric.score] for s in of_seeds)
     return metric.format({metric.score: mean})
 
 
-def note(runs: list[Run]) -> str:
+def note(runs: list[Summary]) -> str:
     """The settings, commits and hardware of the runs, and a legend of the table."""
     same = lambda values: ', '.join(sorted({str(v) for v in values}))
     keys = ('data.name', 'model.name', 'model.width', 'parallel.replicas', 'epochs', 'batch_size')
-    found = [settings(r['config']) for r in runs]
+    configs = [settings(r['config']) for r in runs]
     words = *keys, 'optimizer.lr', 'optimizer.momentum'
-    setting = ', '.join(f'{k} {same(c[k] for c in found)}' for k in words)
+    setting = ', '.join(f'{k} {same(c[k] for c in configs)}' for k in words)
     score = 'Accuracy and NLL' if of_summary(runs[0]) is ACCURACY else 'Scores'
     several = len({r['seed'] for r in runs}) > 1
     score += ' (mean and standard error over the seeds)' * several
@@ -103,33 +101,33 @@ def note(runs: list[Run]) -> str:
     )
 
 
-def draw(runs: list[Run], path: Path) -> None:
+def draw(runs: list[Summary], path: Path) -> None:
     """Draws scores by epoch, and of accuracies the error and the NLL, in the order of the last."""
     accuracy = of_summary(runs[0]) is ACCURACY
-    last = lambda own: statistics.mean(r['history']['off']['loss'][-1] for r in own)
+    last = lambda seeds: statistics.mean(r['history']['off']['loss'][-1] for r in seeds)
     if accuracy:
-        last = lambda own: -statistics.mean(r['history']['off']['accuracy'][-1] for r in own)
+        last = lambda seeds: -statistics.mean(r['history']['off']['accuracy'][-1] for r in seeds)
     rows = sorted(rows_of(runs), key=last)
     with style.style():
         figure = style.figure(12, 5)
         axes = figure.subplots(1, 2)
-        for i, own in enumerate(rows):
-            text = own[0]['exchange']['text']
+        for i, seeds in enumerate(rows):
+            text = seeds[0]['exchange']['text']
             kind = {'marker': 'o^svDPX*'[i % 8], 'ms': 3, 'lw': 1}
             family = style.FAMILIES[style.family(text)]
             kind |= {'color': family if accuracy else f'C{i}'}
-            losses = _mean(own, 'loss')
-            epochs = positions(own[0], 'off', 'epoch')
-            if accuracy:
-                error = [100 * (1 - a) for a in _mean(own, 'accuracy')]
+            losses = _mean(seeds, 'loss')
+            epochs = positions(seeds[0], 'off', 'epoch')
+            if accuracy:  # as errors, since on a logarithmic axis what is near 100 % comes apart
+                error = [100 * (1 - a) for a in _mean(seeds, 'accuracy')]
                 name = f'{style.exchange(text)}: {error[-1]:.2f}'
                 axes[0].plot(epochs, error, label=name, **kind)
                 axes[1].plot(epochs, losses, **kind)
             else:
-                name = f'{own[0]["name"]}, {style.exchange(text)}: {losses[-1]:.3f}'
+                name = f'{seeds[0]["name"]}, {style.exchange(text)}: {losses[-1]:.3f}'
                 axes[0].plot(epochs, losses, label=name, **kind)
-                ends = [r['history']['off']['loss'][-1] for r in own]
-                axes[1].plot([own[0]['exchange']['sent']] * len(ends), ends, **{**kind, 'ms': 5})
+                ends = [r['history']['off']['loss'][-1] for r in seeds]
+                axes[1].plot([seeds[0]['exchange']['sent']] * len(ends), ends, **{**kind, 'ms': 5})
         axes[0].set(title='test error', ylabel='error (%), logarithmic')
         axes[1].set(title='test NLL', ylabel='NLL (nats), logarithmic', xlabel='epoch')
         if not accuracy:
@@ -144,16 +142,16 @@ def draw(runs: list[Run], path: Path) -> None:
         what = ('error', 'error (%)') if accuracy else ('NLL', 'NLL')
         figure.suptitle(f'Lowest {what[0]} in the last epoch: {best}', fontsize=11)
         figure.legend(loc='outside right center', fontsize=7, title=f'last {what[1]}')
-        counts = ' or '.join(map(str, sorted({len(own) for own in rows})))
+        counts = ' or '.join(map(str, sorted({len(seeds) for seeds in rows})))
         runs_ = 'run' if counts == '1' else 'runs'
         style.caption(figure, f'n = {counts} {runs_} per exchange')
         style.save(figure, path)
 
 
-def _mean(own: list[Run], score: str) -> list[float]:
+def _mean(seeds: list[Summary], score: str) -> list[float]:
     """The mean over seeds, by epoch."""
     return [
-        statistics.mean(v) for v in zip(*(r['history']['off'][score] for r in own), strict=True)
+        statistics.mean(v) for v in zip(*(r['history']['off'][score] for r in seeds), strict=True)
     ]
 
 

@@ -8,9 +8,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from jaxmp.config import KEYS, settings
+from jaxmp.config import KEYS, Summary, settings
 from jaxmp.report import figures, glance, late, lost
 from jaxmp.report.claims import OPEN, OTHER_MARGINS, RATIO, Evidence, Verdict, judge, telling
 from jaxmp.report.paper import PAPER, REGISTERED
@@ -33,7 +32,7 @@ HERE = Path(__file__).parent
 TITLE = "The paper's tables and figures, run again"
 
 
-def template(file: str, **words: Any) -> str:
+def template(file: str, **words: object) -> str:
     """A template of this folder with its variables replaced."""
     return Template((HERE / file).read_text()).substitute(words)
 
@@ -43,9 +42,9 @@ def setting(study: Study) -> str:
     runs = [r for row in study.rows.values() for r in row.runs]
     parts = []
     for measure in ('accuracy', 'perplexity'):
-        own = [r for r in runs if r.get('measure', 'accuracy') == measure]
-        if own:
-            parts.append(common(own))
+        of_measure = [r for r in runs if r.get('measure', 'accuracy') == measure]
+        if of_measure:
+            parts.append(common(of_measure))
     same = lambda key: ', '.join(map(str, sorted({r[key] for r in runs})))
     named = lambda name, count: name + 's' * (count > 1)
     hours = sum(r['seconds'] for r in runs) / 3600
@@ -58,7 +57,7 @@ def setting(study: Study) -> str:
     return '\n\n'.join(parts)
 
 
-def common(runs: list[dict[str, Any]]) -> str:
+def common(runs: list[Summary]) -> str:
     """The settings that ``runs`` share, their steps, and the settings that vary between rows."""
     configs = [settings(r['config']) for r in runs]
     shown = lambda k: k in SAID or any(c[k] != KEYS[k].default for c in configs)
@@ -99,8 +98,8 @@ def verdicts(judged: list[Verdict]) -> str:
 def said(verdict: Verdict) -> str:
     """A verdict with the quantity on which it rests, its claimed side, and our value."""
     e = telling(verdict)
-    found = f'is {with_unit(e, e.ours)}' if e.ours else e.verdict
-    return f'**{verdict.verdict}**<br>{e.text}; {found}'
+    value = f'is {with_unit(e, e.ours)}' if e.ours else e.verdict
+    return f'**{verdict.verdict}**<br>{e.text}; {value}'
 
 
 def number(e: Evidence, value: float) -> str:
@@ -112,8 +111,8 @@ def number(e: Evidence, value: float) -> str:
 
 def with_unit(e: Evidence, ours: Estimate) -> str:
     """Our value of a quantity with its interval and its unit."""
-    known = not math.isnan(ours.error)
-    between = f' [{number(e, ours.low)}, {number(e, ours.high)}]' * known
+    has_error = not math.isnan(ours.error)
+    between = f' [{number(e, ours.low)}, {number(e, ours.high)}]' * has_error
     return f'{number(e, ours.mean)}{between}' + f' {e.unit}' * (e.unit != RATIO)
 
 
@@ -122,10 +121,10 @@ def weighed(e: Evidence) -> list[str]:
     cells = [e.text, e.verdict, e.margins or NONE, number(e, e.paper)]
     if e.ours is None:
         return [*cells, *[NONE] * 7]
-    ours, known = e.ours, not math.isnan(e.ours.error)
+    ours, has_error = e.ours, not math.isnan(e.ours.error)
     points = f'{e.points:+.2f}' if e.unit == RATIO else NONE
-    p = NONE if not known else f'{e.p:.3f}' if e.p >= TINY else f'< {TINY}'
-    freedom = str(ours.freedom) if known else NONE
+    p = NONE if not has_error else f'{e.p:.3f}' if e.p >= TINY else f'< {TINY}'
+    freedom = str(ours.freedom) if has_error else NONE
     cells += [with_unit(e, ours), points, p, number(e, e.detectable)]
     take = f'{MOST} or more' if e.enough == MOST else str(e.enough or NONE)
     return [*cells, str(ours.seeds), take if e.verdict == 'undecided' else NONE, freedom]
@@ -140,16 +139,16 @@ def section(study: Study, out: Path) -> str:
     show = lambda title: picture(title, pictures[title]) if title in pictures else ''
     parts = []
     for table in PAPER['tables']:
-        if own := lines(table, study):
-            body = markdown(*filled(HEADS[table['measure']], own))
+        if table_lines := lines(table, study):
+            body = markdown(*filled(HEADS[table['measure']], table_lines))
             parts += [f'### {table["title"]}\n', body, '', f'{show(table["figure"])}']
     for measure, heads in HEADS.items():
         if rest := others(study, measure):
             title = f'### Rows that are not in the paper: {measure}\n'
-            own = (r for r in study.rows.values() if r.measure == measure)
-            kept, lined = filled(with_heads(heads), rest)
-            words = 1 + len({*kept} & {*CHANNELS})
-            parts += [title, markdown(kept, lined, words) + notes(own), '']
+            of_measure = (r for r in study.rows.values() if r.measure == measure)
+            columns, lined = filled(with_heads(heads), rest)
+            words = 1 + len({*columns} & {*CHANNELS})
+            parts += [title, markdown(columns, lined, words) + notes(of_measure), '']
     if late.rows(study):
         shown = picture(late.TITLE, late.draw(study, out))
         parts += [f'### {late.TITLE}\n', shown, late.table([study]), '']
@@ -170,13 +169,13 @@ def picture(title: str, file: str) -> str:
 def claims(study: Study) -> str:
     """The verdicts on the paper's claims, and on the registered ones if the first was run."""
     tested = lambda judged: [v for v in judged if any(e.ours for e in v.evidence)]
-    paper, own = judge(study), judge(study, REGISTERED['claims'])
+    paper, registered = judge(study), judge(study, REGISTERED['claims'])
     parts = []
     if tested(paper):
         title = "### Verdicts on the paper's claims at this scale"
         parts += [f'{title}\n\n{verdicts(paper)}\n\n']
-    if tested(own[:1]):
-        table = verdicts(tested(own))
+    if tested(registered[:1]):
+        table = verdicts(tested(registered))
         parts += [f'### {REGISTERED["title"]}\n\n{REGISTERED["rule"]}\n\n{table}\n\n']
     return '\n'.join(parts)
 

@@ -11,6 +11,8 @@ PAPER, REGISTERED = (
     json.loads((Path(__file__).parent / f'{name}.json').read_text())
     for name in ('paper', 'registered')
 )
+PaperTable = dict[str, Any]  # one of the paper's tables, as paper.json has it
+PaperRow = dict[str, Any]  # of such a table: its name, label and scores
 TRAINING = 'training'  # the mode of a training loss, which the tables do not have
 
 
@@ -19,15 +21,15 @@ def measure_of(name: str) -> str:
     return 'perplexity' if 'loss' in (paper_row(name) or {}) else 'accuracy'
 
 
-def table_rows(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def table_rows(table: PaperTable) -> dict[str, PaperRow]:
     """The rows of one of the paper's tables by name."""
     return {r['row']: r for r in table['rows']}
 
 
-def paper_row(name: str) -> dict[str, Any] | None:
+def paper_row(name: str) -> PaperRow | None:
     """A row of the paper's tables."""
-    found = (r for t in PAPER['tables'] for n, r in table_rows(t).items() if n == name)
-    return next(found, None)
+    rows = (r for t in PAPER['tables'] for n, r in table_rows(t).items() if n == name)
+    return next(rows, None)
 
 
 def paper_judged(name: str) -> str:

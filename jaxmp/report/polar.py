@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxmp.report import style
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+Line = dict[str, Any]  # of a file that a bench wrote
 
 # Targets for the mean distortion at rates .1 .3 .5 .7 .9, and for nanoseconds per source bit.
 BARS = {
@@ -35,7 +39,7 @@ THEIR_BLOCKS = 3
 SAME = 0.001  # significance level of the test that the thesis's code is the same as ours
 
 
-def load(paths: Sequence[Path]) -> list[Row]:
+def load(paths: Sequence[Path]) -> list[Line]:
     """The rows of all files.
 
     Raises:
@@ -43,36 +47,36 @@ def load(paths: Sequence[Path]) -> list[Row]:
     """
     rows = []
     for path in paths:
-        found = [json.loads(line) for line in path.read_text().splitlines()]
-        kinds = {r.get('kind') for r in found}
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        kinds = {r.get('kind') for r in lines}
         if not kinds & {'distortion', 'speed', 'codec'}:
             raise ValueError(
                 f'{path} has no rows about polar codes (kinds {sorted(map(str, kinds))}); '
                 'give files that bench/polar.py or bench/gradients.py wrote'
             )
-        rows += found
+        rows += lines
     return rows
 
 
-def _of(rows: Sequence[Row], kind: str) -> list[Row]:
+def _of(rows: Sequence[Line], kind: str) -> list[Line]:
     return [r for r in rows if r['kind'] == kind]
 
 
-def markdown(rows: Sequence[Row]) -> Iterator[str]:
+def markdown(rows: Sequence[Line]) -> Iterator[str]:
     """The lines of the page."""
     yield from ('# Polar codes as a lossy source code', '')
     yield from _runs(_of(rows, 'run'))
-    if found := _of(rows, 'distortion'):
-        yield from _distortion(found)
-        if theirs := [r for r in found if 'thesis' in r]:
+    if of_kind := _of(rows, 'distortion'):
+        yield from _distortion(of_kind)
+        if theirs := [r for r in of_kind if 'thesis' in r]:
             yield from _thesis(theirs)
-    if found := _of(rows, 'speed'):
-        yield from _speed(found, _of(rows, 'construction'))
-    if found := _of(rows, 'codec'):
-        yield from _codecs(found, _of(rows, 'scalars'))
+    if of_kind := _of(rows, 'speed'):
+        yield from _speed(of_kind, _of(rows, 'construction'))
+    if of_kind := _of(rows, 'codec'):
+        yield from _codecs(of_kind, _of(rows, 'scalars'))
 
 
-def _runs(rows: Sequence[Row]) -> Iterator[str]:
+def _runs(rows: Sequence[Line]) -> Iterator[str]:
     """One line per script, commit and machine; the rows have the full commands."""
     calls = [(r['command'].split()[0], r['commit'], r['hardware'], _versions(r)) for r in rows]
     for call in dict.fromkeys(calls):
@@ -80,11 +84,11 @@ def _runs(rows: Sequence[Row]) -> Iterator[str]:
         yield f'* `{script}`, {calls.count(call)} call(s): commit {commit}, {hardware}, {versions}'
 
 
-def _versions(row: Row) -> str:
+def _versions(row: Line) -> str:
     return ', '.join(f'{name} {version}' for name, version in row['versions'].items())
 
 
-def _distortion(rows: Sequence[Row]) -> Iterator[str]:
+def _distortion(rows: Sequence[Line]) -> Iterator[str]:
     searches = list(dict.fromkeys((r['search'], r['construction']) for r in rows))
     blocks = sorted({r['blocks'] for r in rows})
     yield from ('', '## Distortion of fair bits', '')
@@ -108,7 +112,7 @@ def _title(search: str, construction: str) -> str:
     return search if construction == 'genie' else f'{search}, *bound*'
 
 
-def verdict(row: Row) -> bool | None:
+def verdict(row: Line) -> bool | None:
     """Whether a distortion meets its target; None if there is none."""
     bars = BARS.get((row['size'], row['search']))
     rates = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -120,39 +124,39 @@ def verdict(row: Row) -> bool | None:
     return row['mean'] <= bar
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Line) -> str:
     text = f'{row["mean"]:.4f} ± {row["error"]:.5f}'
     return {True: f'**{text}**', False: f'{text} FAIL', None: text}[verdict(row)]
 
 
-def _thesis(rows: Sequence[Row]) -> Iterator[str]:
+def _thesis(rows: Sequence[Line]) -> Iterator[str]:
     from scipy.special import chdtrc
 
     yield from ('', "## The thesis's setting", '')
     yield f'Randomised rounding, Bhattacharyya construction. Theirs: {THEIR_BLOCKS} blocks per'
     yield 'cell. z: (theirs - ours) over the standard error of that difference.'
     yield from ('', '| N | rate | theirs | ours | z |', '|--:|--:|--:|--:|--:|')
-    found = []
+    scores = []
     for r in rows:
         z = (r['thesis'] - r['mean']) / np.hypot(r['deviation'] / THEIR_BLOCKS**0.5, r['error'])
-        found.append(z)
+        scores.append(z)
         ours = f'{r["mean"]:.4f} ± {r["error"]:.5f}'
         yield f'| {r["size"]} | {r["rate"]} | {r["thesis"]:.4f} | {ours} | {z:+.1f} |'
-    square = float(np.sum(np.square(found)))
-    chance = float(chdtrc(len(found), square))
+    square = float(np.sum(np.square(scores)))
+    chance = float(chdtrc(len(scores), square))
     same = 'consistent with the same code' if chance > SAME else 'theirs is another code than ours'
     yield from (
         '',
-        f'* Chi-square over the {len(found)} cells {square:.1f}, p = {chance:.0e}: {same}',
+        f'* Chi-square over the {len(scores)} cells {square:.1f}, p = {chance:.0e}: {same}',
     )
-    yield f'  (at most {np.max(np.abs(found)):.1f} standard errors in a cell).'
+    yield f'  (at most {np.max(np.abs(scores)):.1f} standard errors in a cell).'
 
 
 def _passed(passed: bool) -> str:
     return 'pass' if passed else 'FAIL'
 
 
-def _speed(rows: Sequence[Row], constructions: Sequence[Row]) -> Iterator[str]:
+def _speed(rows: Sequence[Line], constructions: Sequence[Line]) -> Iterator[str]:
     r = rows[0]
     yield from ('', '## Speed', '')
     yield f'Whole codecs, CPU-nanoseconds per source bit: N = {r["size"]}, {r["blocks"]} blocks,'
@@ -165,14 +169,13 @@ def _speed(rows: Sequence[Row], constructions: Sequence[Row]) -> Iterator[str]:
         yield f'| `{r["codec"]}` | {times} | {compiling} |'
     yield ''
     for end, bar in SPEED.items():
-        found = rows[0][end]
-        word = end.removesuffix('_ns')
-        yield f'* {_passed(found <= bar)}: `{rows[0]["codec"]}` {word} {found:.1f} ns <= {bar:.0f}'
+        ns, word = rows[0][end], end.removesuffix('_ns')
+        yield f'* {_passed(ns <= bar)}: `{rows[0]["codec"]}` {word} {ns:.1f} ns <= {bar:.0f}'
     took = ', '.join(f'{c["seconds"]:.2f} (N = {c["size"]})' for c in constructions)
     yield f'* Construction by `genie`, once per code and process, seconds: {took}.'
 
 
-def _codecs(rows: Sequence[Row], scalars: Sequence[Row]) -> Iterator[str]:
+def _codecs(rows: Sequence[Line], scalars: Sequence[Line]) -> Iterator[str]:
     vectors = list(dict.fromkeys(r['vector'] for r in rows))
     yield from ('', '## Gradient codecs', '')
     yield f'One message of {rows[0]["elements"]} elements: bits per element,'
@@ -185,9 +188,12 @@ def _codecs(rows: Sequence[Row], scalars: Sequence[Row]) -> Iterator[str]:
         yield f'| *best entropy-coded scalars* | {line} |' + ' |' * (len(vectors) + 1)
     cells = {(r['codec'], r['vector']): r for r in rows}
     for codec in dict.fromkeys(r['codec'] for r in rows):
-        found = [cells[codec, v] for v in vectors]
-        errors = ' | '.join(f'{r["nmse"]:.4g}' for r in found)
-        bits, times = found[0]['bits'], f'{found[0]["encode_ns"]:.1f} | {found[0]["decode_ns"]:.1f}'
+        line_cells = [cells[codec, v] for v in vectors]
+        errors = ' | '.join(f'{r["nmse"]:.4g}' for r in line_cells)
+        bits, times = (
+            line_cells[0]['bits'],
+            f'{line_cells[0]["encode_ns"]:.1f} | {line_cells[0]["decode_ns"]:.1f}',
+        )
         yield f'| `{codec}` | {bits:.3f} | {2 ** (-2 * bits):.4g} | {errors} | {times} |'
     yield ''
     for codec, bar in ERRORS.items():
@@ -196,27 +202,27 @@ def _codecs(rows: Sequence[Row], scalars: Sequence[Row]) -> Iterator[str]:
             yield f'* {passed}: `{codec}` on normal data {r["nmse"]:.4f}, target {bar}'
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Line], path: Path) -> None:
     """Draws distortion of fair bits against rate, its ratio to the bound, and codecs' errors."""
     with style.style():
         figure = style.figure(15, 4.8)
         left, middle, right = figure.subplots(1, 3)
-        found = [r for r in _of(rows, 'distortion') if r['construction'] == 'genie']
-        _draw_rates(found, [r for r in rows if 'thesis' in r], left)
-        _draw_gaps(found, middle)
+        distortions = [r for r in _of(rows, 'distortion') if r['construction'] == 'genie']
+        _draw_rates(distortions, [r for r in rows if 'thesis' in r], left)
+        _draw_gaps(distortions, middle)
         _draw_codecs(rows, right)
         figure.suptitle(headline(rows))
         style.save(figure, path)
 
 
-def headline(rows: Sequence[Row]) -> str:
+def headline(rows: Sequence[Line]) -> str:
     """The finding: how far the longest code is from the Shannon bound, by search."""
-    found = [r for r in _of(rows, 'distortion') if r['construction'] == 'genie']
-    longest = [r for r in found if r['size'] == max(f['size'] for f in found)]
+    distortions = [r for r in _of(rows, 'distortion') if r['construction'] == 'genie']
+    longest = [r for r in distortions if r['size'] == max(f['size'] for f in distortions)]
     over: dict[str, float] = {}
     for search in dict.fromkeys(r['search'] for r in longest):
-        own = [r['mean'] / r['bound'] for r in longest if r['search'] == search]
-        over[search] = 100 * (float(np.mean(own)) - 1)
+        ratios = [r['mean'] / r['bound'] for r in longest if r['search'] == search]
+        over[search] = 100 * (float(np.mean(ratios)) - 1)
     if not over:
         return 'No distortion of fair bits was measured'
     best, worst = min(over, key=lambda s: over[s]), max(over, key=lambda s: over[s])
@@ -226,16 +232,16 @@ def headline(rows: Sequence[Row]) -> str:
     )
 
 
-def _draw_rates(rows: Sequence[Row], thesis: Sequence[Row], axes: Any) -> None:
+def _draw_rates(rows: Sequence[Line], thesis: Sequence[Line], axes: Axes) -> None:
     d = np.linspace(1e-4, 0.5, 500)
     axes.plot(1 + d * np.log2(d) + (1 - d) * np.log2(1 - d), d, 'k', label='Shannon bound')
     for search, mark in (('randomised', 's'), ('argmax', 'o'), ('scl(8)', '^')):
         some = [r for r in rows if (r['size'], r['search']) == (1024, search)]
-        at = [r['rate'] for r in some], [r['mean'] for r in some]
-        axes.plot(*at, mark, ms=5, label=f'{search}, N = 1024')
+        points = [r['rate'] for r in some], [r['mean'] for r in some]
+        axes.plot(*points, mark, ms=5, label=f'{search}, N = 1024')
     theirs = [r for r in thesis if r['size'] == 1024]
-    at = [r['rate'] for r in theirs], [r['thesis'] for r in theirs]
-    axes.plot(*at, 'kx', label='the thesis, N = 1024, 3 blocks')
+    points = [r['rate'] for r in theirs], [r['thesis'] for r in theirs]
+    axes.plot(*points, 'kx', label='the thesis, N = 1024, 3 blocks')
     axes.set(
         xlabel='message bits per source bit',
         ylabel='share of wrong bits',
@@ -244,7 +250,7 @@ def _draw_rates(rows: Sequence[Row], thesis: Sequence[Row], axes: Any) -> None:
     axes.legend(fontsize=8)
 
 
-def _draw_gaps(rows: Sequence[Row], axes: Any) -> None:
+def _draw_gaps(rows: Sequence[Line], axes: Axes) -> None:
     sizes = sorted({r['size'] for r in rows})
     for size in sizes:
         for search, dashes in (('randomised', ':'), ('argmax', '--'), ('scl(8)', '-')):
@@ -260,22 +266,22 @@ def _draw_gaps(rows: Sequence[Row], axes: Any) -> None:
     axes.legend(fontsize=8)
 
 
-def _draw_codecs(rows: Sequence[Row], axes: Any) -> None:
+def _draw_codecs(rows: Sequence[Line], axes: Axes) -> None:
     bits = np.geomspace(0.05, 16, 200)
     axes.plot(bits, 2.0 ** (-2 * bits), 'k', label='Shannon bound, normal')
     scalars = {r['bits']: r['nmse'] for r in _of(rows, 'scalars')}
     if scalars:
         line = list(scalars), list(scalars.values())
         axes.plot(*line, 'k:', label='entropy-coded scalars, normal')
-    found = _of(rows, 'codec')
+    codecs = _of(rows, 'codec')
     for vector, mark in (('normal', 'o'), ('Laplacian', 's'), ('gradient', '^')):
         for part, colour in (('polar', style.PALETTE[2]), ('', style.PALETTE[1])):
             some = [
-                r for r in found if r['vector'] == vector and ('polar' in r['codec']) == bool(part)
+                r for r in codecs if r['vector'] == vector and ('polar' in r['codec']) == bool(part)
             ]
-            at = [r['bits'] for r in some], [r['nmse'] for r in some]
+            points = [r['bits'] for r in some], [r['nmse'] for r in some]
             label = f'{vector}, {"with polar" if part else "others"}'
-            axes.plot(*at, mark, ms=4, alpha=0.7, color=colour, label=label)
+            axes.plot(*points, mark, ms=4, alpha=0.7, color=colour, label=label)
     axes.set(xscale='log', yscale='log', xlim=(0.08, 20), ylim=(1e-3, 1.2))
     axes.set(
         xlabel='bits per element', ylabel='|x - C(x)|² / |x|²', title='error of gradient codecs'

@@ -117,9 +117,11 @@ def residual(column: Column, seeds: bool) -> Residual | None:
     rows = agreeing(column)
     if len(rows) < 2:
         return None
-    known = sorted({s for n in rows for s in column[n]}) if seeds else []
+    common_seeds = sorted({s for n in rows for s in column[n]}) if seeds else []
     cells = [(n, s) for n in rows for s in column[n]]
-    design = np.array([[n == r for r in rows] + [s == k for k in known] for n, s in cells], float)
+    design = np.array(
+        [[n == r for r in rows] + [s == k for k in common_seeds] for n, s in cells], float
+    )
     values = np.array([column[n][s] for n, s in cells])
     fitted, _, rank, _ = np.linalg.lstsq(design, values)
     freedom = len(cells) - int(rank)
@@ -135,10 +137,10 @@ def intervals(column: Column) -> dict[str, Estimate]:
     Args:
       column: values by row and seed.
     """
-    found = residual(column, seeds=False) or Residual(np.nan, 0, ())
-    pooled = found.deviation, found.freedom
-    own = {n: pooled if n in found.rows else (None, 0) for n in column}
-    return {n: estimate(list(v.values()), *own[n]) for n, v in column.items()}
+    shared = residual(column, seeds=False) or Residual(np.nan, 0, ())
+    pooled = shared.deviation, shared.freedom
+    deviation_of = {n: pooled if n in shared.rows else (None, 0) for n in column}
+    return {n: estimate(list(v.values()), *deviation_of[n]) for n, v in column.items()}
 
 
 def p_value(e: Estimate, bound: float) -> float:

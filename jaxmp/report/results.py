@@ -118,16 +118,16 @@ def study(home: Path, name: str, runs: list[Summary]) -> Study:
     rows: dict[str, Row] = {}
     for run in sorted(runs, key=lambda r: (r['name'], r['seed'])):
         # A run with replicas is not a row of the paper, whatever its name.
-        said = f'{run["name"]}, replicas' if 'exchange' in run else run['name']
-        row = rows.get(said, Row(said, ()))
+        name_of_row = f'{run["name"]}, replicas' if 'exchange' in run else run['name']
+        row = rows.get(name_of_row, Row(name_of_row, ()))
         if any(run['seed'] == r['seed'] for r in row.runs):
             raise ValueError(
                 f'{home} has two results of {run["name"]} with seed {run["seed"]}; move one away'
             )
         rows[row.name] = row._replace(runs=(*row.runs, run), mended=row.mended or mended(home, run))
-    known = [(r, settings(r['config'])) for row in rows.values() for r in row.runs]
+    with_settings = [(r, settings(r['config'])) for row in rows.values() for r in row.runs]
     for row in rows.values():
-        check_same(home, known, row)
+        check_same(home, with_settings, row)
     return Study(name, rows, estimated_again(home))
 
 
@@ -152,22 +152,22 @@ def mended(home: Path, run: Summary) -> str:
     path = home / 'mended.json'
     if not path.is_file():
         return ''
-    known = json.loads(path.read_text())
+    mend = json.loads(path.read_text())
     sent = [run['fwd'], run['bwd'], *(p['codec'] for p in run.get('phases') or ())]
-    older = run['commit'] in known['commits'] and any(known['codec'] in text for text in sent)
-    return f'sent by `{known["codec"]}`, {known["what"]}' if older else ''
+    older = run['commit'] in mend['commits'] and any(mend['codec'] in text for text in sent)
+    return f'sent by `{mend["codec"]}`, {mend["what"]}' if older else ''
 
 
 def estimated_again(home: Path) -> dict[str, list[tuple[float, float]]]:
     """What `Study` has as ``again``."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[str, list[tuple[float, float]]] = {}
     for path in sorted((home / 'statistics').glob('*-s*.json')):
         rows = json.loads(path.read_text())['test']
         for name in (n for n in rows if f'{n}, statistics again' in rows):
             *_, on = rows[name].values()
             pair = rows[f'{name}, statistics again']['raw']['accuracy'], on['accuracy']
-            found.setdefault(path.stem.rpartition('-s')[0], []).append(pair)
-    return found
+            pairs.setdefault(path.stem.rpartition('-s')[0], []).append(pair)
+    return pairs
 
 
 def check_same(home: Path, runs: list[tuple[Summary, dict[str, Any]]], row: Row) -> None:

@@ -7,11 +7,10 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from jaxmp.config import settings
 from jaxmp.report.captions import MARK, reference
-from jaxmp.report.paper import PAPER, table_rows
+from jaxmp.report.paper import PAPER, PaperRow, PaperTable, table_rows
 from jaxmp.report.residuals import Estimate
 from jaxmp.report.results import TUNED, Row, Study, best, best_epoch, difference, last, wire
 
@@ -59,7 +58,7 @@ HEADS = {
 }  # fmt: skip
 
 
-def cells(label: str, paper: dict[str, Any], row: Row | None, none: Row | None) -> Cells:
+def cells(label: str, paper: PaperRow, row: Row | None, none: Row | None) -> Cells:
     """The cells of one line of a table.
 
     Args:
@@ -91,14 +90,14 @@ def count(row: Row) -> str:
     return f'{len(row.runs)}, {lost} diverged' if lost else f'{len(row.runs)}'
 
 
-def shown(table: dict[str, Any], study: Study) -> list[tuple[str, dict[str, Any], Row | None]]:
+def shown(table: PaperTable, study: Study) -> list[tuple[str, PaperRow, Row | None]]:
     """Label, the paper's row and ours for each row of a table; several readings give several.
 
     A table has rows of its own measure only, and is empty if no row besides the one without
     compression was run.
     """
-    own = {n: r for n, r in study.rows.items() if r.measure == table['measure']}
-    rows, study = [], study._replace(rows=own)
+    of_measure = {n: r for n, r in study.rows.items() if r.measure == table['measure']}
+    rows, study = [], study._replace(rows=of_measure)
     for name, paper in table_rows(table).items():
         variants, row = readings(name, study), study.rows.get(name)
         rows += [(paper['label'], paper, row)] * (row is not None or not variants)
@@ -107,7 +106,7 @@ def shown(table: dict[str, Any], study: Study) -> list[tuple[str, dict[str, Any]
     return rows if any(row not in (None, plain) for _, _, row in rows) else []
 
 
-def lines(table: dict[str, Any], study: Study) -> list[Cells]:
+def lines(table: PaperTable, study: Study) -> list[Cells]:
     """The lines of one of the paper's tables."""
     none = study.rows.get(table['none'])
     return [cells(label, paper, row, none) for label, paper, row in shown(table, study)]
@@ -120,9 +119,9 @@ def readings(name: str, study: Study) -> dict[str, str]:
     >>> readings('ef_mixed-top10-warm20', study), readings('ef-top10-warm20', study)
     ({'ef_mixed_formula-top10-warm20': 'formula'}, {})
     """
-    own = words_of(name)
+    theirs = words_of(name)
     return {
-        row: ' '.join(w for w in words_of(row) if w not in own)
+        row: ' '.join(w for w in words_of(row) if w not in theirs)
         for row in study.rows
         if row not in KNOWN and read_as(row) == name
     }
@@ -149,10 +148,10 @@ def others(study: Study, measure: str) -> list[Cells]:
     After the name of a row stand its channels, or dashes where the name is an exchange.
     """
     tabled = [row for table in PAPER['tables'] for _, _, row in shown(table, study) if row]
-    own = [r for r in study.rows.values() if r.measure == measure]
+    of_measure = [r for r in study.rows.values() if r.measure == measure]
     return [
-        with_channels(cells(label(r, study), {}, r, reference(own)), r)
-        for r in own if r not in tabled
+        with_channels(cells(label(r, study), {}, r, reference(of_measure)), r)
+        for r in of_measure if r not in tabled
     ]  # fmt: skip
 
 
@@ -186,8 +185,8 @@ def marked(row: Row) -> str:
 
 def notes(rows: Iterable[Row]) -> str:
     """The lines below a table that say what the mark of a row means."""
-    said = dict.fromkeys(row.mended for row in rows if row.mended)
-    return ''.join(f'\n\n{MARK} {text}.' for text in said)
+    texts = dict.fromkeys(row.mended for row in rows if row.mended)
+    return ''.join(f'\n\n{MARK} {text}.' for text in texts)
 
 
 def label(row: Row, study: Study) -> str:
