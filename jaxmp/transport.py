@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.wire import Like, Payload, explicit_mesh
 
@@ -28,7 +28,9 @@ class Transport(NamedTuple):
     colocated: bool = False
 
 
-def laid_out(move: Callable[..., Any], x: Array, state: Any, rest: Any) -> Any:
+def laid_out(
+    move: Callable[..., tuple[Array, PyTree, PyTree]], x: Array, state: PyTree, rest: PyTree
+) -> tuple[Array, PyTree, PyTree]:
     """``move(x, state, rest)`` where the compiler decides how arrays lie on the devices of a mesh.
 
     Codecs reshape, which a mesh of Explicit axes, the default of `jax.make_mesh`, refuses.
@@ -45,7 +47,7 @@ def laid_out(move: Callable[..., Any], x: Array, state: Any, rest: Any) -> Any:
     lies = lambda a: NamedSharding(mesh, jax.typeof(a).sharding.spec)
     out = lies(x), jax.tree.map(lies, state), NamedSharding(mesh, PartitionSpec())
     with jax.sharding.use_abstract_mesh(mesh):
-        automatic: Any = jax.sharding.auto_axes(move, out_sharding=out)
+        automatic: Callable = jax.sharding.auto_axes(move, out_sharding=out)
         return automatic(x, state, rest)
 
 
@@ -98,8 +100,8 @@ def one_piece(payload: Payload, axes: int = 0) -> tuple[Array, Callable[[Array],
 
     def back(moved: Array) -> Payload:
         parts = jnp.split(moved, ends, -1)
-        kept = [jax.ShapeDtypeStruct(a.shape[axes:], a.dtype) for a in leaves]
-        return tree.unflatten(map(_array, parts, kept))
+        likes = [jax.ShapeDtypeStruct(a.shape[axes:], a.dtype) for a in leaves]
+        return tree.unflatten(map(_array, parts, likes))
 
     return jnp.concatenate(flat, -1), back
 

@@ -19,12 +19,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jaxtyping import Array, Int, UInt8
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from jaxtyping import Array, Int, PyTree, UInt8
 
 from jaxmp.words import Origin, known
 
-Payload = Any
+Payload = PyTree  # of arrays, which are the message
+Index = int | np.integer | Array  # known now, or when the program runs
 Samples = Literal['alone', 'compared', 'joined']  # in this order on more and more samples
 Need = Literal['key', 'ids', 'indices', 'tokens', 'spread']  # fields of `Ctx`
 KEY: frozenset[Need] = frozenset({'key'})  # what a codec needs that draws random numbers
@@ -52,11 +54,11 @@ class Ctx(NamedTuple):
     key: Array | None = None
     ids: Int[Array, ' B'] | None = None
     indices: Int[Array, 'B K'] | None = None
-    microbatch: Any = 0
+    microbatch: Index = 0
     tokens: Int[Array, 'B ...'] | None = None
     spread: Array | None = None
 
-    def reading(self, x: Any) -> Ctx:
+    def reading(self, x: PyTree) -> Ctx:
         """The same context with ``x``, the model's input, as its tokens if it has integers."""
         dtype = getattr(x, 'dtype', None)
         ids = self.tokens is None and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
@@ -68,7 +70,7 @@ class Ctx(NamedTuple):
         ids, tokens = (jnp.zeros(shape, jnp.int32) for shape in (x.shape[:1], x.shape[:-1]))
         return cls(jax.random.key(0), ids, tokens=tokens)
 
-    def fold(self, n: int | Array) -> Ctx:
+    def fold(self, n: Index) -> Ctx:
         """The same context with the key of sub-stream ``n``."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, n))
 
@@ -108,7 +110,7 @@ class Codec(NamedTuple):
     encode: Callable[[Array, Ctx], Payload]
     decode: Callable[[Payload, Like, Ctx], Array]
     indices: Callable[[Payload, Like, Ctx], Array | None] = lambda payload, like, ctx: None
-    additive: tuple[Callable[[Payload], Any], Callable[[Any], Payload]] | None = None
+    additive: tuple[Callable[[Payload], PyTree], Callable[[PyTree], Payload]] | None = None
     halves: tuple[Callable[[Array], Array], Codec] | None = None
     levels: Callable[[Payload, Like, Ctx], tuple[Array, Array]] | None = None
     samples: Samples = 'joined'
@@ -153,13 +155,13 @@ def bits(channel: Any, x: Array | Like, ctx: Ctx | None = None) -> int:
     >>> [jaxmp.bits(jaxmp.parse(t), x) for t in ('raw', 'top_k(0.1, values=fp16, indices=packed)')]
     [32768, 2496]
     """
-    given = Ctx.example(x) if ctx is None else ctx
+    ctx = Ctx.example(x) if ctx is None else ctx
     tx = jax.eval_shape(lambda: channel.init(like(x))[0])
-    payload, _ = jax.eval_shape(channel.send, like(x), tx, given)
+    payload, _ = jax.eval_shape(channel.send, like(x), tx, ctx)
     return 8 * nbytes(payload)
 
 
-def explicit_mesh(x: Any) -> Any:
+def explicit_mesh(x: object) -> AbstractMesh | None:
     """The mesh of ``x`` if it has axes of the type Explicit, else None."""
     mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
     return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
@@ -190,7 +192,7 @@ def compute_dtype(x: Array | Like) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def widened(tree: Any) -> Any:
+def widened(tree: PyTree) -> PyTree:
     """``tree`` with each array in float32 or wider, as a sum needs: in 16 bits it stands still.
 
     >>> half = jnp.ones(2, jnp.bfloat16)
@@ -309,14 +311,14 @@ def unpack(
     """
     dtype = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else jnp.uint32
     runs = _runs(width)
-    size, start, found = -(-count // runs), 0, []
+    size, start, planes = -(-count // runs), 0, []
     for part, shift in _parts(width):
         length = max(1, part // 8) * size
         step = runs * part // 8 if part < 8 else runs
         plane = [packed[..., start + j * length :][..., :length] for j in range(step)]
         start += step * length
-        found.append([_part_of(plane, part, i).astype(dtype) << shift for i in range(runs)])
-    codes = [functools.reduce(jnp.bitwise_or, parts) for parts in zip(*found, strict=True)]
+        planes.append([_part_of(plane, part, i).astype(dtype) << shift for i in range(runs)])
+    codes = [functools.reduce(jnp.bitwise_or, parts) for parts in zip(*planes, strict=True)]
     return jnp.concatenate([value(code) for code in codes], -1)[..., :count]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxmp.codecs.exact import product, short
 from jaxmp.feedback.channel import Channel, check_codec
@@ -27,7 +27,7 @@ class Anchors(NamedTuple):
 
     mean: Float[Array, 'V C']
     weight: Float[Array, ' V']
-    pairs: Any = ()
+    pairs: PyTree = ()
 
 
 @word
@@ -100,15 +100,15 @@ def anchored(
 
     def place(x: Array | Like, ctx: Ctx) -> list[Array]:
         """The row of each position in the table of tokens, and in those of pairs and triples."""
-        at = _tokens(ctx, x.shape)
+        tokens = _tokens(ctx, x.shape)
         if target:
-            at = _beside(at, -1)
-        fit, number, rows = (at >= 0) & (at < vocabulary), jnp.uint32(0), []
+            tokens = _beside(tokens, -1)
+        fit, number, rows = (tokens >= 0) & (tokens < vocabulary), jnp.uint32(0), []
         for k, n in enumerate(sizes):
-            number += at.astype(jnp.uint32) * jnp.uint32(vocabulary**k % 2**32)
+            number += tokens.astype(jnp.uint32) * jnp.uint32(vocabulary**k % 2**32)
             row = (number if k < 2 else hashed(number)) % jnp.uint32(n)
             rows.append(jnp.where(fit, row.astype(jnp.int32), n))
-            at = _beside(at, 1)
+            tokens = _beside(tokens, 1)
         return rows
 
     def send(x: Array, a: Anchors, ctx: Ctx) -> tuple[Payload, Anchors]:
@@ -136,7 +136,7 @@ def anchored(
     )  # fmt: skip
 
 
-def _zeros(sizes: list[int], like: Like) -> Any:
+def _zeros(sizes: list[int], like: Like) -> Anchors | tuple[()]:
     """Tables without anything in them, each in the one before."""
     if not sizes:
         return ()
@@ -160,11 +160,11 @@ def _after(
     return _moved(a, rows[0], change, window, rest)._replace(pairs=pairs)
 
 
-def _beside(at: Array, shift: int) -> Array:
+def _beside(tokens: Array, shift: int) -> Array:
     """The token ``shift`` positions before each, and 0 beyond the end of a sequence."""
-    if at.ndim < 2:
-        return jnp.zeros_like(at)
-    return jnp.roll(at, shift, -1).at[..., 0 if shift > 0 else -1].set(0)
+    if tokens.ndim < 2:
+        return jnp.zeros_like(tokens)
+    return jnp.roll(tokens, shift, -1).at[..., 0 if shift > 0 else -1].set(0)
 
 
 def hashed(number: Array) -> Array:
@@ -175,16 +175,16 @@ def hashed(number: Array) -> Array:
 
 def _tokens(ctx: Ctx, shape: tuple[int, ...]) -> Array:
     if ctx.tokens is None or ctx.tokens.shape != shape[:-1]:
-        given = 'none' if ctx.tokens is None else f'tokens of shape {ctx.tokens.shape}'
+        came = 'none' if ctx.tokens is None else f'tokens of shape {ctx.tokens.shape}'
         raise ValueError(
             f'anchored needs ctx.tokens of shape {shape[:-1]} for a tensor of shape {shape}, got '
-            f'{given}; it is for models whose input is token ids, at every stage; use ef21 or aqsgd'
+            f'{came}; it is for models whose input is token ids, at every stage; use ef21 or aqsgd'
         )
     return ctx.tokens
 
 
 def _moved(
-    a: Anchors, at: Int[Array, 'B ...'], change: Array, window: int, rest: int = 0
+    a: Anchors, rows: Int[Array, 'B ...'], change: Array, window: int, rest: int = 0
 ) -> Anchors:
     """The anchors after a message, with equal bits in every program.
 
@@ -195,21 +195,24 @@ def _moved(
     the same row. If a change is not finite, no anchor moves; a token out of range has none.
     """
     vocabulary, channels = a.mean.shape
-    at, change = at.reshape(-1), change.reshape(-1, channels).astype(a.mean.dtype)
-    change = jnp.where((at < vocabulary)[:, None], change, 0)
+    rows, change = rows.reshape(-1), change.reshape(-1, channels).astype(a.mean.dtype)
+    change = jnp.where((rows < vocabulary)[:, None], change, 0)
     sound = finite(change)
-    count = len(at)
+    count = len(rows)
     spare = 29 - (count - 1).bit_length()
     most = jnp.clip(jnp.max(jnp.abs(change)), 2.0**-60, 2.0**60)
     unit = short(most, 1) * 2.0**-spare
     scaled = jnp.clip(jnp.round(change / unit), -(2 ** (spare + 1)), 2 ** (spare + 1))
-    place = jnp.zeros(vocabulary + 1, jnp.int32).at[at].max(jnp.arange(count, dtype=jnp.int32))[at]
+    number = jnp.zeros(vocabulary + 1, jnp.int32)
+    place = number.at[rows].max(jnp.arange(count, dtype=jnp.int32))[rows]
     total = jnp.zeros(change.shape, jnp.int32).at[place].add(scaled.astype(jnp.int32))
     occurred = jnp.zeros(count, jnp.int32).at[place].add(1)
     n = occurred[place].astype(a.weight.dtype)
-    weight = jnp.maximum(n, jnp.minimum(a.weight[at] + n, window))
+    weight = jnp.maximum(n, jnp.minimum(a.weight[rows] + n, window))
     # XLA makes a quotient by a column a product with its reciprocal, which rounds otherwise.
     share = short(1 / (weight + rest), 11)[:, None]
-    mean = a.mean[at] + product(share, total[place].astype(change.dtype) * unit)
-    mean, weight = kept_if(sound, (mean, weight), (a.mean[at], a.weight[at]))
-    return Anchors(a.mean.at[at].set(mean, mode='drop'), a.weight.at[at].set(weight, mode='drop'))
+    mean = a.mean[rows] + product(share, total[place].astype(change.dtype) * unit)
+    mean, weight = kept_if(sound, (mean, weight), (a.mean[rows], a.weight[rows]))
+    return Anchors(
+        a.mean.at[rows].set(mean, mode='drop'), a.weight.at[rows].set(weight, mode='drop')
+    )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from jaxmp.wire import Codec, Ctx, Like, Need, Payload
+from jaxmp.wire import Codec, Ctx, Index, Like, Need, Payload
 from jaxmp.words import Origin, known
 
-Tx = Any
-Rx = Any
+Tx = PyTree  # of arrays: what the sender remembers
+Rx = PyTree  # of arrays: what the receiver remembers
+EndState = Tx | Rx  # what either end remembers
+EndStates = tuple[Tx, Rx]  # of a channel; the second is () where both ends share the first
 StateOf = Literal['', 'position', 'example', 'token', 'target', 'channel']
 BY_TOKEN = 'token', 'target'  # states that are a table, which `send` and `recv` read themselves
 
@@ -47,14 +49,14 @@ class Channel(NamedTuple):
     init: Callable[[Like], tuple[Tx, Rx]]
     send: Callable[[Array, Tx, Ctx], tuple[Payload, Tx]]
     recv: Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]
-    warm_start: Callable[[Array, Any, Ctx], Any] = lambda x, state, ctx: state
+    warm_start: Callable[[Array, EndState, Ctx], EndState] = lambda x, state, ctx: state
     shared_state: bool = False
     state_of: StateOf = 'position'
     reads: frozenset[Need] = frozenset()
     mirror: Callable[[Tx], Rx] | None = None
     slots: Slots | None = None
-    values: Callable[[Any, Like], Any] = lambda state, like: state
-    spread: Callable[[Any, Ctx], Array] | None = None
+    values: Callable[[EndState, Like], PyTree] = lambda state, like: state
+    spread: Callable[[Rx, Ctx], Array] | None = None
     form: Hashable = None
     origin: Origin | None = None
 
@@ -87,7 +89,7 @@ class Slots(NamedTuple):
     """
 
     channel: Channel
-    at: Callable[[Ctx], Any]
+    at: Callable[[Ctx], Index]
 
 
 def check_codec(rule: str, codec: object) -> None:

@@ -55,8 +55,8 @@ def _levels(widths: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     levels, ends = np.zeros((WIDEST + 1, 16)), np.full((WIDEST + 1, 16), np.inf)
     for width in range(1, WIDEST + 1):
         count = 2 ** (width - 1)
-        levels[width, :count] = own = normal_levels(count)
-        ends[width, 1:count] = (np.array(own[1:]) + own[:-1]) / 2
+        levels[width, :count] = positive = normal_levels(count)
+        ends[width, 1:count] = (np.array(positive[1:]) + positive[:-1]) / 2
     of = lambda table: jnp.asarray(table, dtype)[widths.astype(int)].T[..., None]
     return of(levels), of(ends)
 

@@ -55,8 +55,8 @@ def coded(z: Array, widths: Array, bits: float) -> dict[str, Array]:
         return k, {'codes': stream, 'states': states, 'table': table, 'step': word}, used
 
     _, message, _ = jax.lax.while_loop(
-        lambda made: (made[2] > words) & (made[0] < len(steps) - 1),
-        lambda made: at(made[0] + 1),
+        lambda trial: (trial[2] > words) & (trial[0] < len(steps) - 1),
+        lambda trial: at(trial[0] + 1),
         at(jnp.maximum(first, 0)),
     )
     return {**message, 'mean': mean}

@@ -6,23 +6,22 @@ other function, such as `jax.grad` by the parameters, does not, and then they ar
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-from jaxtyping import Array
+from jax.custom_derivatives import CustomVJPPrimal
+from jaxtyping import Array, PyTree
 
 
-def by_value_and_grad(x: Array, bwd: Any) -> Array:
+def by_value_and_grad(x: Array, bwd: PyTree) -> Array:
     """``x``, which can be differentiated only if the backward state ``bwd`` is too, or is none."""
     return _together(x, bwd) if jax.tree.leaves(bwd) else x
 
 
 @jax.custom_vjp
-def _together(x: Array, bwd: Any) -> Array:
+def _together(x: Array, bwd: PyTree) -> Array:
     return x
 
 
-def _checked(x: Any, bwd: Any) -> tuple[Array, None]:
+def _checked(x: CustomVJPPrimal, bwd: PyTree) -> tuple[Array, None]:
     if not any(a.perturbed for a in jax.tree.leaves(bwd)):
         raise TypeError(
             'a boundary whose backward channel has a state was differentiated by another function '

@@ -9,11 +9,11 @@ part has arrived.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import scale_of
@@ -54,7 +54,7 @@ class Sender(NamedTuple):
     known: Receiver
     weight: Float[Array, '']
     square: Float[Array, 'C C']
-    inverse: Any = ()
+    inverse: PyTree = ()
 
 
 @word
@@ -145,8 +145,8 @@ def klt(
         return _estimated(tx, positions(normed(x)[0] if by_sample else x, patch), refresh)
 
     def init(like: Like) -> tuple[Tx, Rx]:
-        known, unit = first(like), first(like).book[1:]
-        sender = Sender(known, unit[0, 0] * 0, unit * 0, unit if by_gradient else ())
+        receiver, unit = first(like), first(like).book[1:]
+        sender = Sender(receiver, unit[0, 0] * 0, unit * 0, unit if by_gradient else ())
         return sender, first(like)  # arrays of its own, so that a step can donate the state
 
     def encode(x: Array, widths: Array, matrix: Array) -> dict[str, Array]:
@@ -267,9 +267,9 @@ def _book(basis: Array, variances: Array, bits: float) -> Array:
 
 def _mirror(tx: Sender) -> Receiver:
     """What the receiver knows: the parts sent of the next book, and the others of this one."""
-    known, count = tx.known, len(tx.known.coming)
-    sent = jnp.arange(count)[:, None] < known.step
-    return known._replace(coming=jnp.where(sent, known.coming, _parts(known.book, count)))
+    receiver, count = tx.known, len(tx.known.coming)
+    sent = jnp.arange(count)[:, None] < receiver.step
+    return receiver._replace(coming=jnp.where(sent, receiver.coming, _parts(receiver.book, count)))
 
 
 def _parts(book: Array, refresh: int) -> Array:
@@ -283,11 +283,13 @@ def _sound(m: Payload) -> Array:
     return finite([jax.lax.bitcast_convert_type(w, jnp.bfloat16) for w in words])
 
 
-def _advanced(known: Receiver, part: Array) -> Receiver:
+def _advanced(receiver: Receiver, part: Array) -> Receiver:
     """What an end knows after a message."""
-    at, last = known.step.astype(int), len(known.coming) - 1
-    part = jax.lax.bitcast_convert_type(part, jnp.bfloat16).astype(known.book.dtype)
-    coming = known.coming.at[at].set(part)
-    book = coming.reshape(-1)[: known.book.size].reshape(known.book.shape)
-    done = at == last
-    return Receiver(jnp.where(done, book, known.book), coming, jnp.where(done, 0, known.step + 1))
+    number, last = receiver.step.astype(int), len(receiver.coming) - 1
+    part = jax.lax.bitcast_convert_type(part, jnp.bfloat16).astype(receiver.book.dtype)
+    coming = receiver.coming.at[number].set(part)
+    book = coming.reshape(-1)[: receiver.book.size].reshape(receiver.book.shape)
+    done = number == last
+    return Receiver(
+        jnp.where(done, book, receiver.book), coming, jnp.where(done, 0, receiver.step + 1)
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxtyping import Array
 
 from jaxmp.codecs.dense import bf16
@@ -11,7 +9,7 @@ from jaxmp.codecs.heavy import Heavy, left, put_back, taken
 from jaxmp.codecs.microscaling import mx
 from jaxmp.codecs.spikes import spikes
 from jaxmp.codecs.view import each, per_token
-from jaxmp.feedback.channel import Channel, Rx, Tx
+from jaxmp.feedback.channel import Channel, EndState, Rx, Tx
 from jaxmp.wire import Codec, Ctx, Like, Payload
 from jaxmp.words import check_bools, check_whole, word
 
@@ -99,11 +97,11 @@ def _check(codec: object, tokens: object, channels: object, values: object) -> N
 
 
 def _over_a_codec(codec: Codec, of: Heavy) -> Codec:
-    def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
+    def encode(x: Array, ctx: Ctx) -> dict[str, Payload]:
         apart, rest = taken(x, of, ctx)
         return {'apart': apart, 'rest': codec.encode(rest, ctx)}
 
-    def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
+    def decode(m: dict[str, Payload], like: Like, ctx: Ctx) -> Array:
         return put_back(m['apart'], codec.decode(m['rest'], left(like), ctx), like, of, ctx)
 
     return Codec(
@@ -122,7 +120,7 @@ def _over_a_rule(rule: Channel, of: Heavy) -> Channel:
         y, rx = rule.recv(m['rest'], rx, left(like), ctx)
         return put_back(m['apart'], y, like, of, ctx), rx
 
-    def warm_start(x: Array, state: Any, ctx: Ctx) -> Any:
+    def warm_start(x: Array, state: EndState, ctx: Ctx) -> EndState:
         # Two programs may find other heavy channels, so equal states stay as they are.
         return state if rule.shared_state else rule.warm_start(taken(x, of, ctx)[1], state, ctx)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.codecs.dense import raw
-from jaxmp.feedback.channel import Channel, Rx, Slots, Tx, check_codec
+from jaxmp.feedback.channel import Channel, EndState, Rx, Slots, Tx, check_codec
 from jaxmp.feedback.lean import lean
 from jaxmp.feedback.slots import slotted
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like
@@ -95,7 +94,7 @@ def ef(codec: Codec, decay: float = 1.0) -> Channel:
     return Channel(codec, lambda like: (_buffer(like), ()), send, _decoded(codec), _cleared)
 
 
-def _cleared(x: Array, state: Any, ctx: Ctx) -> Any:
+def _cleared(x: Array, state: EndState, ctx: Ctx) -> EndState:
     """No error, of either end; not finite where ``x`` is not."""
     return jax.tree.map(lambda e: jnp.where(jnp.isfinite(x), 0, x).astype(e.dtype), state)
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PyTree
 
-from jaxmp.feedback.channel import BY_TOKEN, Channel
+from jaxmp.feedback.channel import BY_TOKEN, Channel, EndState
 
 
-def settled(channel: Channel, after: Any, before: Any) -> Any:
+def settled(channel: Channel, after: EndState, before: EndState) -> EndState:
     r"""The state of an end of ``channel`` after a crossing, all of it or nothing.
 
     .. math:: s \leftarrow s' \text{ if } s' \text{ is finite, else } s
@@ -42,7 +41,7 @@ def settled(channel: Channel, after: Any, before: Any) -> Any:
     return kept_if(finite(after, rows=channel.state_of == 'example'), after, before)
 
 
-def finite(tree: Any, rows: bool = False) -> Bool[Array, '...']:
+def finite(tree: PyTree, rows: bool = False) -> Bool[Array, '...']:
     """Whether all numbers of a tree are finite; with ``rows`` of each row of its arrays.
 
     A sum of zeros, which takes half the time of reducing `jnp.isfinite` on a CPU.
@@ -52,7 +51,7 @@ def finite(tree: Any, rows: bool = False) -> Bool[Array, '...']:
     return functools.reduce(operator.and_, zeros, jnp.array(True))
 
 
-def kept_if(sound: Bool[Array, '...'], after: Any, before: Any) -> Any:
+def kept_if(sound: Bool[Array, '...'], after: PyTree, before: PyTree) -> PyTree:
     """``after``, or ``before`` where it is not sound; that is one truth value, or one per row."""
     shape = lambda a: sound.shape + (1,) * (a.ndim - sound.ndim)
     return jax.tree.map(lambda a, b: jnp.where(sound.reshape(shape(a)), a, b), after, before)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.feedback.channel import Channel, Rx, Slots, Tx
+from jaxmp.feedback.channel import Channel, EndState, Rx, Slots, Tx
 from jaxmp.feedback.settled import settled
 from jaxmp.wire import Ctx, Like, Payload
 
@@ -39,20 +38,20 @@ def per_microbatch(channel: Channel, n: int) -> Channel:
     return slotted(Slots(channel, lambda ctx: ctx.microbatch), init)
 
 
-def take(channel: Channel, memory: Any, ctx: Ctx) -> Any:
+def take(channel: Channel, memory: EndState, ctx: Ctx) -> EndState:
     """The state of a crossing in the ``memory`` of a channel with slots."""
     if channel.slots is None:
         return memory
-    at = channel.slots.at(ctx)
-    return jax.tree.map(lambda a: a.at[at].get(mode='fill'), memory)
+    slot = channel.slots.at(ctx)
+    return jax.tree.map(lambda a: a.at[slot].get(mode='fill'), memory)
 
 
-def put(channel: Channel, memory: Any, ctx: Ctx, state: Any) -> Any:
+def put(channel: Channel, memory: EndState, ctx: Ctx, state: EndState) -> EndState:
     """``memory`` with a crossing's next state; inverse of `take`."""
     if channel.slots is None:
         return state
-    at = channel.slots.at(ctx)
-    return jax.tree.map(lambda a, b: a.at[at].set(b), memory, state)
+    slot = channel.slots.at(ctx)
+    return jax.tree.map(lambda a, b: a.at[slot].set(b), memory, state)
 
 
 def slotted(slots: Slots, init: Callable[[Like], tuple[Tx, Rx]]) -> Channel:
@@ -74,7 +73,7 @@ def slotted(slots: Slots, init: Callable[[Like], tuple[Tx, Rx]]) -> Channel:
         y, state = one.recv(m, before, like, ctx)
         return y, put(channel, memory, ctx, settled(one, state, before))
 
-    def warm_start(x: Array, memory: Any, ctx: Ctx) -> Any:
+    def warm_start(x: Array, memory: EndState, ctx: Ctx) -> EndState:
         before = take(channel, memory, ctx)
         return put(channel, memory, ctx, settled(one, one.warm_start(x, before, ctx), before))
 
