@@ -15,17 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.feedback import Channel
+from jaxmp.feedback.channel import EndStates, Rx, Tx
 from jaxmp.feedback.gradient import by_value_and_grad
 from jaxmp.feedback.settled import settled
 from jaxmp.transport import Transport, laid_out, local
 from jaxmp.wire import Ctx, Like, Payload, like, nbytes
+
+Positions = tuple[Array | None, Array | None]  # as the sender and the receiver know them
+Crossed = tuple[Array, EndStates, EndStates]  # what arrives, and the states of both channels
+Aux = PyTree  # what comes with a loss: further means
 
 
 class FeedbackState(NamedTuple):
@@ -38,8 +43,8 @@ class FeedbackState(NamedTuple):
     FeedbackState(fwd=('e', 'f'), bwd=('g', 'h'))
     """
 
-    fwd: Any
-    bwd: Any
+    fwd: PyTree
+    bwd: PyTree
 
     def at(self, number: int) -> FeedbackState:
         """The state of one of several boundaries, counted from 0."""
@@ -91,27 +96,31 @@ class Boundary:
         x = by_value_and_grad(x, feedback.bwd)
 
         @jax.custom_vjp
-        def cross(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
+        def cross(x: Array, fwd: EndStates, bwd: EndStates, ctx: Ctx) -> Crossed:
             return forward(x, fwd, bwd, ctx)[0]
 
-        def forward(x: Array, fwd: Any, bwd: Any, ctx: Ctx) -> Any:
+        def forward(
+            x: Array, fwd: EndStates, bwd: EndStates, ctx: Ctx
+        ) -> tuple[Crossed, tuple[Ctx, Positions]]:
             informed = self.informed(ctx, bwd[1])
             y, state, indices = laid_out(partial(self._move, 'fwd'), x, fwd, (informed, ctx))
             return (y, state, bwd), (ctx, indices)
 
-        def backward(res: Any, cotangents: Any) -> Any:
+        def backward(
+            res: tuple[Ctx, Positions], cotangents: Crossed
+        ) -> tuple[Array, None, EndStates, None]:
             ctx, (sent, received) = res
             g, _, bwd = cotangents
             # The sender of the gradient is the receiver of the activation, so it has its indices.
-            at = tuple(ctx._replace(indices=s) for s in (received, sent))
-            gx, state, _ = laid_out(partial(self._move, 'bwd'), g, bwd, at)
+            contexts = tuple(ctx._replace(indices=s) for s in (received, sent))
+            gx, state, _ = laid_out(partial(self._move, 'bwd'), g, bwd, contexts)
             return gx, None, state, None
 
         cross.defvjp(forward, backward)
         y, fwd, bwd = cross(x, feedback.fwd, feedback.bwd, ctx)
         return y, FeedbackState(fwd, bwd)
 
-    def informed(self, ctx: Ctx, rx: Any) -> Ctx:
+    def informed(self, ctx: Ctx, rx: Rx) -> Ctx:
         """The context in which a stage sends an activation.
 
         Args:
@@ -122,7 +131,7 @@ class Boundary:
             return ctx
         return ctx._replace(spread=self.bwd.spread(rx, ctx))
 
-    def send(self, way: str, x: Array, tx: Any, ctx: Ctx) -> tuple[Payload, Any, Array | None]:
+    def send(self, way: str, x: Array, tx: Tx, ctx: Ctx) -> tuple[Payload, Tx, Array | None]:
         """The sender's part of a crossing, for stages that are separate programs.
 
         Args:
@@ -135,13 +144,13 @@ class Boundary:
         Returns:
           The message, the next state, and the positions that were sent (None if there are none).
         """
-        channel, at = self._half(way, ctx)
-        message, after = channel.send(x, tx, at)
-        return message, settled(channel, after, tx), channel.codec.indices(message, like(x), at)
+        channel, ctx = self._half(way, ctx)
+        message, after = channel.send(x, tx, ctx)
+        return message, settled(channel, after, tx), channel.codec.indices(message, like(x), ctx)
 
     def recv(
-        self, way: str, message: Payload, rx: Any, at: tuple[Like, Ctx]
-    ) -> tuple[Array, Any, Array | None]:
+        self, way: str, message: Payload, rx: Rx, at: tuple[Like, Ctx]
+    ) -> tuple[Array, Rx, Array | None]:
         """The receiver's part of a crossing.
 
         Args:
@@ -177,26 +186,26 @@ class Boundary:
             ctx = Ctx.example(x)
             tx, rx = self.bwd.init(like(x))
             informed = self.informed(ctx, rx)
-            forward, _, known = self.send('fwd', x, self.fwd.init(like(x))[0], informed)
-            return forward, self.send('bwd', x, tx, ctx._replace(indices=known))[0]
+            forward, _, indices = self.send('fwd', x, self.fwd.init(like(x))[0], informed)
+            return forward, self.send('bwd', x, tx, ctx._replace(indices=indices))[0]
 
         return jax.eval_shape(make, like(x))
 
-    def _ends(self, channel: Channel, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _ends(self, channel: Channel, state: EndStates) -> EndStates:
         return (state[0], ()) if self._shares(channel) else state
 
     def _shares(self, channel: Channel) -> bool:
         return channel.shared_state and self.via.colocated
 
     def _move(
-        self, way: str, x: Array, state: Any, at: tuple[Ctx, Ctx]
-    ) -> tuple[Array, Any, tuple[Any, Any]]:
+        self, way: str, x: Array, state: EndStates, contexts: tuple[Ctx, Ctx]
+    ) -> tuple[Array, EndStates, Positions]:
         tx, rx = state
         channel = self.fwd if way == 'fwd' else self.bwd
-        message, next_tx, sent = self.send(way, x, tx, at[0])
+        message, next_tx, sent = self.send(way, x, tx, contexts[0])
         arrived = (self.via.forward if way == 'fwd' else self.via.backward)(message)
         rx = tx if self._shares(channel) else rx
-        y, next_rx, received = self.recv(way, arrived, rx, (like(x), at[1]))
+        y, next_rx, received = self.recv(way, arrived, rx, (like(x), contexts[1]))
         return y, self._ends(channel, (next_tx, next_rx)), (sent, received)
 
     def _check(self, x: Array, feedback: FeedbackState) -> None:
@@ -266,8 +275,8 @@ def init_feedback(boundaries: Sequence[Boundary], shapes: Sequence[Array | Like]
 
 
 def value_and_grad(
-    loss: Callable[..., tuple[Array, tuple[FeedbackState, Any]]],
-) -> Callable[..., tuple[tuple[Array, Any], Any, FeedbackState]]:
+    loss: Callable[..., tuple[Array, tuple[FeedbackState, Aux]]],
+) -> Callable[..., tuple[tuple[Array, Aux], PyTree, FeedbackState]]:
     """`jax.value_and_grad` that also updates the feedback states of both directions.
 
     Args:
@@ -280,9 +289,10 @@ def value_and_grad(
     """
 
     def run(
-        params: Any, feedback: FeedbackState, *args: Any
-    ) -> tuple[tuple[Array, Any], Any, FeedbackState]:
-        def g(params: Any, token: Any) -> Any:  # token: only its cotangent matters
+        params: PyTree, feedback: FeedbackState, *args: PyTree
+    ) -> tuple[tuple[Array, Aux], PyTree, FeedbackState]:
+        def g(params: PyTree, token: PyTree) -> tuple[PyTree, PyTree]:
+            # Of `token` only the cotangent matters.
             value, (out, aux) = loss(params, FeedbackState(feedback.fwd, token), *args)
             return (value, out.bwd), (out.fwd, aux)
 

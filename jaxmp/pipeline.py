@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback
 from jaxmp.feedback import Channel
 from jaxmp.transport import Transport
 from jaxmp.wire import Ctx, Like, like
 
-Variables = tuple[Any, ...]
+StageVariables = dict[str, PyTree]  # of a stage: `params` and other collections, by name
+Variables = tuple[StageVariables, ...]  # of all stages
+Rngs = dict[str, Array]  # random keys by name: `params`, `dropout`
 
 
 @runtime_checkable
@@ -31,20 +33,20 @@ class Stage(Protocol):
     the ids of the model's input, which every stage has anyway; `init` has to do without.
     """
 
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, rngs: Rngs, *args: PyTree, **kwargs: Any) -> PyTree:
         """The initial variables; ``rngs`` has the keys ``params`` and ``dropout``."""
         ...
 
-    def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def init_with_output(self, rngs: Rngs, *args: PyTree, **kwargs: Any) -> PyTree:
         """The output and the variables."""
         ...
 
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: StageVariables, *args: PyTree, **kwargs: Any) -> PyTree:
         """The output; with ``mutable=[names]`` also these collections, updated."""
         ...
 
 
-def inputs(stage: Stage, ctx: Ctx, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def inputs(stage: Stage, ctx: Ctx, kwargs: Mapping[str, object]) -> dict[str, object]:
     """The keywords that ``stage`` is applied with: ``kwargs``, and the tokens if it reads them.
 
     Raises:
@@ -86,7 +88,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         check_stages(self.stages)
 
-    def init(self, key: Array, x: Array, **kwargs: Any) -> tuple[Variables, FeedbackState]:
+    def init(self, key: Array, x: Array, **kwargs: object) -> tuple[Variables, FeedbackState]:
         """Initial variables of all stages and states of all boundaries.
 
         Args:
@@ -112,8 +114,8 @@ class Pipeline:
         feedback: FeedbackState | None,
         x: Array,
         ctx: Ctx | None = None,
-        **kwargs: Any,
-    ) -> tuple[Array, Variables, Any]:
+        **kwargs: object,
+    ) -> tuple[Array, Variables, PyTree]:
         """Runs the stages; ``feedback=None`` leaves the boundaries open (no compression).
 
         Args:
@@ -130,44 +132,45 @@ class Pipeline:
         """
         ctx = (Ctx() if ctx is None else ctx).reading(x)
         updated, crossed = [], []
-        for i, (stage, own) in enumerate(zip(self.stages, variables, strict=True)):
+        for i, (stage, before) in enumerate(zip(self.stages, variables, strict=True)):
             if i and feedback is not None:
-                x, at = self.boundaries[i - 1].cross(x, feedback.at(i - 1), ctx.fold(2 * i))
-                crossed.append(at)
-            x, own = run_stage(stage, own, x, ctx.fold(2 * i + 1), kwargs)
-            updated.append(own)
+                x, state = self.boundaries[i - 1].cross(x, feedback.at(i - 1), ctx.fold(2 * i))
+                crossed.append(state)
+            x, after = run_stage(stage, before, x, ctx.fold(2 * i + 1), kwargs)
+            updated.append(after)
         return x, tuple(updated), None if feedback is None else FeedbackState.join(crossed)
 
-    def likes(self, variables: Variables, x: Array | Like, **kwargs: Any) -> list[Like]:
+    def likes(self, variables: Variables, x: Array | Like, **kwargs: object) -> list[Like]:
         """Shape and dtype of the tensor that crosses each boundary, for an input like ``x``."""
-        found = []
+        crossing = []
 
         def trace(variables: Variables, x: Array) -> None:
             ctx = Ctx(jax.random.key(0)).reading(x)
-            for stage, own in zip(self.stages[:-1], variables, strict=False):
-                x, _ = run_stage(stage, own, x, ctx, kwargs)
-                found.append(like(x))
+            for stage, of_stage in zip(self.stages[:-1], variables, strict=False):
+                x, _ = run_stage(stage, of_stage, x, ctx, kwargs)
+                crossing.append(like(x))
 
         jax.eval_shape(trace, variables, x)
-        return found
+        return crossing
 
 
 @functools.partial(jax.jit, static_argnames=('stages', 'kwargs'))
 def _start(
-    stages: tuple[Stage, ...], kwargs: tuple[tuple[str, Any], ...], key: Array, x: Array
+    stages: tuple[Stage, ...], kwargs: tuple[tuple[str, object], ...], key: Array, x: Array
 ) -> Variables:
     # It is compiled once for all seeds and channels, because that takes longer than the step.
-    made = []
+    initial = []
     for i, stage in enumerate(stages):
         keys = {'params': jax.random.fold_in(key, i), 'dropout': key}
         x, variables = stage.init_with_output(keys, x, **dict(kwargs))
-        made.append({'params': {}, **variables})  # Linen's has none where there are no parameters
-    return tuple(made)
+        # Linen's has no `params` where there are no parameters.
+        initial.append({'params': {}, **variables})
+    return tuple(initial)
 
 
 def run_stage(
-    stage: Stage, variables: dict, x: Array, ctx: Ctx, kwargs: Mapping[str, Any]
-) -> tuple[Array, dict]:
+    stage: Stage, variables: StageVariables, x: Array, ctx: Ctx, kwargs: Mapping[str, object]
+) -> tuple[Array, StageVariables]:
     """The output of a stage, and its variables with collections other than ``params`` updated."""
     mutable = [name for name in variables if name != 'params']
     rngs = {} if ctx.key is None else {'dropout': ctx.key}
