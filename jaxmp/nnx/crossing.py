@@ -7,15 +7,16 @@ and this module's does the same for the variables of a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from jaxmp.boundary import Boundary, FeedbackState
+from jaxmp.boundary import Aux, Boundary, FeedbackState
 from jaxmp.boundary import value_and_grad as with_feedback
 from jaxmp.wire import Ctx, Like
+
+PathParts = tuple[Hashable, ...]  # of a variable: the attributes, keys and numbers to it
 
 
 class ForwardFeedback(nnx.Variable):
@@ -71,7 +72,9 @@ class Crossing(nnx.Module):
         return y
 
 
-def value_and_grad(f: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    f: Callable[..., PyTree], *, has_aux: bool = False
+) -> Callable[..., tuple[PyTree, nnx.State]]:
     """`nnx.value_and_grad` by the `nnx.Param` of a model that holds crossings.
 
     All other variables, of the model and of further arguments, are updated in place: feedback
@@ -96,30 +99,32 @@ def value_and_grad(f: Callable[..., Any], *, has_aux: bool = False) -> Callable[
     [[0.0, 1.0]]
     """
 
-    def run(model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[Any, nnx.State]:
+    def run(model: nnx.Module, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, nnx.State]:
         nodes = model, args, kwargs
         graph, params, bwd, rest = nnx.split(nodes, _own(nnx.Param), _own(BackwardFeedback), ...)
 
-        def loss(params: Any, feedback: FeedbackState) -> tuple[Array, tuple[FeedbackState, Any]]:
+        def loss(
+            params: nnx.State, feedback: FeedbackState
+        ) -> tuple[Array, tuple[FeedbackState, Aux]]:
             inner = nnx.merge(graph, params, feedback.bwd, rest, copy=True)
             out = f(inner[0], *inner[1], **inner[2])
             value, aux = out if has_aux else (out, None)
             bwd, changed = nnx.state(inner, _own(BackwardFeedback), _changed)
             return value, (FeedbackState((), bwd), (changed, aux))
 
-        found = with_feedback(loss)(params, FeedbackState((), bwd))
-        (value, (changed, aux)), grads, feedback = found
+        step = with_feedback(loss)
+        (value, (changed, aux)), grads, feedback = step(params, FeedbackState((), bwd))
         nnx.update(nodes, changed, feedback.bwd)
         return (value, aux) if has_aux else value, grads[0]
 
     return run
 
 
-def _own(kind: type[nnx.Variable]) -> Callable[[Any, Any], bool]:
+def _own(kind: type[nnx.Variable]) -> Callable[[PathParts, object], bool]:
     """Filter of the model's variables of a kind, among (model, args, kwargs)."""
     return lambda path, value: path[0] == 0 and isinstance(value, kind)
 
 
-def _changed(path: Any, value: Any) -> bool:
+def _changed(path: PathParts, value: object) -> bool:
     """Filter of what ``f`` may change: all of the model but parameters; variables of the rest."""
     return not _own(nnx.Param)(path, value) and (path[0] == 0 or isinstance(value, nnx.Variable))

@@ -12,19 +12,21 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.nnx.crossing import Crossing
 
 Path = tuple[str, ...]
+Variables = dict[str, PyTree]  # by collection: `params`, `state`
+Rngs = Mapping[str, Array]  # random keys by name: `params`, `dropout`
 
 
 @dataclass(frozen=True)
@@ -38,27 +40,33 @@ class ModuleStage:
     """
 
     make: Callable[..., nnx.Module]
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
+    args: tuple[Hashable, ...]
+    kwargs: tuple[tuple[str, Hashable], ...]
 
     @property
     def name(self) -> str:
         """Name of the class or function, as errors have it."""
         return getattr(self.make, '__name__', repr(self.make))
 
-    def init(self, rngs: Any, x: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def init(self, rngs: Rngs, x: PyTree = None, **kwargs: object) -> Variables:
         """The variables of a new module; ``rngs['params']`` is the key of its `nnx.Rngs`."""
         del x, kwargs  # nnx modules know their shapes
         return self.variables(self._new(rngs['params']))
 
-    def init_with_output(self, rngs: Any, x: Array, **kwargs: Any) -> tuple[Array, dict[str, Any]]:
+    def init_with_output(self, rngs: Rngs, x: Array, **kwargs: Any) -> tuple[Array, Variables]:
         """The output for ``x``, and the variables as `init` makes them."""
         variables = self.init(rngs)
         return self.apply(variables, x, rngs=rngs, **kwargs), variables
 
     def apply(
-        self, variables: Any, x: Array, *, mutable: Any = False, rngs: Any = None, **kwargs: Any
-    ) -> Any:
+        self,
+        variables: Variables,
+        x: Array,
+        *,
+        mutable: Sequence[str] | Literal[False] = False,
+        rngs: Rngs | None = None,
+        **kwargs: object,
+    ) -> PyTree:
         """The output for ``x``; with ``mutable`` also the collections that it names.
 
         Args:
@@ -85,10 +93,10 @@ class ModuleStage:
         if mutable is False:
             return y
         after = _held(module)
-        kept = _nested({path: after[path] for path in paths})
-        return y, {name: kept[name] for name in mutable}
+        changed = _nested({path: after[path] for path in paths})
+        return y, {name: changed[name] for name in mutable}
 
-    def module(self, variables: Any) -> nnx.Module:
+    def module(self, variables: Variables) -> nnx.Module:
         """A new module that holds ``variables``, for example those of a trained stage.
 
         Raises:
@@ -105,7 +113,7 @@ class ModuleStage:
                 ) from None
         return module
 
-    def variables(self, module: nnx.Module) -> dict[str, Any]:
+    def variables(self, module: nnx.Module) -> Variables:
         """The variables of a module of this stage, for example of a trained one.
 
         Returns:
@@ -131,16 +139,16 @@ class ModuleStage:
 
 def _held(module: nnx.Module) -> dict[Path, nnx.Variable]:
     """Variables by collection and names of attributes."""
-    found = {}
+    variables = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState):
             collection = 'params' if isinstance(node, nnx.Param) else 'state'
-            found[collection, *map(str, path)] = node
-    return found
+            variables[collection, *map(str, path)] = node
+    return variables
 
 
-def _nested(held: dict[Path, nnx.Variable]) -> dict[str, Any]:
-    values = {path: variable.get_raw_value() for path, variable in held.items()}
+def _nested(variables: dict[Path, nnx.Variable]) -> Variables:
+    values = {path: variable.get_raw_value() for path, variable in variables.items()}
     return {'params': {}, **flax.traverse_util.unflatten_dict(values)}
 
 
@@ -149,19 +157,19 @@ def _seed(module: nnx.Module, key: Array | None) -> list[tuple[nnx.Variable, Arr
     key, counts = jax.random.key(0) if key is None else key, []
     streams = (node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.RngStream))
     for number, stream in enumerate(streams):
-        own, shape = jax.random.fold_in(key, number), stream.key.get_raw_value().shape
-        stream.key.set_raw_value(jax.random.split(own, shape) if shape else own)
+        stream_key, shape = jax.random.fold_in(key, number), stream.key.get_raw_value().shape
+        stream.key.set_raw_value(jax.random.split(stream_key, shape) if shape else stream_key)
         count = jnp.zeros(shape, jnp.uint32)
         stream.count.set_raw_value(count)
         counts.append((stream.count, count))
     return counts
 
 
-def _parameters(module: type) -> Any:
+def _parameters(module: type) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(module.__call__).parameters
 
 
-def stage(make: Callable[..., nnx.Module], /, *args: Any, **kwargs: Any) -> ModuleStage:
+def stage(make: Callable[..., nnx.Module], /, *args: Hashable, **kwargs: Hashable) -> ModuleStage:
     """A pipeline stage whose module is ``make(*args, **kwargs, rngs=nnx.Rngs(key))``.
 
     `jaxmp.pipeline` and every runtime take it where they take a Linen module. Stages of equal
@@ -190,12 +198,13 @@ def stage(make: Callable[..., nnx.Module], /, *args: Any, **kwargs: Any) -> Modu
             f'stage takes a class or function that makes an nnx.Module, got an object of type '
             f'{type(make).__name__}; write stage({type(make).__name__}, ...) with its arguments'
         )
-    made = ModuleStage(make, args, tuple(sorted(kwargs.items())))
+    module_stage = ModuleStage(make, args, tuple(sorted(kwargs.items())))
     try:
-        hash(made)
+        hash(module_stage)
     except TypeError as error:
         raise TypeError(
-            f'stage({made.name}, ...) takes hashable arguments, since compiled programs are '
-            f'known by them ({error}); give tuples for lists, and make arrays inside the module'
+            f'stage({module_stage.name}, ...) takes hashable arguments, since compiled programs '
+            f'are known by them ({error}); give tuples for lists, and make arrays inside the '
+            'module'
         ) from error
-    return made
+    return module_stage
