@@ -11,9 +11,9 @@ import inspect
 import math
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxmp import codecs, exchange, spec
 from jaxmp.plugins import module_of
 from jaxmp.sinks import errors
+from jaxmp.spec import Names
 from jaxmp.wire import Ctx, bits, like
 from jaxmp.words import form
 
@@ -115,13 +116,15 @@ class Word(NamedTuple):
     sources: tuple[str, ...]
 
 
-def kind_of(thing: Any) -> str | None:
+def kind_of(thing: object) -> str | None:
     """The kind of a word, or None if ``thing`` is none; of a function, what it says to return."""
     if inspect.isfunction(thing) and thing in spec.ROUNDINGS:
         return 'rounding'
-    made = inspect.signature(thing).return_annotation if inspect.isfunction(thing) else type(thing)
-    said = getattr(made, '__name__', str(made)).partition(' | ')[0]  # a codec over a codec, first
-    name = said.rpartition('.')[2]
+    type_ = inspect.signature(thing).return_annotation if inspect.isfunction(thing) else type(thing)
+    first = getattr(type_, '__name__', str(type_)).partition(' | ')[
+        0
+    ]  # a codec over a codec, first
+    name = first.rpartition('.')[2]
     return next((k for k, kind in KINDS.items() if name in kind.types), None)
 
 
@@ -130,7 +133,7 @@ def ours() -> list[Word]:
     return words_of(KNOWN, (codecs, exchange))
 
 
-def words_of(names: Mapping[str, Any], modules: Iterable[ModuleType]) -> list[Word]:
+def words_of(names: Names, modules: Iterable[ModuleType]) -> list[Word]:
     """The words among ``names``, by kind and name.
 
     Args:
@@ -138,27 +141,27 @@ def words_of(names: Mapping[str, Any], modules: Iterable[ModuleType]) -> list[Wo
       modules: where docstrings of constants stand.
     """
     docs = {name: text for m in modules for name, text in _constants(m).items()}
-    found = []
+    words = []
     for name, thing in sorted(names.items()):
         if kind := kind_of(thing):
             text = inspect.getdoc(thing) if inspect.isfunction(thing) else docs.get(name)
             measured = _measured(kind, name, thing, {**KNOWN, **names})
-            said = form(thing) if inspect.isfunction(thing) and kind != 'rounding' else ''
-            found.append(Word(kind, name + said, *measured, _line(text), _sources(text)))
-    return sorted(found, key=lambda w: list(KINDS).index(w.kind))
+            arguments = form(thing) if inspect.isfunction(thing) and kind != 'rounding' else ''
+            words.append(Word(kind, name + arguments, *measured, _line(text), _sources(text)))
+    return sorted(words, key=lambda w: list(KINDS).index(w.kind))
 
 
-def own(module: ModuleType) -> dict[str, Any]:
+def own(module: ModuleType) -> dict[str, object]:
     """The words that a module lists in ``__all__`` or, without one, defines."""
     assigned = _assigned(module)
     home = lambda thing: inspect.isfunction(thing) and thing.__module__
     here = lambda name, thing: name in assigned or home(thing) == module.__name__
-    said = getattr(module, '__all__', None) or [k for k, v in vars(module).items() if here(k, v)]
-    public = {name: vars(module)[name] for name in said if not name.startswith('_')}
+    listed = getattr(module, '__all__', None) or [k for k, v in vars(module).items() if here(k, v)]
+    public = {name: vars(module)[name] for name in listed if not name.startswith('_')}
     return {name: thing for name, thing in public.items() if kind_of(thing)}
 
 
-def own_words(text: str) -> dict[str, Any]:
+def own_words(text: str) -> dict[str, object]:
     """The words of ``config.codecs``: modules or files, with commas between them.
 
     Raises:
@@ -175,29 +178,29 @@ def imported(places: Iterable[str], says: str = '') -> list[ModuleType]:
     Raises:
       ValueError: if one cannot be imported, or has no word; the message begins with ``says``.
     """
-    found = []
+    modules = []
     for where in places:
-        found.append(module_of(where, says, 'give modules or files with codecs, rules, exchanges'))
-        if not own(found[-1]):
+        modules.append(
+            module_of(where, says, 'give modules or files with codecs, rules, exchanges')
+        )
+        if not own(modules[-1]):
             raise ValueError(
                 f'{says}{where} has no words; a word is a jaxmp.Codec, or a public function that '
                 'says to return one: def mine(bits: int) -> jaxmp.Codec'
             )
-    return found
+    return modules
 
 
-def _measured(
-    kind: str, name: str, thing: Any, names: Mapping[str, Any]
-) -> tuple[str, float | None, str]:
+def _measured(kind: str, name: str, thing: object, names: Names) -> tuple[str, float | None, str]:
     """An example of a word, its bits per element, and the collectives or what is missing."""
     call = name
     if inspect.isfunction(thing) and kind != 'rounding':
-        said = inspect.signature(thing).parameters.values()
-        needed = [p.name for p in said if p.default is p.empty]
-        given = [ARGUMENTS.get(f'{name}.{p}', ARGUMENTS.get(p, '')) for p in needed]
-        if '' in given:
-            return '', None, f'no example of {needed[given.index("")]}'
-        call = f'{name}({", ".join(given)})'
+        parameters = inspect.signature(thing).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty]
+        arguments = [ARGUMENTS.get(f'{name}.{p}', ARGUMENTS.get(p, '')) for p in needed]
+        if '' in arguments:
+            return '', None, f'no example of {needed[arguments.index("")]}'
+        call = f'{name}({", ".join(arguments)})'
     example = KINDS[kind].frame.format(call)
     try:
         return example, *_cost(kind, example, names)
@@ -205,7 +208,7 @@ def _measured(
         return example, None, f'{type(error).__name__}: {error}'
 
 
-def _cost(kind: str, example: str, names: Mapping[str, Any]) -> tuple[float, str]:
+def _cost(kind: str, example: str, names: Names) -> tuple[float, str]:
     if kind in BETWEEN:
         sent = exchange.bytes_of(exchange.parse(example, names), TENSOR, REPLICAS)
         return 8 * sent['sent'] / TENSOR.size, ', '.join(sent['handed'])
@@ -213,7 +216,7 @@ def _cost(kind: str, example: str, names: Mapping[str, Any]) -> tuple[float, str
     return bits(channel, TENSOR, jax.eval_shape(_context, TENSOR)) / TENSOR.size, ''
 
 
-def above_shannon(example: str, names: Mapping[str, Any] = KNOWN) -> float | None:
+def above_shannon(example: str, names: Names = KNOWN) -> float | None:
     """Bits per element that a codec spends above Shannon's bound on normal data; None for no error.
 
     A code of error D, as a part of the energy, needs ``log2(1 / D) / 2`` bits.
@@ -231,7 +234,7 @@ def above_shannon(example: str, names: Mapping[str, Any] = KNOWN) -> float | Non
     return spent - math.log2(1 / lost) / 2 if lost else None
 
 
-def on_text(example: str, names: Mapping[str, Any] = KNOWN) -> str:
+def on_text(example: str, names: Names = KNOWN) -> str:
     """The errors of a codec on a language model's activations, as `jaxmp.sinks` measures them."""
     try:
         return str(errors(spec.parse(example, names).codec))
@@ -258,14 +261,14 @@ def _modules(package: ModuleType) -> list[ModuleType]:
 
 def _assigned(module: ModuleType) -> dict[str, str]:
     """Names that a module assigns, and the docstrings below them."""
-    body, found = ast.parse(inspect.getsource(module)).body, {}
+    body, docstrings = ast.parse(inspect.getsource(module)).body, {}
     for node, after in zip(body, [*body[1:], None], strict=True):
-        said = after.value if isinstance(after, ast.Expr) else None
-        text = said.value if isinstance(said, ast.Constant) else ''
+        below = after.value if isinstance(after, ast.Expr) else None
+        text = below.value if isinstance(below, ast.Constant) else ''
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, 'target', None)]
         names = [t.id for t in targets if isinstance(t, ast.Name)]
-        found |= dict.fromkeys(names, inspect.cleandoc(str(text)))
-    return found
+        docstrings |= dict.fromkeys(names, inspect.cleandoc(str(text)))
+    return docstrings
 
 
 def _constants(package: ModuleType) -> dict[str, str]:
@@ -274,11 +277,11 @@ def _constants(package: ModuleType) -> dict[str, str]:
 
 def _line(text: str | None) -> str:
     """The first sentence."""
-    found = re.match(r'.*?\.(?=\s|$)', text or '', re.DOTALL)
-    return re.sub(r'\s+', ' ', found[0]) if found else ''
+    sentence = re.match(r'.*?\.(?=\s|$)', text or '', re.DOTALL)
+    return re.sub(r'\s+', ' ', sentence[0]) if sentence else ''
 
 
 def _sources(text: str | None) -> tuple[str, ...]:
     part = (text or '').partition('References:\n')[2]
-    said = re.sub(r'\s+', ' ', part.partition('\n\n')[0]).strip().rstrip('.')
-    return tuple(s.strip() for s in said.split(';') if s)
+    references = re.sub(r'\s+', ' ', part.partition('\n\n')[0]).strip().rstrip('.')
+    return tuple(s.strip() for s in references.split(';') if s)

@@ -11,7 +11,7 @@ import ast
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxmp import codecs, feedback
 from jaxmp.feedback import Channel, direct
@@ -20,8 +20,10 @@ from jaxmp.words import called, form, named
 
 LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)
+Names = Mapping[str, object]  # what texts may name: functions, codecs, rules, numbers
+T = TypeVar('T')
 RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt')
-NAMES: Mapping[str, Any] = {
+NAMES: Names = {
     **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
     **{name: getattr(feedback, name) for name in RULES},
     'outliers': feedback.outliers,  # a codec over a codec, a rule over a rule
@@ -32,7 +34,7 @@ class SpecError(ValueError):
     """An invalid channel text; the message quotes the text and gives the reason."""
 
 
-def parse(text: str, names: Mapping[str, Any] | None = None) -> Channel:
+def parse(text: str, names: Names | None = None) -> Channel:
     """The channel that ``text`` names; a bare codec means ``direct``.
 
     Texts with the same calls give equal channels, and ``parse(str(c), names) == c``.
@@ -53,7 +55,7 @@ top_k(0.1)
     return read(text, {**NAMES, **(names or {})}, _channel)
 
 
-def read(text: str, names: Mapping[str, Any], finish: Callable[[Any, str], Any]) -> Any:
+def read(text: str, names: Names, finish: Callable[[Any, str], T]) -> T:
     """The object that ``text`` builds from ``names``.
 
     Args:
@@ -87,7 +89,7 @@ def _tree(text: str) -> ast.expr:
         raise SyntaxError(str(error)) from None
 
 
-def canonical(text: str, names: Mapping[str, Any] | None = None) -> str:
+def canonical(text: str, names: Names | None = None) -> str:
     """The text in its canonical spelling, which is that of Python's unparser; see `parse`.
 
     >>> canonical(' top_k( 0.10,values = fp16 ) ')
@@ -97,22 +99,23 @@ def canonical(text: str, names: Mapping[str, Any] | None = None) -> str:
     return ast.unparse(ast.parse(text.strip(), mode='eval'))
 
 
-def _channel(thing: Any, text: str) -> Channel:
+def _channel(thing: object, text: str) -> Channel:
     if isinstance(thing, Channel):
         return thing
-    if not isinstance(complete(thing, text), Codec):
+    codec = complete(thing, text)
+    if not isinstance(codec, Codec):
         raise TypeError(f'{text} is not a codec or feedback rule by itself')
-    return named(repr(thing), direct(thing))
+    return named(repr(codec), direct(codec))
 
 
-def complete(thing: Any, text: str) -> Any:
+def complete(thing: T, text: str) -> T:
     """``thing``; raises SpecError if it is a function whose arguments are missing."""
     if inspect.isfunction(thing):
         raise SpecError(_incomplete(text, thing))
     return thing
 
 
-def _build(node: ast.expr, names: Mapping[str, Any]) -> Any:
+def _build(node: ast.expr, names: Names) -> object:
     match node:
         case ast.Constant(value=bool() | int() | float() as value):
             return value
@@ -128,7 +131,7 @@ def _build(node: ast.expr, names: Mapping[str, Any]) -> Any:
     )
 
 
-def _look_up(name: str, names: Mapping[str, Any]) -> Any:
+def _look_up(name: str, names: Names) -> object:
     if name in names:
         return names[name]
     near = difflib.get_close_matches(name, names, n=1)
@@ -136,9 +139,7 @@ def _look_up(name: str, names: Mapping[str, Any]) -> Any:
     raise SpecError(f'unknown word {name!r}{hint}; allowed are {", ".join(sorted(names))}')
 
 
-def _call(
-    name: str, args: list[ast.expr], keywords: list[ast.keyword], names: Mapping[str, Any]
-) -> Any:
+def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], names: Names) -> object:
     function = _look_up(name, names)
     if not callable(function) or isinstance(function, tuple) or function in ROUNDINGS:
         raise SpecError(f'{name} takes no arguments; write {name}')
@@ -153,7 +154,7 @@ def _call(
     return called(name, function, bound, function(*bound.args, **bound.kwargs))
 
 
-def _argument(node: ast.expr, names: Mapping[str, Any]) -> Any:
+def _argument(node: ast.expr, names: Names) -> object:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     value = _build(node, names)
@@ -162,5 +163,5 @@ def _argument(node: ast.expr, names: Mapping[str, Any]) -> Any:
     return value
 
 
-def _incomplete(text: str, function: Any) -> str:
+def _incomplete(text: str, function: Callable) -> str:
     return f'{text} needs its arguments: {text}{form(function)}'

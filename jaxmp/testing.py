@@ -13,18 +13,20 @@ peeks at the sender's data fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxmp.feedback import Channel, direct
-from jaxmp.spec import parse
-from jaxmp.wire import Codec, Ctx, bits
+from jaxmp.feedback.channel import EndStates, Rx, Tx
+from jaxmp.spec import Names, parse
+from jaxmp.wire import Codec, Ctx, Payload, bits
 
 # Compiling dominates. The programs are XLA's as ever, with their machine code made in a hurry.
-QUICK: dict[str, Any] = {'xla_backend_optimization_level': 0}
+QUICK: dict[str, bool | int] = {'xla_backend_optimization_level': 0}
 if jax.__version_info__ < (0, 11):  # later ones do not know the first
     QUICK |= {'xla_cpu_use_fusion_emitters': False, 'xla_cpu_parallel_codegen_split_count': 1}
 SAMPLES, INNER = 4, (7, 43)  # 301 elements a sample, 1204 in all: more than a block of 256, odd
@@ -37,7 +39,7 @@ def special(inner: tuple[int, ...]) -> dict[str, np.ndarray]:
     normal = r.standard_normal((SAMPLES, *inner)).astype(np.float32)
     largest = np.finfo(np.float32).max
 
-    def put(*values: Any) -> np.ndarray:
+    def put(*values: np.floating | float) -> np.ndarray:
         x = normal.copy()
         for i, value in enumerate(values):
             x[BAD[0], BAD[1] + i, BAD[2]] = value
@@ -87,7 +89,7 @@ class Law(NamedTuple):
       alone: a sample's result does not depend on the other samples.
     """
 
-    bound: Callable[[np.ndarray], Any] | None = None
+    bound: Callable[[np.ndarray], np.ndarray | float] | None = None
     spoilt: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     idempotent: bool = False
     kept: float | None = None
@@ -150,20 +152,20 @@ def blocks(size: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
 def context(like: jax.ShapeDtypeStruct) -> Ctx:
     """A key, ids and (for same_support) six positions a sample, one of them sent as a zero."""
     n = int(np.prod(like.shape[1:]))
-    at = np.linspace(0, n - 1, min(6, n)).astype(np.int32)
-    at[1] = ~at[1]
+    indices = np.linspace(0, n - 1, min(6, n)).astype(np.int32)
+    indices[1] = ~indices[1]
     rows = like.shape[0]
-    return Ctx(jax.random.key(7), jnp.arange(rows), jnp.tile(at, (rows, 1)))
+    return Ctx(jax.random.key(7), jnp.arange(rows), jnp.tile(indices, (rows, 1)))
 
 
 class Ends(NamedTuple):
     """The two ends of a channel, each a compiled program of its own."""
 
-    send: Callable[..., Any]
-    recv: Callable[..., Any]
-    init: Callable[[], Any]
+    send: Callable[[np.ndarray, Tx, Ctx], tuple[Payload, Tx]]
+    recv: Callable[[Payload, Rx, Ctx], tuple[Array, Rx]]
+    init: Callable[[], EndStates]
 
-    def cross(self, x: Any, tx: Any, rx: Any, ctx: Ctx) -> tuple[Any, Any, Any, Any]:
+    def cross(self, x: np.ndarray, tx: Tx, rx: Rx, ctx: Ctx) -> tuple[Payload, np.ndarray, Tx, Rx]:
         """One message, as bytes: the payload, what arrives, and the next states."""
         m, tx = self.send(x, tx, ctx)
         y, rx = self.recv(as_bytes(m), rx, ctx)
@@ -177,7 +179,7 @@ def ends(channel: Channel, like: jax.ShapeDtypeStruct) -> Ends:
     return Ends(send, recv, lambda: channel.init(like))
 
 
-def as_bytes(payload: Any) -> Any:
+def as_bytes(payload: Payload) -> Payload:
     """The payload after a trip as bytes."""
     read = lambda a: np.frombuffer(np.asarray(a).tobytes(), a.dtype).reshape(a.shape)
     return jax.tree.map(read, payload)
@@ -187,7 +189,7 @@ def check(
     channel: str | Channel | Codec,
     law: Law = Law(),  # noqa: B008
     inputs: Mapping[str, np.ndarray] = INPUTS,
-    names: Mapping[str, Any] | None = None,
+    names: Names | None = None,
 ) -> None:
     """Checks every law for one codec or feedback rule over ``inputs``.
 
@@ -239,7 +241,7 @@ def _check_alone(text: str, results: dict[str, np.ndarray]) -> None:
         assert same.all(), f'{text} of {name}: other samples are not touched'
 
 
-def _check_values(where: str, law: Law, x: np.ndarray, y: np.ndarray, dtype: Any) -> None:
+def _check_values(where: str, law: Law, x: np.ndarray, y: np.ndarray, dtype: np.dtype) -> None:
     if not np.isfinite(x).all():
         if law.spoilt is not None:
             spoilt, expected = ~np.isfinite(y), law.spoilt(x, y)

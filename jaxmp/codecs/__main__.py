@@ -11,15 +11,14 @@ import html
 import re
 import sys
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxmp.grammar import (
     BETWEEN,
     KINDS,
     KNOWN,
     TENSOR,
+    Names,
     Word,
     above_shannon,
     imported,
@@ -48,7 +47,7 @@ def plain(words: list[Word]) -> str:
     return '\n'.join([OF, *parts])
 
 
-def table(words: list[Word], names: Mapping[str, Any] = KNOWN) -> str:
+def table(words: list[Word], names: Names = KNOWN) -> str:
     """Words of one kind as a Markdown table; ``names`` are those that their examples use."""
     between = any(w.kind in BETWEEN for w in words)
     codecs = any(w.kind == 'codec' for w in words)
@@ -105,12 +104,12 @@ def _number(w: Word) -> str:
     return f'{w.bits:.4g}'
 
 
-def _above(w: Word, names: Mapping[str, Any]) -> str:
+def _above(w: Word, names: Names) -> str:
     above = None if w.bits is None else above_shannon(w.example, names)
     return '' if above is None else f'{above:.2f}'
 
 
-def _on_text(w: Word, names: Mapping[str, Any]) -> str:
+def _on_text(w: Word, names: Names) -> str:
     return '' if w.bits is None else on_text(w.example, names)
 
 

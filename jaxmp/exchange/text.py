@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from jaxmp import spec
 from jaxmp.exchange.adam import frozen_adam
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
@@ -16,7 +13,7 @@ from jaxmp.exchange.parts import by_name, by_size
 from jaxmp.exchange.rounds import diloco, local_sgd
 from jaxmp.words import named
 
-RULES: dict[str, Any] = {
+RULES: spec.Names = {
     f.__name__: f
     for f in (
         *(all_gather, all_reduce, bucketed, by_name, by_size, demo, dgc, diloco, double_squeeze),
@@ -25,7 +22,7 @@ RULES: dict[str, Any] = {
 } | {'mean': mean}
 
 
-def parse(text: str, names: Mapping[str, Any] | None = None) -> Exchange:
+def parse(text: str, names: spec.Names | None = None) -> Exchange:
     """The exchange that ``text`` names; a bare rule means ``per_layer``.
 
     Args:
@@ -44,11 +41,12 @@ be added; those of raw, fp16, bf16 and random_k can; use all_gather(...) or scat
     return spec.read(text, {**spec.NAMES, **RULES, **(names or {})}, _exchange)
 
 
-def _exchange(thing: Any, text: str) -> Exchange:
+def _exchange(thing: object, text: str) -> Exchange:
     if isinstance(thing, Exchange):
         return thing
-    if isinstance(spec.complete(thing, text), Rule):
-        return named(repr(thing), per_layer(thing))
+    rule = spec.complete(thing, text)
+    if isinstance(rule, Rule):
+        return named(repr(rule), per_layer(rule))
     raise TypeError(
         f'{text} is not an exchange between replicas; write mean, all_gather({text}), '
         f'all_reduce({text}) or double_squeeze({text})'
