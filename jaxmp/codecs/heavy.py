@@ -8,7 +8,7 @@ scale for such a tensor leaves nothing of the other elements. `taken` sends the 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxmp.codecs.extremes import largest
 from jaxmp.codecs.lloyd import RUNS, unit_rms
 from jaxmp.codecs.microscaling import BIAS, exponent, power
 from jaxmp.codecs.view import each
-from jaxmp.wire import Codec, Ctx, Like, compute_dtype, like, samples, wide
+from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like, samples, wide
 
 
 class Heavy(NamedTuple):
@@ -52,23 +52,23 @@ def _sizes(x: Array | Like, of: Heavy) -> tuple[int, int, int, int, int]:
     return count, tokens, channels, min(of.tokens, tokens // 2), min(of.channels, channels // 2)
 
 
-def _put(rows: Array, at: Int[Array, 'B K'], values: Array) -> Array:
+def _put(rows: Array, places: Int[Array, 'B K'], values: Array) -> Array:
     """The rows of each sample with those at some places replaced."""
-    return jax.vmap(lambda r, a, v: r.at[a].set(v, unique_indices=True))(rows, at, values)
+    return jax.vmap(lambda r, a, v: r.at[a].set(v, unique_indices=True))(rows, places, values)
 
 
-def _with_columns(rows: Array, at: Int[Array, 'B K'], values: Float[Array, 'B K T']) -> Array:
+def _with_columns(rows: Array, places: Int[Array, 'B K'], values: Float[Array, 'B K T']) -> Array:
     """The rows with some of their columns replaced."""
     put = lambda r, a, v: r.at[:, a].set(v, unique_indices=True)
-    return jax.vmap(put)(rows, at, values.swapaxes(1, 2))
+    return jax.vmap(put)(rows, places, values.swapaxes(1, 2))
 
 
-def _gathered(rows: Array, at: Int[Array, 'B K']) -> Array:
-    return jnp.take_along_axis(rows, at[:, :, None], 1)
+def _gathered(rows: Array, places: Int[Array, 'B K']) -> Array:
+    return jnp.take_along_axis(rows, places[:, :, None], 1)
 
 
-def _words(at: Array, below: int) -> Array:
-    return at.astype(jnp.uint16 if below <= 2**16 else jnp.uint32)
+def _words(places: Array, below: int) -> Array:
+    return places.astype(jnp.uint16 if below <= 2**16 else jnp.uint32)
 
 
 def _heaviest(x: Float[Array, 'B T C'], tokens: int, channels: int) -> tuple[Array, Array]:
@@ -80,9 +80,9 @@ def _heaviest(x: Float[Array, 'B T C'], tokens: int, channels: int) -> tuple[Arr
     runs = [jnp.abs(x[..., i * width : (i + 1) * width]) for i in range(RUNS)] * (width > 0)
     rest = x[..., RUNS * width :]
     most = jnp.concatenate([functools.reduce(jnp.maximum, runs), rest], 2) if runs else rest
-    at = jax.lax.top_k(largest(most, 2), tokens)[1]
+    heaviest = jax.lax.top_k(largest(most, 2), tokens)[1]
     mean = jnp.sum(jnp.abs(x) * (1 / x.shape[1]), 1)
-    return at, jax.lax.top_k(jnp.where(jnp.isnan(mean), jnp.inf, mean), channels)[1]
+    return heaviest, jax.lax.top_k(jnp.where(jnp.isnan(mean), jnp.inf, mean), channels)[1]
 
 
 def _scaled(rest: Float[Array, 'B T C']) -> tuple[Array, Array]:
@@ -100,7 +100,7 @@ def _scaled(rest: Float[Array, 'B T C']) -> tuple[Array, Array]:
     return rest * (1 / power(e, rest.dtype)[..., None]), (e + BIAS).astype(jnp.uint8)
 
 
-def taken(x: Array, of: Heavy, ctx: Ctx) -> tuple[dict[str, Any], Array]:
+def taken(x: Array, of: Heavy, ctx: Ctx) -> tuple[dict[str, Payload], Array]:
     """The message of the heavy elements, and what is left, of the shape of ``x``.
 
     A heavy channel is left as zeros, and a heavy token as the mean of the others, which costs the
@@ -112,7 +112,7 @@ def taken(x: Array, of: Heavy, ctx: Ctx) -> tuple[dict[str, Any], Array]:
     tokens, channels = _heaviest(rows, t, c)
     whole = _gathered(rows, tokens)
     columns = jnp.take_along_axis(rows, channels[:, None], 2).swapaxes(1, 2)
-    message: dict[str, Any] = {}
+    message: dict[str, Payload] = {}
     values = each(of.values)
     if c:
         message |= {'channels': _words(channels, width)}
@@ -133,7 +133,7 @@ def taken(x: Array, of: Heavy, ctx: Ctx) -> tuple[dict[str, Any], Array]:
     return message, rest.reshape(x.shape)
 
 
-def put_back(m: dict[str, Any], rest: Array, like: Like, of: Heavy, ctx: Ctx) -> Array:
+def put_back(m: dict[str, Payload], rest: Array, like: Like, of: Heavy, ctx: Ctx) -> Array:
     """The tensor of a message of `taken` and of what was left."""
     n, count, width, t, c = _sizes(like, of)
     dtype = compute_dtype(like)
@@ -151,8 +151,8 @@ def put_back(m: dict[str, Any], rest: Array, like: Like, of: Heavy, ctx: Ctx) ->
         tokens = m['tokens'].astype(jnp.int32)
         whole = values.decode(m['whole'], part(t, width), ctx.fold(2)._replace(indices=None))
         if channels is not None:
-            both = bf16.decode(m['both'], part(c, t), ctx)
-            whole = _with_columns(whole, channels, both)
+            crossings = bf16.decode(m['both'], part(c, t), ctx)
+            whole = _with_columns(whole, channels, crossings)
         y = _put(y, tokens, whole)
     return saturated(y.reshape(like.shape), like.dtype)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
 from jaxmp.codecs import select
-from jaxmp.wire import pack, unpack
+from jaxmp.wire import Payload, pack, unpack
 from jaxmp.words import Origin, known, named
 
 
@@ -30,8 +30,8 @@ class IndexCoding(NamedTuple):
       origin: the name of the coding in texts (`jaxmp.words`).
     """
 
-    encode: Callable[[UInt32[Array, 'B w'], Int[Array, 'B K'], int], Any]
-    decode: Callable[[Any, int, int], Int[Array, 'B K']]
+    encode: Callable[[UInt32[Array, 'B w'], Int[Array, 'B K'], int], Payload]
+    decode: Callable[[Payload, int, int], Int[Array, 'B K']]
     origin: Origin | None = None
 
 
@@ -39,7 +39,9 @@ def _width(n: int) -> int:
     return max(1, math.ceil(math.log2(n)))
 
 
-int32 = named('int32', IndexCoding(lambda _, at, n: at.astype(jnp.int32), lambda m, n, k: m))
+int32 = named(
+    'int32', IndexCoding(lambda _, support, n: support.astype(jnp.int32), lambda m, n, k: m)
+)
 """Positions as 32-bit integers."""
 
 packed = named(

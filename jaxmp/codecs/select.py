@@ -91,7 +91,7 @@ def few_largest(x: Float[Array, 'B n'], k: int) -> Int32[Array, 'B k']:
     return _few(_magnitude(_bits(x)), k)
 
 
-def without_few(x: Float[Array, 'B n'], at: Int32[Array, 'B k']) -> Float[Array, 'B n']:
+def without_few(x: Float[Array, 'B n'], support: Int32[Array, 'B k']) -> Float[Array, 'B n']:
     """The rows with zeros at the positions of `few_largest`.
 
     A comparison of keys, which XLA fuses with what follows; setting elements would copy the rows.
@@ -99,10 +99,12 @@ def without_few(x: Float[Array, 'B n'], at: Int32[Array, 'B k']) -> Float[Array,
     >>> without_few(jnp.array([[1.0, -3.0, 2.0, 2.0]]), jnp.array([[1, 2]])).tolist()
     [[1.0, 0.0, 0.0, 2.0]]
     """
-    key, place = _magnitude(_bits(x)), jnp.arange(x.shape[1], dtype=at.dtype)
-    few = gather(key, at)
+    key, place = _magnitude(_bits(x)), jnp.arange(x.shape[1], dtype=support.dtype)
+    few = gather(key, support)
     least = few.min(1, keepdims=True)
-    last = jnp.where(few == least, at, -1).max(1, keepdims=True)  # of equals the first are taken
+    last = jnp.where(few == least, support, -1).max(
+        1, keepdims=True
+    )  # of equals the first are taken
     return jnp.where(key >= least + (place > last).astype(key.dtype), 0, x)
 
 
@@ -116,8 +118,8 @@ def _few(key: Shaped[Array, 'B n'], k: int) -> Int32[Array, 'B k']:
     runs = jnp.pad(key, ((0, 0), (0, -key.shape[1] % FOLD))).reshape(len(key), -1, FOLD)
     run = _few(jnp.max(runs, 2), k)
     rows = jnp.take_along_axis(runs, run[:, :, None], 1, mode='clip').reshape(len(key), -1)
-    at = _few_of_short(rows.T, k).T
-    return FOLD * jnp.take_along_axis(run, at // FOLD, 1, mode='clip') + at % FOLD
+    support = _few_of_short(rows.T, k).T
+    return FOLD * jnp.take_along_axis(run, support // FOLD, 1, mode='clip') + support % FOLD
 
 
 def _few_of_short(key: Shaped[Array, 'n B'], k: int) -> Int32[Array, 'k B']:

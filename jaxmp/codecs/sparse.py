@@ -7,7 +7,6 @@ for their positions (`jaxmp.codecs.indices`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxtyping import Array
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import IndexCoding, bitmap
-from jaxmp.wire import KEY, Codec, Ctx, Like, Need, elements, samples, wide
+from jaxmp.wire import KEY, Codec, Ctx, Like, Need, Payload, elements, samples, wide
 from jaxmp.words import word
 
 
@@ -39,8 +38,8 @@ def check_parts(name: str, fraction: object, values: object, indices: object = b
 
 
 def _kind(part: object) -> str:
-    known = {'Channel': 'a feedback rule', 'Codec': 'a codec', 'IndexCoding': 'an index coding'}
-    return known.get(type(part).__name__, getattr(part, '__name__', repr(part)))
+    kinds = {'Channel': 'a feedback rule', 'Codec': 'a codec', 'IndexCoding': 'an index coding'}
+    return kinds.get(type(part).__name__, getattr(part, '__name__', repr(part)))
 
 
 def _inner(like: Like, k: int) -> Like:
@@ -81,8 +80,8 @@ def top_k(fraction: float, values: Codec = raw, indices: IndexCoding = bitmap) -
     half = lambda n: select.count(n, fraction / 2)
 
     def largest(x: Array) -> Array:
-        kept, at, _ = _largest(samples(x), half)
-        return _scatter(kept, at, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        largest, support, _ = _largest(samples(x), half)
+        return _scatter(largest, support, jax.ShapeDtypeStruct(x.shape, x.dtype))
 
     whole = _top(lambda n: min(n, 2 * half(n)), values, indices)
     codec = _top(lambda n: select.count(n, fraction), values, indices)
@@ -93,30 +92,30 @@ def _largest(x: Array, count: Callable[[int], int]) -> tuple[Array, Array, Array
     """The largest elements of each row, their positions, and the bitmap of the positions."""
     k = count(x.shape[1])
     words = select.k_largest(x, k)
-    at = select.positions(words, k)
-    return select.gather(x, at), at, words
+    support = select.positions(words, k)
+    return select.gather(x, support), support, words
 
 
 def _top(count: Callable[[int], int], values: Codec, indices: IndexCoding) -> Codec:
     """TopK that keeps ``count(D)`` of D elements."""
 
-    def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
+    def encode(x: Array, ctx: Ctx) -> dict[str, Payload]:
         x = samples(x)
-        kept, at, words = _largest(x, count)
-        kept = values.encode(kept, ctx._replace(indices=None))
-        return {'indices': indices.encode(words, at, x.shape[1]), 'values': kept}
+        largest, support, words = _largest(x, count)
+        sent = values.encode(largest, ctx._replace(indices=None))
+        return {'indices': indices.encode(words, support, x.shape[1]), 'values': sent}
 
-    def read(m: dict[str, Any], like: Like, ctx: Ctx) -> tuple[Array, Array]:
+    def read(m: dict[str, Payload], like: Like, ctx: Ctx) -> tuple[Array, Array]:
         n = elements(like)
-        at = indices.decode(m['indices'], n, count(n))
-        kept = values.decode(m['values'], _inner(like, at.shape[1]), ctx._replace(indices=None))
-        return kept, at
+        place = indices.decode(m['indices'], n, count(n))
+        inner = _inner(like, place.shape[1])
+        return values.decode(m['values'], inner, ctx._replace(indices=None)), place
 
-    def support(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
-        kept, at = read(m, like, ctx)
-        return jnp.where(kept == 0, ~at, at)
+    def support(m: dict[str, Payload], like: Like, ctx: Ctx) -> Array:
+        y, place = read(m, like, ctx)
+        return jnp.where(y == 0, ~place, place)
 
-    def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
+    def decode(m: dict[str, Payload], like: Like, ctx: Ctx) -> Array:
         return _scatter(*read(m, like, ctx), like)
 
     return Codec(encode, decode, support, samples=values.samples, needs=values.needs)
@@ -143,22 +142,22 @@ def random_k(fraction: float, values: Codec = raw) -> Codec:
 
     def draw(rows: int, n: int, ctx: Ctx) -> Array:
         k, drawn = select.count(n, fraction), jax.random.uniform(ctx.key_of('random_k'), (1, n))
-        at = select.positions(select.k_largest(drawn, k), k)
-        return jnp.broadcast_to(at, (rows, k))
+        row = select.positions(select.k_largest(drawn, k), k)
+        return jnp.broadcast_to(row, (rows, k))
 
     def part(ctx: Ctx) -> Ctx:  # positions are drawn from the key; stochastic values need another
         return ctx.fold(1)._replace(indices=None)
 
-    def encode(x: Array, ctx: Ctx) -> Any:
+    def encode(x: Array, ctx: Ctx) -> Payload:
         x = samples(x)
         return values.encode(select.gather(x, draw(x.shape[0], x.shape[1], ctx)), part(ctx))
 
-    def support(_: Any, like: Like, ctx: Ctx) -> Array:
+    def support(_: Payload, like: Like, ctx: Ctx) -> Array:
         return draw(like.shape[0], elements(like), ctx)
 
-    def decode(m: Any, like: Like, ctx: Ctx) -> Array:
-        at = support(m, like, ctx)
-        return _scatter(values.decode(m, _inner(like, at.shape[1]), part(ctx)), at, like)
+    def decode(m: Payload, like: Like, ctx: Ctx) -> Array:
+        place = support(m, like, ctx)
+        return _scatter(values.decode(m, _inner(like, place.shape[1]), part(ctx)), place, like)
 
     needs = values.needs | KEY
     return Codec(encode, decode, support, values.additive, samples=values.samples, needs=needs)
@@ -181,15 +180,15 @@ def unbiased_random_k(fraction: float, values: Codec = raw) -> Codec:
       Sparsified SGD with Memory, arXiv 1809.07599.
     """
     check_parts('unbiased_random_k', fraction, values)
-    kept = random_k(fraction, values)
+    biased = random_k(fraction, values)
 
-    def encode(x: Array, ctx: Ctx) -> Any:
+    def encode(x: Array, ctx: Ctx) -> Payload:
         n = elements(x)
         y, top = wide(x) * (n / select.count(n, fraction)), float(jnp.finfo(x.dtype).max)
         beyond = jnp.isfinite(x) & (jnp.abs(y) > top)
-        return kept.encode(jnp.where(beyond, jnp.copysign(top, y), y).astype(x.dtype), ctx)
+        return biased.encode(jnp.where(beyond, jnp.copysign(top, y), y).astype(x.dtype), ctx)
 
-    return kept._replace(encode=encode)
+    return biased._replace(encode=encode)
 
 
 @word
@@ -219,15 +218,15 @@ def same_support(values: Codec = raw) -> Codec:
             )
         return ctx.indices
 
-    def encode(x: Array, ctx: Ctx) -> Any:
+    def encode(x: Array, ctx: Ctx) -> Payload:
         s = known(ctx)
-        kept = jnp.where(s < 0, 0, select.gather(samples(x), jnp.maximum(s, ~s)))
-        return values.encode(kept, ctx._replace(indices=None))
+        inner = jnp.where(s < 0, 0, select.gather(samples(x), jnp.maximum(s, ~s)))
+        return values.encode(inner, ctx._replace(indices=None))
 
-    def decode(m: Any, like: Like, ctx: Ctx) -> Array:
+    def decode(m: Payload, like: Like, ctx: Ctx) -> Array:
         s = known(ctx)
-        kept = values.decode(m, _inner(like, s.shape[1]), ctx._replace(indices=None))
-        return _scatter(kept, jnp.maximum(s, ~s), like)
+        y = values.decode(m, _inner(like, s.shape[1]), ctx._replace(indices=None))
+        return _scatter(y, jnp.maximum(s, ~s), like)
 
     support = lambda m, like, ctx: known(ctx)
     positions: frozenset[Need] = frozenset({'indices'})

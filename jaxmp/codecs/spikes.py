@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jaxtyping import Array
 
 from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import packed
-from jaxmp.wire import Codec, Ctx, Like, Samples, elements, samples
+from jaxmp.wire import Codec, Ctx, Like, Payload, Samples, elements, samples
 from jaxmp.words import check_whole, word
 
 
-def _without(rows: Array, at: Array) -> Array:
+def _without(rows: Array, place: Array) -> Array:
     """The rows with zeros at some places."""
-    return jax.vmap(lambda row, s: row.at[s].set(0, unique_indices=True))(rows, at)
+    return jax.vmap(lambda row, s: row.at[s].set(0, unique_indices=True))(rows, place)
 
 
 @word
@@ -49,9 +47,9 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
       FlashCommunication V2: Bit Splitting and Spike Reserving for Any Bit Communication,
       arXiv 2508.03760.
     """
-    for name, given in (('codec', codec), ('values', values)):
-        if not isinstance(given, Codec):
-            raise TypeError(f'spikes {name} must be a codec such as uniform(4), got {given!r}')
+    for name, argument in (('codec', codec), ('values', values)):
+        if not isinstance(argument, Codec):
+            raise TypeError(f'spikes {name} must be a codec such as uniform(4), got {argument!r}')
     check_whole('spikes count', count, 'a positive integer: spikes(uniform(2), 8)')
 
     def apart(like: Array | Like) -> Like:
@@ -60,25 +58,28 @@ def spikes(codec: Codec, count: int, values: Codec = raw) -> Codec:
     def part(ctx: Ctx) -> Ctx:  # the codec of the rest draws from the key itself
         return ctx.fold(1)._replace(indices=None)
 
-    def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
+    def encode(x: Array, ctx: Ctx) -> dict[str, Payload]:
         flat = samples(x)
         k, n = apart(x).shape[1], flat.shape[1]
         few = k <= select.FEW
-        at = select.few_largest(flat, k) if few else select.positions(select.k_largest(flat, k), k)
-        rest = select.without_few(flat, at) if few else _without(flat, at)
+        if few:
+            place = select.few_largest(flat, k)
+        else:
+            place = select.positions(select.k_largest(flat, k), k)
+        rest = select.without_few(flat, place) if few else _without(flat, place)
         return {
             'rest': codec.encode(rest.reshape(x.shape), ctx),
-            'positions': packed.encode(select.bitmap(at, n), at, n),
-            'values': values.encode(select.gather(flat, at), part(ctx)),
+            'positions': packed.encode(select.bitmap(place, n), place, n),
+            'values': values.encode(select.gather(flat, place), part(ctx)),
         }
 
-    def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
+    def decode(m: dict[str, Payload], like: Like, ctx: Ctx) -> Array:
         few = apart(like)
-        at = packed.decode(m['positions'], elements(like), few.shape[1])
+        place = packed.decode(m['positions'], elements(like), few.shape[1])
         rest = codec.decode(m['rest'], like, ctx).reshape(like.shape[0], -1)
-        kept = values.decode(m['values'], few, part(ctx))
+        spiked = values.decode(m['values'], few, part(ctx))
         set_ = lambda row, s, v: row.at[s].set(v, unique_indices=True)
-        return jax.vmap(set_)(rest, at, kept).reshape(like.shape)
+        return jax.vmap(set_)(rest, place, spiked).reshape(like.shape)
 
     joined: Samples = max(
         codec.samples, values.samples
