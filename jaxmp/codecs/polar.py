@@ -15,7 +15,7 @@ The sum of two codewords does not decode to the sum of two tensors: average what
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def polar_sign(rate: float, block: int = 1024, search: Search = argmax) -> Codec
     return _codec(lambda: polarcode.code(block, rate, polarcode.hard_source), ratios, search)
 
 
-def _check(name: str, rate: object, block: Any, search: object) -> None:
+def _check(name: str, rate: object, block: int, search: object) -> None:
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         raise TypeError(f'{name} rate must be a number in (0, 1], got {rate!r}')
     check_size(f'{name} block', block)

@@ -132,8 +132,8 @@ def slope(rate: float) -> float:
     3.17
     """
     x = np.array([statistics.NormalDist().inv_cdf((i + 0.5) / 4096) for i in range(2048, 4096)])
-    known = lambda beta: 1 - float(entropy(1 / (1 + np.exp(-beta * x))).mean())
-    return bisect(known, rate, 4096.0)
+    carried = lambda beta: 1 - float(entropy(1 / (1 + np.exp(-beta * x))).mean())
+    return bisect(carried, rate, 4096.0)
 
 
 # A source is given to a construction as equally likely log-likelihood ratios of the all-zero word.
@@ -169,12 +169,12 @@ def genie(size: int, source: Levels) -> Float64[np.ndarray, 'N']:
     blocks = max(SAMPLES // size, 64)
     step = max(1, COLUMNS // size)
     total, done = np.zeros(size, np.int64), 0
-    known = np.rint(entropy(1 / (1 + np.exp(-np.arange(32 * UNIT) / UNIT))) * 2**16)
-    known = known.astype(np.int64)
+    entropies = np.rint(entropy(1 / (1 + np.exp(-np.arange(32 * UNIT) / UNIT))) * 2**16)
+    entropies = entropies.astype(np.int64)
     while done < blocks:
         raw = stream.random_raw(-(-size * step // 4)).astype('<u8').view('<u2')
         llr = _split(levels[raw[: size * step]].reshape(1, size, step))
-        total += known[np.minimum(np.abs(llr), len(known) - 1)].sum(1)
+        total += entropies[np.minimum(np.abs(llr), len(entropies) - 1)].sum(1)
         done += step
     return total / (done * 2**16)
 
@@ -185,11 +185,11 @@ def _split(a: np.ndarray) -> np.ndarray:
     soft[-1] = 0
     while (size := a.shape[1]) > 1:
         first, second = a[:, : size // 2], a[:, size // 2 :]
-        both, apart = first + second, np.abs(first - second)
-        f = (np.abs(both) - apart) // 2  # exact: both and apart differ by an even number
-        f += soft[np.minimum(np.abs(both), len(soft) - 1)]
+        total, apart = first + second, np.abs(first - second)
+        f = (np.abs(total) - apart) // 2  # exact: total and apart differ by an even number
+        f += soft[np.minimum(np.abs(total), len(soft) - 1)]
         f -= soft[np.minimum(apart, len(soft) - 1)]
-        a = np.stack([f, both], 1).reshape(-1, size // 2, a.shape[2])
+        a = np.stack([f, total], 1).reshape(-1, size // 2, a.shape[2])
     return a[:, 0]
 
 

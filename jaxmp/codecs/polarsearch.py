@@ -37,20 +37,20 @@ def kinds(code: Code) -> list[np.ndarray]:
     """The kinds of all nodes: entry l of the list holds those of the nodes with 2**l inputs."""
     sent = np.zeros(code.size, bool)
     sent[list(code.sent)] = True
-    found = []
+    by_level = []
     for level in range(code.size.bit_length()):
         nodes = sent.reshape(-1, 2**level)
         some, last = nodes.sum(1), nodes[:, -1]
         kind = np.where((some == 1) & last, REPEATED, SPLIT)
         kind = np.where(some == 2**level, FREE, np.where(some == 0, FROZEN, kind))
-        found.append(kind)
-    return found
+        by_level.append(kind)
+    return by_level
 
 
 def f(a: Array, b: Array) -> Array:
     """The LLR of the xor of two bits, ``2 artanh(tanh(a / 2) tanh(b / 2))``."""
-    both, apart = jnp.abs(a + b), jnp.abs(a - b)
-    return (both - apart) / 2 + jnp.log((1 + jnp.exp(-both)) / (1 + jnp.exp(-apart)))
+    total, apart = jnp.abs(a + b), jnp.abs(a - b)
+    return (total - apart) / 2 + jnp.log((1 + jnp.exp(-total)) / (1 + jnp.exp(-apart)))
 
 
 def _sign(llr: Array, noise: Array | float) -> Array:
@@ -106,8 +106,8 @@ def _node(tree: list[np.ndarray], level: int, j: Array, llr: Array, noise: Array
 def _switch(kind: np.ndarray, j: Array, branches: tuple[Callable, ...], *args: Array):
     """The result of the branch for node j's kind; only the kinds at its level are compiled."""
     present = sorted(set(kind.tolist()))
-    at = jnp.asarray(np.searchsorted(present, kind), jnp.int32)[j]
-    return lax.switch(at, [branches[k] for k in present], *args)
+    branch = jnp.asarray(np.searchsorted(present, kind), jnp.int32)[j]
+    return lax.switch(branch, [branches[k] for k in present], *args)
 
 
 def _split(tree: list[np.ndarray], level: int, j: Array, llr: Array, noise: Array | None) -> Array:
@@ -156,16 +156,16 @@ def successive_list(code: Code, llr: Ratios, paths: int) -> Ratios:
     # Paths split at single inputs only: a split at every level would dominate the program.
     inputs, *above = kinds(code)
     tree = [inputs, *(np.where(kind == FROZEN, FROZEN, SPLIT) for kind in above)]
-    found = _list_node(tree, len(above), jnp.int32(0), wide, penalty)
-    best = jnp.argmin(found.penalty, 0)
-    return _take(found.word, best[None])[:, 0]
+    survivors = _list_node(tree, len(above), jnp.int32(0), wide, penalty)
+    best = jnp.argmin(survivors.penalty, 0)
+    return _take(survivors.word, best[None])[:, 0]
 
 
-def _take(x: Array, at: Array) -> Array:
-    """``x[..., at[p, i], i]`` for x of shape ``(..., paths, blocks)``, by selects."""
-    out = jnp.broadcast_to(x[..., :1, :], (*x.shape[:-2], *at.shape))
+def _take(x: Array, which: Array) -> Array:
+    """``x[..., which[p, i], i]`` for x of shape ``(..., paths, blocks)``, by selects."""
+    out = jnp.broadcast_to(x[..., :1, :], (*x.shape[:-2], *which.shape))
     for p in range(1, x.shape[-2]):
-        out = jnp.where(at == p, x[..., p : p + 1, :], out)
+        out = jnp.where(which == p, x[..., p : p + 1, :], out)
     return out
 
 
@@ -177,15 +177,17 @@ def _cost(signed: Array) -> Array:
 def _fork(llr: Array, penalty: Array) -> _Paths:
     """The best paths among all paths with either value of an input that is sent."""
     paths = penalty.shape[0]
-    both = jnp.concatenate([penalty + _cost(llr)[0], penalty + _cost(-llr)[0]])
+    penalties = jnp.concatenate([penalty + _cost(llr)[0], penalty + _cost(-llr)[0]])
     order = jnp.arange(2 * paths)[:, None, None]
-    before = (both < both[:, None]) | ((both == both[:, None]) & (order[:, 0] < order))
+    before = (penalties < penalties[:, None]) | (
+        (penalties == penalties[:, None]) & (order[:, 0] < order)
+    )
     rank = before.sum(1, dtype=jnp.int32)  # the rank of each candidate; cheaper than sorting here
-    at = jnp.zeros(penalty.shape, jnp.int32)
+    candidate = jnp.zeros(penalty.shape, jnp.int32)
     for i in range(2 * paths):
-        at = jnp.where(rank[i] == order[:paths, 0], i, at)
-    s = jnp.where(at < paths, 1, -1).astype(llr.dtype)
-    return _Paths(s[None], at % paths, _take(both, at))
+        candidate = jnp.where(rank[i] == order[:paths, 0], i, candidate)
+    s = jnp.where(candidate < paths, 1, -1).astype(llr.dtype)
+    return _Paths(s[None], candidate % paths, _take(penalties, candidate))
 
 
 def _same(penalty: Array) -> Array:

@@ -78,8 +78,8 @@ def tables() -> Tables:
 
 def table_of(size: Array) -> UInt8[Array, '...']:
     """The index of the table for numbers of a mean size, in cells."""
-    at = STEPS * (jnp.log2(jnp.maximum(size, 1e-30)) - SMALLEST)
-    return jnp.clip(jnp.round(at), 0, TABLES - 1).astype(jnp.uint8)
+    number = STEPS * (jnp.log2(jnp.maximum(size, 1e-30)) - SMALLEST)
+    return jnp.clip(jnp.round(number), 0, TABLES - 1).astype(jnp.uint8)
 
 
 def lanes(count: int) -> tuple[int, int]:
@@ -106,8 +106,8 @@ def encode(
     """
     t = tables()
     most = jnp.asarray((t.frequency > 0).sum(1) // 2)[table.astype(int)]
-    at = table.astype(int), jnp.clip(numbers, -most, most) + LARGEST
-    of = lambda rows: _grid(jnp.asarray(rows)[at].astype(jnp.uint32))
+    cell = table.astype(int), jnp.clip(numbers, -most, most) + LARGEST
+    of = lambda rows: _grid(jnp.asarray(rows)[cell].astype(jnp.uint32))
     frequency, start = of(t.frequency), of(t.start)
     frequency = jnp.where(frequency == 0, (1 << PRECISION) - 1, frequency)  # beyond the last one
     limit = LEAST >> PRECISION << 16
@@ -134,20 +134,20 @@ def decode(
     frequency, start, number = (jnp.asarray(rows) for rows in (t.frequency, t.start, t.number))
 
     def pop(state: tuple[Array, Array], row: Array) -> tuple[tuple[Array, Array], Array]:
-        x, at = state
+        x, used = state
         slot = (x & ((1 << PRECISION) - 1)).astype(jnp.uint16)
-        found = number[row, slot]
-        f, s = (rows[row, found].astype(jnp.uint32) for rows in (frequency, start))
+        index = number[row, slot]
+        f, s = (rows[row, index].astype(jnp.uint32) for rows in (frequency, start))
         x = f * (x >> PRECISION) + slot - s
         small = x < LEAST
         order = _sums(small)
-        word = stream[jnp.minimum(at + order - 1, len(stream) - 1)]
-        return (jnp.where(small, x << 16 | word, x), at + order[-1]), found
+        word = stream[jnp.minimum(used + order - 1, len(stream) - 1)]
+        return (jnp.where(small, x << 16 | word, x), used + order[-1]), index
 
     rows = _grid(table.astype(jnp.int32))
-    _, found = jax.lax.scan(pop, (states, jnp.int32(0)), rows)
-    found = found.reshape(-1)[: table.size].reshape(table.shape)
-    return found.astype(jnp.int32) - LARGEST
+    _, indices = jax.lax.scan(pop, (states, jnp.int32(0)), rows)
+    indices = indices.reshape(-1)[: table.size].reshape(table.shape)
+    return indices.astype(jnp.int32) - LARGEST
 
 
 def _sums(x: Bool[Array, ' n']) -> Int[Array, ' n']:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,10 @@ LEVELS = {
 }
 ERRORS = {1: 0.1, 2: 0.086, 3: 0.024}  # on normal data; at 1 bit less, for it is near one level's
 RUN = 256  # elements whose codes are chosen together
+Bit = TypeVar('Bit', int, Array)
 
 
-def _subset(bits: list[Any], states: int) -> Any:
+def _subset(bits: list[Bit], states: int) -> Bit:
     """The number of the subset of levels, 0 to 3, from an element's bit and those before it."""
     low, high = (
         functools.reduce(operator.xor, [b for k, b in enumerate(bits) if check >> k & 1])
@@ -146,6 +147,7 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
         path = _path(runs, levels, states)
         subset, first = path & 3, path >> 2
         middles = [(low + high) / 2 for low, high in zip(levels, levels[4:], strict=False)]
+        # Of a subset's levels the nearest: its number is how many of their middles lie below.
         number = jnp.zeros(path.shape, jnp.uint8)
         for k in range(0, len(middles), 4):
             number += (runs > chosen(subset, middles[k : k + 4], v.dtype)).astype(jnp.uint8)
