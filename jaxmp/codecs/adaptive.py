@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -11,7 +9,7 @@ from jaxtyping import Array
 from jaxmp.codecs import select
 from jaxmp.codecs.extremes import span
 from jaxmp.codecs.view import each
-from jaxmp.wire import Codec, Ctx, Like, samples, wide
+from jaxmp.wire import Codec, Ctx, Like, Payload, samples, wide
 from jaxmp.words import word
 
 
@@ -60,21 +58,22 @@ def adaptive(low: Codec, high: Codec, fraction: float = 0.5) -> Codec:
         """The parts that have samples: the name of each, its codec, their numbers, its context."""
         k = select.count(rows, fraction)
         ctx = ctx._replace(ids=None, tokens=None, indices=None)
-        both = ('high', high, words, k, ctx), ('low', low, ~words, rows - k, ctx.fold(1))
-        at = lambda w, n: select.positions(w[None], n)[0]
-        return [(name, codec, at(w, n), c) for name, codec, w, n, c in both if n]
+        # Ids, tokens and indices are of all samples, so no part gets them; each draws by itself.
+        halves = ('high', high, words, k, ctx), ('low', low, ~words, rows - k, ctx.fold(1))
+        rows_of = lambda w, n: select.positions(w[None], n)[0]
+        return [(name, codec, rows_of(w, n), c) for name, codec, w, n, c in halves if n]
 
-    def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
+    def encode(x: Array, ctx: Ctx) -> dict[str, Payload]:
         lo, hi = span(wide(samples(x)), 1)
         words = select.k_largest((hi / 2 - lo / 2)[None], select.count(len(x), fraction))[0]
-        sent = {name: codec.encode(x[at], c) for name, codec, at, c in parts(words, len(x), ctx)}
+        sent = {name: codec.encode(x[i], c) for name, codec, i, c in parts(words, len(x), ctx)}
         return {'wide': words, **sent}
 
-    def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
+    def decode(m: dict[str, Payload], like: Like, ctx: Ctx) -> Array:
         y = jnp.zeros(like.shape, like.dtype)
-        for name, codec, at, c in parts(m['wide'], len(y), ctx):
-            some = jax.ShapeDtypeStruct((at.size, *like.shape[1:]), like.dtype)
-            y = y.at[at].set(codec.decode(m[name], some, c), unique_indices=True)
+        for name, codec, i, c in parts(m['wide'], len(y), ctx):
+            some = jax.ShapeDtypeStruct((i.size, *like.shape[1:]), like.dtype)
+            y = y.at[i].set(codec.decode(m[name], some, c), unique_indices=True)
         return y
 
     return Codec(encode, decode, samples='compared', needs=low.needs | high.needs)

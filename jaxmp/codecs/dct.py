@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.exact import product
-from jaxmp.wire import Codec, Ctx, Like, compute_dtype, wide
+from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, wide
 from jaxmp.words import word
 
 SIZES = [2**n for n in range(1, 13)]
@@ -122,12 +121,12 @@ def dct(codec: Codec, size: int = 64) -> Codec:
         raise ValueError(f'dct size {size!r} is not a power of two from 2 to 4096')
     part = lambda ctx: ctx._replace(ids=None, tokens=None, indices=None)
 
-    def encode(x: Array, ctx: Ctx) -> Any:
+    def encode(x: Array, ctx: Ctx) -> Payload:
         flat = wide(x).reshape(-1)
         x = jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size)
         return codec.encode(cosines(x), part(ctx))
 
-    def decode(m: Any, like: Like, ctx: Ctx) -> Array:
+    def decode(m: Payload, like: Like, ctx: Ctx) -> Array:
         rows = jax.ShapeDtypeStruct((-(-like.size // size), size), compute_dtype(like))
         y = of_cosines(codec.decode(m, rows, part(ctx)))
         return saturated(y.reshape(-1)[: like.size].reshape(like.shape), like.dtype)

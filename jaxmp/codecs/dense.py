@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.wire import Codec, Ctx, Like, half_bytes, wide
 from jaxmp.words import named
@@ -35,7 +35,7 @@ def _sixteen(dtype: DTypeLike) -> Codec:
     def decode(m: Array, like: Like, ctx: Ctx) -> Array:
         return saturated(jax.lax.bitcast_convert_type(m, dtype), like.dtype)
 
-    def view(dtype: Any) -> Any:
+    def view(dtype: DTypeLike) -> Callable[[PyTree], PyTree]:
         return lambda m: jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, dtype), m)
 
     return Codec(encode, decode, additive=(view(dtype), view(jnp.uint16)), samples='alone')

@@ -22,14 +22,14 @@ ROUNDS = 4  # of Lloyd's algorithm, after the cells have been split at their mea
 
 def _centres(a: Float[Array, 'B n'], ends: list[Array]) -> list[Array]:
     """The mean of each cell that ``ends`` separate, or its lower end if it is empty."""
-    low, found = jnp.full((len(a), 1), -1, a.dtype), []
+    low, centres = jnp.full((len(a), 1), -1, a.dtype), []
     for high in [*ends, jnp.ones_like(low)]:
         inside = (a > low) & (a <= high)
         count = jnp.sum(inside, 1, keepdims=True)
         total = jnp.sum(jnp.where(inside, a, 0), 1, keepdims=True)
-        found.append(jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.maximum(low, 0)))
+        centres.append(jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.maximum(low, 0)))
         low = high
-    return found
+    return centres
 
 
 def _fitted(a: Float[Array, 'B n'], splits: int) -> tuple[list[Array], list[Array]]:

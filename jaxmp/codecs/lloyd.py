@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +148,7 @@ def _tests(a: Array, levels: Sequence[float], rms: Array) -> list[Array]:
     return bits
 
 
-def _picked(bits: Sequence[Array], choices: Sequence[Any]) -> Any:
+def _picked(bits: Sequence[Array], choices: Sequence[Array]) -> Array:
     """One of ``2**k`` choices, by the k bits of its number."""
     for odd in bits:
         pairs = zip(choices[::2], choices[1::2], strict=True)

@@ -60,6 +60,7 @@ def log_scale(bits: int) -> Codec:
         ends = jnp.where(jnp.isfinite(hi), jnp.log(ends), jnp.nan)
         ends = jnp.where(hi < tiny, 0, ends)
         lo, width = ends[:, :1], ends[:, 1:] - ends[:, :1]
+        # q - 1 is steps (log a - log lo) / (log hi - log lo), rounded.
         scale = steps / jnp.where(width > 0, width, 1)
         q = 1 + jnp.round((jnp.log(jnp.where(some, a, 1)) - lo) * scale)
         codes = jnp.where(some, jnp.clip(jnp.nan_to_num(q), 1, steps + 1), 0)

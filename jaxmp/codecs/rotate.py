@@ -8,7 +8,6 @@ both ends draw from the crossing's key, keep structured data from aligning with 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
-from jaxmp.wire import KEY, Codec, Ctx, Like, compute_dtype, wide
+from jaxmp.wire import KEY, Codec, Ctx, Like, Payload, compute_dtype, wide
 from jaxmp.words import word
 
 BLOCKS = [2**n for n in range(1, 21)]
@@ -135,20 +134,20 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
     def part(ctx: Ctx) -> Ctx:  # the signs are drawn from the key, so the codec gets another one
         return ctx.fold(1)._replace(ids=None, tokens=None, indices=None)
 
-    def encode(x: Array, ctx: Ctx) -> Any:
+    def encode(x: Array, ctx: Ctx) -> Payload:
         flat = wide(x).reshape(-1)
         x = jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
         x = _within(_across(flipped(x, ctx) * (1 / block), _level_of_elements))
         return codec.encode(_of_means(x), part(ctx))
 
-    def rotated(m: Any, rows: Like, ctx: Ctx) -> Array:
+    def rotated(m: Payload, rows: Like, ctx: Ctx) -> Array:
         if codec.levels is None or block > MOST_EXACT:
             return hadamard(codec.decode(m, rows, ctx))
         levels, scale = codec.levels(m, rows, ctx)
         most = jnp.finfo(rows.dtype).max
         return jnp.clip(_across(_within(levels)) * (scale * block**-0.5), -most, most)
 
-    def decode(m: Any, like: Like, ctx: Ctx) -> Array:
+    def decode(m: Payload, like: Like, ctx: Ctx) -> Array:
         rows = jax.ShapeDtypeStruct((-(-like.size // block), block), compute_dtype(like))
         x = flipped(rotated(m, rows, part(ctx)), ctx)
         return saturated(x.reshape(-1)[: like.size].reshape(like.shape), like.dtype)

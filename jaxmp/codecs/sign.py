@@ -7,7 +7,6 @@ They treat each sample (axis 0) as one vector of D elements; a gradient is passe
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +134,7 @@ def qsgd(levels: int) -> Codec:
     check_whole('qsgd levels', levels, 'an integer from 1 to 32767', 1, 32767)
     width = math.ceil(math.log2(2 * levels + 1))
 
-    def encode(x: Array, ctx: Ctx) -> dict[str, Any]:
+    def encode(x: Array, ctx: Ctx) -> dict[str, Array]:
         # Without the barriers XLA reorders the products, and some of them overflow.
         x = jax.lax.optimization_barrier(wide(samples(x)) * SMALL)
         top = jnp.max(jnp.abs(x), 1, keepdims=True)
@@ -147,7 +146,7 @@ def qsgd(levels: int) -> Codec:
         code = (jnp.where(x < 0, -z, z) + levels).astype(jnp.uint32)
         return {'codes': pack(code, width), 'norm': top * norm}
 
-    def decode(m: dict[str, Any], like: Like, ctx: Ctx) -> Array:
+    def decode(m: dict[str, Array], like: Like, ctx: Ctx) -> Array:
         code = unpack(m['codes'], width, elements(like)).astype(m['norm'].dtype)
         y = jax.lax.optimization_barrier((code - levels) / levels * m['norm'])
         top = float(jnp.finfo(y.dtype).max) * SMALL

@@ -231,6 +231,7 @@ def block(bits: int, size: int = 64, rounding: Rounding = nearest) -> Codec:
         scale = jnp.max(jnp.nan_to_num(jnp.maximum(-lo, hi))) * 2**-15
         ends = jnp.stack([lo, hi]) / jnp.where(scale > 0, scale, 1)
         m = {'ends': half_bytes(ends.astype(jnp.float16)), 'scale': scale.astype(jnp.float32)}
+        # The ends as the receiver reads them: rounded, so that an element may lie beyond one.
         lo, hi = (end[:, None] for end in ends_of(m, x.dtype))
         q = _code(jnp.clip(x, lo, hi), lo, hi, levels, rounding, ctx)
         return m | {'codes': pack(q, bits)}

@@ -7,13 +7,12 @@ gets them one at a time instead, so that each part has a range of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp.wire import Codec, Ctx, Like, compute_dtype, samples
+from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, samples
 from jaxmp.words import check_whole, word
 
 
@@ -22,6 +21,7 @@ def each(codec: Codec) -> Codec:
     if codec.samples != 'joined':
         return codec
 
+    # C(x)_i = codec(x_i) with the key of sub-stream i, so that no two samples draw alike.
     def alone(ctx: Ctx, number: Array, count: int) -> Ctx:
         part = lambda a: None if a is None or len(a) != count else a[number][None]
         ids, indices, tokens = map(part, (ctx.ids, ctx.indices, ctx.tokens))
@@ -30,19 +30,19 @@ def each(codec: Codec) -> Codec:
     def one(like: Array | Like) -> Like:
         return jax.ShapeDtypeStruct((1, *like.shape[1:]), like.dtype)
 
-    def encode(x: Array, ctx: Ctx) -> Any:
+    def encode(x: Array, ctx: Ctx) -> Payload:
         send = lambda i, row: codec.encode(row[None], alone(ctx, i, len(x)))
         return jax.vmap(send)(jnp.arange(len(x)), x)
 
-    def decode(m: Any, like: Like, ctx: Ctx) -> Array:
+    def decode(m: Payload, like: Like, ctx: Ctx) -> Array:
         count = like.shape[0]
         read = lambda i, row: codec.decode(row, one(like), alone(ctx, i, count))[0]
         return jax.vmap(read)(jnp.arange(count), m)
 
-    def support(m: Any, like: Like, ctx: Ctx) -> Array | None:
-        def read(i: Array, row: Any) -> Array | None:
-            at = codec.indices(row, one(like), alone(ctx, i, like.shape[0]))
-            return None if at is None else at[0]
+    def support(m: Payload, like: Like, ctx: Ctx) -> Array | None:
+        def read(i: Array, row: Payload) -> Array | None:
+            positions = codec.indices(row, one(like), alone(ctx, i, like.shape[0]))
+            return None if positions is None else positions[0]
 
         return jax.vmap(read)(jnp.arange(like.shape[0]), m)
 
@@ -82,16 +82,17 @@ def _in_rows(codec: Codec, length: Callable[[Array | Like], int]) -> Codec:
         first = ctx._replace(ids=None, tokens=None)  # positions are known of full rows only
         return [first, first.fold(like.size)._replace(indices=None)][: len(parts(like))]
 
-    def encode(x: Array, ctx: Ctx) -> list[Any]:
+    def encode(x: Array, ctx: Ctx) -> list[Payload]:
         return [row.encode(a, c) for a, c in zip(cut(x), contexts(x, ctx), strict=True)]
 
-    def decode(m: list[Any], like: Like, ctx: Ctx) -> Array:
+    def decode(m: list[Payload], like: Like, ctx: Ctx) -> Array:
         each_part = zip(m, parts(like), contexts(like, ctx), strict=True)
         return joined([row.decode(*part) for part in each_part], like)
 
-    def support(m: list[Any], like: Like, ctx: Ctx) -> Array | None:
-        known = len(m) == 1
-        return row.indices(m[0], parts(like)[0], contexts(like, ctx)[0]) if known else None
+    def support(m: list[Payload], like: Like, ctx: Ctx) -> Array | None:
+        if len(m) > 1:
+            return None
+        return row.indices(m[0], parts(like)[0], contexts(like, ctx)[0])
 
     halves = None
     if codec.halves is not None and row.halves is not None:
@@ -155,7 +156,7 @@ def per_sample(codec: Codec) -> Codec:
     _check('per_sample', codec, 'per_sample(uniform(8))')
     codec = each(codec)
 
-    def encode(x: Array, ctx: Ctx) -> Any:
+    def encode(x: Array, ctx: Ctx) -> Payload:
         samples(x)
         return codec.encode(x, ctx)
 
