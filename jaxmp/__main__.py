@@ -4,7 +4,6 @@ import importlib
 import os
 import signal
 import sys
-from typing import Any
 
 COMMANDS = {
     'train': ('jaxmp.training.command', 'train a model with compressed boundaries'),
@@ -22,7 +21,7 @@ COMMANDS = {
 }
 
 
-def leave(*_: Any) -> None:
+def leave(*_: object) -> None:
     """Ends at a Ctrl-C with one line, whatever is being imported, compiled or written."""
     shown = '\x1b[?25h' if os.isatty(2) else ''  # the cursor, which a progress bar hides
     text = 'stopped by Ctrl-C; the same command begins again or goes on from the last checkpoint'
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     Args:
       argv: the command; by default that of the process, whose handling of signals then follows it.
     """
-    own, argv = argv is None, sys.argv[1:] if argv is None else argv
+    of_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else '--help'
     if name in ('--help', '-h', 'help'):
         rows = '\n'.join(f'  jaxmp {name:9} {line}' for name, (_, line) in COMMANDS.items())
@@ -53,9 +52,9 @@ def main(argv: list[str] | None = None) -> None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f' (did you mean {near[0]}?)' if near else ''
         sys.exit(f'jaxmp: no command {name!r}{hint}; there are {", ".join(COMMANDS)}')
-    if own and name in ('train', 'sweep', 'generate', 'bench'):
+    if of_process and name in ('train', 'sweep', 'generate', 'bench'):
         signal.signal(signal.SIGINT, leave)
-    elif own:  # `jaxmp codecs | head` ends quietly
+    elif of_process:  # `jaxmp codecs | head` ends quietly
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(importlib.import_module(COMMANDS[name][0]).main(argv[1:]))
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import ml_collections
 
 Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
+Nested = Mapping[str, Any]  # a configuration by groups, as a file of `configs/` has it
+Flat = dict[str, Any]  # its values by dotted names
 Summary = dict[str, Any]  # of a finished run, as summary.json holds it
 ALIKE = 0.7  # least likeness of a misspelt key to the one that is meant, as difflib counts it
 TEXTS = ('alice', 'wikitext-2', 'wikitext-2-raw')  # of the package, by data.name
@@ -43,7 +45,7 @@ class Key(NamedTuple):
       free: the key may change where a run goes on from its checkpoint.
     """
 
-    default: Any
+    default: bool | int | float | str | None
     line: str
     least: float = 0
     words: tuple[str, ...] = ()
@@ -215,27 +217,27 @@ def default() -> Config:
     return complete({})
 
 
-def complete(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
+def complete(config: Nested | ml_collections.ConfigDict) -> Config:
     """``config`` with the default of every key that it lacks, locked; further keys stay.
 
     Args:
       config: nested, such as ``{'model': {'width': 8}}``; a file of ``configs/`` has all keys.
     """
-    own = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
-    values = {name: key.default for name, key in KEYS.items()} | flat(own)
+    groups = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+    values = {name: key.default for name, key in KEYS.items()} | flat(groups)
     for name in (name for name, key in KEYS.items() if key.length):  # may be a number or a text
         values[name] = ml_collections.FieldReference(values[name], object)
     return ml_collections.ConfigDict(nested(values)).lock()
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat(config: Nested) -> Flat:
     """A nested configuration as one level of dotted names.
 
     >>> flat({'seed': 0, 'model': {'width': 8}})
     {'seed': 0, 'model.width': 8}
     """
 
-    def items(level: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+    def items(level: Nested, before: str) -> Iterator[tuple[str, object]]:
         for name, value in level.items():
             if isinstance(value, Mapping):
                 yield from items(value, f'{before}{name}.')
@@ -245,7 +247,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(items(config, ''))
 
 
-def length_of(value: Any) -> tuple[float, str] | None:
+def length_of(value: object) -> tuple[float, str] | None:
     """A length of training as a number and its unit, ``steps``, ``epochs`` or ``%`` of the run.
 
     A number by itself counts epochs; None is for a value that is no length.
@@ -254,12 +256,12 @@ def length_of(value: Any) -> tuple[float, str] | None:
     ((500.0, 'steps'), (0.5, 'epochs'), (2.0, 'epochs'), (10.0, '%'))
     >>> length_of('half a step')
     """
-    found = LENGTH.fullmatch(str(value).strip())
-    if not found:
+    match = LENGTH.fullmatch(str(value).strip())
+    if not match:
         return None
-    if found[1]:
-        return float(found[1]), 'steps'
-    return float(found[2]), '%' if found[3] == '%' else 'epochs'
+    if match[1]:
+        return float(match[1]), 'steps'
+    return float(match[2]), '%' if match[3] == '%' else 'epochs'
 
 
 def is_text(name: str, files: str) -> bool:
@@ -273,7 +275,7 @@ def is_text(name: str, files: str) -> bool:
     return bool(files) or name in TEXTS or ('/' in name and ':' not in name)
 
 
-def reads_text(config: Mapping[str, Any]) -> bool:
+def reads_text(config: Nested) -> bool:
     """Whether a run's nested ``config`` is of a language model.
 
     >>> reads_text({'data': {'name': 'alice'}}), reads_text({})
@@ -284,19 +286,19 @@ def reads_text(config: Mapping[str, Any]) -> bool:
     return values['model.name'] in models or is_text(values['data.name'], values['data.files'])
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Inverse of `flat`."""
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     for name, value in values.items():
         *groups, last = name.split('.')
-        level = found
+        level = config
         for group in groups:
             level = level.setdefault(group, {})
         level[last] = value
-    return found
+    return config
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def settings(config: Nested) -> Flat:
     """What of ``config`` decides a run's numbers, by dotted names; what it lacks is its default.
 
     >>> settings({'optimizer': {'lr': 0.1}, 'data': {'dir': 'here'}})['exchange']
@@ -330,7 +332,7 @@ def check(config: Config) -> None:
 
 def _problem(name: str, key: Key, value: Any) -> str:
     """What is wrong with a value; empty if nothing."""
-    kind = type(key.default)
+    kind = type(key.default)  # a bool is an int to Python, so types are compared, not instances
     if key.length:
         number, _ = length_of(value) or (-1, '')
         fits = number > 0 if key.least else number >= 0
@@ -354,12 +356,12 @@ def _problem(name: str, key: Key, value: Any) -> str:
         return ''
     near = difflib.get_close_matches(value, key.words, n=1)
     hint = f' (did you mean {near[0]}?)' if near else ''
-    own = f", nor an import path 'package.module:name' of {key.own}" if key.own else ''
+    path = f", nor an import path 'package.module:name' of {key.own}" if key.own else ''
     late = '; a pipeline that stays full is config.optimizer.delay=N' * value.startswith('async')
-    return f'is not one of {", ".join(map(repr, key.words))}{hint}{own}{late}'
+    return f'is not one of {", ".join(map(repr, key.words))}{hint}{path}{late}'
 
 
-def nearest(name: str, config: Mapping[str, Any]) -> str:
+def nearest(name: str, config: Nested) -> str:
     """The key of ``config`` that a misspelt ``name`` may mean; empty if none is near.
 
     A key whose last part is right, in whatever group, is nearer than one of the same group. What a
@@ -388,13 +390,13 @@ def nearest(name: str, config: Mapping[str, Any]) -> str:
     return max(alike, key=likeness, default='')
 
 
-def listing(config: Mapping[str, Any]) -> str:
+def listing(config: Nested) -> str:
     """A line per key of ``config``: name, value, meaning."""
     values, rows = flat(config), []
     for name in [*(n for n in KEYS if n in values), *(n for n in values if n not in KEYS)]:
         key, value = KEYS.get(name, Key(None, 'own key')), values[name]
         words = f' ({", ".join(w or "empty" for w in key.words)})' if key.words else ''
-        own = ', or own: package.module:name' if key.own else ''
-        rows.append((f'--config.{name}={value!r}', f'{key.line.replace("`", "")}{words}{own}'))
+        path = ', or own: package.module:name' if key.own else ''
+        rows.append((f'--config.{name}={value!r}', f'{key.line.replace("`", "")}{words}{path}'))
     width = max(len(left) for left, _ in rows if len(left) < 45)
     return '\n'.join(f'  {left:{width}}  {right}' for left, right in rows)

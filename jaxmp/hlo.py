@@ -41,9 +41,9 @@ def collectives(text: str) -> Iterator[Collective]:
         rf'= (.*?) ({"|".join(KINDS)})(-start)?\((.*)', text
     ):
         sizes = [_bytes_of(*shape) for shape in re.findall(r'([a-z]+\d+)\[([\d,]*)\]', shapes)]
-        n, both = _group(rest), started and kind in ('all-gather', 'collective-permute')
-        size = sizes[0] if both else sum(sizes)  # these starts list the operand, then the result
-        if kind == 'all-gather' and not both:
+        n, is_pair = _group(rest), started and kind in ('all-gather', 'collective-permute')
+        size = sizes[0] if is_pair else sum(sizes)  # these starts list the operand, then the result
+        if kind == 'all-gather' and not is_pair:
             size //= n
         if kind == 'reduce-scatter':
             size *= n
@@ -61,10 +61,10 @@ def operands(text: str) -> dict[str, int]:
     >>> operands('%a = f32[8]{0} all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}')
     {'all-gather': 16}
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for c in collectives(text):
-        found[c.kind] = found.get(c.kind, 0) + c.nbytes
-    return found
+        sizes[c.kind] = sizes.get(c.kind, 0) + c.nbytes
+    return sizes
 
 
 def permuted(text: str) -> dict[tuple[int, int], int]:
@@ -73,11 +73,11 @@ def permuted(text: str) -> dict[tuple[int, int], int]:
     Args:
       text: the HLO text, ``compiled.as_text()``.
     """
-    found: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
     for c in collectives(text):
         for pair in c.pairs:
-            found[pair] = found.get(pair, 0) + c.nbytes
-    return found
+            sizes[pair] = sizes.get(pair, 0) + c.nbytes
+    return sizes
 
 
 def _bytes_of(dtype: str, shape: str) -> int:

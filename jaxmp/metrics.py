@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Scores = Mapping[str, Any]  # means over a split, by name; 'loss' in nats among them
-
+Scores = Mapping[str, float]  # means over a split, by name; 'loss' in nats among them
+Summary = Mapping[str, Any]  # of a finished run, as summary.json holds it
 
 SHOWN = '{:.4g}'  # a mean as a text, where a metric does not say how
 
@@ -48,7 +48,7 @@ LOSS = Metric('loss', 'loss', False, '{:.4f}'.format)
 METRICS = {m.name: m for m in (ACCURACY, PERPLEXITY, LOSS)}
 
 
-def of_summary(summary: Mapping[str, Any]) -> Metric:
+def of_summary(summary: Summary) -> Metric:
     """The metric of a finished run, as `to_summary` has described it.
 
     >>> error = Metric('error', 'loss', False, '{:.1%}'.format)
@@ -58,8 +58,8 @@ def of_summary(summary: Mapping[str, Any]) -> Metric:
     ('top5', 'accuracy')
     """
     name = summary.get('measure', 'accuracy')
-    own = 'higher_is_better' in summary
-    if not own and name in METRICS:
+    described = 'higher_is_better' in summary
+    if not described and name in METRICS:
         return METRICS[name]
     show = summary.get('show', SHOWN).format
     return Metric(name, summary.get('score', name), summary.get('higher_is_better', True), show)
@@ -85,7 +85,7 @@ def to_summary(metric: Metric) -> dict[str, Any]:
     }
 
 
-def by_phases(summary: Mapping[str, Any], epoch: float) -> float:
+def by_phases(summary: Summary, epoch: float) -> float:
     """Bytes per step that the phases add at the boundaries, summed over the first epochs of a run.
 
     A summary of before there were phases has the warm-up alone.
@@ -102,7 +102,7 @@ def by_phases(summary: Mapping[str, Any], epoch: float) -> float:
     return sum(epochs(p) * (p['bytes'] - sent) for p in phases)
 
 
-def epochs_of(summary: Mapping[str, Any]) -> float:
+def epochs_of(summary: Summary) -> float:
     """The epochs of a finished run, perhaps a part of one.
 
     >>> epochs_of({'epochs': 1.5, 'config': {'epochs': 15}}), epochs_of({'config': {'epochs': 15}})
@@ -113,7 +113,7 @@ def epochs_of(summary: Mapping[str, Any]) -> float:
     return summary['config']['epochs']  # of an older run
 
 
-def positions(run: Mapping[str, Any], part: str, unit: str) -> Sequence[float]:
+def positions(run: Summary, part: str, unit: str) -> Sequence[float]:
     """Where in a run the scores of a part of its history are, in steps or epochs.
 
     Args:
@@ -132,7 +132,7 @@ def positions(run: Mapping[str, Any], part: str, unit: str) -> Sequence[float]:
     return epochs if unit == 'epoch' else [e * run['steps'] // epochs_of(run) for e in epochs]
 
 
-def own(thing: Any, name: str) -> Metric:
+def own(thing: object, name: str) -> Metric:
     """What an import path names, as a metric: a function of output and y, or a `Metric`.
 
     Raises:

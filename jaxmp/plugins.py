@@ -40,17 +40,17 @@ def imported(key: str, path: str, wanted: str) -> Any:
     module = module_of(where, says, f'it must name {wanted}')
     if not hasattr(module, name):
         raise ValueError(f'{says}{where} has no {name!r}; it must name {wanted}')
-    found = getattr(module, name)
-    if inspect.isfunction(found):
+    thing = getattr(module, name)
+    if inspect.isfunction(thing):
         count = wanted.partition('(')[2].partition(')')[0].count(',') + 1
         try:
-            inspect.signature(found).bind(*[None] * count)
+            inspect.signature(thing).bind(*[None] * count)
         except TypeError as error:
             raise ValueError(
-                f'{says}{name}{inspect.signature(found)} does not fit ({error}); it must be '
+                f'{says}{name}{inspect.signature(thing)} does not fit ({error}); it must be '
                 f'{wanted}'
             ) from None
-    return found
+    return thing
 
 
 def module_of(where: str, says: str, wanted: str) -> ModuleType:
@@ -77,7 +77,7 @@ def _file(path: Path) -> ModuleType:
     return sys.modules[name] if name in sys.modules else module(name)
 
 
-def called(key: str, path: str, wanted: str, *args: Any) -> Any:
+def called(key: str, path: str, wanted: str, *args: object) -> Any:
     """What the function that an import path names returns for ``args``; see `imported`.
 
     Raises:
@@ -87,10 +87,10 @@ def called(key: str, path: str, wanted: str, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:  # of the user's own function, which may raise anything
-        at = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
-            f'config.{key}={path!r}: {type(error).__name__} in {at.filename}, line {at.lineno}: '
-            f'{error}; it must be {wanted}'
+            f'config.{key}={path!r}: {type(error).__name__} in {frame.filename}, '
+            f'line {frame.lineno}: {error}; it must be {wanted}'
         ) from error
 
 
@@ -112,8 +112,8 @@ def find(name: str) -> str:
       name: perhaps with ``:argument`` behind it, which stays.
     """
     file, colon, argument = name.partition(':')
-    own = folder() / f'{file}.py'
-    return f'{own if own.is_file() and not Path(file).is_file() else file}{colon}{argument}'
+    ours = folder() / f'{file}.py'
+    return f'{ours if ours.is_file() and not Path(file).is_file() else file}{colon}{argument}'
 
 
 def load(name: str) -> Any:
@@ -142,11 +142,11 @@ def base_of(flags: Sequence[str]) -> str:
     >>> base_of(['--config.epochs=2']), base_of(['--config.model.name=own.py:network'])
     ('digits_resnet', 'common')
     """
-    own = any(re.match(r'--?config\.(model|data)\.name=.*:', flag) for flag in flags)
-    return PLAIN if own else DEFAULT
+    names_a_path = any(re.match(r'--?config\.(model|data)\.name=.*:', flag) for flag in flags)
+    return PLAIN if names_a_path else DEFAULT
 
 
-def module(file: str) -> Any:
+def module(file: str) -> ModuleType:
     """A Python file, executed; it can import its neighbours, now and later.
 
     `pickle` and `dataclasses` find it by its path.
@@ -159,13 +159,13 @@ def module(file: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, name)
     if spec is None or spec.loader is None or not Path(name).is_file():
         raise ValueError('there is no such Python file')
-    sys.modules[name] = made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = new = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(made)
+        spec.loader.exec_module(new)
     except BaseException:
         del sys.modules[name]
         raise
-    return made
+    return new
 
 
 def see_beside(file: str) -> None:
@@ -177,5 +177,5 @@ def see_beside(file: str) -> None:
 def first_line(path: Path) -> str:
     """What a configuration's file says first; empty of a file that is none."""
     tree = ast.parse(path.read_text())
-    made = any(isinstance(n, ast.FunctionDef) and n.name == 'get_config' for n in tree.body)
-    return (ast.get_docstring(tree) or '').partition('\n')[0] if made else ''
+    is_config = any(isinstance(n, ast.FunctionDef) and n.name == 'get_config' for n in tree.body)
+    return (ast.get_docstring(tree) or '').partition('\n')[0] if is_config else ''

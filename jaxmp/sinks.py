@@ -77,8 +77,8 @@ def errors(codec: Codec) -> Errors:
     @jax.jit
     def lost(x: jax.Array) -> jax.Array:
         """The error of each token."""
-        known = ctx._replace(indices=some.indices(some.encode(x, ctx), like(x), ctx))
-        y = codec.decode(codec.encode(x, known), like(x), known)
+        informed = ctx._replace(indices=some.indices(some.encode(x, ctx), like(x), ctx))
+        y = codec.decode(codec.encode(x, informed), like(x), informed)
         squares = lambda a: jnp.sum(a * a, -1)
         return jnp.sqrt(squares(y - x) / squares(x)).reshape(-1)
 
@@ -102,13 +102,14 @@ def warnings_of(channels: Iterable[Channel], model_input: Like) -> list[str]:
 @functools.cache
 def _warning(codec: Codec, name: str) -> str:
     try:
-        found = errors(codec)
+        measured = errors(codec)
     except (TypeError, ValueError):  # a codec that a text alone does not feed
         return ''
-    if not found.breaks:
+    worst, median = measured.worst, measured.median
+    if not measured.breaks:
         return ''
     return (
         f'{name}: on activations of a pretrained language model the median token arrives with '
-        f'an error of {found.median:.2g} of its norm, the worst with {found.worst:.2g}: one scale '
+        f'an error of {median:.2g} of its norm, the worst with {worst:.2g}: one scale '
         f'for a few huge elements and all others. Write outliers({name})'
     )

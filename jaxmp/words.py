@@ -59,21 +59,23 @@ def word(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
-        made = function(*args, **kwargs)
-        return called(make.__name__, make, inspect.signature(make).bind(*args, **kwargs), made)
+        result = function(*args, **kwargs)
+        bound = inspect.signature(make).bind(*args, **kwargs)
+        return called(make.__name__, make, bound, result)
 
     return make
 
 
-def called(name: str, function: Callable, bound: inspect.BoundArguments, made: T) -> T:
-    """``made`` with its origin: the call of ``function``, ``name`` in texts, with ``bound``."""
+def called(name: str, function: Callable, bound: inspect.BoundArguments, result: T) -> T:
+    """``result`` with its origin: the call of ``function``, ``name`` in texts, with ``bound``."""
     forms = bound.signature.parameters
-    given = {k: v for k, v in bound.arguments.items() if not _same(v, forms[k].default)}
-    said = (
+    written = {k: v for k, v in bound.arguments.items() if not _same(v, forms[k].default)}
+    parts = (
         spell(v) if forms[k].default is inspect.Parameter.empty else f'{k}={spell(v)}'
-        for k, v in given.items()
+        for k, v in written.items()
     )
-    return named(f'{name}({", ".join(said)})', made, (function, tuple(given), *given.values()))
+    call = function, tuple(written), *written.values()
+    return named(f'{name}({", ".join(parts)})', result, call)
 
 
 def named(text: str, thing: T, call: tuple | None = None) -> T:
@@ -101,11 +103,11 @@ def _identity(thing: Any) -> tuple:
     return origin.call if origin else tuple(thing)[:-1]
 
 
-def _same(value: Any, default: Any) -> bool:
+def _same(value: object, default: object) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def spell(value: Any) -> str:
+def spell(value: object) -> str:
     """An argument as written in a text."""
     return value.__name__ if inspect.isfunction(value) else repr(value)
 
@@ -116,8 +118,8 @@ def form(function: Callable) -> str:
     >>> form(lambda bits, size=64: ...)
     '(bits, size=64)'
     """
-    said = inspect.signature(function).parameters.values()
-    words = (p.name if p.default is p.empty else f'{p.name}={spell(p.default)}' for p in said)
+    parameters = inspect.signature(function).parameters.values()
+    words = (p.name if p.default is p.empty else f'{p.name}={spell(p.default)}' for p in parameters)
     return f'({", ".join(words)})'
 
 

@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmp.launch import guard
 from jaxmp.launch.signals import leave_closed_terminal, stopping
@@ -71,8 +71,8 @@ def own_gpus(devices: Sequence[str], processes: int, process: int) -> dict[str, 
     {}
     """
     each = len(devices) // processes
-    own = ','.join(devices[process * each : (process + 1) * each])
-    return {'CUDA_VISIBLE_DEVICES': own} if own else {}
+    visible = ','.join(devices[process * each : (process + 1) * each])
+    return {'CUDA_VISIBLE_DEVICES': visible} if visible else {}
 
 
 class Group(NamedTuple):
@@ -114,8 +114,8 @@ def waits(command: Sequence[str]) -> bool:
     >>> waits(['train.py', '--back=60']), waits(['train.py', '--back', '0']), waits(['train.py'])
     (True, False, False)
     """
-    found = re.search(r' --?back[= ](\S*)', ' '.join(command))
-    return bool(found) and found[1].strip('0.') != ''
+    back = re.search(r' --?back[= ](\S*)', ' '.join(command))
+    return bool(back) and back[1].strip('0.') != ''
 
 
 def impatient(asked: Sequence[int]) -> bool:
@@ -241,7 +241,7 @@ def _signals() -> list[int]:
     """A list to which signals that end the run are appended."""
     asked: list[int] = []
 
-    def note(number: int, _: Any) -> None:
+    def note(number: int, _: object) -> None:
         leave_closed_terminal()
         asked.append(number)
 
