@@ -59,9 +59,9 @@ def adaptive(low: Codec, high: Codec, fraction: float = 0.5) -> Codec:
         k = select.count(rows, fraction)
         ctx = ctx._replace(ids=None, tokens=None, indices=None)
         # Ids, tokens and indices are of all samples, so no part gets them; each draws by itself.
-        halves = ('high', high, words, k, ctx), ('low', low, ~words, rows - k, ctx.fold(1))
+        pair = ('high', high, words, k, ctx), ('low', low, ~words, rows - k, ctx.fold(1))
         rows_of = lambda w, n: select.positions(w[None], n)[0]
-        return [(name, codec, rows_of(w, n), c) for name, codec, w, n, c in halves if n]
+        return [(name, codec, rows_of(w, n), c) for name, codec, w, n, c in pair if n]
 
     def encode(x: Array, ctx: Ctx) -> dict[str, Payload]:
         lo, hi = span(wide(samples(x)), 1)

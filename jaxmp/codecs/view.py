@@ -90,7 +90,7 @@ def _in_rows(codec: Codec, length: Callable[[Array | Like], int]) -> Codec:
         return joined([row.decode(*part) for part in each_part], like)
 
     def support(m: list[Payload], like: Like, ctx: Ctx) -> Array | None:
-        if len(m) > 1:
+        if len(m) != 1:
             return None
         return row.indices(m[0], parts(like)[0], contexts(like, ctx)[0])
 
