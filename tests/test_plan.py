@@ -18,7 +18,7 @@ from jaxmp.plan import candidates, choose, loss, planned, predict, show, stages,
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
 from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.crossings import handover, measured
-from jaxmp.plan.predict import Message, Times
+from jaxmp.plan.predict import Line, Message, Times
 from jaxmp.plan.seen import Seen, seen
 from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.runtimes.schedules import SCHEDULES, named
@@ -155,7 +155,7 @@ def test_what_hands_over_a_message_counts_per_message():
     given = probed(forward=1e-9, rows=(CHEAP._replace(encode=0.0, decode=0.0),))
     codecs, seconds = {e: given.crossings[e][0] for e in EDGES}, {}
     for count in (1, 4):
-        order, slower = Order('gpipe', count), given._replace(handover=0.1)
+        order, slower = Order('gpipe', count), given._replace(handover=Line(0.1))
         seconds[count] = choose.predicted(slower, LINK, codecs, order)
         seconds[count] -= choose.predicted(given, LINK, codecs, order)
     assert seconds == pytest.approx({1: 4 * 0.1, 4: (4 + 3 + 3) * 0.1})
@@ -166,16 +166,26 @@ def test_a_message_holds_up_the_computing_of_both_ends():
     given, order = probed(), Order('gpipe', 1)
     codecs = {e: given.crossings[e][0] for e in EDGES}
     slower, same = (
-        choose.predicted(p, LINK, codecs, order) for p in (given._replace(busy=0.1), given)
+        choose.predicted(p, LINK, codecs, order) for p in (given._replace(busy=Line(0.1)), given)
     )
     assert slower - same == pytest.approx(4 * 0.1)
 
 
+def test_what_hands_over_a_message_counts_per_byte():
+    """Equal bytes take as long in one message as in four, where a message by itself takes none."""
+    given = probed(forward=1e-9, rows=(CHEAP._replace(encode=0.0, decode=0.0),))
+    codecs = {e: given.crossings[e][0] for e in EDGES}
+    slower = given._replace(handover=Line(0.0, 1e-3), busy=Line(0.0, 1e-3))
+    order = Order('gpipe', 1)
+    more, same = (choose.predicted(p, LINK, codecs, order) for p in (slower, given))
+    assert more - same == pytest.approx(4 * 2 * 1e-3 * CHEAP.nbytes)
+
+
 def test_what_a_message_holds_up_is_measured():
-    """A message of 4 KiB takes time of its own, and some of the one device's."""
-    seconds, busy = handover()
-    assert 0 < seconds < 1
-    assert 0 <= busy < 1
+    """A message takes time of its own, the larger the more, and some of the one device's."""
+    for line in handover():
+        assert 0 <= line.fixed < 1
+        assert 0 <= line.a_byte < 1e-6
 
 
 def test_the_plan_is_never_slower_than_a_uniform_choice():

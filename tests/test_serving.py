@@ -42,8 +42,12 @@ def over(model, boundaries, count, choose, prompts=PROMPTS):
         own = [s for s, o in enumerate(owner) if o == group.index]
         mine = tuple(v if s in own else None for s, v in enumerate(model.variables))
         part = serving.Part(
-            model._replace(variables=mine), boundaries, range(own[0], own[-1] + 1), choose,
-            size, 3,
+            model._replace(variables=mine),
+            boundaries,
+            range(own[0], own[-1] + 1),
+            choose,
+            size,
+            3,
         )
         ends = serving.Ends(group, part)
         if group.index:

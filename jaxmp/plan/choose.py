@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmp.net.link import Link
-from jaxmp.plan.predict import Edge, Message, Times, step
+from jaxmp.plan.predict import Edge, Line, Message, Times, step
 from jaxmp.runtimes.schedule import Action, saved_inputs
 from jaxmp.runtimes.schedules import named
 
@@ -58,7 +58,7 @@ class Probed(NamedTuple):
     Attributes:
       stages: times of each stage, by the number of micro-batches.
       crossings: candidates by edge.
-      handover: seconds of a message besides its bytes, from thread to thread.
+      handover: seconds of a message besides the link, from thread to thread.
       busy: seconds by which sending and receiving a message hold up the computing of both ends.
       place: the machine of each stage; empty where each has one of its own.
       normed: whether the stages wait for the norm of all gradients before they move parameters.
@@ -67,8 +67,8 @@ class Probed(NamedTuple):
 
     stages: Mapping[int, Sequence[Times]]
     crossings: Allowed
-    handover: float = 0.0
-    busy: float = 0.0
+    handover: Line = Line()
+    busy: Line = Line()
     place: tuple[int, ...] = ()
     normed: bool = False
     table: float = 0.0
@@ -235,9 +235,9 @@ def messages_of(probed: Probed, link: Link, codecs: Codecs, count: int) -> dict[
     """What the message of one of ``count`` micro-batches takes at each crossing."""
     place, messages = probed.place, {}
     for (a, b), c in codecs.items():
-        here = bool(place) and place[a] == place[b]
-        wire = None if here else link.seconds(c.nbytes / count, a > b) + probed.handover
-        end = 0.0 if here else probed.busy / 2
+        here, nbytes = bool(place) and place[a] == place[b], c.nbytes / count
+        wire = None if here else link.seconds(nbytes, a > b) + probed.handover(nbytes)
+        end = 0.0 if here else probed.busy(nbytes) / 2
         messages[a, b] = Message(c.encode / count + end, wire, c.decode / count + end)
     return messages
 
@@ -253,10 +253,12 @@ def meetings(probed: Probed, link: Link) -> float:
     >>> meetings(own._replace(place=(0, 0)), Link(8, 40))
     0.0
     """
-    one, place, seconds = link.delay / 1e3 + probed.handover, probed.place, 0.0
-    if probed.table and (not place or place[0] != place[-1]):
-        seconds += one + max(link.seconds(probed.table, back) for back in (False, True))
-    return seconds + one * (probed.normed and probed.machines > 1)
+    message = lambda nbytes: link.delay / 1e3 + probed.handover(nbytes)
+    place, seconds = probed.place, message(0) * (probed.normed and probed.machines > 1)
+    if not probed.table or (place and place[0] == place[-1]):
+        return seconds
+    wire = max(link.seconds(probed.table, back) for back in (False, True))
+    return seconds + message(probed.table) + wire
 
 
 def uniform(

@@ -17,7 +17,7 @@ from jaxmp.net.connect import processes
 from jaxmp.plan.choose import Candidate
 from jaxmp.plan.clock import PASSES, Clock, timed
 from jaxmp.plan.loss import Losses, losses
-from jaxmp.plan.predict import Edge
+from jaxmp.plan.predict import Edge, Line
 from jaxmp.plan.seen import relative_error
 from jaxmp.plan.steps import Trained
 from jaxmp.runtimes.links import remote_move
@@ -27,7 +27,8 @@ from jaxmp.wire import Ctx, bits, like
 
 LEAST = 4  # candidates
 LESSON = 100  # messages from which klt learns components: two books
-HANDOVERS = 30  # of an empty message; the median counts
+HANDOVERS = 30  # of a message of each size; the median counts
+SIZES = 2**12, 2**20  # bytes
 SHARES = {'losses': 0.6, 'codecs': 0.75}  # of the time, at whose end a part stops
 
 
@@ -112,16 +113,30 @@ def crossed(
     return encode, decode, error, arrived
 
 
-def handover() -> tuple[float, float]:
-    """Median seconds of a message besides its bytes, and those by which it holds up computing.
+def handover() -> tuple[Line, Line]:
+    """Seconds of a message besides the link, and those by which it holds up computing.
 
-    The message goes from one thread of this process to another through connections, as between
-    processes, while the device computes; the threads wait for a core where computing takes all.
-    Then computing takes longer than alone, by what both ends of a message need.
+    Both are lines through the medians of two sizes.
     """
-    device, message = jax.devices()[0], jax.block_until_ready(jnp.zeros((1, 1024)))
+    (seconds, busy), (longer, busier) = (handed_over(size) for size in SIZES)
+    return _line(seconds, longer), _line(busy, busier)
+
+
+def _line(small: float, large: float) -> Line:
+    return Line(small, max(0.0, large - small) / (SIZES[1] - SIZES[0]))
+
+
+def handed_over(nbytes: int) -> tuple[float, float]:
+    """Median seconds of a message, and those by which it holds up computing.
+
+    The message goes from one thread of this process to another through connections, encrypted, as
+    between processes, while the device computes; the threads wait for a core where computing takes
+    all. Then computing takes longer than alone, by what both ends of a message need.
+    """
+    device, message = jax.devices()[0], jnp.zeros((1, nbytes // 4))
     compute = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, x: jnp.tanh(x @ x), x))
     x, times, busy = jax.block_until_ready(compute(jnp.zeros((512, 512)))), [], []
+    jax.block_until_ready(message)
     with processes(2) as groups, ThreadPoolExecutor(1) as sender, ThreadPoolExecutor(1) as receiver:
         source = remote_move(groups[0], (device, Elsewhere(1)), message)
         target = remote_move(groups[1], (Elsewhere(0), device), message)

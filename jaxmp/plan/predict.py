@@ -27,6 +27,21 @@ class Times(NamedTuple):
     update: float = 0.0
 
 
+class Line(NamedTuple):
+    """Seconds by the bytes of a message, ``fixed + a_byte * nbytes``.
+
+    >>> Line(1.0, 0.5)(4)
+    3.0
+    """
+
+    fixed: float = 0.0
+    a_byte: float = 0.0
+
+    def __call__(self, nbytes: float) -> float:
+        """The seconds of a message of so many bytes."""
+        return self.fixed + self.a_byte * nbytes
+
+
 class Message(NamedTuple):
     """Seconds that the message of a micro-batch takes: in its sender, on the link, and after it.
 

@@ -103,8 +103,8 @@ def stages(probed: Probed, choice: Choice) -> Table:
     """Times of each stage with the micro-batches that were chosen."""
     table = Table(
         title=f'stages: ms per micro-batch, {choice.order.microbatches} micro-batches; '
-        f'{1e3 * probed.handover:.2f} ms to hand over a message, which holds up computing by '
-        f'{1e3 * probed.busy:.2f} ms'
+        f'{1e3 * probed.handover.fixed:.2f} ms to hand over a message, which holds up computing by '
+        f'{1e3 * probed.busy.fixed:.2f} ms'
     )
     for head in ('stage', 'forward', 'backward', 'of inputs', 'of weights', 'update per step'):
         table.add_column(head, justify='right')

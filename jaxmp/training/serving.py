@@ -199,9 +199,7 @@ def joined(messages: Sequence[Message]) -> Iterator[Message]:
     steps = [message for message in messages if message.words[0].draw]
     if steps:
         words = tuple(word for message in steps for word in message.words)
-        yield Message(
-            words, jax.tree.map(lambda *a: np.concatenate(a), *(m.arrays for m in steps))
-        )
+        yield Message(words, jax.tree.map(lambda *a: np.concatenate(a), *(m.arrays for m in steps)))
 
 
 class Ends:
