@@ -15,19 +15,19 @@ import pytest
 import zmq
 
 from jaxmp.launch.switch import main as command
-from jaxmp.net import spare
+from jaxmp.net import connect
 from jaxmp.net.address import TOKEN, ProcessGroupError
 from jaxmp.net.arrays import ALIGNMENT, buffers, filled
-from jaxmp.net.connect import Address
+from jaxmp.net.blame import LOST, nobody
+from jaxmp.net.connect import Address, take_part
 from jaxmp.net.delivery import Delivery
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.register import GRACE, RETURN, Register
 from jaxmp.net.sockets import HANDSHAKE, SWITCH, Sockets, address_of, put
-from jaxmp.net.spare import take_part
 from jaxmp.net.switch import Switch
-from jaxmp.net.views import LOST, Terms, ViewChangedError, nobody
+from jaxmp.net.views import Terms, ViewChangedError
 
 KEYS = keys_of('the-secret-of-this-test')
 NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'
@@ -171,7 +171,7 @@ def test_the_switch_is_told_of_phases_and_waits(run):
             assert time.monotonic() < end, work()
             time.sleep(0.01)
 
-    with a.peer.phase('compiling', 300):
+    with a.phase('compiling', 300):
         until(lambda: work()[1:3] == ['compiling', 300])
         waits = [(8, 'later'), (7, 'gradient')]
         calls = [lambda w=w: a.peer.receive(a.view, 1, *w) for w in waits]
@@ -796,7 +796,7 @@ def test_a_spare_process_is_told_what_is_wrong(run, monkeypatch):
     for wrong in (own._replace(process=1), own._replace(back=0.0)):
         with pytest.raises(ValueError, match='leave --process out, and give all the same --back'):
             take_part(wrong)
-    monkeypatch.setattr(spare, 'ANSWER', 1.0)
+    monkeypatch.setattr(connect, 'ANSWER', 1.0)
     monkeypatch.setenv(TOKEN, 'another')
     with pytest.raises(ProcessGroupError, match='it has another token, is stopped, or is no'):
         take_part(own)

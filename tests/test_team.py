@@ -82,7 +82,7 @@ def three():
 def processes(monkeypatch):
     """``process -> group``: `connect` in this process; causes that would end it are listed."""
     port, causes = launch.free_port(), []
-    monkeypatch.setattr(connect, 'ender', lambda name, seconds: causes.append)
+    monkeypatch.setattr(connect, 'end', lambda name, seconds, why: causes.append(why))
 
     def met(process, count=2, about=ABOUT, token='secret'):
         monkeypatch.setenv(address.TOKEN, token)

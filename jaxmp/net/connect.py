@@ -1,23 +1,29 @@
-"""`connect`: the processes of a run meet at a switch, by default in process 0."""
+"""`connect`: the processes of a run meet at a switch, by default in process 0.
+
+`take_part`: a spare process waits until one of them does not come back, and takes its part.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import math
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxmp.net.address import host_and_port, token_of
+from jaxmp.net.address import ProcessGroupError, host_and_port, reach, token_of
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.keys import Keys, keys_of
-from jaxmp.net.peer import Peer
+from jaxmp.net.peer import ANSWER, Peer
+from jaxmp.net.sockets import SWITCH, Sockets, put, url
 from jaxmp.net.switch import Switch
-from jaxmp.net.views import Terms
+from jaxmp.net.views import BEAT, Terms
 
 START = 50.0  # seconds in which all processes have to come
 LAST = 1.0  # seconds in which the others hear from the switch in process 0 why all end
@@ -69,9 +75,9 @@ def connect(
     place, keys = entrance(address)
     terms = Terms(names, len(names), START, address.silent, address.back)
     switch = Switch(keys, *place) if process == 0 else None
-    end = ender(names[process], LAST if switch else 0.0)
+    ending = functools.partial(end, names[process], LAST if switch else 0.0)
     about = {**about, 'processes': len(names)}
-    peer = Peer(place, keys, process, terms, about, end, inside=names[0])
+    peer = Peer(place, keys, process, terms, about, ending, inside=names[0])
     peer.announce('starting', LONG)
     group = ProcessGroup(peer, peer.ready())
     if switch:
@@ -102,6 +108,45 @@ def entrance(address: Address) -> tuple[tuple[str, int], Keys]:
     """
     host, port = endpoint(address)
     return (host, port), keys_of(token_of(address.token_file, host))
+
+
+def take_part(address: Address) -> Address | None:
+    """The address with the number of a process that does not come back; None after the run.
+
+    It can be any but that in which the switch runs, with which the others lose each other.
+
+    Args:
+      address: without a number.
+
+    Raises:
+      ProcessGroupError: if there is no switch, or it has another secret.
+      ValueError: if the address has a number, or no time to wait for a process.
+    """
+    if address.process is not None or not address.back:
+        raise ValueError(
+            f'a spare process gets its number, and --back, from the run that it waits for; got '
+            f'--process={address.process} and --back={address.back:g}: leave --process out, and '
+            'give all the same --back, such as --back=60'
+        )
+    switch, keys = entrance(address._replace(process=0))
+    reach(switch, START, 'nobody answers', 'start the run first, and check its port').close()
+    sockets = Sockets(keys)
+    socket = sockets.calling(f'-1.{secrets.token_hex(8)}', address.silent)
+    socket.connect(url(*switch))
+    heard, patience, number = time.monotonic(), ANSWER, None
+    while number is None and time.monotonic() - heard < patience:
+        put(socket, SWITCH, {'kind': 'spare'})
+        for _, _, frames in sockets.arrived(BEAT):
+            heard, patience = time.monotonic(), address.silent + address.back
+            number = json.loads(frames[0].bytes)['process']
+        time.sleep(BEAT / 4)
+    sockets.close()
+    if patience == ANSWER:
+        raise ProcessGroupError(
+            f'the switch at {url(*switch)} has not answered within {ANSWER:g} s: it has '
+            'another token, is stopped, or is no switch of this run'
+        )
+    return None if number is None else address._replace(process=number)
 
 
 def owners(parts: int, processes: int, what: str = 'stage') -> list[int]:
@@ -135,28 +180,21 @@ def names_of(owners: Sequence[int], what: str = 'stage') -> tuple[str, ...]:
 @contextlib.contextmanager
 def processes(count: int, **terms: float) -> Iterator[list[ProcessGroup]]:
     """Groups of this process, as so many have them; their messages go by the network."""
-    host, keys = '127.0.0.1', keys_of(secrets.token_hex())
-    switch = Switch(keys, host, 0)
+    place, keys = '127.0.0.1', keys_of(secrets.token_hex())
     agreed = Terms(names_of(range(count)), count, **terms)
-    peers = [Peer((host, switch.port), keys, i, agreed) for i in range(count)]
-    try:
-        with ThreadPoolExecutor(count) as threads:
+    with contextlib.closing(Switch(keys, place, 0)) as switch, ThreadPoolExecutor(count) as threads:
+        peers = [Peer((place, switch.port), keys, i, agreed) for i in range(count)]
+        try:
             views = list(threads.map(Peer.ready, peers))
-        yield [ProcessGroup(peer, view) for peer, view in zip(peers, views, strict=True)]
-    finally:
-        for peer in peers:
-            peer.close()
-        switch.close()
+            yield [ProcessGroup(peer, view) for peer, view in zip(peers, views, strict=True)]
+        finally:
+            list(threads.map(Peer.close, peers))
 
 
-def ender(name: str, seconds: float) -> Callable[[str], None]:
+def end(name: str, seconds: float, why: str) -> None:
     """Ends this process from any of its threads, some seconds after it has said the cause."""
-
-    def end(why: str) -> None:
-        text = why if why.startswith(f'{name}: ') else f'{name}: stopped: {why}'
-        sys.stdout.flush()
-        os.write(2, f'train.py: {text}\n'.encode())
-        time.sleep(seconds)
-        os._exit(1)
-
-    return end
+    text = why if why.startswith(f'{name}: ') else f'{name}: stopped: {why}'
+    sys.stdout.flush()
+    os.write(2, f'train.py: {text}\n'.encode())
+    time.sleep(seconds)
+    os._exit(1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxmp.net.sockets import Head, put
+from jaxmp.net.sockets import Buffer, Head, put
 
 Way = tuple[Any, ...]  # a socket, and the names that lead from there to the other process
 
@@ -19,7 +19,7 @@ class Sent(NamedTuple):
     """A message that is not confirmed: its parts and its way; None where none was open."""
 
     words: Head
-    buffers: Sequence[Any]
+    buffers: Sequence[Buffer]
     way: Way | None
 
 
@@ -40,12 +40,12 @@ class Delivery:
         """Forgets what was sent in an earlier view."""
         self.sent, self._count, self._view = dict[int, Sent](), 0, view
 
-    def send(self, words: Head, buffers: Sequence[Any]) -> None:
+    def send(self, words: Head, buffers: Sequence[Buffer]) -> None:
         """Sends a message."""
         self._put({**words, 'kind': 'message', 'view': self._view, 'number': self._count}, buffers)
         self._count += 1
 
-    def _put(self, words: Head, buffers: Sequence[Any]) -> None:
+    def _put(self, words: Head, buffers: Sequence[Buffer]) -> None:
         words = {**words, 'asked': self._asked}
         way = next((way for way in self.ways if put(*way, words, *buffers)), None)
         self.sent[words['number']] = Sent(words, buffers, way)

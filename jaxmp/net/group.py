@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from jaxmp.net.peer import Peer
-from jaxmp.net.views import Terms, View, ViewChangedError
+from jaxmp.net.sockets import Buffer
+from jaxmp.net.views import View, ViewChangedError
 
 DECISION = -1  # the step of what all decide: whoever waits for it has done its other work
 LONG = 1800.0  # seconds in which work other than steps has to go on
-ALONE = Terms(('this process',), 1)
+ALONE = View(0, (0,), {})
 Address = tuple[View, int, str]  # view, step and tag of a message
 
 
@@ -28,15 +29,15 @@ class ProcessGroup:
       index: number of this process.
       count: number of processes.
       names: of all processes in messages.
+      step: the step that has begun.
       after: called when this process has left.
     """
 
-    def __init__(self, peer: Peer | None = None, view: View | None = None) -> None:
+    def __init__(self, peer: Peer | None = None, view: View = ALONE) -> None:
         """The members of ``view``; by default this process alone."""
-        self.peer, self.view = peer, view or View(0, (0,), {})
-        self.after: list[Callable[[], object]] = []
-        self.index, self.count = peer.process if peer else 0, len(self.view.members)
-        self.names = (peer.terms if peer else ALONE).names
+        self.peer, self.view, self.after = peer, view, list[Callable[[], object]]()
+        self.index, self.count = peer.process if peer else 0, len(view.members)
+        self.names = peer.terms.names if peer else ('this process',)
         self._decisions = 0
         self.begin(0)
 
@@ -44,7 +45,7 @@ class ProcessGroup:
 
     def begin(self, step: int) -> None:
         """Says that what follows belongs to a step; all begin the same steps."""
-        self._step, self._calls = step, Counter[str]()
+        self.step, self._calls = step, Counter[str]()
 
     def again(self) -> None:
         """Waits for the next view, in which all make their calls from the first one on.
@@ -56,11 +57,6 @@ class ProcessGroup:
         self.view, self._decisions = self.peer.ready(), 0
         self.begin(0)
 
-    @property
-    def step(self) -> int:
-        """The step that has begun."""
-        return self._step
-
     def address(self, tag: str, place: tuple[int, int] | None = None) -> Address:
         """The address of the next message under ``tag``, which both its ends count.
 
@@ -71,9 +67,9 @@ class ProcessGroup:
         if place:
             return self.view, place[0], f'{tag} micro-batch {place[1]}'
         self._calls[tag] += 1
-        return self.view, self._step, f'{tag} {self._calls[tag]}'
+        return self.view, self.step, f'{tag} {self._calls[tag]}'
 
-    def send(self, to: int, address: Address, *buffers: Any) -> None:
+    def send(self, to: int, address: Address, *buffers: Buffer) -> None:
         """Sends buffers, which must not change until they have arrived; does not wait."""
         assert self.peer
         view, step, tag = address
@@ -99,15 +95,15 @@ class ProcessGroup:
 
     # Decisions.
 
-    def to_first(self, pieces: Sequence[Any]) -> list[Sequence[Any]] | None:
-        """The pieces of all members, bytes, at the first one; None at the others."""
+    def to_first(self, pieces: Sequence[Buffer]) -> list[Sequence[Buffer]] | None:
+        """The pieces of all members at the first one; None at the others."""
         (first, *others), address = self.view.members, self._decision()
         if self.index == first:
             return [pieces, *(self.receive(i, address) for i in others)]
         self.send(first, address, *pieces)
         return None
 
-    def from_first(self, rows: Sequence[Sequence[Any]] | None) -> Sequence[Any]:
+    def from_first(self, rows: Sequence[Sequence[Buffer]] | None) -> Sequence[Buffer]:
         """The pieces, of those by member that the first one has, that are for this process."""
         (first, *others), address = self.view.members, self._decision()
         if rows is None:
@@ -151,8 +147,12 @@ class ProcessGroup:
     @contextlib.contextmanager
     def phase(self, name: str, seconds: float = LONG) -> Iterator[None]:
         """Announces what is done within a context; see `Peer.announce`."""
-        with self.peer.phase(name, seconds) if self.peer else contextlib.nullcontext():
+        before = self.peer.announce(name, seconds) if self.peer else None
+        try:
             yield
+        finally:
+            if self.peer and before:
+                self.peer.announce(*before)
 
     def fail(self, cause: str, follows: bool = False) -> None:
         """Ends all members with ``cause``; see `Peer.fail`. It does nothing in a single process."""

@@ -7,40 +7,27 @@ listens at a port of its own, and messages take the shorter way as soon as that 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import zmq
 
 from jaxmp.net.address import ProcessGroupError, reach
+from jaxmp.net.blame import LOST, clock, nobody, stepped
 from jaxmp.net.delivery import Delivery
 from jaxmp.net.keys import Keys
-from jaxmp.net.sockets import SWITCH, Head, Sockets, address_of, endpoint, put
+from jaxmp.net.sockets import SWITCH, Buffer, Head, Sockets, address_of, put, url
 from jaxmp.net.switch import DATA
-from jaxmp.net.views import (
-    BEAT,
-    GRACE,
-    LEAVING,
-    LOST,
-    WORKING,
-    Terms,
-    View,
-    ViewChangedError,
-    clock,
-    nobody,
-    stepped,
-)
+from jaxmp.net.views import BEAT, GRACE, LEAVING, Terms, View, ViewChangedError
 
 ANSWER = 15.0  # seconds in which a switch that listens answers the first time
 CUT = 4  # a way is given up after this part of the time after which a process is
 T = TypeVar('T')
-Address = tuple[int, int, int, str]  # view, source, step and tag of a message
 Place = tuple[str, str, Any]  # of a member: its name and address, and its value in the view
 
 
@@ -77,27 +64,28 @@ class Peer:
         with reach(switch, terms.start, 'nobody answers', advice) as trial:
             self.host, host = trial.getsockname()[0], trial.getpeername()[0]
         self.process, self.terms, self._end, self._inside_of = process, terms, end, inside
-        self._switch = inside or f'the switch at {endpoint(*switch)}'
+        self._switch = inside or f'the switch at {url(*switch)}'
         self._name, self._sockets = f'{process}.{secrets.token_hex(8)}', Sockets(keys)
         self._control = self._sockets.calling(self._name, terms.silent)
         # Messages have connections of their own: a sign of life must not wait behind a long one.
         self._caller = self._sockets.calling(self._name + DATA, terms.silent / CUT)
         self._door = self._sockets.listening(self._name, self.host, patience=terms.silent / CUT)
         for socket in (self._control, self._caller):
-            socket.connect(endpoint(host, switch[1]))
+            socket.connect(url(host, switch[1]))
         address = address_of(self._door) if direct else ''
         self._about: Head = {'terms': terms, 'about': dict(about), 'address': address}
         self._tasks, self._changed = deque[Callable[[], Any]](), threading.Condition()
         self._view, self._inside, self._why = View(0, (), {}), False, ''
         self._places, self._left = dict[int, Place](), set[int]()
         self._seen, self._ready, self._value = 0, False, None
-        self._phase, self._limit = WORKING, terms.silent
+        self._phase, self._limit = 'working', terms.silent
         self._waits = set[tuple[int, int, str, float]]()  # step, source, tag, and since when
         self._error, self._closing, self._closed = '', False, threading.Event()
-        self._mail = dict[Address, list[zmq.Frame]]()
+        self._mail = dict[tuple[int, int, int, str], list[zmq.Frame]]()  # by view to tag
         self._deliveries = dict[str, Delivery]()  # by the name of the other process
-        self._worked = self._heard = self._looked = self._reached = time.monotonic()
-        self._answered, self._hurry = False, 0.0  # until when ways are asked more often
+        self._worked = self._heard = self._looked = time.monotonic()
+        self._answered, self._cut = False, False
+        self._hurry = 0.0  # until when ways are asked more often
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -119,7 +107,7 @@ class Peer:
         self._do(self._say)
         return self._wait(lambda: self._view if self._view.number > last else None)
 
-    def send(self, view: View, to: int, step: int, tag: str, *buffers: Any) -> None:
+    def send(self, view: View, to: int, step: int, tag: str, *buffers: Buffer) -> None:
         """Sends buffers, which must not change until they have arrived; does not wait.
 
         Args:
@@ -175,27 +163,22 @@ class Peer:
         """Says that the work of this process goes on; messages say so too."""
         self._worked = time.monotonic()
 
-    def announce(self, phase: str, seconds: float) -> None:
+    def announce(self, phase: str, seconds: float) -> tuple[str, float]:
         """Says what this process does from now on, in which work has to go on in some seconds.
 
         Args:
           phase: such as compiling, saving, testing.
           seconds: at least those of the terms count.
+
+        Returns:
+          Phase and seconds until now.
         """
+        before = self._phase, self._limit
         self.progress()
         if phase != self._phase:
             self._phase, self._limit = phase, max(seconds, self.terms.silent)
             self._do(self._say)
-
-    @contextlib.contextmanager
-    def phase(self, name: str, seconds: float) -> Iterator[None]:
-        """Announces what is done within a context."""
-        before = self._phase, self._limit
-        self.announce(name, seconds)
-        try:
-            yield
-        finally:
-            self.announce(*before)
+        return before
 
     def fail(self, why: str, follows: bool = False) -> None:
         """Ends the run for all, with the cause; returns when they are told.
@@ -285,18 +268,19 @@ class Peer:
         if now - self._looked > 2 * BEAT:  # this process was suspended itself
             self._heard = self._worked = now
         self._looked, quiet = now, now - self._heard
-        back = self.terms.back if self._inside_of else 0.0  # with its process the switch returns
-        limit, cause = self.terms.silent + back, 'is stopped, swaps, or the network failed'
-        if not self._answered:
-            limit = min(ANSWER, self.terms.start)
-            cause = 'has another token, is stopped, or is no switch of this run'
+        # A switch that is lost with its process was there a moment ago, and may return with it.
+        self._cut = not self._say() and (self._cut or quiet < GRACE)
+        back = self.terms.back if self._inside_of else 0.0
+        if self._cut and self._inside_of and self._answered:
+            limit, what = (back or GRACE) + BEAT, f'{LOST}, at {clock(quiet)}{nobody(back)}'
+        else:
+            limit, cause = self.terms.silent + back, 'is stopped, swaps, or the network failed'
+            if not self._answered:
+                limit = min(ANSWER, self.terms.start)
+                cause = 'has another token, is stopped, or is no switch of this run'
+            what = f'has not answered since {clock(quiet)} ({limit:g} s): it {cause}'
         if quiet > limit:
-            since = f'since {clock(quiet)} ({limit:g} s)'
-            self._stop(f'{self._switch} has not answered {since}: it {cause}')
-        if self._say() or not self._inside_of:
-            self._reached = now
-        elif now - self._reached > (back or GRACE) and self._reached - self._heard < GRACE:
-            self._stop(f'{self._switch} {LOST}, at {clock(now - self._reached)}{nobody(back)}')
+            self._stop(f'{self._switch} {what}')
         for delivery in self._deliveries.values():
             delivery.look()
 
@@ -334,6 +318,7 @@ class Peer:
         if state['kind'] == 'bye':
             return self._closed.set()
         number, members = state['view'], dict(state.get('members', ()))
+        called = members.get(self.process, [''])[0] == self._name
         with self._changed:
             self._answered, self._left = True, set(state['left'])
             if self._inside and not (state['on'] and number == self._view.number):
@@ -341,9 +326,8 @@ class Peer:
                 self.progress()
             if not state['on']:
                 self._seen = number
-            elif self._ready and number > self._view.number:
-                if members.get(self.process, [''])[0] == self._name:
-                    self._enter(number, members)
+            elif called and self._ready and number > self._view.number:
+                self._enter(number, members)
             for i in self._left & self._places.keys():
                 self._delivery(self._places[i][0]).sent.clear()
             return self._changed.notify_all()
@@ -355,21 +339,20 @@ class Peer:
         self._inside, self._ready, self._hurry = True, False, time.monotonic() + BEAT
         self.progress()
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] >= number}
-        before, after = (self._others(places) for places in (self._places, members))
-        for name in before.keys() - after.keys():
-            self._deliveries.pop(name, None)
-            if before[name]:
-                self._caller.disconnect(before[name])
-        for name in after.keys() - before.keys():
-            if after[name]:
-                self._caller.connect(after[name])
-        for name in after:
-            self._delivery(name).begin(number)
+        before, after = self._links(self._places), self._links(members)
+        for address in before - after:
+            self._caller.disconnect(address)
+        for address in after - before:
+            self._caller.connect(address)
         self._places = members
+        names = {name for name, _, _ in members.values()}
+        self._deliveries = {n: d for n, d in self._deliveries.items() if n in names}
+        for delivery in self._deliveries.values():
+            delivery.begin(number)
 
-    def _others(self, places: Mapping[int, Place]) -> dict[str, str]:
-        """The name of each other process, and its address."""
-        return {name: address for name, address, _ in places.values() if name != self._name}
+    def _links(self, places: Mapping[int, Place]) -> set[str]:
+        """The addresses of other processes that have one."""
+        return {address for i, (_, address, _) in places.items() if address and i != self.process}
 
     def _delivery(self, name: str) -> Delivery:
         """The messages to and from a process: directly, as it has come, or by the switch."""

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmp.net.views import BEAT, GRACE, LOST, Terms, Work, blamed, clock, listed, nobody
+from jaxmp.net.blame import LOST, Work, blamed, clock, listed, nobody
+from jaxmp.net.views import BEAT, GRACE, Terms
 
 RETURN = 10.0  # seconds in which the members of a view come to a new switch
 SUSPENDED = 5.0  # seconds without a look, after which this process was stopped itself

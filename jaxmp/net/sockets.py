@@ -20,20 +20,19 @@ from jaxmp.net.keys import Keys
 HANDSHAKE = 5000  # ms after which a connection without the key is closed
 LINGER = 1000  # ms for which what was sent last may still leave
 SWITCH = 'switch'  # the name of the switch
-WAITING = 1024  # connections that the system holds until they are accepted
-RETRY = 200  # ms between two attempts to connect
 COMMON = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
 KEEP = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
-CONNECT = {'handshake_ivl': HANDSHAKE, 'connect_timeout': HANDSHAKE, 'reconnect_ivl': RETRY}
-BY_NAME = {'router_mandatory': 1, 'router_handover': 1, 'backlog': WAITING}
+CONNECT = {'handshake_ivl': HANDSHAKE, 'connect_timeout': HANDSHAKE, 'reconnect_ivl': 200}
+BY_NAME = {'router_mandatory': 1, 'router_handover': 1, 'backlog': 1024}
 
 Head = dict[str, Any]
+Buffer = bytes | memoryview
 
 
-def endpoint(host: str, port: int | str) -> str:
+def url(host: str, port: int | str) -> str:
     """The address of a socket.
 
-    >>> endpoint('::1', 80)
+    >>> url('::1', 80)
     'tcp://[::1]:80'
     """
     return f'tcp://[{host}]:{port}' if ':' in host else f'tcp://{host}:{port}'
@@ -53,9 +52,8 @@ class Sockets:
     def __init__(self, keys: Keys) -> None:
         """Opens the door, which `arrived` serves, and hangs up the bell."""
         self.keys, self.context, self.poller = keys, zmq.Context(), zmq.Poller()
-        self.door = self._new(zmq.REP)
+        self.door, self.bell, self.rope = map(self._new, (zmq.REP, zmq.PULL, zmq.PUSH))
         self.door.bind('inproc://zeromq.zap.01')
-        self.bell, self.rope = self._new(zmq.PULL), self._new(zmq.PUSH)
         self.bell.bind('inproc://bell')
         self.rope.connect('inproc://bell')
 
@@ -89,7 +87,7 @@ class Sockets:
         curve = {'curve_server': 1, 'curve_secretkey': self.keys.server.private}
         socket = self._named(name, patience, zap_domain=b'jaxmp', zap_enforce_domain=1, **curve)
         try:
-            socket.bind(endpoint(host or '*', port))
+            socket.bind(url(host or '*', port))
         except zmq.ZMQError as error:
             self.close()
             why = f'{error.strerror}; give another port'

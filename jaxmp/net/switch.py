@@ -71,7 +71,10 @@ class Switch:
             for _, name, frames in self._sockets.arrived(TICK):
                 self._take(name, frames)
             self._register.look(time.monotonic())
-            self._speak()
+            while self._register.out:
+                name, message = self._register.out.popleft()
+                if not put(self._socket, name, message):
+                    self._register.unreachable(name, time.monotonic())
         self._sockets.close()
 
     def _take(self, name: str, frames: list[zmq.Frame]) -> None:
@@ -80,14 +83,6 @@ class Switch:
             put(self._socket, frames[0], name, *frames[1:])
         else:
             self._register.take(name, json.loads(frames[0].bytes), time.monotonic())
-            self._speak()
-
-    def _speak(self) -> None:
-        """Sends what the register has to say."""
-        while self._register.out:
-            name, message = self._register.out.popleft()
-            if not put(self._socket, name, message):
-                self._register.unreachable(name, time.monotonic())
 
     def stop(self) -> None:
         """Ends within a fraction of a second."""

@@ -142,9 +142,8 @@ def run(argv: list[str]) -> None:
     import jax
 
     from jaxmp.launch.signals import end_without_memory
-    from jaxmp.net.connect import Address
+    from jaxmp.net.connect import Address, take_part
     from jaxmp.net.group import ProcessGroup
-    from jaxmp.net.spare import take_part
     from jaxmp.training.elastic import train_as_member
     from jaxmp.training.loop import devices, process_group_of, train_and_evaluate
 
