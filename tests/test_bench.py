@@ -7,12 +7,14 @@ import os
 import shutil
 import sys
 
+import jax
 import pytest
 
 from jaxmp.plugins import load
 from jaxmp.report import __main__ as report
 from jaxmp.report import polar
 from jaxmp.runtimes.schedules import gpipe, named
+from jaxmp.training.language_model import open_language_model
 from tests.runs import ROOT
 
 RESULTS = ROOT / 'bench' / 'results'
@@ -360,8 +362,22 @@ def test_the_bench_of_generation_goes_on_where_it_was_stopped(bench, monkeypatch
     serving.main()
     assert len(measured) == len(set(measured)) == 2 + 2 * 2
     page = out.with_suffix('.md').read_text()
-    assert page.endswith('| 100mbit | `mx(8)` | 4.00 | 20 | 20 | 0.0100 ± 0.0020 |\n')
+    assert page.endswith('| 100mbit | `mx(8)` | 4.00 | 20 | 20 (x1.00) | 0.0100 ± 0.0020 |\n')
     assert 'One machine alone: 10 a second with 1 prompts, 10 a second with 4 prompts.' in page
+
+
+def test_the_bench_of_generation_makes_a_model_of_equal_blocks(bench, monkeypatch, tmp_path):
+    """In four stages its parameters are equal but for the table; without a model it says so."""
+    serving = bench('serving')
+    folder = serving.write_random(tmp_path, 4, 128)
+    model = open_language_model(str(folder), 4, tokenizer='bytes')
+    blocks = [stage['params']['layers'] for stage in model.variables]
+    sizes = [sum(a.size for a in jax.tree.leaves(block)) for block in blocks]
+    assert len(set(sizes)) == 1
+    assert sizes[0] == 15 * 128**2 + 2 * 128
+    monkeypatch.setattr('sys.argv', ['serving.py'])
+    with pytest.raises(SystemExit):
+        serving.main()
 
 
 def test_the_file_of_a_split_has_its_cut_and_its_place(bench, tmp_path):

@@ -1,18 +1,23 @@
 """Generation over processes: the tokens of one, whatever the streams and the channels."""
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import jax
+import numpy as np
 import pytest
 
 from jaxmp import boundary, parse
 from jaxmp.data.tokenizer import byte_level
 from jaxmp.net.connect import owners, processes
+from jaxmp.net.group import ProcessGroup
 from jaxmp.training import generate, language_model, sampling, serving
 from tests.runs import ENV, LAUNCH
 from tests.test_decoder import opened, save
@@ -20,6 +25,7 @@ from tests.test_generate import PROMPTS, texts
 from tests.test_pretrained import tiny
 
 CAUSAL = 'per_token(uniform(6))'
+ROTATED = 'outliers(rotate(lloyd(4), 16), causal=True)'  # draws signs
 
 
 @pytest.fixture(scope='module')
@@ -41,14 +47,8 @@ def over(model, boundaries, count, choose, prompts=PROMPTS):
     def run(group):
         own = [s for s, o in enumerate(owner) if o == group.index]
         mine = tuple(v if s in own else None for s, v in enumerate(model.variables))
-        part = serving.Part(
-            model._replace(variables=mine),
-            boundaries,
-            range(own[0], own[-1] + 1),
-            choose,
-            size,
-            3,
-        )
+        places, theirs = range(own[0], own[-1] + 1), model._replace(variables=mine)
+        part = serving.Part(theirs, boundaries, places, choose, size, seed=3)
         ends = serving.Ends(group, part)
         if group.index:
             return serving.serve(part, ends)
@@ -80,6 +80,103 @@ def test_tokens_are_those_of_one_process(model, text, count):
     assert over(model, boundaries, count, generate.Draw(0.0, 1.0)) == greedy
     drawn = generate.Draw(1.0, 0.9)
     assert over(model, boundaries, count, drawn) == local(chosen=drawn) != greedy
+
+
+def middle(model, text='raw', prompts=3):
+    """The second stage's process."""
+    draw = generate.Draw(0.0, 1.0)
+    return serving.Part(model, cuts(text), range(1, 2), draw, (prompts, 9))
+
+
+def activations(prompts, position, read=False):
+    """A message of raw: the tokens before a position, or the one there, which is drawn from."""
+    start, count = (0, position) if read else (position, 1)
+    x = np.stack([np.random.default_rng((i, count)).normal(size=(1, count, 16)) for i in prompts])
+    words = tuple(serving.Word(i, start, count, not read) for i in prompts)
+    return serving.Message(words, x.astype(np.float32))
+
+
+def test_a_batch_gives_each_prompt_what_it_gave_alone(model):
+    """Prompts of unlike lengths; matrices of several rows are summed in another order."""
+    alone, batch = middle(model), middle(model)
+    lengths = (3, 1, 5)
+    for i, length in enumerate(lengths):
+        for part in (alone, batch):
+            part.run(activations([i], length, read=True))
+    steps = [activations([i], length) for i, length in enumerate(lengths)]
+    wanted = [alone.run(step).arrays for step in steps]
+    [together] = map(batch.run, serving.joined([steps[2], *steps[:2]]))
+    assert [word.prompt for word in together.words] == [2, 0, 1]
+    for i, row in zip((2, 0, 1), together.arrays, strict=True):
+        np.testing.assert_allclose(row, wanted[i][0], atol=1e-6 * np.abs(wanted[i]).max())
+
+
+@pytest.mark.parametrize('text', [CAUSAL, ROTATED])
+def test_a_codec_gives_each_prompt_of_a_batch_the_bits_it_gave_alone(model, text):
+    """Of equal tensors, at positions of their own."""
+    part, message = middle(model, text), activations(range(3), 4)
+    x, keys = message.arrays[:, 0], jax.random.split(part.key, 3)
+    together = jax.tree.leaves(part._sent(0, x, keys))
+    for i in range(3):
+        alone = jax.tree.leaves(part._sent(0, x[i : i + 1], keys[i : i + 1]))
+        for row, [wanted] in zip((a[i] for a in together), alone, strict=True):
+            np.testing.assert_array_equal(row, wanted)
+
+
+def test_texts_by_a_codec_that_draws_are_those_of_each_prompt_alone(model):
+    boundaries = cuts(ROTATED)
+    reader = sampling.reader_of(model, boundaries)
+    wanted = [texts(reader, [prompt], stops=frozenset({9}), seed=3)[0] for prompt in PROMPTS[:2]]
+    choose = generate.Draw(0.0, 1.0)
+    assert over(model, boundaries, 2, choose, PROMPTS[:2]) == wanted
+
+
+def test_prompts_that_wait_go_as_one_batch():
+    """While the first ones compute the others come; each is asked once."""
+    waiting, come = [activations([i], 2) for i in range(5)], threading.Event()
+    runs, sent = [], []
+
+    class Ends:
+        group = ProcessGroup()
+        send = sent.append
+
+        def receive(self):
+            if waiting:
+                return waiting.pop(0)
+            come.set()
+            return serving.END
+
+    class Part:
+        last = True
+        compile = lambda self: None
+
+        def run(self, message):
+            assert come.wait(10)
+            runs.append([word.prompt for word in message.words])
+            assert len(message.arrays) == len(message.words)
+            return message
+
+    serving.serve(Part(), Ends())
+    assert sorted(itertools.chain(*runs)) == [0, 1, 2, 3, 4]
+    assert len(runs) <= 2
+    assert len(sent) == len(runs) + 1
+    assert sent[-1] is serving.END
+
+
+def test_few_programs_are_compiled_and_none_while_texts_are_written(model):
+    """Batches of 1, 4 and 5 of five prompts; what fills a batch leaves the caches as they are."""
+    part = middle(model, prompts=5)
+    part.compile()
+    compiled = part._program._cache_size()
+    assert compiled == len(serving.sizes(5)) == 3
+    before = jax.tree.map(np.asarray, part.caches)
+    for prompts in ([4], [0, 1], [2, 3, 4]):
+        part.run(activations(prompts, 2))
+        whole = [c['layers']['self_attn']['keys'] for c in (part.caches[0], before[0])]
+        changed = (np.asarray(whole[0]) != whole[1]).any((0, 2, 3, 4))
+        assert set(np.flatnonzero(changed)) - {5} == set(prompts)
+        before = jax.tree.map(np.asarray, part.caches)
+    assert part._program._cache_size() == compiled
 
 
 @pytest.mark.slow
@@ -119,8 +216,6 @@ def test_channels_that_cannot_serve_are_refused(text, message):
         serving.check_by_token(cuts(text), 64)
 
 
-@pytest.mark.parametrize(
-    'text', ['raw', 'bf16', CAUSAL, 'mx(4)', 'outliers(rotate(lloyd(4), 64), causal=True)']
-)
+@pytest.mark.parametrize('text', ['raw', 'bf16', CAUSAL, 'mx(4)', ROTATED])
 def test_channels_that_can(text):
     serving.check_by_token(cuts(text), 64)

@@ -40,6 +40,18 @@ _ACTIVATIONS = {'silu': nn.silu, 'gelu_pytorch_tanh': lambda x: nn.gelu(x, appro
 _FAR = 2**30  # a window that sees all
 
 
+class Cached(NamedTuple):
+    """Where the sequences of a call are in a cache.
+
+    Attributes:
+      rows: the row of each, ``(B,)``.
+      start: the position of the first new token of each, ``(B,)``.
+    """
+
+    rows: Array
+    start: Array
+
+
 class Positions(NamedTuple):
     """What all blocks know of the positions of a call.
 
@@ -47,15 +59,13 @@ class Positions(NamedTuple):
       cos: of each kind, ``(kinds, T, D / 2)``; with a cache ``(kinds, B, 1, T, D / 2)``.
       sin: likewise.
       windows: of each kind, ``(kinds,)``; None if none has a window.
-      start: the position of each sequence's first token in a cache, ``(B,)``; None without one.
-      rows: the row of each sequence in the cache, ``(B,)``; None without one.
+      cached: where the sequences are in a cache; None without one.
     """
 
     cos: Array
     sin: Array
     windows: Array | None
-    start: Array | None = None
-    rows: Array | None = None
+    cached: Cached | None
 
 
 class Layer(NamedTuple):
@@ -132,29 +142,31 @@ class Attention(nn.Module):
         if c.head_norms:
             q, k = RMSNorm(c, name='q_norm')(q), RMSNorm(c, name='k_norm')(k)
         q, k = (rotate(a, at.cos[layer.kind], at.sin[layer.kind]) for a in (q, k))
-        if at.start is not None:
-            k, v = self._remember('keys', k, layer, at), self._remember('values', v, layer, at)
+        start = None
+        if (cached := at.cached) is not None:
+            k = self._remember('keys', k, layer.number, cached)
+            v = self._remember('values', v, layer.number, cached)
+            start = cached.start
         scale = c.query_scale or c.head_width**-0.5
         window = None if at.windows is None else at.windows[layer.kind]
-        y = attention(q, k, v, scale, c.attention_cap, window, at.start)
+        y = attention(q, k, v, scale, c.attention_cap, window, start)
         y = y.transpose(0, 2, 1, 3).reshape(B, T, c.heads * c.head_width)
         return Linear(c.width, c, name='o_proj')(y)
 
-    def _remember(self, name: str, new: Array, layer: Layer, at: Positions) -> Array:
-        """The keys (or values) of the sequences' rows, with new ones from their positions on."""
+    def _remember(self, name: str, new: Array, layer: Array, cached: Cached) -> Array:
+        """All keys (or values) of the sequences, with new ones from their positions on."""
         cache = self.variable('cache', name, jnp.zeros, ())
-        whole, new = cache.value, new.astype(cache.value.dtype)
-        assert at.start is not None and at.rows is not None
-        row = [(layer.number, at.rows[i]) for i in range(len(new))]
+        every, new = cache.value, new.astype(cache.value.dtype)
         # Slices, since XLA updates them where they are, and copies them faster than it gathers.
-        for i, place in enumerate(row):
-            corner = (*place, 0, at.start[i], 0)
-            whole = jax.lax.dynamic_update_slice(whole, new[i][None, None], corner)
-        cache.value = whole
-        size = (1, 1, *whole.shape[2:])
-        return jnp.concatenate(
-            [jax.lax.dynamic_slice(whole, (*place, 0, 0, 0), size)[0] for place in row]
-        )
+        for i, tokens in enumerate(new):
+            corner = layer, cached.rows[i], 0, cached.start[i], 0
+            every = jax.lax.dynamic_update_slice(every, tokens[None, None], corner)
+        cache.value, size = every, (1, 1, *every.shape[2:])
+        rows = [
+            jax.lax.dynamic_slice(every, (layer, cached.rows[i], 0, 0, 0), size)[0]
+            for i in range(len(new))
+        ]
+        return jnp.concatenate(rows)
 
 
 class MLP(nn.Module):
@@ -282,20 +294,20 @@ class Stage(nn.Module):
 
     def _blocks(self, x: Float[Array, 'B T C']) -> Float[Array, 'B T C']:
         c, T = self.config, x.shape[1]
-        t, start, rows = jnp.arange(T), None, None
+        t, cached = jnp.arange(T), None
         if self.has_variable('cache', 'position'):
             position = self.variable('cache', 'position', jnp.zeros, ())
             rows = self.get_variable('cache', 'rows')
-            start = position.value[rows]
-            position.value = position.value.at[rows].set(start + T)
-            t = start[:, None, None] + t
+            cached = Cached(rows, position.value[rows])
+            position.value = position.value.at[rows].set(cached.start + T)
+            t = cached.start[:, None, None] + t
         one = (1,) * t.ndim
         frequencies = jnp.array([k.frequencies for k in c.kinds], jnp.float32)
         angles = t[..., None] * frequencies.reshape(len(c.kinds), *one, -1)
         scale = jnp.array([k.scale for k in c.kinds], jnp.float32).reshape(-1, *one, 1)
         windows = [k.window or _FAR for k in c.kinds]
         windows = jnp.array(windows) if min(windows) < _FAR else None
-        at = Positions(jnp.cos(angles) * scale, jnp.sin(angles) * scale, windows, start, rows)
+        at = Positions(jnp.cos(angles) * scale, jnp.sin(angles) * scale, windows, cached)
         block = nn.remat(Block, prevent_cse=False) if c.remat else Block
         each: Any = (0, nn.broadcast)
         # The cache is carried, so that it is updated where it is instead of copied.

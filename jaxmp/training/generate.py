@@ -11,7 +11,8 @@ computes the whole text again for each token, and of a run a window that the run
 before the prompt.
 
 Over several processes each has some stages and their cache, and packed messages of --codec (of a
-run: its own) go between them; as many prompts are under way as there are processes.
+run: its own) go between them. All prompts are under way; those that wait at a process go through it
+as one batch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
@@ -32,7 +33,8 @@ from jaxmp.data import chat
 from jaxmp.feedback import direct
 from jaxmp.launch.launchers import placed
 from jaxmp.launch.signals import end_without_memory
-from jaxmp.net.connect import Address, connect, owners
+from jaxmp.net.address import is_loopback
+from jaxmp.net.connect import Address, connect, endpoint, owners
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.link import parse as parse_link
 from jaxmp.spec import parse
@@ -42,7 +44,7 @@ from jaxmp.training.language_model import (
     is_run,
     open_language_model,
 )
-from jaxmp.training.sampling import choose, continuations, reader_of
+from jaxmp.training.sampling import Event, choose, continuations, reader_of
 from jaxmp.training.task import cuts_of, stage_count
 
 # Flags that differ between the processes of one text.
@@ -62,7 +64,7 @@ class Text(NamedTuple):
     head: str
     model: LanguageModel
     prompts: list[list[int]]
-    events: Iterable[tuple[int, int | None]]
+    events: Iterable[Event]
 
 
 class Draw(NamedTuple):
@@ -71,7 +73,9 @@ class Draw(NamedTuple):
     temperature: float
     top_p: float
 
-    def __call__(self, logits: Any, key: Array, first: int = 0) -> Any:
+    def __call__(
+        self, logits: Float[Array, 'B V'], key: Array, first: int | Int[Array, ''] = 0
+    ) -> Int[Array, ' B']:
         """The tokens of rows, the first of which has the number ``first``."""
         return choose(logits, key, self.temperature, self.top_p, first)
 
@@ -119,7 +123,7 @@ def check(model: LanguageModel, prompts: Sequence[Sequence[int]], count: int) ->
 
 
 def written(
-    events: Iterable[tuple[int, int | None]],
+    events: Iterable[Event],
     prompts: Sequence[Sequence[int]],
     decode: Callable[[Sequence[int]], str],
     hidden: Sequence[int],
@@ -150,9 +154,7 @@ def written(
             now += 1
 
 
-def timed(
-    events: Iterable[tuple[int, int | None]], say: Callable[[str], object]
-) -> Iterator[tuple[int, int | None]]:
+def timed(events: Iterable[Event], say: Callable[[str], object]) -> Iterator[Event]:
     """The events; at their end says how many tokens came in which time, from the first one on."""
     count, start = 0, 0.0
     for event in events:
@@ -280,18 +282,18 @@ def by_processes(args: argparse.Namespace, address: Address) -> tuple[ProcessGro
     from jaxmp.training import serving
 
     path, cuts = Path(args.model).expanduser(), cuts_of(args.cuts)
-    known = is_run(path)
-    count = stage_count(config_of_run(path)) if known else len(cuts) + 1 if cuts else args.stages
+    of_run = is_run(path)
+    count = stage_count(config_of_run(path)) if of_run else len(cuts) + 1 if cuts else args.stages
     count = count or int(address.processes or 1)
     about = {k: v for k, v in vars(args).items() if k not in LOCAL}
     group = connect(address, range(count), about)
     end_without_memory(group.names[group.index])
     try:
         owner = owners(count, group.count)
-        own = [s for s in range(count) if owner[s] == group.index]
+        places = [s for s in range(count) if owner[s] == group.index]
         with group.phase('reading', LONG):
             model = open_language_model(
-                args.model, 0 if known else count, cuts, args.tokenizer, lambda n: own
+                args.model, 0 if of_run else count, cuts, args.tokenizer, lambda n: places
             )
         if not model.cached:
             raise ValueError(f'{model.name} has no cache of keys and values; give one process')
@@ -300,13 +302,15 @@ def by_processes(args: argparse.Namespace, address: Address) -> tuple[ProcessGro
         serving.check_by_token(boundaries, model.stages[0].config.width)  # pyright: ignore
         draw = Draw(args.temperature, args.top_p)
         size = len(prompts), max(map(len, prompts)) + args.tokens
-        places = range(own[0], own[-1] + 1)
-        part = serving.Part(model, boundaries, places, draw, size, args.seed)
+        stages = range(places[0], places[-1] + 1)
+        part = serving.Part(model, boundaries, stages, draw, size, args.seed)
         ends = serving.Ends(group, part, parse_link(args.link) if args.link else None)
         if group.index:
             serving.serve(part, ends)
             return group, []
-        events = serving.written(part, ends, prompts, args.tokens, stops)
+        # An emulated link stands for machines of their own.
+        together = not args.link and is_loopback(endpoint(address)[0])
+        events = serving.written(part, ends, prompts, args.tokens, stops, together)
         return group, [Text('', model, prompts, events)]
     except BaseException as error:
         group.fail(f'jaxmp generate: {error}')

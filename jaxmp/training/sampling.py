@@ -26,7 +26,8 @@ from jaxmp.wire import Ctx
 
 State = Any
 Tokens = Int[Array, 'B n']
-Events = Iterator[tuple[int, int | None]]  # number of a prompt, its next token or None at the end
+Event = tuple[int, int | None]  # number of a prompt, and its next token, or None at its end
+Variables = tuple[dict[str, Any], ...]  # of the stages
 
 
 class Reader(NamedTuple):
@@ -53,12 +54,12 @@ def reader_of(model: LanguageModel, cuts: tuple[Boundary, ...] | None = None) ->
 def cached(model: LanguageModel, cuts: tuple[Boundary, ...] | None = None) -> Reader:
     """The reader of a decoder: a message has the new tokens only."""
     pipe, variables = _pipeline(model, cuts)
-    stages: Any = pipe.stages  # of `jaxmp.models.decoder`
 
     def start(batch: int, length: int) -> State:
-        return tuple(decoder.empty_cache(stage, batch, length) for stage in stages)
+        decoders = [stage for stage in pipe.stages if isinstance(stage, decoder.Stage)]
+        return tuple(decoder.empty_cache(stage, batch, length) for stage in decoders)
 
-    def run(variables: Any, cache: State, tokens: Tokens, key: Array) -> tuple[Array, State]:
+    def run(variables: Variables, cache: State, tokens: Tokens, key: Array) -> tuple[Array, State]:
         whole = tuple({**v, 'cache': c} for v, c in zip(variables, cache, strict=True))
         logits, after = _apply(pipe, whole, tokens, key, cuts is not None)
         return logits[:, -1], tuple(v['cache'] for v in after)
@@ -78,7 +79,7 @@ def windowed(model: LanguageModel, cuts: tuple[Boundary, ...] | None = None) -> 
     pipe, variables = _pipeline(model, cuts)
 
     @jax.jit
-    def scores(variables: Any, window: Tokens, key: Array) -> Array:
+    def scores(variables: Variables, window: Tokens, key: Array) -> Array:
         return _apply(pipe, variables, window, key, cuts is not None)[0][:, -1]
 
     def start(batch: int, length: int) -> State:
@@ -103,7 +104,7 @@ def again(model: LanguageModel) -> Reader:
     pipe, variables = _pipeline(model, None)
 
     @jax.jit
-    def scores(variables: Any, rows: Tokens, last: Array, key: Array) -> Array:
+    def scores(variables: Variables, rows: Tokens, last: Array, key: Array) -> Array:
         logits, _ = _apply(pipe, variables, rows, key, False)
         return jax.lax.dynamic_index_in_dim(logits, last, 1, keepdims=False)
 
@@ -124,15 +125,15 @@ def again(model: LanguageModel) -> Reader:
 
 def _pipeline(
     model: LanguageModel, cuts: tuple[Boundary, ...] | None
-) -> tuple[Pipeline, tuple[Any, ...]]:
+) -> tuple[Pipeline, Variables]:
     stages = tuple(getattr(stage, 'with_logits', stage) for stage in model.stages)
     opened = (boundary(direct(raw), direct(raw)),) * (len(stages) - 1)
     return Pipeline(stages, opened if cuts is None else cuts), model.variables
 
 
 def _apply(
-    pipe: Pipeline, variables: Any, tokens: Tokens, key: Array, compressed: bool
-) -> tuple[Array, Any]:
+    pipe: Pipeline, variables: Variables, tokens: Tokens, key: Array, compressed: bool
+) -> tuple[Array, Variables]:
     feedback = None
     if compressed:
         likes = pipe.likes(variables, tokens, train=False)
@@ -159,7 +160,11 @@ def nucleus(logits: Float[Array, '... V'], p: float) -> Float[Array, '... V']:
 
 @functools.partial(jax.jit, static_argnames=('temperature', 'top_p'))
 def choose(
-    logits: Float[Array, 'B V'], key: Array, temperature: float, top_p: float = 1.0, first: int = 0
+    logits: Float[Array, 'B V'],
+    key: Array,
+    temperature: float,
+    top_p: float = 1.0,
+    first: int | Int[Array, ''] = 0,
 ) -> Int[Array, ' B']:
     """A token of each row, drawn from ``softmax(logits / temperature)``; at 0 the likeliest.
 
@@ -182,10 +187,10 @@ def continuations(
     reader: Reader,
     prompts: Sequence[Sequence[int]],
     count: int,
-    chosen: Callable[[Array, Array], Any],
+    chosen: Callable[[Array, Array], Array],
     stops: frozenset[int] = frozenset(),
     seed: int = 0,
-) -> Events:
+) -> Iterator[Event]:
     """Yields ``(number of the prompt, its next token)``, and None where it has ended.
 
     All prompts are read together up to the end of the shortest one. What is left of the others is
@@ -208,10 +213,10 @@ def continuations(
     for t in itertools.count(first):
         if not any(left):
             return
-        at = jax.random.fold_in(key, t)
+        position_key = jax.random.fold_in(key, t)
         column = jnp.asarray([[row[t]] for row in rows], jnp.int32)
-        logits, state = reader.score(state, column, at)
-        for i, token in enumerate(np.asarray(chosen(logits, at)).tolist()):
+        logits, state = reader.score(state, column, position_key)
+        for i, token in enumerate(np.asarray(chosen(logits, position_key)).tolist()):
             if len(rows[i]) > t + 1:
                 continue  # its prompt goes on
             rows[i].append(token)

@@ -27,7 +27,7 @@ from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.link import Link
 from jaxmp.pipeline import run_stage
 from jaxmp.training.language_model import LanguageModel
-from jaxmp.training.sampling import Events, counted
+from jaxmp.training.sampling import Event, Variables, counted
 from jaxmp.wire import Ctx, Like, Payload, like
 
 ToTokens = Callable[[Float[Array, 'B V'], Array, Int[Array, ' ']], Int[Array, ' B']]
@@ -41,13 +41,13 @@ class Word(NamedTuple):
     Attributes:
       prompt: its number.
       position: of the first token in the text, which has a random key of its own.
-      count: number of tokens.
+      tokens: their number.
       draw: whether the next token is wanted.
     """
 
     prompt: int
     position: int
-    count: int
+    tokens: int
     draw: bool
 
 
@@ -84,9 +84,9 @@ class Part:
           seed: of the random numbers.
         """
         # A run's or checkpoint's last stage scores tokens; here it gives logits.
-        stages: list[Any] = [getattr(stage, 'with_logits', stage) for stage in model.stages]
+        stages = [s.with_logits for s in model.stages if isinstance(s, decoder.Stage)]
         self.stages, self.cuts, self.places, self.choose = stages, cuts, places, choose
-        self.variables = [model.variables[s] for s in places]
+        self.variables = tuple(model.variables[s] for s in places)
         (self.prompts, length), self.key = size, jax.random.key(seed)
         # One row more than prompts, for what fills a batch.
         self.caches = [decoder.empty_cache(stages[s], self.prompts + 1, length) for s in places]
@@ -125,7 +125,7 @@ class Part:
         return Message(words, jax.tree.map(lambda a: np.asarray(a)[: len(words)], arrays))
 
     def _run(
-        self, count: int, draw: bool, variables: list[Any], caches: list[Cache],
+        self, count: int, draw: bool, variables: Variables, caches: list[Cache],
         rows: Int[Array, ' B'], positions: Int[Array, ' B'], x: Payload,
     ) -> tuple[Payload, list[Cache]]:  # fmt: skip
         keys, after = jax.vmap(jax.random.fold_in, (None, 0))(self.key, positions), []
@@ -227,7 +227,7 @@ class Ends:
             return END
         drawn = jax.ShapeDtypeStruct((len(words),), jnp.int32)
         words = tuple(Word(*word) for word in words)
-        shapes = self.part.shapes(len(words), words[0].count) if index else drawn
+        shapes = self.part.shapes(len(words), words[0].tokens) if index else drawn
         arrays = filled(rest, jax.tree.leaves(shapes))
         return Message(words, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
 
@@ -281,8 +281,9 @@ def serve(part: Part, ends: Ends) -> None:
 
 
 def written(
-    part: Part, ends: Ends, prompts: Sequence[Sequence[int]], count: int, stops: frozenset[int]
-) -> Events:
+    part: Part, ends: Ends, prompts: Sequence[Sequence[int]], count: int, stops: frozenset[int],
+    together: bool = False,
+) -> Iterator[Event]:  # fmt: skip
     """In process 0, the events of `jaxmp.training.sampling.continuations` over all processes.
 
     Args:
@@ -291,12 +292,15 @@ def written(
       prompts: tokens, at least one each.
       count: number of tokens after each prompt.
       stops: tokens that end a text.
+      together: whether prompts begin as one batch, which is faster where the processes share the
+        memory of a machine. Else each begins by itself, and all processes compute.
     """
     left = [count] * len(prompts)
     with ends.group.phase('writing', LONG):
         part.compile()
         inbox = Inbox(ends)
-        for message in started(prompts):
+        first = started(prompts)
+        for message in joined([*first]) if together else first:
             ends.send(part.run(message))
         while any(left):
             events, following = [], []
