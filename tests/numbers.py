@@ -9,9 +9,11 @@ from statistics import mean, median  # noqa: F401
 from jaxmp import plugins
 from jaxmp.config import settings
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
-from jaxmp.report import answers, claims, lost, residuals, results
+from jaxmp.plan.verdict import MARGIN as MARGIN_OF_A_STEP  # noqa: F401
+from jaxmp.report import answers, claims, late, lost, residuals, results
 from jaxmp.report.paper import PAPER, paper_row
 from jaxmp.training import moments as matched_on  # noqa: F401
+from jaxmp.training.late import strength_of  # noqa: F401
 from tests.runs import ROOT
 
 IMAGES = 50_000  # of CIFAR-10, in training
@@ -472,3 +474,21 @@ def command(name, score):
     """The last score, compression on, of a command of the README."""
     path = ROOT / 'bench' / 'results' / 'commands' / f'{name}.json'
     return json.loads(path.read_text())['test']['on']['last'][score]
+
+
+def late_picture():
+    return plugins.module(ROOT / 'docs' / 'late.py')
+
+
+def late_run(study, row):
+    """A committed run of the study of late gradients."""
+    return runs(study, row)[0]
+
+
+def late_row(study, delay, correction='none', compressed=False):
+    """What late gradients cost in a study, as the page's table has it."""
+    [row] = [
+        r for r in late.rows(studies()[study])
+        if (r.delay, r.correction, r.compressed) == (delay, correction, compressed)
+    ]  # fmt: skip
+    return row

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.config import Summary, settings
 from jaxmp.metrics import positions
-from jaxmp.report import style
+from jaxmp.report import captions, style
 from jaxmp.report.residuals import Estimate, estimate
 from jaxmp.report.results import Row, Study, last, load, score
 from jaxmp.report.tables import NONE, markdown, plain, with_error
@@ -171,7 +171,7 @@ def line(late: Late) -> list[str]:
 def draw(study: Study, out: Path) -> str:
     """Draws the loss by delay if ``out`` lacks it; returns the name of the file."""
     data = lines(rows(study))
-    path, mark = out / f'{study.name}_late.png', style.digest(data, __file__)
+    path, mark = out / f'{study.name}_late.png', style.digest(data, __file__, captions.__file__)
     if not style.holds(path, mark):
         with style.style():
             figure = style.figure(6.5, 4)
@@ -182,8 +182,7 @@ def draw(study: Study, out: Path) -> str:
             axes.set(xlabel='steps that gradients come late', ylabel='test loss (nats)')
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend()
-            seeds = sorted({len(row.runs) for row in study.rows.values()})
-            style.caption(figure, f'n = {" or ".join(map(str, seeds))} seeds; equal steps')
+            style.caption(figure, f'after equal steps; {captions.seeds([*study.rows.values()])}')
             style.save(figure, path, mark)
     return path.name
 

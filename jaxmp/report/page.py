@@ -135,7 +135,8 @@ TINY = 0.001
 
 def section(study: Study, out: Path) -> str:
     """The section of a study in the report; its figures are drawn into ``out``."""
-    pictures = figures.draw(study, out)
+    delays = late.rows(study)  # such rows differ by these, and hardly by their bits
+    pictures = {} if delays else figures.draw(study, out)
     show = lambda title: picture(title, pictures[title]) if title in pictures else ''
     parts = []
     for table in PAPER['tables']:
@@ -149,7 +150,7 @@ def section(study: Study, out: Path) -> str:
             columns, lined = filled(with_heads(heads), rest)
             words = 1 + len({*columns} & {*CHANNELS})
             parts += [title, markdown(columns, lined, words) + notes(of_measure), '']
-    if late.rows(study):
+    if delays:
         shown = picture(late.TITLE, late.draw(study, out))
         parts += [f'### {late.TITLE}\n', shown, late.table([study]), '']
     for title in pictures:
