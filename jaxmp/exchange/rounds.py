@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,16 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives, Grads, Params, known_after
+from jaxmp.exchange.collectives import Collectives, Grads, Params, Tree, known_after
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
 from jaxmp.exchange.outer import Outer, nesterov
 from jaxmp.exchange.settled import reduced
 from jaxmp.feedback.settled import finite, kept_if
+from jaxmp.wire import Like
 from jaxmp.words import check_whole, word
+
+Fragment = Tree  # some of the parameters, with None for the arrays of other fragments
+Turn = tuple[Fragment, State]  # a fragment and its state
 
 PUBLISHED = nesterov(0.7, 0.9)
 
@@ -147,12 +151,12 @@ class Plan(NamedTuple):
     delay: int
     mix: float
 
-    def cut(self, params: Params) -> list[Any]:
+    def cut(self, params: Params) -> list[Fragment]:
         """The fragments of parameters; the arrays of other fragments are None."""
         count = len(self.sends)
         return split(params, _owners(params, count), count)
 
-    def join(self, parts: list[Any], like: Any) -> Any:
+    def join(self, parts: list[Fragment], like: Params) -> Params:
         """Inverse of `cut`, in the form of ``like``."""
         return joined(parts, _owners(like, len(self.sends)), like)
 
@@ -160,11 +164,11 @@ class Plan(NamedTuple):
 def _first(plan: Plan, params: Params, n: int) -> State:
     """The state before the first step, of replicas that start from ``params``."""
 
-    def one(part: Any) -> State:
+    def one(part: Fragment) -> State:
         start = [_array(a) for a in jax.tree.leaves(part)]
         flying = [jnp.zeros_like(a) for a in start] if plan.delay else []
-        memory, held = plan.outer.init(start), plan.exchange.init(part, n) if start else ()
-        return {'start': start, 'memory': memory, 'held': held, 'flying': flying}
+        memory, inner = plan.outer.init(start), plan.exchange.init(part, n) if start else ()
+        return {'start': start, 'memory': memory, 'held': inner, 'flying': flying}
 
     return {'step': jnp.zeros((), jnp.int32), 'parts': [one(part) for part in plan.cut(params)]}
 
@@ -173,61 +177,64 @@ def _turn(
     plan: Plan, params: Params, state: State, key: Array, via: Collectives
 ) -> tuple[Params, State]:
     """Parameters and state after a step, in which some fragments are sent or applied."""
-    step, own, states = state['step'] + 1, [], []
+    step, fragments, states = state['step'] + 1, [], []
     rows = zip(plan.cut(params), state['parts'], plan.sends, strict=True)
-    for p, (part, held, first) in enumerate(rows):
+    for p, (part, before, first) in enumerate(rows):
         send = functools.partial(_send, plan, jax.random.fold_in(key, p), via)
         apply = functools.partial(applied, plan)
-        at, since = (known_after(part, (own, states)), held), step - first
+        moved, since = (known_after(part, (fragments, states)), before), step - first
         if plan.delay:
-            at = _if(since % plan.steps == 0, send, at)
+            moved = _if(since % plan.steps == 0, send, moved)
             late = (since % plan.steps == plan.delay) & (since >= 0)
-            at = _if(late, apply, at)
+            moved = _if(late, apply, moved)
         else:
-            at = _if(since % plan.steps == 0, lambda at, s=send, a=apply: a(s(at)), at)
-        own.append(at[0])
-        states.append(at[1])
-    return plan.join(own, params), {'step': step, 'parts': states}
+            send_and_apply = lambda fragment, s=send, a=apply: a(s(fragment))
+            moved = _if(since % plan.steps == 0, send_and_apply, moved)
+        fragments.append(moved[0])
+        states.append(moved[1])
+    return plan.join(fragments, params), {'step': step, 'parts': states}
 
 
-def _send(plan: Plan, key: Array, via: Collectives, at: tuple[Any, State]) -> tuple[Any, State]:
+def _send(plan: Plan, key: Array, via: Collectives, fragment: Turn) -> Turn:
     """The state with the shared pseudo-gradient on its way."""
-    own, state = at
-    shared, held = reduced(plan.exchange, change(own, state), state['held'], key, via)
-    return own, {**state, 'held': held, 'flying': jax.tree.leaves(shared)}
+    params, state = fragment
+    shared, inner = reduced(plan.exchange, change(params, state), state['held'], key, via)
+    return params, {**state, 'held': inner, 'flying': jax.tree.leaves(shared)}
 
 
-def change(own: Any, state: State) -> Any:
+def change(params: Fragment, state: State) -> Fragment:
     """The pseudo-gradient of a fragment: its shared parameters minus a replica's own."""
-    start = jax.tree.unflatten(jax.tree.structure(own), state['start'])
-    return jax.tree.map(jnp.subtract, start, own)
+    start = jax.tree.unflatten(jax.tree.structure(params), state['start'])
+    return jax.tree.map(jnp.subtract, start, params)
 
 
-def applied(plan: Plan, at: tuple[Any, State]) -> tuple[Any, State]:
+def applied(plan: Plan, fragment: Turn) -> Turn:
     """Parameters and state after the outer step with what was sent.
 
     If that is not finite, there is no step: the shared parameters and the outer optimizer stay as
     they were, and only a replica whose own parameters are not finite takes the shared ones.
     """
-    own, state = at
+    params, state = fragment
     flying, shared = state['flying'], (state['start'], state['memory'])
     updates, memory = plan.outer.update(flying, state['memory'], state['start'])
     sound = finite(flying)
     start, memory = kept_if(sound, (optax.apply_updates(state['start'], updates), memory), shared)
     blend = lambda a, b: plan.mix * a + (1 - plan.mix) * b if plan.mix else b
-    leaves, form = jax.tree.flatten(own)
+    leaves, form = jax.tree.flatten(params)
     after = [blend(a, b) for a, b in zip(leaves, start, strict=True)]
-    after = kept_if(sound, after, kept_if(finite(own), leaves, start))
+    after = kept_if(sound, after, kept_if(finite(params), leaves, start))
     flying = kept_if(sound, flying, jax.tree.map(jnp.zeros_like, flying)) if plan.delay else []
     return form.unflatten(after), {**state, 'start': start, 'memory': memory, 'flying': flying}
 
 
-def _if(now: Array, f: Callable[[Any], Any], at: tuple[Any, State]) -> tuple[Any, State]:
-    """``f(at)`` if ``now``; of a fragment without arrays there is nothing to send."""
-    return lax.cond(now, f, lambda at: at, at) if jax.tree.leaves(at[0]) else at
+def _if(now: Array, f: Callable[[Turn], Turn], fragment: Turn) -> Turn:
+    """``f(fragment)`` if ``now``; of a fragment without arrays there is nothing to send."""
+    if not jax.tree.leaves(fragment[0]):
+        return fragment
+    return lax.cond(now, f, lambda same: same, fragment)
 
 
-def _array(a: Any) -> Array:
+def _array(a: Array | Like) -> Array:
     """A copy of ``a``, or zeros if it is only a shape."""
     return jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else jnp.array(a)
 
