@@ -12,23 +12,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jaxtyping import Array, PyTree
 
-from jaxmp.exchange.collectives import Collectives
+from jaxmp.exchange.collectives import Collectives, Tree
 from jaxmp.transport import one_piece
-from jaxmp.wire import Payload
+from jaxmp.wire import Index, Payload
 
 _gathered = core.Primitive('gathered_by_host')
 _gathered.def_abstract_eval(lambda a, *, n: a.update(shape=(n, *a.shape)))
-Gather = Callable[[Sequence[bytes]], Sequence[Any]]
+Buffer = bytes | memoryview | np.ndarray  # of bytes
+Gather = Callable[[Sequence[bytes]], Sequence[Buffer]]
+Atom = core.Var | core.Literal  # of a traced program
+Value = Array | np.ndarray
+Env = dict[core.Var, Value]  # what the variables so far are
 
 
-def by_host(n: int, index: Any) -> Collectives:
+def by_host(n: int, index: Index) -> Collectives:
     """The collectives of one of n replicas, inside `in_pieces`."""
 
     def all_gather(payload: Payload) -> Payload:
@@ -37,7 +42,7 @@ def by_host(n: int, index: Any) -> Collectives:
         piece, back = one_piece(payload)
         return back(_gathered.bind(piece, n=n))
 
-    def all_reduce(tree: Any) -> Any:
+    def all_reduce(tree: Tree) -> Tree:
         return jax.tree.map(lambda a: functools.reduce(jnp.add, list(a)), all_gather(tree))
 
     def all_to_all(payload: Payload) -> Payload:
@@ -57,11 +62,11 @@ class Pieces(NamedTuple):
         collectives, so that it may differ between replicas.
     """
 
-    run: Callable[[Mapping[int, tuple], Gather], dict[int, Any]]
-    private: Any
+    run: Callable[[Mapping[int, tuple], Gather], dict[int, PyTree]]
+    private: PyTree
 
 
-def in_pieces(f: Callable[..., Any], n: int, *args: Any) -> Pieces:
+def in_pieces(f: Callable[..., PyTree], n: int, *args: PyTree) -> Pieces:
     """``f`` in pieces.
 
     Args:
@@ -77,14 +82,14 @@ def in_pieces(f: Callable[..., Any], n: int, *args: Any) -> Pieces:
     """
     closed, shape = jax.make_jaxpr(lambda i, *a: f(by_host(n, i), *a), return_shape=True)(0, *args)
     jaxpr, form, count = closed.jaxpr, jax.tree.structure(shape), len(jax.tree.leaves(args[:1]))
-    own, program = [jaxpr.invars[0], *jaxpr.invars[1 + count :]], _Program.of(closed)
+    inputs, program = [jaxpr.invars[0], *jaxpr.invars[1 + count :]], _Program.of(closed)
 
-    def run(args: Mapping[int, tuple], gather: Gather) -> dict[int, Any]:
+    def run(args: Mapping[int, tuple], gather: Gather) -> dict[int, PyTree]:
         rows = [jax.tree.leaves((i, *values)) for i, values in args.items()]
         results = (map(jnp.asarray, row) for row in program.run(rows, gather))
         return {i: form.unflatten(row) for i, row in zip(args, results, strict=True)}
 
-    return Pieces(run, form.unflatten(_tainted(jaxpr, own)))
+    return Pieces(run, form.unflatten(_tainted(jaxpr, inputs)))
 
 
 class _Step(NamedTuple):
@@ -95,14 +100,14 @@ class _Step(NamedTuple):
       branches: likewise conditions with collectives, and a program of each of their branches.
     """
 
-    compiled: Callable[..., Sequence[Any]]
-    needs: list[Any]
-    makes: list[Any]
-    gathers: list[Any]
-    branches: list[tuple[Any, list[_Program]]]
+    compiled: Callable[..., Sequence[Value]]
+    needs: list[core.Var]
+    makes: list[core.Var]
+    gathers: list[core.JaxprEqn]
+    branches: list[tuple[core.JaxprEqn, list[_Program]]]
 
     @staticmethod
-    def of(jaxpr: Any, depth: dict[Any, int], d: int) -> _Step:
+    def of(jaxpr: core.Jaxpr, depth: dict[core.Var, int], d: int) -> _Step:
         """The operations that depend on d communications."""
         eqns = [e for e in jaxpr.eqns if _depth(depth, e.invars) == d]
         work = [e for e in eqns if not _communicates(e)]
@@ -124,25 +129,25 @@ class _Step(NamedTuple):
 class _Program(NamedTuple):
     """A traced function in steps."""
 
-    jaxpr: Any
-    constants: dict[Any, Any]
+    jaxpr: core.Jaxpr
+    constants: Env
     steps: list[_Step]
 
     @staticmethod
-    def of(closed: Any) -> _Program:
+    def of(closed: core.ClosedJaxpr) -> _Program:
         """The steps of a function."""
         jaxpr, depth = closed.jaxpr, _depths(closed.jaxpr)
         steps = [_Step.of(jaxpr, depth, d) for d in range(1 + max([0, *depth.values()]))]
         return _Program(jaxpr, dict(zip(jaxpr.constvars, closed.consts, strict=True)), steps)
 
-    def run(self, rows: Sequence[Sequence[Any]], gather: Gather) -> list[list[Any]]:
+    def run(self, rows: Sequence[Sequence[Value]], gather: Gather) -> list[list[Value]]:
         """The results of each replica here, given its arguments."""
-        named = (dict(zip(self.jaxpr.invars, row, strict=True)) for row in rows)
-        envs = [{**self.constants, **own} for own in named]
+        inputs = (dict(zip(self.jaxpr.invars, row, strict=True)) for row in rows)
+        envs = [{**self.constants, **values} for values in inputs]
         for step in self.steps:
             for env in envs:
-                made = step.compiled(*(env[v] for v in step.needs))
-                env.update(zip(step.makes, made, strict=True))
+                results = step.compiled(*(env[v] for v in step.needs))
+                env.update(zip(step.makes, results, strict=True))
             if step.gathers:
                 _exchange(step.gathers, envs, gather)
             for eqn, programs in step.branches:
@@ -150,11 +155,11 @@ class _Program(NamedTuple):
         return [[_value(env, v) for v in self.jaxpr.outvars] for env in envs]
 
 
-def _exchange(gathers: Sequence[Any], envs: Sequence[dict[Any, Any]], gather: Gather) -> None:
+def _exchange(gathers: Sequence[core.JaxprEqn], envs: Sequence[Env], gather: Gather) -> None:
     """Communicates the operands of collectives as one message, and adds the results to ``envs``."""
     arrays = [[np.ascontiguousarray(_value(env, e.invars[0])) for e in gathers] for env in envs]
-    own = (b''.join(a.reshape(-1).view(np.uint8).tobytes() for a in row) for row in arrays)
-    table = np.stack([np.frombuffer(row, np.uint8) for row in gather(list(own))])
+    rows = (b''.join(a.reshape(-1).view(np.uint8).tobytes() for a in row) for row in arrays)
+    table = np.stack([np.frombuffer(row, np.uint8) for row in gather(list(rows))])
     ends = np.cumsum([a.nbytes for a in arrays[0]])[:-1]
     for e, a, part in zip(gathers, arrays[0], np.split(table, ends, 1), strict=True):
         whole = np.ascontiguousarray(part).view(a.dtype).reshape(len(table), *a.shape)
@@ -163,24 +168,24 @@ def _exchange(gathers: Sequence[Any], envs: Sequence[dict[Any, Any]], gather: Ga
 
 
 def _branch(
-    eqn: Any, programs: Sequence[_Program], envs: Sequence[dict[Any, Any]], gather: Gather
+    eqn: core.JaxprEqn, programs: Sequence[_Program], envs: Sequence[Env], gather: Gather
 ) -> None:
     """Runs the branch of a condition that all replicas take, and adds its results to ``envs``."""
     which, *operands = eqn.invars
     rows = [[_value(env, v) for v in operands] for env in envs]
-    at = min(max(int(_value(envs[0], which)), 0), len(programs) - 1)  # as `jax.lax.cond` does
-    for env, made in zip(envs, programs[at].run(rows, gather), strict=True):
-        env.update(zip(eqn.outvars, made, strict=True))
+    number = min(max(int(_value(envs[0], which)), 0), len(programs) - 1)  # as `jax.lax.cond` does
+    for env, results in zip(envs, programs[number].run(rows, gather), strict=True):
+        env.update(zip(eqn.outvars, results, strict=True))
 
 
-def _communicates(eqn: Any) -> bool:
+def _communicates(eqn: core.JaxprEqn) -> bool:
     """Whether an operation is a collective, or a condition with one in a branch."""
     branches = eqn.params['branches'] if eqn.primitive.name == 'cond' else ()
     inside = (e for branch in branches for e in branch.jaxpr.eqns)
     return eqn.primitive is _gathered or any(map(_communicates, inside))
 
 
-def _depths(jaxpr: Any) -> dict[Any, int]:
+def _depths(jaxpr: core.Jaxpr) -> dict[core.Var, int]:
     """On how many communications each variable depends."""
     depth = {}
     for e in jaxpr.eqns:
@@ -188,22 +193,22 @@ def _depths(jaxpr: Any) -> dict[Any, int]:
     return depth
 
 
-def _tainted(jaxpr: Any, own: Sequence[Any]) -> list[bool]:
-    """Whether each result depends on the variables ``own`` other than by collectives."""
-    private = set(own)
+def _tainted(jaxpr: core.Jaxpr, inputs: Sequence[core.Var]) -> list[bool]:
+    """Whether each result depends on the variables ``inputs`` other than by collectives."""
+    private = set(inputs)
     for e in jaxpr.eqns:
         if private & set(_vars(e.invars)) and e.primitive is not _gathered:
             private |= set(e.outvars)
     return [not isinstance(v, core.Literal) and v in private for v in jaxpr.outvars]
 
 
-def _depth(depth: dict[Any, int], variables: Sequence[Any]) -> int:
+def _depth(depth: dict[core.Var, int], variables: Sequence[Atom]) -> int:
     return max([0, *(depth.get(v, 0) for v in _vars(variables))])
 
 
-def _vars(variables: Sequence[Any]) -> list[Any]:
+def _vars(variables: Sequence[Atom]) -> list[core.Var]:
     return [v for v in variables if not isinstance(v, core.Literal)]
 
 
-def _value(env: dict[Any, Any], v: Any) -> Any:
+def _value(env: Env, v: Atom) -> Value:
     return v.val if isinstance(v, core.Literal) else env[v]
