@@ -27,13 +27,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives, over, part, sent, whole
+from jaxmp.exchange.collectives import Collectives, Device, over, part, sent, whole
 from jaxmp.exchange.layout import Exchange, State
-from jaxmp.exchange.pieces import in_pieces
+from jaxmp.exchange.pieces import Buffer, in_pieces
 from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.hlo import operands
 from jaxmp.wire import Like
+
+Copy = tuple[Array, State]  # the gradient at a copy, or the sum of both; and its state
+KeyWords = Any  # the data of a random key, on the host or traced
+Share = Callable[[dict[str, Copy], KeyWords], dict[str, Copy]]  # by the name of the end
 
 ENDS = 'first', 'last'
 AXIS = 'end'
@@ -54,17 +58,17 @@ class Copies:
 
     exchange: Exchange
     like: Like
-    here: Mapping[str, Any]
-    swap: Callable[[bytes], Sequence[Any]] | None = None
+    here: Mapping[str, Device]
+    swap: Callable[[bytes], Sequence[Buffer]] | None = None
 
-    def init(self) -> Any:
+    def init(self) -> State:
         """States of the copies in this process, or ``()`` if the exchange has no state."""
         states = {end: jax.device_put(self._fresh(), d) for end, d in self.here.items()}
         return states if jax.tree.leaves(states) else ()
 
     def add(
-        self, grads: Mapping[str, Array], states: Any, key: Array
-    ) -> tuple[dict[str, Array], Any]:
+        self, grads: Mapping[str, Array], states: State, key: Array
+    ) -> tuple[dict[str, Array], State]:
         """The sum of both gradients for each copy in this process, and the next states.
 
         Args:
@@ -78,7 +82,7 @@ class Copies:
         totals = {end: total for end, (total, _) in out.items()}
         return totals, {end: state for end, (_, state) in out.items()} if states else ()
 
-    def traffic(self) -> dict[str, Any]:
+    def traffic(self) -> dict[str, int]:
         """Bytes per step that each copy sends: ``handed`` by the exchange, ``compiled`` by XLA."""
         handed = bytes_of(self.exchange, [self.like], 2)['sent']
         if self.swap:
@@ -93,39 +97,37 @@ class Copies:
     def _fresh(self) -> State:
         return self.exchange.init([self.like], 2)
 
-    def _share(self, own: tuple[Array, State], words: Any, via: Collectives) -> tuple[Array, State]:
-        grad, state = own
+    def _share(self, copy: Copy, words: KeyWords, via: Collectives) -> Copy:
+        grad, state = copy
         key = jax.random.wrap_key_data(words)
         [total], state = reduced(self.exchange, [2 * grad], state, key, via)
         return total, state
 
     @functools.cached_property
-    def _run(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    def _run(self) -> Share:
         if self.swap:
             return self._in_two_processes(self.swap)
         return self._on_one_device() if self._alone else self._on_two_devices()
 
-    def _in_two_processes(
-        self, swap: Callable[[bytes], Sequence[Any]]
-    ) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    def _in_two_processes(self, swap: Callable[[bytes], Sequence[Buffer]]) -> Share:
         share = lambda via, words, grad, state: self._share((grad, state), words, via)
         words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         pieces, [(end, device)] = in_pieces(share, 2, words, *self._shapes), self.here.items()
 
-        def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
+        def run(copies: dict[str, Copy], words: KeyWords) -> dict[str, Copy]:
             i = ENDS.index(end)
-            out = pieces.run({i: (words, *own[end])}, lambda rows: swap(rows[0]))
+            out = pieces.run({i: (words, *copies[end])}, lambda rows: swap(rows[0]))
             return {end: jax.device_put(out[i], device)}
 
         return run
 
-    def _on_one_device(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    def _on_one_device(self) -> Share:
         add = lambda tree: jax.tree.map(lambda a: lax.psum(a, AXIS), tree)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
-            rows = jax.tree.map(lambda *a: jnp.stack(a), *(own[end] for end in ENDS))
-            share = lambda own: self._share(own, words, over(AXIS)._replace(all_reduce=add))
+        def run(copies: dict[str, Copy], words: KeyWords) -> dict[str, Copy]:
+            rows = jax.tree.map(lambda *a: jnp.stack(a), *(copies[end] for end in ENDS))
+            share = lambda copy: self._share(copy, words, over(AXIS)._replace(all_reduce=add))
             out = jax.vmap(share, axis_name=AXIS)(rows)
             return {end: jax.tree.map(itemgetter(i), out) for i, end in enumerate(ENDS)}
 
@@ -137,38 +139,38 @@ class Copies:
         return Mesh(np.array([*self.here.values()]), (AXIS,), axis_types=(AxisType.Auto,))
 
     @functools.cached_property
-    def _program(self) -> Any:
+    def _program(self) -> jax.stages.Wrapped:
         run = jax.shard_map(
-            lambda own, words: _framed(self._share(self._bare(own), words, over(AXIS))),
+            lambda copy, words: _framed(self._share(self._bare(copy), words, over(AXIS))),
             mesh=self.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS),
         )  # fmt: skip
         return jax.jit(run, donate_argnums=0)
 
-    def _on_two_devices(self) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    def _on_two_devices(self) -> Share:
         place = NamedSharding(self.mesh, P(AXIS))
 
-        def run(own: dict[str, Any], words: Any) -> dict[str, Any]:
-            out = self._program(whole(place, [_framed(t) for t in own.values()]), words)
+        def run(copies: dict[str, Copy], words: KeyWords) -> dict[str, Copy]:
+            out = self._program(whole(place, [_framed(t) for t in copies.values()]), words)
             return {end: self._bare(part(out, device)) for end, device in self.here.items()}
 
         return run
 
     @functools.cached_property
-    def _shapes(self) -> Any:
+    def _shapes(self) -> tuple[Like, State]:
         """Shapes of a gradient and of a state."""
         return jax.eval_shape(lambda: (jnp.zeros(self.like.shape, self.like.dtype), self._fresh()))
 
-    def _bare(self, own: Any) -> Any:
+    def _bare(self, copy: Copy) -> Copy:
         """Inverse of `_framed`."""
-        return jax.tree.map(lambda a, s: a if s.shape else a[0], own, self._shapes)
+        return jax.tree.map(lambda a, s: a if s.shape else a[0], copy, self._shapes)
 
     def _lower(self) -> Any:
-        own = jax.eval_shape(_framed, self._shapes)
+        framed = jax.eval_shape(_framed, self._shapes)
         twice = lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype)
         words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        return self._program.lower(jax.tree.map(twice, own), words)
+        return self._program.lower(jax.tree.map(twice, framed), words)
 
 
-def _framed(own: Any) -> Any:
+def _framed(copy: Copy) -> Copy:
     """Scalars as arrays of one element, which a mesh of two devices can have one of each."""
-    return jax.tree.map(lambda a: a if a.shape else a[None], own)
+    return jax.tree.map(lambda a: a if a.shape else a[None], copy)
