@@ -76,8 +76,8 @@ def frozen_adam(
         return _quotient(state, grads, b1, b2, eps), state
 
     def reduce(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
-        m, held = exchange.reduce(_moved(b1, state, widened(grads)), state['held'], key, via)
-        state = {**state, 'm': m, 'steps': state['steps'] + 1, 'held': held}
+        m, inner = exchange.reduce(_moved(b1, state, widened(grads)), state['held'], key, via)
+        state = {**state, 'm': m, 'steps': state['steps'] + 1, 'held': inner}
         return _quotient(state, grads, b1, b2, eps), state
 
     first, last = (Exchange(init, f, momentum=b1) for f in (warm, reduce))

@@ -14,17 +14,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.exchange.collectives import Collectives, Grads
 from jaxmp.exchange.layout import Exchange, Rule, State
 from jaxmp.feedback import Channel, direct, ef
-from jaxmp.wire import Codec, Ctx, Like, Payload, widened
+from jaxmp.feedback.channel import EndState, Rx
+from jaxmp.wire import Codec, Ctx, Index, Like, Payload, widened
 from jaxmp.words import named, word
 
 UNROLLED = 4  # largest number of replicas whose messages are decoded without a loop
@@ -61,34 +61,34 @@ def channel_of(name: str, thing: Channel | Codec) -> Channel:
     return channel
 
 
-def _row(x: Any) -> Like:
+def _row(x: Array | Like) -> Like:
     """Shape and dtype of a gradient as it is passed to a codec: one sample."""
     return jax.ShapeDtypeStruct((1, math.prod(x.shape)), x.dtype)
 
 
-def _buffer(channel: Channel, like: Like) -> Any:
+def _buffer(channel: Channel, like: Like) -> Rx:
     """The state of a receiver: the mean of the senders' buffers, or ``()`` if there are none."""
     return channel.init(like)[1] if channel.shared_state else ()
 
 
-def _each(f: Any, rows: Any, n: int) -> Any:
+def _each(f: Callable[[PyTree], PyTree], rows: PyTree, n: int) -> PyTree:
     """``f`` of each row; the loop is unrolled if there are few."""
     return lax.scan(lambda _, row: (None, f(row)), None, rows, unroll=n <= UNROLLED)[1]
 
 
 def _mean(
-    channel: Channel, arrived: Payload, at: tuple[Like, Any], buffer: Any
-) -> tuple[Array, Any]:
+    channel: Channel, arrived: Payload, message_of: tuple[Like, Callable[[Index], Ctx]], buffer: Rx
+) -> tuple[Array, Rx]:
     """The mean of the decoded messages of n senders, and the next buffer.
 
     Args:
       channel: channel of the messages.
       arrived: messages with a leading axis n.
-      at: shape and dtype of the tensor that was sent, and a function from the number of a sender
-        to its context.
+      message_of: shape and dtype of the tensor that was sent, and a function from the number of a
+        sender to its context.
       buffer: the receiver's buffer, as from `_buffer`.
     """
-    like, context = at
+    like, context = message_of
     n = jax.tree.leaves(arrived)[0].shape[0]
     rx = channel.init(like)[1]
 
@@ -160,7 +160,7 @@ def _widened(rule: Rule) -> Rule:
 def _narrow(codec: Codec) -> bool:
     """Whether messages of a float32 tensor are added in fewer than 32 bits."""
 
-    def added() -> Any:
+    def added() -> PyTree:
         ctx = Ctx(jax.random.key(0))
         return codec.additive[0](codec.encode(jnp.zeros((1, 8)), ctx))  # pyright: ignore
 
@@ -191,7 +191,7 @@ def all_gather(channel: Channel | Codec) -> Rule:
 def _one_way(
     channel: Channel,
     move: Callable[[Payload, Collectives], Payload],
-    context: Callable[[Ctx, Any], Ctx],
+    context: Callable[[Ctx, Index], Ctx],
     share: Callable[[int], float] = lambda n: 1.0,
 ) -> Rule:
     """The rule that sends one message per array and takes the mean of the received messages.
@@ -207,13 +207,13 @@ def _one_way(
         return [(channel.init(_row(x))[0], _buffer(channel, _row(x))) for x in xs]
 
     def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
-        at = [Ctx(key).fold(i) for i in range(len(xs))]
+        contexts = [Ctx(key).fold(i) for i in range(len(xs))]
         sent = []
-        for x, (tx, _), c in zip(xs, state, at, strict=True):
+        for x, (tx, _), c in zip(xs, state, contexts, strict=True):
             x = (x * share(via.size)).reshape(1, -1)
             sent.append(channel.send(x, tx, context(c, via.index)))
         arrived, out, after = move([m for m, _ in sent], via), [], []
-        for x, m, (_, tx), (_, rx), c in zip(xs, arrived, sent, state, at, strict=True):
+        for x, m, (_, tx), (_, rx), c in zip(xs, arrived, sent, state, contexts, strict=True):
             y, rx = _mean(channel, m, (_row(x), functools.partial(context, c)), rx)
             out.append(y.reshape(x.shape))
             after.append((tx, rx))
@@ -239,11 +239,11 @@ def scatter_gather(up: Channel | Codec, down: Channel | Codec) -> Rule:
     """
     up, down = channel_of('scatter_gather up', up), channel_of('scatter_gather down', down)
 
-    def part(x: Any, n: int) -> Like:
+    def part(x: Array | Like, n: int) -> Like:
         return jax.ShapeDtypeStruct((1, -(-_row(x).shape[1] // n)), x.dtype)
 
     def init(xs: Sequence[Array | Like], n: int) -> State:
-        def one(like: Like) -> dict[str, Any]:
+        def one(like: Like) -> dict[str, EndState]:
             stack = lambda tree: jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), tree)
             tx, rx = down.init(like)
             ends = {'up': stack(up.init(like)[0]), 'sum': _buffer(up, like)}

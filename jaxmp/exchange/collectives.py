@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.transport import one_piece
 from jaxmp.wire import Payload, nbytes, widened
 
-Tree = Any  # a pytree of arrays
+Device = Any  # a `jax.Device`, which is no static type
+Tree = PyTree  # of arrays
 Params = Tree  # of a stage, or of all
 Grads = Tree  # of the form of the parameters
 AXIS = 'replica'
@@ -74,11 +75,11 @@ def over(axis: str = AXIS) -> Collectives:
         leaves, form = jax.tree.flatten(tree)
         done: dict[int, Array] = {}
         for dtype in dict.fromkeys(a.dtype for a in leaves):
-            at = [i for i, a in enumerate(leaves) if a.dtype == dtype]
-            parts = [leaves[i] for i in at]
+            alike = [i for i, a in enumerate(leaves) if a.dtype == dtype]
+            parts = [leaves[i] for i in alike]
             joined = jnp.concatenate([a.reshape(-1) for a in parts])
             ends = [sum(a.size for a in parts[: k + 1]) for k in range(len(parts) - 1)]
-            for i, part in zip(at, jnp.split(_sum(joined, axis), ends), strict=True):
+            for i, part in zip(alike, jnp.split(_sum(joined, axis), ends), strict=True):
                 done[i] = part.reshape(leaves[i].shape)
         return form.unflatten([done[i] for i in range(len(leaves))])
 
@@ -109,7 +110,7 @@ def over(axis: str = AXIS) -> Collectives:
     )
 
 
-def varies(x: Any, axis: str) -> bool:
+def varies(x: object, axis: str) -> bool:
     """Whether JAX treats ``x`` as varying along ``axis``; False if that is not known."""
     return axis in jax.typeof(x).manual_axis_type.varying
 
@@ -119,7 +120,7 @@ def _sum(a: Array, axis: str) -> Array:
     return lax.pcast(lax.psum(a, axis), axis, to='varying')
 
 
-def known_after(tree: Tree, earlier: Any) -> Tree:
+def known_after(tree: Tree, earlier: Tree) -> Tree:
     """``tree``, known only when all of ``earlier`` is, for collectives in branches of one program.
 
     JAX gives all collectives one channel. XLA runs independent `jax.lax.cond` at once in threads of
@@ -137,22 +138,22 @@ def known_after(tree: Tree, earlier: Any) -> Tree:
     return jax.tree.map(lambda a: jnp.where(true, a, jnp.zeros_like(a)), tree)
 
 
-def whole(place: NamedSharding, parts: Sequence[Any]) -> Any:
+def whole(place: NamedSharding, parts: Sequence[Tree]) -> Tree:
     """The trees of this process's devices as one over a mesh, joined as ``place`` says."""
     sizes = [place.mesh.shape[axis] for axis in place.spec]
 
     def join(*arrays: Array) -> Array:
-        own, n = arrays[0].shape, len(sizes)
-        shape = *(a * size for a, size in zip(own[:n], sizes, strict=True)), *own[n:]
+        part, n = arrays[0].shape, len(sizes)
+        shape = *(a * size for a, size in zip(part[:n], sizes, strict=True)), *part[n:]
         return jax.make_array_from_single_device_arrays(shape, place, arrays)
 
     return jax.tree.map(join, *parts)
 
 
-def part(tree: Tree, device: Any) -> Tree:
+def part(tree: Tree, device: Device) -> Tree:
     """What one device has of a tree over a mesh; inverse of `whole`."""
-    own = lambda a: next(s.data for s in a.addressable_shards if s.device == device)
-    return jax.tree.map(own, tree)
+    data = lambda a: next(s.data for s in a.addressable_shards if s.device == device)
+    return jax.tree.map(data, tree)
 
 
 def metered(n: int, counts: dict[str, int]) -> Collectives:

@@ -67,9 +67,9 @@ def dgc(
         u = [momentum * a + x for a, x in zip(state['u'], xs, strict=True)]
         v = [a + b for a, b in zip(state['v'], u, strict=True)]
         # `gather` has no memory: what is not sent stays in v.
-        given = [a.astype(x.dtype) for a, x in zip(v, xs, strict=True)]
-        out, _ = gather.reduce(given, gather.init(given, via.size), key, via)
-        sent = [_kept(codec, a) for a in given]
+        inputs = [a.astype(x.dtype) for a, x in zip(v, xs, strict=True)]
+        out, _ = gather.reduce(inputs, gather.init(inputs, via.size), key, via)
+        sent = [_kept(codec, a) for a in inputs]
         v = [jnp.where(s, 0, a) for a, s in zip(v, sent, strict=True)]
         u = [jnp.where(s, 0, a) for a, s in zip(u, sent, strict=True)] if masking else u
         return out, {'u': u, 'v': v}
@@ -106,11 +106,11 @@ def momentum(rule: Rule, m: float = 0.9) -> Rule:
         return rule.init(xs, n), [jnp.zeros_like(x) for x in jax.eval_shape(widened, xs)]
 
     def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
-        held, u = state
+        inner, u = state
         u = [m * a + x for a, x in zip(u, xs, strict=True)]
-        given = [a.astype(x.dtype) for a, x in zip(u, xs, strict=True)]
-        out, held = rule.reduce(given, held, key, via)
-        return out, (held, u)
+        inputs = [a.astype(x.dtype) for a, x in zip(u, xs, strict=True)]
+        out, inner = rule.reduce(inputs, inner, key, via)
+        return out, (inner, u)
 
     return Rule(init, reduce, tuple(momentum(r, m) for r in rule.by_epoch), m)
 
@@ -160,8 +160,8 @@ def demo(
     """
     check_bools('demo', sign=sign)
     check_parts('demo', fraction, top_k(1.0))
-    kept = per_chunk(top_k(fraction, values=bf16, indices=elias_fano), chunk)
-    shared = bucketed(all_gather(ef(dct(kept, size), decay)))
+    cosines = per_chunk(top_k(fraction, values=bf16, indices=elias_fano), chunk)
+    shared = bucketed(all_gather(ef(dct(cosines, size), decay)))
 
     def reduce(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
         y, state = shared.reduce(grads, state, key, via)

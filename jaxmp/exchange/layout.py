@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.exchange.collectives import Collectives, Grads, Params, Tree
 from jaxmp.wire import Like, widened
 from jaxmp.words import Origin, check_whole, known, word
 
-State = Any
+State = PyTree  # of arrays: what a replica remembers of an exchange
 SMALLEST = 200
 
 
@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
     by_epoch: tuple[Exchange, ...] = ()
     momentum: float = 0.0
     period: int = 1
-    shared: Callable[[State], Any] | None = None
+    shared: Callable[[State], Tree] | None = None
     rounds: Any = None
     origin: Origin | None = None
 
@@ -100,7 +100,7 @@ def per_layer(rule: Rule, smallest: int = SMALLEST) -> Exchange:
     check_rule('per_layer', rule)
     check_whole('per_layer smallest', smallest, 'a number of elements, 0 or more', 0)
 
-    def large(a: Any) -> bool:
+    def large(a: Array | Like) -> bool:
         return smallest == 0 or (len(a.shape) > 1 and math.prod(a.shape) >= smallest)
 
     def init(grads: Grads, n: int) -> State:
@@ -163,14 +163,14 @@ def bucketed(rule: Rule, elements: int = 0) -> Exchange:
     return Exchange(init, reduce, by_epoch=phases, momentum=rule.momentum)
 
 
-def split(tree: Tree, owners: list[int], count: int) -> list[Any]:
+def split(tree: Tree, owners: list[int], count: int) -> list[Tree]:
     """``count`` trees of the same form, with None for the arrays that another one owns."""
     leaves, form = jax.tree.flatten(tree)
-    own = lambda p: [a if o == p else None for a, o in zip(leaves, owners, strict=True)]
-    return [form.unflatten(own(p)) for p in range(count)]
+    of_part = lambda p: [a if o == p else None for a, o in zip(leaves, owners, strict=True)]
+    return [form.unflatten(of_part(p)) for p in range(count)]
 
 
-def joined(parts: list[Any], owners: list[int], like: Any) -> Any:
+def joined(parts: list[Tree], owners: list[int], like: Tree) -> Tree:
     """Inverse of `split`, in the form of ``like``."""
     rows = [iter(jax.tree.leaves(part)) for part in parts]
     return jax.tree.unflatten(jax.tree.structure(like), [next(rows[o]) for o in owners])

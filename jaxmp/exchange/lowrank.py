@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,12 @@ from jaxmp.wire import Like, widened
 from jaxmp.words import check_whole, word
 
 
-def _sides(x: Any) -> tuple[int, int]:
+def _sides(x: Array | Like) -> tuple[int, int]:
     """The sizes n and m of a kernel ``(..., in, out)`` as an n x m matrix, with m its last axis."""
     return math.prod(x.shape[:-1]), x.shape[-1] if x.shape else 1
 
 
-def _thin(x: Any, rank: int) -> bool:
+def _thin(x: Array | Like, rank: int) -> bool:
     """Whether the two factors have fewer elements than the matrix."""
     rows, columns = _sides(x)
     return rank * (rows + columns) < rows * columns
@@ -59,15 +58,15 @@ def power_sgd(rank: int) -> Rule:
     check_whole('power_sgd rank', rank, 'a positive integer; 1 to 4 are usual')
 
     def init(xs: Sequence[Array | Like], n: int) -> State:
-        made = []
+        states = []
         for i, x in enumerate(xs):
             if _thin(x, rank):
                 key, wide = jax.random.key(i), jnp.promote_types(x.dtype, jnp.float32)
                 Q = jax.random.normal(key, (_sides(x)[1], rank), wide)
-                made.append({'Q': Q, 'e': jnp.zeros(_sides(x), wide)})
+                states.append({'Q': Q, 'e': jnp.zeros(_sides(x), wide)})
             else:
-                made.append({})
-        return made
+                states.append({})
+        return states
 
     def reduce(xs: list[Array], state: State, key: Array, via: Collectives) -> tuple[list, State]:
         n, thin = via.size, [bool(s) for s in state]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
 
@@ -20,8 +20,8 @@ class Outer(NamedTuple):
       origin: the call that built it, its text and identity (`jaxmp.words`).
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
+    init: Callable[[optax.Params], optax.OptState]
+    update: Callable[..., tuple[optax.Updates, optax.OptState]]
     origin: Origin | None = None
 
 

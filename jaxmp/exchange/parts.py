@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jaxtyping import Array
@@ -14,7 +13,7 @@ from jaxmp.words import check_whole, word
 
 
 def _either(
-    name: str, pair: tuple[Rule | Exchange, Rule | Exchange], second: Callable[[str, Any], bool]
+    name: str, pair: tuple[Rule | Exchange, Rule | Exchange], second: Callable[[str, Array], bool]
 ) -> Exchange:
     """The second of two exchanges for the arrays that ``second(name, array)`` chooses."""
     rules = [exchange_of(name, rule) for rule in pair]
@@ -35,14 +34,14 @@ def _either(
 
     def reduce(grads: Grads, state: State, key: Array, via: Collectives) -> tuple[Grads, State]:
         via.own(grads)
-        own, out, after = owners(grads), [], []
-        for i, part in enumerate(split(grads, own, 2)):
+        numbers, out, after = owners(grads), [], []
+        for i, part in enumerate(split(grads, numbers, 2)):
             done = part, ()
             if jax.tree.leaves(part):
                 done = rules[i].reduce(part, state[i], jax.random.fold_in(key, i), via)
             out.append(done[0])
             after.append(done[1])
-        return joined(out, own, grads), after
+        return joined(out, numbers, grads), after
 
     spans = range(max(len(r.by_epoch) for r in rules))
     phases = (_either(name, (rules[0].phase(t), rules[1].phase(t)), second) for t in spans)

@@ -10,12 +10,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import AXIS, Grads, Params, metered, over, sent
-from jaxmp.exchange.layout import Exchange
+from jaxmp.exchange.layout import Exchange, State
 from jaxmp.hlo import operands
 from jaxmp.wire import nbytes
 
+Bytes = dict[str, Any]  # numbers by name, and dicts of numbers by kind
 
-def bytes_of(exchange: Exchange, params: Params, n: int) -> dict[str, Any]:
+
+def bytes_of(exchange: Exchange, params: Params, n: int) -> Bytes:
     """Bytes per step of one of n replicas; a mean over ``exchange.period`` steps.
 
     Args:
@@ -31,7 +33,7 @@ def bytes_of(exchange: Exchange, params: Params, n: int) -> dict[str, Any]:
     counts: dict[str, int] = {}
     via = metered(n, counts)
 
-    def step(params: Params, state: Any, key: Array) -> Any:
+    def step(params: Params, state: State, key: Array) -> tuple[Params, State]:
         grads, state = exchange.reduce(params, state, key, via)
         return exchange.after_update(grads, state, key, via)
 
@@ -69,7 +71,7 @@ def compiled_operands(exchange: Exchange, params: Params, mesh: Mesh) -> dict[st
       mesh: the devices of the replicas.
     """
 
-    def device(grads: Grads, state: Any, key: Array) -> Any:
+    def device(grads: Grads, state: State, key: Array) -> tuple[Params, State]:
         grads, state = jax.tree.map(lambda a: a[0], (grads, state))
         via = over()
         grads, state = exchange.reduce(grads, state, key, via)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Int, PyTree, UInt32
 
-from jaxmp.exchange.collectives import AXIS, Collectives, over, varies
+from jaxmp.exchange.collectives import AXIS, Collectives, Grads, Params, Tree, over, varies
 from jaxmp.exchange.layout import Exchange, State
 from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.text import parse
@@ -34,7 +34,7 @@ class ExchangeState(NamedTuple):
     step: Int[Array, ' n']
     key: UInt32[Array, 'n words']
     held: State
-    inner: Any
+    inner: optax.OptState
 
 
 def transform(
@@ -80,49 +80,51 @@ def transform(
     inner = optax.with_extra_args_support(optimizer or optax.identity())
     root = lambda: jax.random.key(key) if isinstance(key, int) else key
 
-    def init(params: Any) -> ExchangeState:
+    def init(params: Params) -> ExchangeState:
         inside = _size(axis)
         n = _replicas(axis, inside, replicas)
         step, words = jnp.zeros((), jnp.int32), jax.random.key_data(root())
         state = ExchangeState(step, words, e.init(params, n), inner.init(params))
         return _row(state, axis) if inside else _rows(state, n)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Grads, state: PyTree, params: Params = None, **extra: Any
+    ) -> tuple[Grads, ExchangeState]:
         _check_inside(axis, state, e.shares_params and params is None)
         via, before = over(axis), jax.tree.map(lambda a: a[0], state)
         run = jax.random.wrap_key_data(before.key, impl=jax.random.key_impl(root()))
         # Replicas draw from one key; where theirs must differ, the rule folds their numbers in.
-        own = jax.random.fold_in(run, before.step)
-        updates, held = reduced(e, updates, before.held, own, via)
+        step_key = jax.random.fold_in(run, before.step)
+        updates, memory = reduced(e, updates, before.held, step_key, via)
         updates, after = inner.update(updates, before.inner, params, **extra)
         if e.shares_params:
-            updates, held = _to_shared(e, (params, updates), held, (own, via))
-        return updates, _row(ExchangeState(before.step + 1, before.key, held, after), axis)
+            updates, memory = _to_shared(e, (params, updates), memory, (step_key, via))
+        return updates, _row(ExchangeState(before.step + 1, before.key, memory, after), axis)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _to_shared(
-    e: Exchange, at: tuple[Any, Any], held: State, step: tuple[Array, Collectives]
-) -> tuple[Any, State]:
+    e: Exchange, proposed: tuple[Params, Grads], memory: State, step: tuple[Array, Collectives]
+) -> tuple[Grads, State]:
     """Updates that lead from a replica's parameters to the shared ones; unchanged where equal."""
-    params, updates = at
+    params, updates = proposed
     alone = optax.apply_updates(params, updates)
-    shared, held = e.after_update(alone, held, *step)
+    shared, memory = e.after_update(alone, memory, *step)
 
     def change(p: Array, u: Array, a: Array, s: Array) -> Array:
         return jnp.where(s == a, u, (s - p).astype(u.dtype))
 
-    return jax.tree.map(change, params, updates, alone, shared), held
+    return jax.tree.map(change, params, updates, alone, shared), memory
 
 
-def _row(tree: Any, axis: str) -> Any:
+def _row(tree: Tree, axis: str) -> Tree:
     """The state of this replica as one row."""
     one = lambda a: a if varies(a, axis) else lax.pcast(a, axis, to='varying')
     return jax.tree.map(lambda a: one(jnp.asarray(a))[None], tree)
 
 
-def _rows(tree: Any, n: int) -> Any:
+def _rows(tree: Tree, n: int) -> Tree:
     """The same state in n rows."""
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *jnp.shape(a))), tree)
 
@@ -135,16 +137,16 @@ def _size(axis: str) -> int | None:
         return None
 
 
-def _replicas(axis: str, inside: int | None, given: int | None) -> int:
-    n = inside or given
+def _replicas(axis: str, inside: int | None, stated: int | None) -> int:
+    n = inside or stated
     if not n:
         raise ValueError(
             f'init is called outside jax.shard_map, where the number of replicas along {axis!r} '
             'is not known; give transform(..., replicas=n), or call init inside'
         )
-    if given not in (None, n):
+    if stated not in (None, n):
         raise ValueError(
-            f'transform(replicas={given}), and the mesh axis {axis!r} has {n} replicas; give '
+            f'transform(replicas={stated}), and the mesh axis {axis!r} has {n} replicas; give '
             f'replicas={n} or none'
         )
     return n
