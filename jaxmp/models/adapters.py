@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict
+from jaxtyping import PyTree
 
 from jaxmp.models.checkpoint import AGAIN, Checkpoint, contents, open_checkpoint, open_tensors
 from jaxmp.models.decoder import Lora, Stage
 from jaxmp.models.huggingface import local
-from jaxmp.models.pretrained import LOW_RANK, dump, save, tensors_of
+from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_of
 
 FILE = 'adapter_model.safetensors'
 ABOUT = 'adapter_config.json'
@@ -56,7 +56,7 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
     alone = {n.rpartition('.')[0] for n in names}
     if unknown := sorted(n for n in alone if f'{n}.weight' not in base.shapes):
         raise ValueError(f'{place} has adapters of {unknown[0]}, which {base.place} lacks')
-    own = {ours: shapes[theirs] for ours, theirs in names.items()}
+    shapes_of = {ours: shapes[theirs] for ours, theirs in names.items()}
     low = lambda name: read(names[name])
     targets = {name.rpartition('.')[2] for name in alone}
     rank, alpha = about['r'], about['lora_alpha']
@@ -68,7 +68,7 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
     # Trained on, the updates are parameters of their own; else W + alpha / r B A takes W's place.
     if lora:
         return base._replace(
-            shapes={**base.shapes, **own},
+            shapes={**base.shapes, **shapes_of},
             read=lambda name: low(name) if name in names else base.read(name),
         )
 
@@ -105,7 +105,10 @@ def base_of(path: str) -> str:
 
 
 def write_adapters(
-    folder: str | Path, base: str, stages: Sequence[Stage], variables: Sequence[Mapping[str, Any]]
+    folder: str | Path,
+    base: str,
+    stages: Sequence[Stage],
+    variables: Sequence[Mapping[str, Params]],
 ) -> None:
     """Writes the low-rank updates alone, as PEFT does.
 
@@ -119,8 +122,8 @@ def write_adapters(
     lora = stages[0].config.lora
     assert lora
     arrays, start = {}, 0
-    for stage, own in zip(stages, variables, strict=True):
-        tree: dict[Any, Any] = flatten_dict(own['params'])
+    for stage, collections in zip(stages, variables, strict=True):
+        tree: dict[Keys, PyTree] = flatten_dict(collections['params'])
         low = {path: np.asarray(a) for path, a in tree.items() if path[-1] in LOW_RANK}
         arrays |= {_theirs(name): a for name, a in tensors_of(stage, low, start)}
         start += stage.blocks

@@ -11,7 +11,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from jaxmp.models.layers import product
 
@@ -33,7 +34,7 @@ class Projection(nn.Module):
         return y.reshape(*x.shape[:-1], self.features)
 
 
-def _identity(key: Array, shape: tuple[int, int], dtype: Any) -> Array:
+def _identity(key: Array, shape: tuple[int, int], dtype: DTypeLike) -> Array:
     return jax.numpy.eye(*shape, dtype=dtype)
 
 
@@ -61,10 +62,10 @@ class Narrow(nn.Module):
         """Whether the stage reads the tokens of the model's input."""
         return getattr(self.inner, 'reads_tokens', False)
 
-    def __call__(self, x: Array, train: bool = False, **kwargs: Any) -> Array:
+    def __call__(self, x: Array, train: bool = False, **kwargs: object) -> Array:
         """The stage's output, narrow if it crosses a boundary."""
         x = self.widen(x) if self.widen else x
-        y: Any = self.inner(x, train, **kwargs)  # pyright: ignore
+        y: PyTree = self.inner(x, train, **kwargs)  # pyright: ignore
         return self.narrow(y) if self.narrow else y
 
 
@@ -103,11 +104,11 @@ def narrowed(stages: Sequence[Any], x: jax.ShapeDtypeStruct, channels: int) -> t
     """
     if odd := [type(s).__name__ for s in stages if not isinstance(s, nn.Module)]:
         raise TypeError(f'a bottleneck takes Linen stages, and {odd[0]} is none')
-    widths, at = [0], x
+    widths, sent = [0], x
     for stage in stages[:-1]:
         variables = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
-        at = jax.eval_shape(lambda x, s=stage, v=variables: s.init_with_output(v, x)[0], at)
-        widths.append(at.shape[-1] if at.shape[-1] > channels else 0)
+        sent = jax.eval_shape(lambda x, s=stage, v=variables: s.init_with_output(v, x)[0], sent)
+        widths.append(sent.shape[-1] if sent.shape[-1] > channels else 0)
     if not any(widths):
         raise ValueError(f'a bottleneck of {channels} channels: no boundary has more channels')
     ends = zip(stages, widths, [*widths[1:], 0], strict=True)

@@ -19,6 +19,7 @@ import numpy as np
 FILE = 'model.safetensors'
 INDEX = f'{FILE}.index.json'
 AGAIN = 'download the files again'
+Described = Mapping[str, Any]  # the contents of a config.json
 _DTYPES = ('F64', 'F32', 'F16', 'BF16')  # as safetensors names them; others need a scale beside
 
 
@@ -33,7 +34,7 @@ class Checkpoint(NamedTuple):
     """
 
     place: Path
-    described: Mapping[str, Any]
+    described: Described
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]
 

@@ -66,9 +66,9 @@ def _kernel_gradient(x: Array, g: Array, size: Pair, strides: Pair, padding: Pad
         x, g = images
         patches = _patches(x, size, strides, padding, (h, w)).reshape(-1, columns)
         # The smaller matrix is the transposed one: XLA:CPU transposes a large one slowly.
-        both = (((0,), (0,)), ((), ()))
+        over_rows = (((0,), (0,)), ((), ()))
         g = g.reshape(-1, O)
-        return total + lax.dot_general(g, patches, both, preferred_element_type=dtype), None
+        return total + lax.dot_general(g, patches, over_rows, preferred_element_type=dtype), None
 
     split = lambda a: a.reshape(B // m, m, *a.shape[1:])
     total = varying(jnp.zeros((O, columns), dtype), g)
@@ -89,8 +89,8 @@ def _dense(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
     rows = starts(H, k, strides[0], padding[0])
     cols = starts(W, l, strides[1], padding[1])
     keep = (0, 0, 0)
-    at = [lax.pad(kernel, zero, [row, col, keep, keep]) for row in rows for col in cols]
-    matrix = jnp.stack(at, 3).reshape(H * W * C, -1)
+    shifted = [lax.pad(kernel, zero, [row, col, keep, keep]) for row in rows for col in cols]
+    matrix = jnp.stack(shifted, 3).reshape(H * W * C, -1)
     return (x.reshape(B, -1) @ matrix).reshape(B, len(rows), len(cols), O)
 
 
@@ -105,8 +105,10 @@ def _banded(x: Array, kernel: Array, strides: Pair, padding: Pads) -> Array:
     lines = x.reshape(B, H, W * C)
     rows = jnp.concatenate([lines[:, i : i + (h - 1) * s + 1 : s] for i in range(k)], -1)
     zero, keep = jnp.zeros((), wide), (0, 0, 0)
-    at = [lax.pad(kernel, zero, [keep, (j, W - l - j, 0), keep, keep]) for j in range(0, w * t, t)]
-    matrix = jnp.stack(at, 3).reshape(k * W * C, w * O)
+    shifted = [
+        lax.pad(kernel, zero, [keep, (j, W - l - j, 0), keep, keep]) for j in range(0, w * t, t)
+    ]
+    matrix = jnp.stack(shifted, 3).reshape(k * W * C, w * O)
     return (rows.reshape(B * h, -1) @ matrix).reshape(B, h, w, O).astype(dtype)
 
 
@@ -160,7 +162,7 @@ def _forward(x, kernel, strides, padding):
     return _convolution(x, kernel, strides, padding), (x, kernel)
 
 
-def _backward(strides, padding, kept, g):
+def _backward(strides, padding, operands, g):
     def gradients(f):
         f = functools.partial(f, strides=strides, padding=padding)
         return lambda x, kernel, g: jax.vjp(f, x, kernel)[1](g)
@@ -174,9 +176,9 @@ def _backward(strides, padding, kept, g):
             return dx, winograd_kernel_gradient(x, g, padding)
         return dx, _kernel_gradient(x, g, kernel.shape[:2], strides, padding)
 
-    product = _product(*kept)
+    product = _product(*operands)
     cpu = products if product is None else gradients(product)
-    return lax.platform_dependent(*kept, g, cpu=cpu, default=gradients(_own))
+    return lax.platform_dependent(*operands, g, cpu=cpu, default=gradients(_own))
 
 
 _convolution.defvjp(_forward, _backward)
@@ -187,7 +189,7 @@ def convolve(
     rhs: Float[Array, 'k l C O'],
     window_strides: Pair,
     padding: Any,
-    **rest: Any,
+    **rest: object,
 ) -> Float[Array, 'B h w O']:
     """`jax.lax.conv_general_dilated` for `flax.linen.Conv`, with gradients that a CPU does fast.
 
@@ -204,19 +206,19 @@ def convolve(
     >>> import flax.linen as nn
     >>> layer = nn.Conv(64, (3, 3), conv_general_dilated=convolve)
     """
-    own = functools.partial(lax.conv_general_dilated, lhs, rhs, window_strides, padding, **rest)
-    out = jax.eval_shape(own)
-    numbers = lambda given: lax.conv_dimension_numbers(lhs.shape, rhs.shape, given)
+    default = functools.partial(lax.conv_general_dilated, lhs, rhs, window_strides, padding, **rest)
+    out = jax.eval_shape(default)
+    numbers = lambda layout: lax.conv_dimension_numbers(lhs.shape, rhs.shape, layout)
     plain = {'lhs_dilation': (1, 1), 'rhs_dilation': (1, 1), 'feature_group_count': 1}
     plain |= {'precision': None, 'dimension_numbers': numbers(LAYOUT)} if lhs.ndim == 4 else {}
-    given = {**rest, 'dimension_numbers': numbers(rest.get('dimension_numbers'))}
-    if not given.items() <= plain.items() or lhs.ndim != 4 or not out.size:
-        return own()
+    options = {**rest, 'dimension_numbers': numbers(rest.get('dimension_numbers'))}
+    if not options.items() <= plain.items() or lhs.ndim != 4 or not out.size:
+        return default()
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], window_strides, padding)
     strides, padding = (window_strides[0], window_strides[1]), tuple(map(tuple, padding))
     large = out.shape[1] * out.shape[2] * lhs.shape[-1] >= LARGE
     filtered = _filtered(lhs, rhs, strides, padding, CHANNELS[0])
     if not large and not filtered and _product(lhs, rhs) is None:
-        return own()
+        return default()
     return _convolution(varying(lhs, rhs), varying(rhs, lhs), strides, padding)

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxmp.models.decoder_config import PROJECTIONS, Config, Kind, Lora
 from jaxmp.models.layers import product
@@ -129,7 +130,7 @@ class Attention(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'B T C'], layer: Layer, at: Positions) -> Array:
+    def __call__(self, x: Float[Array, 'B T C'], layer: Layer, positions: Positions) -> Array:
         """Maps ``(B, T, C)`` to ``(B, T, C)``."""
         c, (B, T, _) = self.config, x.shape
 
@@ -141,14 +142,14 @@ class Attention(nn.Module):
         v = heads('v_proj', c.kv_heads)
         if c.head_norms:
             q, k = RMSNorm(c, name='q_norm')(q), RMSNorm(c, name='k_norm')(k)
-        q, k = (rotate(a, at.cos[layer.kind], at.sin[layer.kind]) for a in (q, k))
+        q, k = (rotate(a, positions.cos[layer.kind], positions.sin[layer.kind]) for a in (q, k))
         start = None
-        if (cached := at.cached) is not None:
+        if (cached := positions.cached) is not None:
             k = self._remember('keys', k, layer.number, cached)
             v = self._remember('values', v, layer.number, cached)
             start = cached.start
         scale = c.query_scale or c.head_width**-0.5
-        window = None if at.windows is None else at.windows[layer.kind]
+        window = None if positions.windows is None else positions.windows[layer.kind]
         y = attention(q, k, v, scale, c.attention_cap, window, start)
         y = y.transpose(0, 2, 1, 3).reshape(B, T, c.heads * c.head_width)
         return Linear(c.width, c, name='o_proj')(y)
@@ -188,14 +189,16 @@ class Block(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'B T C'], layer: Layer, at: Positions) -> tuple[Array, None]:
+    def __call__(
+        self, x: Float[Array, 'B T C'], layer: Layer, positions: Positions
+    ) -> tuple[Array, None]:
         """Maps ``(B, T, C)`` to ``(B, T, C)``, as the body of a scan."""
         c = self.config
         norm = lambda name, x: RMSNorm(c, name=name)(x)
         # After attention: in a Llama of what follows it, in a Gemma of what it gives.
         after = 'post_attention_layernorm'
         before = 'pre_feedforward_layernorm' if c.post_norms else after
-        y = Attention(c, name='self_attn')(norm('input_layernorm', x), layer, at)
+        y = Attention(c, name='self_attn')(norm('input_layernorm', x), layer, positions)
         x = x + (norm(after, y) if c.post_norms else y).astype(x.dtype)
         y = MLP(c, name='mlp')(norm(before, x))
         return x + (norm('post_feedforward_layernorm', y) if c.post_norms else y).astype(
@@ -268,7 +271,7 @@ class Stage(nn.Module):
         """
         c = self.config
         here = self.embeds or (self.scores and c.tied)
-        table: Any = Table(c, name='embed_tokens')() if here else None
+        table: PyTree = Table(c, name='embed_tokens')() if here else None
         if self.embeds:
             x = table[x].astype(c.stream or table.dtype)
             x = x * jnp.asarray(c.embedding_scale, x.dtype) if c.embedding_scale != 1 else x
@@ -286,7 +289,7 @@ class Stage(nn.Module):
                 raise ValueError('this stage scores the tokens; give them as tokens=')
             tokens = jnp.zeros(x.shape[:2], jnp.int32) if tokens is None else tokens
             targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
-            by_token: Any = next_token_scores(rows, head, targets, c.logits_cap)
+            by_token: PyTree = next_token_scores(rows, head, targets, c.logits_cap)
             return by_token.reshape(*x.shape[:2], 2)
         y = product(rows, head)
         y = c.logits_cap * jnp.tanh(y / c.logits_cap) if c.logits_cap else y
@@ -307,7 +310,7 @@ class Stage(nn.Module):
         scale = jnp.array([k.scale for k in c.kinds], jnp.float32).reshape(-1, *one, 1)
         windows = [k.window or _FAR for k in c.kinds]
         windows = jnp.array(windows) if min(windows) < _FAR else None
-        at = Positions(jnp.cos(angles) * scale, jnp.sin(angles) * scale, windows, cached)
+        positions = Positions(jnp.cos(angles) * scale, jnp.sin(angles) * scale, windows, cached)
         block = nn.remat(Block, prevent_cse=False) if c.remat else Block
         each: Any = (0, nn.broadcast)
         # The cache is carried, so that it is updated where it is instead of copied.
@@ -316,7 +319,7 @@ class Stage(nn.Module):
             in_axes=each, length=self.blocks,
         )  # fmt: skip
         layers = Layer(jnp.array(self.layers), jnp.arange(self.blocks))
-        return scan(c, name='layers')(x, layers, at)[0]
+        return scan(c, name='layers')(x, layers, positions)[0]
 
 
 def decoder(
@@ -370,7 +373,9 @@ def spread(blocks: int, stages: int, cuts: Sequence[int] | None = None) -> tuple
     return tuple(each * s + min(s, more) for s in range(1, stages))
 
 
-def empty_cache(stage: Stage, batch: int, length: int, dtype: Any = jnp.float32) -> dict[str, Any]:
+def empty_cache(
+    stage: Stage, batch: int, length: int, dtype: DTypeLike = jnp.float32
+) -> dict[str, PyTree]:
     """The collection ``cache`` of a stage for sequences of up to ``length`` positions.
 
     Add it to the variables, ``{**variables, 'cache': empty_cache(stage, B, 512)}``; each call then

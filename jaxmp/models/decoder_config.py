@@ -7,7 +7,9 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jax.typing import DTypeLike
 
 PROJECTIONS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 
@@ -89,8 +91,8 @@ class Config:
     query_scale: float = 0.0
     attention_cap: float = 0.0
     logits_cap: float = 0.0
-    dtype: Any = None
-    stream: Any = None
+    dtype: DTypeLike | None = None
+    stream: DTypeLike | None = None
     remat: bool = False
     lora: Lora | None = None
 

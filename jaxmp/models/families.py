@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxmp.models.checkpoint import Described
 from jaxmp.models.decoder import Config, Kind
-from jaxmp.models.rotary import frequencies
+from jaxmp.models.rotary import Rope, frequencies
 
-Described = Mapping[str, Any]  # the contents of a config.json
 _NONE: Described = MappingProxyType({})
 
 
@@ -80,9 +80,9 @@ qwen2, qwen3 and gpt2; give a checkpoint of one of them
     """
     name = str(described.get('model_type'))
     if name not in FAMILIES:
-        known = ', '.join(sorted(FAMILIES))
+        names = ', '.join(sorted(FAMILIES))
         raise ValueError(
-            f'{place} has model_type={name!r}; known are {known} and gpt2; give a checkpoint of '
+            f'{place} has model_type={name!r}; known are {names} and gpt2; give a checkpoint of '
             'one of them'
         )
     family = FAMILIES[name]
@@ -131,7 +131,9 @@ def _size(d: Described, key: str, place: str) -> int:
     return value
 
 
-def _kinds(name: str, d: Described, depth: int, blocks: int) -> tuple[tuple[Kind, ...], Any]:
+def _kinds(
+    name: str, d: Described, depth: int, blocks: int
+) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     """The kinds of blocks, and the number of each block's kind."""
     types = d.get('layer_types') or _layer_types(name, d, blocks)
     if len(types) != blocks or set(types) - {'full_attention', 'sliding_attention'}:
@@ -158,7 +160,7 @@ def _layer_types(name: str, d: Described, blocks: int) -> list[str]:
     return ['sliding_attention' if s else 'full_attention' for s in sliding]
 
 
-def _rope(name: str, d: Described, layer_type: str) -> dict[str, Any]:
+def _rope(name: str, d: Described, layer_type: str) -> Rope:
     """Rotary positions of a kind of blocks, as transformers 5 writes them or as 4 did."""
     rope = d.get('rope_parameters') or {}
     rope = rope.get(layer_type, rope)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxmp.data import release
-from jaxmp.data.gguf import opened
-from jaxmp.models.checkpoint import AGAIN, Checkpoint
+from jaxmp.data.gguf import Fields, Tensors, opened
+from jaxmp.models.checkpoint import AGAIN, Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.rotary import frequencies
 
@@ -53,7 +53,7 @@ def open_gguf(file: Path) -> Checkpoint:
                 array = by_halves(array, described[heads])
         return array
 
-    shapes = {name: tuple(map(int, tensors[own].shape[::-1])) for name, own in names.items()}
+    shapes = {name: tuple(map(int, tensors[theirs].shape[::-1])) for name, theirs in names.items()}
     return Checkpoint(file, described, shapes, read)
 
 
@@ -79,7 +79,7 @@ def _name(name: str) -> str:
     return name
 
 
-def _described(file: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+def _described(file: Path, fields: Fields, tensors: Tensors) -> Described:
     """What ``config.json`` would say."""
     kind = fields.get('general.architecture')
     if kind not in ARCHITECTURES:
@@ -120,7 +120,7 @@ def _described(file: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> d
 
 
 def _scaling(
-    file: Path, get: Callable[..., Any], described: dict[str, Any], tensors: dict[str, Any]
+    file: Path, get: Callable[..., Any], described: Described, tensors: Tensors
 ) -> dict[str, Any]:
     """How the rotary positions are scaled; empty if not."""
     kind = get('rope.scaling.type', 'none')

@@ -23,6 +23,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmp.models.layers import Dense, Dropout, attention, product
@@ -57,7 +58,7 @@ class Config:
     inner: int | None = None
     epsilon: float = 1e-5
     dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     remat: bool = False
     embed_every_stage: bool = False
 
@@ -185,20 +186,20 @@ class Stage(nn.Module):
         c = self.config
         ends = self.embeds or self.scores
         shape, normal = (c.vocabulary, c.width), _normal(c.deviation)
-        wte = self.param('wte', normal, shape) if ends else None
+        wte: Any = self.param('wte', normal, shape) if ends else None
         if self.embeds:
             x = Dropout(c.dropout[0])(self._embed(wte, x), train)
         if self.reads_tokens:
-            own = self.param('tokens', nn.initializers.zeros, shape)
+            embeddings = self.param('tokens', nn.initializers.zeros, shape)
             if tokens is None and not self.is_initializing():
                 raise ValueError('this stage embeds the tokens too; give them as tokens=')
-            x = x if tokens is None else x + own[tokens]
+            x = x if tokens is None else x + embeddings[tokens]
         block = nn.remat(Block, static_argnums=(2,)) if c.remat else Block
         for i in range(self.blocks):
             x = block(c, name=f'h_{i}')(x, train)
         return self._score(wte, x) if self.scores else x
 
-    def _embed(self, wte: Any, tokens: Int[Array, 'B T']) -> Float[Array, 'B T C']:
+    def _embed(self, wte: Float[Array, 'V C'], tokens: Int[Array, 'B T']) -> Float[Array, 'B T C']:
         c, length = self.config, tokens.shape[1]
         if length > c.positions:
             raise ValueError(
@@ -208,7 +209,7 @@ class Stage(nn.Module):
         wpe = self.param('wpe', _normal(c.deviation), (c.positions, c.width))
         return wte[tokens] + wpe[:length]
 
-    def _score(self, wte: Any, x: Float[Array, 'B T C']) -> Float[Array, 'B T V']:
+    def _score(self, wte: Float[Array, 'V C'], x: Float[Array, 'B T C']) -> Float[Array, 'B T V']:
         x = _norm(self.config, 'ln_f')(x)
         dtype = self.config.dtype or jnp.result_type(x, wte)
         y = product(x.reshape(-1, x.shape[-1]).astype(dtype), wte.astype(dtype))

@@ -5,12 +5,13 @@ Shapes: M, N, K any sizes; B batch, H heads, T queries, S keys, D width of a hea
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 _ROWS = 128  # queries that are computed together; see `attention`
@@ -57,7 +58,7 @@ class Dense(nn.Module):
 
     features: int
     scale: float
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, '... K']) -> Float[Array, '... N']:
@@ -96,7 +97,7 @@ def attention(
     q_BHTD: Float[Array, 'B H T D'],
     k_BHSD: Float[Array, 'B H S D'],
     v_BHSD: Float[Array, 'B H S D'],
-    drop: Any = lambda w: w,
+    drop: Callable[[Array], Array] = lambda w: w,
 ) -> Float[Array, 'B H T D']:
     """Causal attention, ``softmax(q k' / sqrt(D)) v`` over the keys up to the query's position.
 

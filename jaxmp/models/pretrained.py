@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
-from jaxmp.models.checkpoint import FILE, INDEX, Checkpoint
+from jaxmp.models.checkpoint import FILE, INDEX, Checkpoint, Described
 from jaxmp.models.decoder import Stage
 from jaxmp.models.families import FAMILIES
 
 Keys = tuple[str, ...]  # of a parameter in a stage's
-Params = dict[str, Any]
+Params = dict[str, PyTree]
 LOW_RANK = ('lora_a', 'lora_b')
 COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights
     'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
@@ -31,7 +32,7 @@ COMPANIONS = (  # files of a tokenizer and of generation, which go with the weig
 )  # fmt: skip
 
 
-def as_float32(path: Keys) -> Any:
+def as_float32(path: Keys) -> DTypeLike:
     """float32, for a parameter of any path."""
     return np.float32
 
@@ -41,7 +42,7 @@ def read(
     stages: Sequence[Stage],
     only: int,
     key: Array | None = None,
-    dtype: Callable[[Keys], Any] = as_float32,
+    dtype: Callable[[Keys], DTypeLike | None] = as_float32,
     shared: dict[str, Array] | None = None,
 ) -> dict[str, Params]:
     """The variables of one stage, of stages that `check` finds to fit.
@@ -58,10 +59,10 @@ def read(
     Returns:
       ``{'params': ...}``.
     """
-    own, shared = shapes(stages[only]), {} if shared is None else shared
+    needed, shared = shapes(stages[only]), {} if shared is None else shared
     start = sum(stage.blocks for stage in stages[:only])
-    params: dict[Keys, Any] = {}
-    for path, shape in own.items():
+    params: dict[Keys, Array] = {}
+    for path, shape in needed.items():
         names = list(_names(path, start, stages[only].blocks))
         if names[0] not in checkpoint.shapes:  # a low-rank update; all others are there
             continue
@@ -75,7 +76,7 @@ def read(
         for i, name in enumerate(names):
             stack[i] = checkpoint.read(name) if i else first
         params[path] = jnp.asarray(stack)
-    low = {path: shape for path, shape in own.items() if path not in params}
+    low = {path: shape for path, shape in needed.items() if path not in params}
     return {'params': unflatten_dict(params | _low_rank(low, key))}
 
 
@@ -152,8 +153,8 @@ def check_length(tokens: int, positions: int, key: str, name: object) -> None:
         raise ValueError(f'{key}={tokens} is more than the {positions} positions of {name}')
 
 
-def _flat(tree: Any) -> dict[Keys, Any]:
-    flat: dict[Any, Any] = flatten_dict(tree)
+def _flat(tree: PyTree) -> dict[Keys, PyTree]:
+    flat: dict[Keys, PyTree] = flatten_dict(tree)
     return flat
 
 
@@ -179,7 +180,10 @@ def _names(path: Keys, start: int, blocks: int) -> Iterator[str]:
 
 
 def write(
-    folder: str | Path, described: Mapping[str, Any], stages: Sequence[Stage], variables: Any
+    folder: str | Path,
+    described: Described,
+    stages: Sequence[Stage],
+    variables: Sequence[Mapping[str, Params]],
 ) -> None:
     """Writes a folder that transformers loads, with low-rank updates merged into their kernels.
 
@@ -216,12 +220,14 @@ def write(
         start += stage.blocks
     if len(stages) > 1:
         dump({'metadata': {'total_size': size}, 'weight_map': where}, root / INDEX)
-    kept = {k: v for k, v in described.items() if k not in ('torch_dtype', 'transformers_version')}
+    entries = {
+        k: v for k, v in described.items() if k not in ('torch_dtype', 'transformers_version')
+    }
     named = {'architectures': [FAMILIES[described['model_type']].architecture]}
-    dump({**kept, **named, 'dtype': max(dtypes)}, root / 'config.json')
+    dump({**entries, **named, 'dtype': max(dtypes)}, root / 'config.json')
 
 
-def _merged(stage: Stage, tree: Mapping[Keys, Any]) -> dict[Keys, np.ndarray]:
+def _merged(stage: Stage, tree: Mapping[Keys, PyTree]) -> dict[Keys, np.ndarray]:
     """The parameters of a stage without low-rank updates, which are added to their kernels."""
     full = {path: np.asarray(leaf) for path, leaf in tree.items() if path[-1] not in LOW_RANK}
     lora = stage.config.lora
@@ -263,6 +269,6 @@ def save(tensors: dict[str, np.ndarray], file: Path) -> None:
         raise OSError(f'cannot write {file} ({error}); free space there') from error
 
 
-def dump(value: Any, file: Path) -> None:
+def dump(value: object, file: Path) -> None:
     """Writes a JSON file."""
     file.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 ABSENT = 2.0  # occurrences of the mean that a token's own is averaged with
 TOKENS = 2**18  # about as many activations are read, of rows from all over the inputs
 ROWS = 64  # at a time
 
 
-class Model(NamedTuple):
+class Network(NamedTuple):
     """A trained network without a bottleneck.
 
     Attributes:
@@ -31,7 +31,7 @@ class Model(NamedTuple):
     """
 
     stages: Sequence[Any]
-    read: Callable[[int], Any]
+    read: Callable[[int], dict[str, PyTree]]
     x: Int[np.ndarray, 'N T']
     vocabulary: int
 
@@ -95,13 +95,13 @@ def principal(
     rest = squares - crossed - crossed.T + means.T @ (weights * means)
     u = np.linalg.eigh(rest)[1][:, ::-1][:, :channels]  # ascending eigenvalues
     u = u * np.sign(np.take_along_axis(u, np.abs(u).argmax(0)[None], 0))
-    made = u, u.T, means - means @ u @ u.T
-    return Start(*(a.astype(np.float32) for a in made))
+    maps = u, u.T, means - means @ u @ u.T
+    return Start(*(a.astype(np.float32) for a in maps))
 
 
 def fitted(
-    components: Callable[[int, int], Start], stage: int, params: Mapping[str, Any]
-) -> dict[str, Any]:
+    components: Callable[[int, int], Start], stage: int, params: Mapping[str, PyTree]
+) -> dict[str, PyTree]:
     """The parameters of a stage at its boundaries, at first.
 
     The two ends of a boundary compute them apart, so both need the same kind of device.
@@ -111,34 +111,36 @@ def fitted(
       stage: number of the stage.
       params: its parameters; of these a ``narrow`` and a ``widen``, with its ``tokens``, are made.
     """
-    made: dict[str, Any] = {}
+    starts: dict[str, PyTree] = {}
     if 'narrow' in params:
         kernel = components(stage, params['narrow']['kernel'].shape[1]).narrow
-        made['narrow'] = {'kernel': kernel}
+        starts['narrow'] = {'kernel': kernel}
     if 'widen' in params:
         start = components(stage - 1, params['widen']['kernel'].shape[0])
-        made['widen'] = {'kernel': start.widen}
+        starts['widen'] = {'kernel': start.widen}
         if 'tokens' in params:
-            made['tokens'] = start.tokens
-    return jax.tree.map(jnp.asarray, made)
+            starts['tokens'] = start.tokens
+    return jax.tree.map(jnp.asarray, starts)
 
 
-def components(model: Model, boundary: int, channels: int) -> Start:
+def components(network: Network, boundary: int, channels: int) -> Start:
     """`principal` of the activations that stage ``boundary`` of a network sends."""
-    stages = model.stages[: boundary + 1]
-    variables = [model.read(s) for s in range(len(stages))]
+    stages = network.stages[: boundary + 1]
+    variables = [network.read(s) for s in range(len(stages))]
 
     @jax.jit
-    def activations(variables: Any, tokens: Any) -> Any:
+    def activations(
+        variables: Sequence[Mapping[str, PyTree]], tokens: Int[Array, 'B T']
+    ) -> Float[Array, 'N C']:
         h = tokens
-        for stage, own in zip(stages, variables, strict=True):
-            h = stage.apply(own, h)
+        for stage, collections in zip(stages, variables, strict=True):
+            h = stage.apply(collections, h)
         return h.reshape(-1, h.shape[-1])
 
     def parts() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        x = np.asarray(model.x[:: max(1, model.x.size // TOKENS)], np.int32)
-        for at in range(0, len(x), ROWS):
-            rows = x[at : at + ROWS]
+        x = np.asarray(network.x[:: max(1, network.x.size // TOKENS)], np.int32)
+        for start in range(0, len(x), ROWS):
+            rows = x[start : start + ROWS]
             yield np.asarray(activations(variables, rows)), rows.ravel()
 
-    return principal(parts(), channels, model.vocabulary)
+    return principal(parts(), channels, network.vocabulary)

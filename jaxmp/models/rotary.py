@@ -19,10 +19,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 _ROWS = 128  # queries that are computed together; see `jaxmp.models.layers.attention`
+Rope = Mapping[str, Any]  # ``rope_parameters`` of a config.json, with ``rope_theta``
 KINDS = ('default', 'linear', 'llama3', 'yarn')
 
 
-def frequencies(depth: int, rope: Mapping[str, Any]) -> tuple[tuple[float, ...], float]:
+def frequencies(depth: int, rope: Rope) -> tuple[tuple[float, ...], float]:
     r"""The ``D / 2`` frequencies of rotary positions, and what cosine and sine are scaled by.
 
     .. math:: f_i = \theta^{-2 i / D}, \text{ scaled as } rope\_type \text{ says}
@@ -61,7 +62,7 @@ def frequencies(depth: int, rope: Mapping[str, Any]) -> tuple[tuple[float, ...],
     return tuple(np.asarray(f, np.float32).tolist()), scale
 
 
-def _llama3(f: np.ndarray, rope: Mapping[str, Any]) -> np.ndarray:
+def _llama3(f: np.ndarray, rope: Rope) -> np.ndarray:
     """Divides slow frequencies by the factor; between ``low`` and ``high`` turns, a part of it."""
     low, high = rope['low_freq_factor'], rope['high_freq_factor']
     turns = rope['original_max_position_embeddings'] * f / (2 * math.pi)
@@ -69,7 +70,7 @@ def _llama3(f: np.ndarray, rope: Mapping[str, Any]) -> np.ndarray:
     return (1 - smooth) * f / rope['factor'] + smooth * f
 
 
-def _yarn(f: np.ndarray, depth: int, rope: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+def _yarn(f: np.ndarray, depth: int, rope: Rope) -> tuple[np.ndarray, float]:
     """Divides slow frequencies by the factor, and scales the logits of attention."""
     factor, positions = rope['factor'], rope['original_max_position_embeddings']
 
@@ -107,8 +108,8 @@ def attention(
     v_BGSD: Float[Array, 'B G S D'],
     scale: float,
     cap: float = 0.0,
-    window: Any = None,
-    position: Any = None,
+    window: Array | int | None = None,
+    position: Array | int | None = None,
 ) -> Float[Array, 'B H T D']:
     r"""Causal attention of ``H`` query heads to ``G`` heads of keys and values.
 

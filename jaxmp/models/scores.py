@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 ROWS = 128  # whose logits are computed together
+Residuals = tuple[Array, Array, Array, Array]  # rows, output layer, targets, gradient by the rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -46,7 +46,7 @@ def next_token_scores(
     return _by_runs(lambda x, target: _scored(x, target, w_VC, cap)[0], x_NC, targets_N)
 
 
-def _forward(x: Array, w: Array, targets: Array, cap: float) -> tuple[Array, Any]:
+def _forward(x: Array, w: Array, targets: Array, cap: float) -> tuple[Array, Residuals]:
     def run(x: Array, target: Array) -> tuple[Array, Array]:
         scores, g = _scored(x, target, w, cap)
         return scores, _product('nv,vc->nc', g, w).astype(x.dtype)
@@ -55,7 +55,7 @@ def _forward(x: Array, w: Array, targets: Array, cap: float) -> tuple[Array, Any
     return scores, (x, w, targets, gx)
 
 
-def _backward(cap: float, saved: Any, g: Array) -> tuple[Array, Array, None]:
+def _backward(cap: float, saved: Residuals, g: Array) -> tuple[Array, Array, None]:
     x, w, targets, gx = saved
     scale = g[:, :1].astype(x.dtype)  # whether a target is the likeliest has no gradient
 
@@ -96,7 +96,7 @@ def _runs(*arrays: Array) -> tuple[Array, ...]:
     return tuple(fill(a).reshape(-1, size, *a.shape[1:]) for a in arrays)
 
 
-def _by_runs(run: Callable[..., Any], *arrays: Array) -> Any:
+def _by_runs(run: Callable[..., PyTree], *arrays: Array) -> PyTree:
     """``run`` of each run of rows, its results joined."""
     parts = jax.lax.map(lambda rows: run(*rows), _runs(*arrays))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[: len(arrays[0])], parts)

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 _flat = functools.partial(flatten_dict, keep_empty_nodes=True)
 
@@ -39,13 +39,13 @@ class TiedParameter(NamedTuple):
 
     path: tuple[str, ...]
 
-    def get(self, tree: Any) -> Any:
+    def get(self, tree: PyTree) -> PyTree:
         """The parameter (or its gradient) in the tree of the first or the last stage."""
         for key in self.path:
             tree = tree[key]
         return tree
 
-    def put(self, tree: Any, value: Any) -> Any:
+    def put(self, tree: PyTree, value: PyTree) -> PyTree:
         """The tree of the first or the last stage with ``value`` in place of the parameter."""
         return unflatten_dict({**_flat(tree), self.path: value})
 
@@ -53,11 +53,11 @@ class TiedParameter(NamedTuple):
         """Whether the path is that of the parameter."""
         return path == self.path
 
-    def without(self, tree: Any) -> Any:
+    def without(self, tree: PyTree) -> PyTree:
         """The tree without the parameter."""
         return unflatten_dict({k: v for k, v in _flat(tree).items() if k != self.path})
 
-    def share(self, params: Sequence[Any]) -> tuple[Any, ...]:
+    def share(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """The parameters of all stages, with the first stage's copy also in the last.
 
         Args:
@@ -68,7 +68,7 @@ class TiedParameter(NamedTuple):
         """
         return self._set(params, self._copies(params)[0])
 
-    def add(self, grads: Sequence[Any]) -> tuple[Any, ...]:
+    def add(self, grads: Sequence[PyTree]) -> tuple[PyTree, ...]:
         r"""The gradients of all stages, with the sum of both copies' gradients in both ends.
 
         .. math:: g_{first}, g_{last} \leftarrow g_{first} + g_{last}
@@ -85,7 +85,7 @@ class TiedParameter(NamedTuple):
         copies = self._copies(grads)
         return tuple(grads) if len(copies) == 1 else self._set(grads, copies[0] + copies[1])
 
-    def global_norm(self, grads: Sequence[Any]) -> Array:
+    def global_norm(self, grads: Sequence[PyTree]) -> Array:
         """Norm of the gradients of all stages after `add`, with the shared parameter counted once.
 
         Clipping must divide by it to equal clipping by the global norm in a model of one stage.
@@ -102,7 +102,7 @@ class TiedParameter(NamedTuple):
         wide = lambda g: jnp.asarray(g, jnp.promote_types(g.dtype, jnp.float32))
         return jnp.sqrt(sum(jnp.sum(jnp.square(wide(g))) for g in jax.tree.leaves(once)))
 
-    def _copies(self, trees: Sequence[Any]) -> list[Any]:
+    def _copies(self, trees: Sequence[PyTree]) -> list[PyTree]:
         ends = trees[:1] if len(trees) == 1 else (trees[0], trees[-1])
         try:
             return [self.get(tree) for tree in ends]
@@ -113,7 +113,7 @@ class TiedParameter(NamedTuple):
                 'of all stages in order'
             ) from None
 
-    def _set(self, trees: Sequence[Any], value: Any) -> tuple[Any, ...]:
+    def _set(self, trees: Sequence[PyTree], value: PyTree) -> tuple[PyTree, ...]:
         ends = (0, len(trees) - 1)
         return tuple(self.put(t, value) if s in ends else t for s, t in enumerate(trees))
 
@@ -131,5 +131,5 @@ def table(first: nn.Module, key: Array) -> Float[Array, 'V C']:
       first: the stage that embeds.
       key: the rng ``params`` of its ``init``.
     """
-    made: Any = first.init({'params': key}, jnp.zeros((1, 1), jnp.int32))
-    return WTE.get(made['params'])
+    variables: PyTree = first.init({'params': key}, jnp.zeros((1, 1), jnp.int32))
+    return WTE.get(variables['params'])

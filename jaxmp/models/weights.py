@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
 
-from jaxmp.models.checkpoint import AGAIN, contents
+from jaxmp.models.checkpoint import AGAIN, Described, contents
 from jaxmp.models.gpt2 import Config, Stage
 
 _FILE = 'model.safetensors'
@@ -41,33 +42,35 @@ def read_config(directory: str, **changes: Any) -> Config:
     file = _root(directory) / 'config.json'
     if not file.is_file():
         raise FileNotFoundError(f'no config.json in {directory}; {_wanted()}')
-    found = contents(file)
+    described = contents(file)
     published = {
         'model_type': ('gpt2',), 'activation_function': _GELU, 'scale_attn_weights': (True,),
         'scale_attn_by_inverse_layer_idx': (False,), 'add_cross_attention': (False,),
         'tie_word_embeddings': (True,),
     }  # fmt: skip
     for key, allowed in published.items():
-        value = found.get(key, None if key == 'model_type' else allowed[0])
+        value = described.get(key, None if key == 'model_type' else allowed[0])
         if value not in allowed or type(value) is not type(allowed[0]):  # 1 == True
             raise ValueError(
                 f'{file} has {key}={value!r}; allowed is {" or ".join(map(repr, allowed))}, as in '
                 'the published GPT-2; give the directory of a GPT-2'
             )
-    _check_numbers(file, found)
-    rates = tuple(found.get(k, 0.1) for k in _RATES)
-    given = {ours: found[theirs] for ours, theirs in _SIZES.items() if theirs in found}
-    return dataclasses.replace(Config(dropout=rates, **given), **changes)
+    _check_numbers(file, described)
+    rates = tuple(described.get(k, 0.1) for k in _RATES)
+    sizes = {ours: described[theirs] for ours, theirs in _SIZES.items() if theirs in described}
+    return dataclasses.replace(Config(dropout=rates, **sizes), **changes)
 
 
-def _check_numbers(file: Path, found: Mapping[str, Any]) -> None:
-    for key in (k for k in (*_SIZES.values(), *_RATES) if k in found):
+def _check_numbers(file: Path, described: Described) -> None:
+    for key in (k for k in (*_SIZES.values(), *_RATES) if k in described):
         whole = key not in (*_RATES, 'layer_norm_epsilon')
-        fits = type(found[key]) in ((int,) if whole else (int, float)) and found[key] >= whole
-        if not fits and (key, found[key]) != ('n_inner', None):
+        fits = (
+            type(described[key]) in ((int,) if whole else (int, float)) and described[key] >= whole
+        )
+        if not fits and (key, described[key]) != ('n_inner', None):
             raise ValueError(
-                f'{file} has {key}={found[key]!r}, which is not a {"whole " * whole}number from '
-                f'{int(whole)}; {AGAIN}'
+                f'{file} has {key}={described[key]!r}, which is not a {"whole " * whole}number '
+                f'from {int(whole)}; {AGAIN}'
             )
 
 
@@ -97,7 +100,9 @@ def check_vocabulary(config: Config, vocabulary: int) -> None:
         )
 
 
-def read(directory: str, stages: Sequence[Stage], only: int | None = None) -> tuple[Any, ...]:
+def read(
+    directory: str, stages: Sequence[Stage], only: int | None = None
+) -> tuple[dict[str, PyTree], ...]:
     """Variables of the stages, from the files in a directory.
 
     Args:
@@ -112,19 +117,21 @@ def read(directory: str, stages: Sequence[Stage], only: int | None = None) -> tu
       FileNotFoundError: if there are no weights.
       ValueError: if a file is damaged, or has other tensors than this model.
     """
-    found = _tensors(_root(directory))
-    head, wte = found.pop('lm_head.weight', None), found.get('wte.weight')
+    tensors = _tensors(_root(directory))
+    head, wte = tensors.pop('lm_head.weight', None), tensors.get('wte.weight')
     if head is not None and wte is not None and not np.array_equal(head, wte):
-        said = f'{directory}: lm_head.weight differs from wte.weight'
-        raise ValueError(f'{said}; only a GPT-2 with tied tables can be read')
+        problem = f'{directory}: lm_head.weight differs from wte.weight'
+        raise ValueError(f'{problem}; only a GPT-2 with tied tables can be read')
     names = _names(stages)
-    _check(directory, found, {n: s for stage in names for _, n, s in stage})
+    _check(directory, tensors, {n: s for stage in names for _, n, s in stage})
     wanted = names if only is None else [names[only]]
-    flat = ({p: jnp.asarray(found[n], jnp.float32) for p, n, _ in stage} for stage in wanted)
+    flat = ({p: jnp.asarray(tensors[n], jnp.float32) for p, n, _ in stage} for stage in wanted)
     return tuple({'params': unflatten_dict(params)} for params in flat)
 
 
-def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> None:
+def write(
+    directory: str, stages: Sequence[Stage], variables: Sequence[Mapping[str, PyTree]]
+) -> None:
     """Writes ``config.json`` and ``model.safetensors``, which transformers loads.
 
     Args:
@@ -148,8 +155,8 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
             'make them equal at the start (TiedParameter.share) and at each step (add)'
         )
     tensors = {}
-    for stage, own in zip(_names(stages), variables, strict=True):
-        flat = flatten_dict(own['params'])
+    for stage, collections in zip(_names(stages), variables, strict=True):
+        flat = flatten_dict(collections['params'])
         for path, name, _ in stage:
             tensors[f'transformer.{name}'] = np.ascontiguousarray(flat[path], np.float32)
     (root := Path(directory).expanduser()).mkdir(parents=True, exist_ok=True)
@@ -160,7 +167,7 @@ def write(directory: str, stages: Sequence[Stage], variables: Sequence[Any]) -> 
     (root / 'config.json').write_text(json.dumps(_described(stages[0].config), indent=2) + '\n')
 
 
-def _described(c: Config) -> dict[str, Any]:
+def _described(c: Config) -> Described:
     end = c.vocabulary - 1 if c.vocabulary == Config().vocabulary else None
     return {
         'architectures': ['GPT2LMHeadModel'],
@@ -180,16 +187,16 @@ _Named = list[tuple[tuple[str, ...], str, tuple[int, ...]]]  # path, name in a f
 
 def _names(stages: Sequence[Stage]) -> list[_Named]:
     """The parameters of each stage, with their names in a file."""
-    found, start = [], 0
+    names, start = [], 0
     for stage in stages:
         c = stage.config
         x = jnp.zeros((1, 1), jnp.int32) if stage.embeds else jnp.zeros((1, 1, c.width))
         shapes = jax.eval_shape(stage.init, jax.random.key(0), x)['params']
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         paths = [(tuple(k.key for k in path), leaf.shape) for path, leaf in leaves]
-        found.append([(path, _name(path, start), shape) for path, shape in paths])
+        names.append([(path, _name(path, start), shape) for path, shape in paths])
         start += stage.blocks
-    return found
+    return names
 
 
 def _name(path: tuple[str, ...], start: int) -> str:
@@ -204,8 +211,10 @@ def _name(path: tuple[str, ...], start: int) -> str:
     return '.'.join(words)
 
 
-def _check(directory: str, found: Mapping[str, np.ndarray], wanted: Mapping[str, Any]) -> None:
-    missing, extra = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
+def _check(
+    directory: str, tensors: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
     if missing or extra:
         raise ValueError(
             f'{directory} has other tensors than this GPT-2: {len(missing)} missing '
@@ -213,9 +222,9 @@ def _check(directory: str, found: Mapping[str, np.ndarray], wanted: Mapping[str,
             'and build the stages from their own config.json (read_config)'
         )
     for name, shape in wanted.items():
-        if found[name].shape != shape:
+        if tensors[name].shape != shape:
             raise ValueError(
-                f'{directory}: {name} has shape {found[name].shape}, and config and stages need '
+                f'{directory}: {name} has shape {tensors[name].shape}, and config and stages need '
                 f'{shape}; build the stages from the config.json of these weights (read_config)'
             )
 
@@ -226,13 +235,13 @@ def _some(names: Sequence[str]) -> str:
 
 def _tensors(root: Path) -> dict[str, np.ndarray]:
     """All tensors by name without ``transformer.``; causal masks in old files are left out."""
-    found = {}
+    tensors = {}
     for file, names in _files(root):
         for name, tensor in _file(file, names):
             short = name.removeprefix('transformer.')
             if not short.endswith(('.attn.bias', '.attn.masked_bias')):
-                found[short] = tensor
-    return found
+                tensors[short] = tensor
+    return tensors
 
 
 def _files(root: Path) -> Iterator[tuple[Path, set[str] | None]]:

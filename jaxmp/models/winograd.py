@@ -30,8 +30,8 @@ Grid = Sequence[Sequence[Array]] | Array
 
 def varying(x: Array, other: Array) -> Array:
     """``x`` also along those axes of `jax.shard_map` along which ``other`` varies."""
-    own, others = (jax.typeof(a).manual_axis_type.varying for a in (x, other))
-    return lax.pcast(x, tuple(others - own), to='varying')
+    axes, others = (jax.typeof(a).manual_axis_type.varying for a in (x, other))
+    return lax.pcast(x, tuple(others - axes), to='varying')
 
 
 def _twice(f: Callable, grid: Grid) -> Grid:

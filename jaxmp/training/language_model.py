@@ -19,8 +19,7 @@ from jaxmp.data.tokenizer import Tokenizer, tokenizer_of
 from jaxmp.exchange.collectives import Tree
 from jaxmp.models import decoder, families, gpt2, pretrained, weights
 from jaxmp.models.adapters import open_with_adapters
-from jaxmp.models.checkpoint import Checkpoint, contents
-from jaxmp.models.families import Described
+from jaxmp.models.checkpoint import Checkpoint, Described, contents
 from jaxmp.pipeline import Stage, Variables
 from jaxmp.training.experiment import Experiment, experiment_of
 

@@ -304,8 +304,8 @@ def language(config: Config) -> Task:
         )
     read = lambda stage: weights.read(folder, published, stage)[0]
     vocabulary = sizes.vocabulary if c.embed_every_stage else 0
-    model = principal.Model(published, read, dataset.train.x, vocabulary)
-    components = functools.cache(functools.partial(principal.components, model))
+    network = principal.Network(published, read, dataset.train.x, vocabulary)
+    components = functools.cache(functools.partial(principal.components, network))
 
     def start(stage: int, variables: Collections, key: Array) -> Collections:
         if folder:
