@@ -48,13 +48,13 @@ def render(template: Template, messages: Messages, prompt: bool = False) -> str:
     def strftime_now(_: str) -> str:
         raise TemplateError("it asks for today's date, and equal messages are to be equal tokens")
 
-    said = {**dict(template.tokens), 'strftime_now': strftime_now}
+    words = {**dict(template.tokens), 'strftime_now': strftime_now}
     try:
         [text], _ = render_jinja_template(
             [[dict(m) for m in messages]],
             chat_template=template.source,
             add_generation_prompt=prompt,
-            **said,
+            **words,
         )
     except TemplateError as error:
         raise ValueError(f'the chat template refuses the messages: {error}') from error

@@ -127,14 +127,14 @@ def _archive_files(archive: Path, names: list[str]) -> Iterator[tuple[str, bytes
 def _assemble(
     where: Path, files: Iterator[tuple[str, bytes]], names: list[str], layout: _Layout
 ) -> tuple[Split, Split]:
-    found = {name: layout.decode(raw, f'{where}/{name}') for name, raw in files}
-    sizes = {name: len(found[name][1]) if name in found else 0 for name in names}
-    if len(set(sizes.values())) > 1 or not found:
+    batches = {name: layout.decode(raw, f'{where}/{name}') for name, raw in files}
+    sizes = {name: len(batches[name][1]) if name in batches else 0 for name in names}
+    if len(set(sizes.values())) > 1 or not batches:
         raise ValueError(
             f'{where}: examples found are {sizes}; allowed are six files of one size (10,000 in '
             f'the published set); {_AGAIN}'
         )
-    return _split([found[name] for name in names[:-1]]), _split([found[names[-1]]])
+    return _split([batches[name] for name in names[:-1]]), _split([batches[names[-1]]])
 
 
 def _split(parts: list[_Batch]) -> Split:
@@ -163,10 +163,10 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler of containers, numbers, text and ``_Record``; it imports nothing else."""
 
     def find_class(self, module_name: str, global_name: str) -> type[_Record]:
-        known = {'ndarray', 'dtype'} if module_name == 'numpy' else set()
+        allowed = {'ndarray', 'dtype'} if module_name == 'numpy' else set()
         if module_name in ('numpy.core.multiarray', 'numpy._core.multiarray'):
-            known = {'_reconstruct'}
-        if global_name not in known:
+            allowed = {'_reconstruct'}
+        if global_name not in allowed:
             raise pickle.UnpicklingError(f'it would import {module_name}.{global_name}; refused')
         return _Record
 

@@ -34,11 +34,11 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     with np.load(Path(__file__).with_name('digits.npz'), allow_pickle=False) as file:
         images, labels = file['images'], file['labels'].astype(np.int32)
     x = (images.astype(np.uint16) * 255 // 16).astype(np.uint8)[..., None]
-    held = _held_out(labels)
+    is_test = _held_out(labels)
     return Dataset(
         name='digits',
-        train=Split(x[~held], labels[~held]),
-        test=Split(x[held], labels[held]),
+        train=Split(x[~is_test], labels[~is_test]),
+        test=Split(x[is_test], labels[is_test]),
         classes=_CLASSES,
         mean=(0.3045,),
         std=(0.3759,),
@@ -46,9 +46,9 @@ def load(data_dir: str | None = None, download: bool = False) -> Dataset:
 
 
 def _held_out(labels: np.ndarray) -> np.ndarray:
-    held = np.zeros(len(labels), bool)
+    is_test = np.zeros(len(labels), bool)
     odd = 2 * np.arange(_TEST_OF_A_CLASS) + 1
     for label in range(_CLASSES):
         (where,) = np.nonzero(labels == label)
-        held[where[odd * len(where) // (2 * _TEST_OF_A_CLASS)]] = True
-    return held
+        is_test[where[odd * len(where) // (2 * _TEST_OF_A_CLASS)]] = True
+    return is_test

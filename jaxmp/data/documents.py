@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from jaxmp.data.chat import Messages
 
@@ -226,7 +226,7 @@ def _document(line: bytes, where: str, field: str) -> Document:
     return document(entry[field], where, field)
 
 
-def document(content: Any, where: str, field: str) -> Document:
+def document(content: object, where: str, field: str) -> Document:
     """A document of a field's content.
 
     Raises:
@@ -234,8 +234,8 @@ def document(content: Any, where: str, field: str) -> Document:
     """
     if isinstance(content, str):
         return Document(content, where)
-    known = lambda m: isinstance(m, dict) and 'role' in m and 'content' in m
-    if isinstance(content, list) and content and all(map(known, content)):
+    is_message = lambda m: isinstance(m, dict) and 'role' in m and 'content' in m
+    if isinstance(content, list) and content and all(map(is_message, content)):
         return Document(content, where)
     raise ValueError(
         f'{where}: the field {field!r} is neither a text nor chat messages, a list of objects with '
@@ -267,8 +267,8 @@ def _line(file: BinaryIO, position: int, stop: int, whole_lines: bool) -> int:
         file.readline()
         return min(file.tell(), stop)
     window = file.read(PIECE // 4)
-    found = next(filter(None, (end.search(window) for end in _ENDS)), None)
-    return min(position - 1 + (found.end() if found else len(window)), stop)
+    match = next(filter(None, (end.search(window) for end in _ENDS)), None)
+    return min(position - 1 + (match.end() if match else len(window)), stop)
 
 
 def _count_lines(file: BinaryIO, stop: int) -> int:

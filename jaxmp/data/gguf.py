@@ -6,17 +6,20 @@ import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+Fields = dict[str, Any]  # the entries of a GGUF file, by name
+Tensors = dict[str, Any]  # tensors of the package gguf, by name; their ``data`` is mapped
+
 
 class Contents(NamedTuple):
     """What a GGUF file has.
 
     Attributes:
       fields: its entries, by name.
-      tensors: the package's, by name; their ``data`` is mapped from the file.
+      tensors: its tensors, by name.
     """
 
-    fields: dict[str, Any]
-    tensors: dict[str, Any]
+    fields: Fields
+    tensors: Tensors
 
 
 def opened(file: Path) -> Contents:

@@ -61,12 +61,12 @@ def _columns(source: Any) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _ordered(columns: Columns, at: np.ndarray, classes: int) -> Split:
+def _ordered(columns: Columns, places: np.ndarray, classes: int) -> Split:
     y = columns['label'].astype(np.int32)
-    if not np.array_equal(np.sort(at), np.arange(len(y))) or y.min() < 0 or y.max() >= classes:
+    if not np.array_equal(np.sort(places), np.arange(len(y))) or y.min() < 0 or y.max() >= classes:
         raise ValueError(
             f'{len(y)} examples, whose positions are not 0 to {len(y) - 1} or labels not 0 to '
             f'{classes - 1}'
         )
-    order = np.argsort(at)
+    order = np.argsort(places)
     return Split(columns['image'][order], y[order])

@@ -124,9 +124,9 @@ def _learned(folder: Path, name: str, source: Source) -> Tokenizer:
         if not files.is_dir():
             pieces = (documents for documents, _ in source.read((0, 0)))
             texts = (d.content for piece in pieces for d in piece if isinstance(d.content, str))
-            made, new = tokenizer_of(name, texts), folder / 'new'
+            tokenizer, new = tokenizer_of(name, texts), folder / 'new'
             new.mkdir(exist_ok=True)
-            made.save(new)
+            tokenizer.save(new)
             new.rename(files)
     return tokenizer_of(str(files))
 
@@ -142,8 +142,8 @@ def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
     (125802, 22679)
     """
     text = Path(__file__).with_name('alice.txt').read_text(encoding='ascii')
-    at = text.rindex('\n', 0, text.index(_LAST_CHAPTERS)) + 1
-    return Corpus('alice', [text[:at]], [text[at:]])
+    border = text.rindex('\n', 0, text.index(_LAST_CHAPTERS)) + 1
+    return Corpus('alice', [text[:border]], [text[border:]])
 
 
 def blocks(
@@ -171,15 +171,15 @@ def blocks(
     if length < 2:
         raise ValueError(f'blocks of {length} tokens have no prediction; give 2 or more')
     step = rows or max(len(tokens), 1)
-    found, longest = [], 0
+    parts, longest = [], 0
     for start in range(0, len(tokens), step):
         joined = np.concatenate(tokens[start : start + step]).astype(np.int32)
         longest = max(longest, len(joined))
-        found.append(joined[: len(joined) // length * length].reshape(-1, length))
-    if not any(map(len, found)):
+        parts.append(joined[: len(joined) // length * length].reshape(-1, length))
+    if not any(map(len, parts)):
         at_a_time = f' in every {rows} rows' if rows else ''
         raise ValueError(
             f'{what} has {longest} tokens{at_a_time}, less than one block of {length}; shorten '
             'the blocks (the sequence length) or give a longer text'
         )
-    return np.concatenate(found)
+    return np.concatenate(parts)

@@ -121,10 +121,10 @@ def learn(rows: Iterable[str], size: int) -> Tokenizer:
             f'a tokeniser of {size} tokens from {"no" if first is None else "some"} text; give a '
             "text and at least 257 tokens, or the folder of a tokeniser, or tokenizer='bytes'"
         )
-    made = ByteLevelBPETokenizer()
+    tokenizer = ByteLevelBPETokenizer()
     texts = itertools.chain([first], rows)
-    made.train_from_iterator(texts, size, show_progress=False, special_tokens=[_END])
-    return _of_gpt2(made)
+    tokenizer.train_from_iterator(texts, size, show_progress=False, special_tokens=[_END])
+    return _of_gpt2(tokenizer)
 
 
 def from_folder(directory: str) -> Tokenizer:
@@ -253,19 +253,19 @@ def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
         pairs = [
             tuple(line.split(' ')) for line in lines if line and not line.startswith('#version')
         ]
-        made = ByteLevelBPETokenizer(vocabulary, pairs)
+        tokenizer = ByteLevelBPETokenizer(vocabulary, pairs)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ValueError(
             f'{merges} does not belong to the vocab.json beside it ({error}); download both again'
         ) from error
     if _END in vocabulary:
-        made.add_special_tokens([_END])
-    if made.get_vocab_size() != len(vocabulary):
+        tokenizer.add_special_tokens([_END])
+    if tokenizer.get_vocab_size() != len(vocabulary):
         raise ValueError(
-            f'the tokeniser in {root} has {made.get_vocab_size()} tokens and its vocab.json '
+            f'the tokeniser in {root} has {tokenizer.get_vocab_size()} tokens and its vocab.json '
             f'{len(vocabulary)}; download both files again'
         )
-    return _of_gpt2(made)
+    return _of_gpt2(tokenizer)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -273,18 +273,18 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding='utf-8'))
+        value = json.loads(file.read_text(encoding='utf-8'))
     except ValueError as error:
         raise ValueError(f'{file} is not JSON ({error}); download it again') from error
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
     try:
-        found = json.loads(file.read_text(encoding='utf-8'))
+        vocabulary = json.loads(file.read_text(encoding='utf-8'))
     except ValueError as error:
         raise ValueError(f'{file} is not JSON ({error}); download it again') from error
-    ids = [i for i in found.values() if type(i) is int] if isinstance(found, dict) else []
-    if len(ids) != len(found) or sorted(ids) != list(range(len(ids))):
+    ids = [i for i in vocabulary.values() if type(i) is int] if isinstance(vocabulary, dict) else []
+    if len(ids) != len(vocabulary) or sorted(ids) != list(range(len(ids))):
         raise ValueError(f'{file} does not number its tokens from 0 without gaps; fetch it again')
-    return found
+    return vocabulary

@@ -60,16 +60,16 @@ def _load(name: str, archive: str, suffix: str, where: tuple[str | None, bool]) 
     root, names = Path(data_dir).expanduser(), [f'wiki.{s}{suffix}' for s in ('train', 'valid')]
     if not root.is_dir() and (root.exists() or not download):
         raise FileNotFoundError(f'data_dir {root} is not a folder; pass the folder of {name}')
-    found = _folder(root, name, names) or _zipped(root / archive, names)
-    if not found and download:
+    texts = _folder(root, name, names) or _zipped(root / archive, names)
+    if not texts and download:
         fetch(f'{_HOME}/{archive}', root)
-        found = _zipped(root / archive, names)
-    if not found:
+        texts = _zipped(root / archive, names)
+    if not texts:
         raise FileNotFoundError(
             f'no {name} in {root}; looked for {name}/{names[0]}, {names[0]} and {archive}; put '
             f'{archive} from {_HOME} there, or pass download=True'
         )
-    return Corpus(name, *(_rows(file, *found[file]) for file in names), rows=_ROWS)
+    return Corpus(name, *(_rows(file, *texts[file]) for file in names), rows=_ROWS)
 
 
 def _folder(root: Path, name: str, names: list[str]) -> dict[str, tuple[str, bytes]]:
