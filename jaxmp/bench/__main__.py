@@ -103,9 +103,9 @@ def rows_in(
     from jaxmp.bench.twin import entry_of, twins
 
     results = [json.loads(p.read_text()) for p in sorted((out / 'runs').glob('*.json'))]
-    found, why = twins(results, loss), why or {}
+    twin_of, why = twins(results, loss), why or {}
     shown = dict.fromkeys([*map(entry_of, results), *entries])
-    return [row_of(e, costs_of(e, out), found.get(e), why.get(e, '')) for e in shown]
+    return [row_of(e, costs_of(e, out), twin_of.get(e), why.get(e, '')) for e in shown]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

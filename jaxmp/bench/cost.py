@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +52,10 @@ def costs_of(entry: Entry, out: Path) -> tuple[Cost, Cost]:
         path = out / 'costs' / f'{Entry(text, text, entry.codecs).name}.json'
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            made = cost(text, entry.codecs)._asdict()
-            write_json(path, {'text': text, 'codecs': entry.codecs, **made, **provenance()})
-        found = json.loads(path.read_text())
-        return Cost(*(found[k] for k in Cost._fields))
+            measured = cost(text, entry.codecs)._asdict()
+            write_json(path, {'text': text, 'codecs': entry.codecs, **measured, **provenance()})
+        values = json.loads(path.read_text())
+        return Cost(*(values[k] for k in Cost._fields))
 
     return kept(entry.fwd), kept(entry.bwd)
 
@@ -99,7 +99,7 @@ def cost(text: str, codecs: str = '', shape: tuple[int, ...] = (SAMPLES, LENGTH,
     return Cost(spent, gap, seconds['encode'] / unit, seconds['decode'] / unit)
 
 
-def best(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def best(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """CPU-seconds of each function, best of ``repeats`` interleaved runs."""
     seconds = dict.fromkeys(functions, float('inf'))
     for _ in range(repeats):

@@ -33,9 +33,9 @@ class Entry(NamedTuple):
 
         config = default()
         config.update(name='', fwd=self.fwd, bwd=self.bwd)
-        said = Path(default_workdir(config)).name.removeprefix('-')
-        own = re.sub(r'[^\w.]+', '_', self.codecs).strip('_')
-        return f'{said}-{own}' if own else said
+        channels = Path(default_workdir(config)).name.removeprefix('-')
+        words = re.sub(r'[^\w.]+', '_', self.codecs).strip('_')
+        return f'{channels}-{words}' if words else channels
 
 
 def both(text: str) -> Entry:
@@ -88,11 +88,11 @@ def entries_of(texts: Sequence[str], backward: str) -> list[Entry]:
     if not texts:
         return list(DEFAULT)
     back, of_back = parted(backward)
-    found = [RAW]
+    entries = [RAW]
     for fwd, file in map(parted, texts):
         files = dict.fromkeys(f for f in (file, of_back) if f)
-        found.append(Entry(fwd, back or fwd, ','.join(files)))
-    return list(dict.fromkeys(found))
+        entries.append(Entry(fwd, back or fwd, ','.join(files)))
+    return list(dict.fromkeys(entries))
 
 
 def parted(text: str) -> tuple[str, str]:

@@ -28,14 +28,15 @@ def paint(figure: Any, rows: Sequence[Row], link: str) -> None:
     places, colours = {}, {}
     times = [t for row in rows if (t := row.seconds(link)) is not None]
     top = ABOVE * max([*times, *(y for _, y in line)])
-    said = [style.human(row.entry.fwd, row.entry.bwd) for row in rows]
+    labels_of_rows = [style.human(row.entry.fwd, row.entry.bwd) for row in rows]
     texts = ['; '.join(row.entry[:2]) for row in rows]
-    for name, row in zip(style.apart(said, texts), rows, strict=True):
+    for name, row in zip(style.apart(labels_of_rows, texts), rows, strict=True):
         seconds = row.seconds(link)
         colours[name] = colour = FAMILIES[style.family(row.entry.fwd)]
         places[name] = row.bits, top if seconds is None else seconds
         mark = {'marker': 'x'} if seconds is None else {'marker': 'o'}
         axes.plot(*places[name], **mark, color=colour, ms=6, zorder=3)
+    # The published records have no twin: their steps and seconds are those that were measured.
     for r in RECORDS if link == LINK else ():
         name = f'record: {r.name}'
         places[name], colours[name] = (8 * r.nbytes / WIDTH, r.steps * r.seconds), 'black'
@@ -62,8 +63,8 @@ def paint(figure: Any, rows: Sequence[Row], link: str) -> None:
 
 def step_of(link: str, bits: float) -> float:
     """Predicted seconds of a step whose messages take ``bits`` per element and no time to code."""
-    own = Way(TOKENS * WIDTH * bits / 8)
-    return best(parse(link), (own, own))[0]
+    way = Way(TOKENS * WIDTH * bits / 8)
+    return best(parse(link), (way, way))[0]
 
 
 def draw(rows: Sequence[Row], link: str, path: Path) -> None:

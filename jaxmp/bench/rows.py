@@ -49,8 +49,8 @@ class Row(NamedTuple):
 def row_of(entry: Entry, costs: tuple[Cost, Cost], twin: Twin | None, failed: str) -> Row:
     """The row of an entry, with its predicted steps."""
     ways = way(costs[0]), way(costs[1])
-    made = {link: best(parse(link), ways) for link in LINKS}
-    steps = {link: (seconds, order.line) for link, (seconds, order) in made.items()}
+    fastest = {link: best(parse(link), ways) for link in LINKS}
+    steps = {link: (seconds, order.line) for link, (seconds, order) in fastest.items()}
     return Row(entry, costs, twin, failed, steps)
 
 

@@ -9,10 +9,10 @@ which start from the same weights and see the same batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -20,6 +20,7 @@ from jaxmp.bench.entries import RAW, Entry
 from jaxmp.config import Config, Summary
 from jaxmp.plugins import load
 from jaxmp.sweep.study import Job, jobs
+from jaxmp.training.optimizer import Rate
 
 WARM = 100  # steps
 
@@ -33,7 +34,7 @@ class Task(NamedTuple):
     """
 
     loss: float
-    changes: Mapping[str, Any] = MappingProxyType({})
+    changes: Mapping[str, object] = MappingProxyType({})
 
 
 TASK = Task(loss=1.9)
@@ -56,8 +57,8 @@ class Twin(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """The mean ratio; None if a seed never reaches the loss."""
-        known = [r for r in self.ratios if r is not None]
-        return sum(known) / len(known) if known and len(known) == len(self.ratios) else None
+        reached = [r for r in self.ratios if r is not None]
+        return sum(reached) / len(reached) if reached and len(reached) == len(self.ratios) else None
 
 
 def plan(entries: Sequence[Entry], seeds: int, out: Path, task: Task = TASK) -> list[Job]:
@@ -81,7 +82,7 @@ def config_of(entry: Entry, seed: int, task: Task = TASK) -> Config:
     return c.lock()
 
 
-def rate(config: Config, epoch_steps: int) -> Callable[[Any], Any]:
+def rate(config: Config, epoch_steps: int) -> Rate:
     """The learning rate: linear over `WARM` steps, then constant, for ``optimizer.schedule``."""
     return lambda step: config.optimizer.lr * jnp.minimum(1.0, (step + 1) / WARM)
 
@@ -96,14 +97,14 @@ def twins(results: Sequence[Summary], loss: float) -> dict[Entry, Twin]:
     runs: dict[Entry, dict[int, Summary]] = {}
     for summary in results:
         runs.setdefault(entry_of(summary), {})[summary['seed']] = summary
-    base, found = runs.get(RAW, {}), {}
-    for entry, own in runs.items():
-        seeds = sorted(own.keys() & base.keys())
-        pairs = [(steps_to(own[s], loss), steps_to(base[s], loss)) for s in seeds]
+    base, by_entry = runs.get(RAW, {}), {}
+    for entry, of_entry in runs.items():
+        seeds = sorted(of_entry.keys() & base.keys())
+        pairs = [(steps_to(of_entry[s], loss), steps_to(base[s], loss)) for s in seeds]
         ratios = [a / b if a and b else None for a, b in pairs]
         last = lambda runs, seeds=seeds: [runs[s]['history']['on']['loss'][-1] for s in seeds]
-        found[entry] = Twin(ratios, last(own), last(base))
-    return found
+        by_entry[entry] = Twin(ratios, last(of_entry), last(base))
+    return by_entry
 
 
 def steps_to(summary: Summary, loss: float) -> float | None:

@@ -7,7 +7,6 @@ output is zero: the accuracy of one class, the loss of equal probabilities.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import numpy as np
 
 from jaxmp import data
 from jaxmp.config import Summary
+from jaxmp.training.across import Traffic
 from jaxmp.training.evaluate import means, sums
 from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.training.records import read
@@ -22,7 +22,7 @@ from jaxmp.training.sizes import shapes
 from jaxmp.training.summary import finish
 
 
-def diverged(exp: Experiment, step: int, workdir: Path, moved: dict[str, Any]) -> Summary:
+def diverged(exp: Experiment, step: int, workdir: Path, moved: Traffic) -> Summary:
     """The summary of a run whose loss was not finite at ``step``, which it has as ``diverged``.
 
     Args:
@@ -42,7 +42,7 @@ def diverged(exp: Experiment, step: int, workdir: Path, moved: dict[str, Any]) -
     return finish(exp, points.end, {'seconds': seconds}, records, last, workdir)
 
 
-def guessing(exp: Experiment) -> dict[str, Any]:
+def guessing(exp: Experiment) -> dict[str, float]:
     """The mean scores of an output of zeros on the test split."""
     x, (variables, _) = microbatch_like(exp), shapes(exp)
     predict = lambda variables, x: exp.model.apply(variables, None, x, train=False)[0]

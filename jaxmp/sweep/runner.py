@@ -21,13 +21,16 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxmp.config import Summary
 from jaxmp.models.checkpoint import digest
 from jaxmp.sweep.study import Job, finished, jobs, put, study_of
 from jaxmp.training.command import one_line, set_up
 from jaxmp.training.files import locked, write
+
+if TYPE_CHECKING:
+    from jaxmp.training.trainer import Trainer
 
 
 def left(todo: list[Job], done: list[Summary]) -> str:
@@ -57,7 +60,7 @@ def sweep(plan: list[Job], quiet: bool = True, keep: bool = False) -> dict[str, 
     done, failed, busy = [s for job in plan if (s := finished(job))], {}, 0
     prepared = Rows()
     show_plan(plan)
-    for at, job in enumerate(plan, 1):
+    for number, job in enumerate(plan, 1):
         with locked(job.workdir) as mine:
             if finished(job):
                 continue
@@ -69,9 +72,9 @@ def sweep(plan: list[Job], quiet: bool = True, keep: bool = False) -> dict[str, 
             except Exception as error:  # a run that fails does not stop the sweep
                 failed[job.result.stem] = one_line(error)
         outcome = failed.get(job.result.stem) or scores(done[-1])
-        todo = [j for j in plan[at:] if not j.result.exists()]
+        todo = [j for j in plan[number:] if not j.result.exists()]
         counts = f'{len(todo)} to do, {left(todo, done)}'
-        say(f'[{at}/{len(plan)}] {job.result.stem}  {outcome}; {counts}')
+        say(f'[{number}/{len(plan)}] {job.result.stem}  {outcome}; {counts}')
     say(f'{len(done)} finished, {busy} running in other processes, {len(failed)} failed')
     for name, reason in failed.items():
         say(f'  {name}: {reason}')
@@ -85,7 +88,7 @@ class Rows:
         """Creates an empty cache."""
         self._row, self._made = '', None
 
-    def of(self, job: Job) -> Any:
+    def of(self, job: Job) -> Trainer:
         """The programs for ``job``; those of another row are freed first."""
         from jaxmp.net.group import ProcessGroup
         from jaxmp.training.loop import prepare
@@ -109,7 +112,7 @@ def scores(summary: Summary) -> str:
     return '  '.join([*values, duration(summary['seconds'])])
 
 
-def one(job: Job, trainer: Any, quiet: bool, keep: bool) -> Summary:
+def one(job: Job, trainer: Trainer, quiet: bool, keep: bool) -> Summary:
     """Executes ``job`` and saves its result; raises KeyboardInterrupt if a signal ended it."""
     from jaxmp.sweep.diverged import diverged
     from jaxmp.training.loop import DivergedError, train_and_evaluate
@@ -136,11 +139,11 @@ def show_plan(plan: list[Job]) -> None:
     rows: dict[str, list[Job]] = {}
     for job in plan:
         rows.setdefault(job.row, []).append(job)
-    for own in rows.values():
-        config, ready = own[0].config, sum(j.result.exists() for j in own)
-        begun = sum((j.workdir / 'checkpoints').exists() and not j.result.exists() for j in own)
+    for seeds in rows.values():
+        config, ready = seeds[0].config, sum(j.result.exists() for j in seeds)
+        begun = sum((j.workdir / 'checkpoints').exists() and not j.result.exists() for j in seeds)
         say(
-            f'{config.name:24} {ready}/{len(own)} done{f", {begun} begun" if begun else "":9}  '
+            f'{config.name:24} {ready}/{len(seeds)} done{f", {begun} begun" if begun else "":9}  '
             f'fwd {config.fwd}  bwd {config.bwd}'
         )
     todo = [j for j in plan if not j.result.exists()]
@@ -187,8 +190,8 @@ def plan_of(args: argparse.Namespace) -> list[Job]:
     study = study_of(args.file).get_study(args.scale, tuple(map(int, args.tables.split(','))))
     rows = {r for r in args.rows.split(',') if r}
     if unknown := rows - {c.name for _, c in study}:
-        known = ', '.join(dict.fromkeys(c.name for _, c in study))
-        raise ValueError(f'no rows {", ".join(sorted(unknown))}; allowed are {known}')
+        names = ', '.join(dict.fromkeys(c.name for _, c in study))
+        raise ValueError(f'no rows {", ".join(sorted(unknown))}; allowed are {names}')
     chosen = [(s, c) for s, c in study if (not rows or c.name in rows)]
     chosen = [(s, c) for s, c in chosen if not args.seeds or s < args.seeds]
     for seed, config in chosen:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from jaxmp.config import KEYS, KINDS, Config, Summary, flat, nearest, settings
 from jaxmp.models.checkpoint import digest
@@ -29,7 +30,7 @@ class Job(NamedTuple):
         return json.dumps({**self.config.to_dict(), 'seed': None}, sort_keys=True)
 
 
-def jobs(study: list[tuple[int, Any]], out: Path, work: Path) -> list[Job]:
+def jobs(study: list[tuple[int, Config]], out: Path, work: Path) -> list[Job]:
     """The runs of a study, with the seeds of a row one after another.
 
     Args:
@@ -67,7 +68,7 @@ def finished(job: Job) -> Summary | None:
     return summary
 
 
-def study_of(name: str) -> Any:
+def study_of(name: str) -> ModuleType:
     """The module of a study, given its file, or its name if the package contains it.
 
     Raises:
