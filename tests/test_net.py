@@ -695,8 +695,8 @@ class Desk:
     def hear(self, identity, kind='here', view=0, ready=False, idle=0.0, wait=(), **words):
         work = words.pop('work', None) or (idle, 'working', self.terms.silent, *wait)
         base = {'kind': kind, 'view': view, 'ready': ready, 'work': work}
-        rest = {'terms': [[*self.terms.names], *self.terms[1:]], 'about': {}, 'address': 'a',
-                'value': None, 'left': [], 'members': []}  # fmt: skip
+        base |= {'about': self.terms._asdict(), 'address': 'a', 'value': None}
+        rest = {'left': [], 'members': []}
         self.register.take(identity, {**base, **rest, **words}, self.now)
         self.read()
 

@@ -68,12 +68,13 @@ class Peer:
         self._name, self._sockets = f'{process}.{secrets.token_hex(8)}', Sockets(keys)
         self._control = self._sockets.calling(self._name, terms.silent)
         # Messages have connections of their own: a sign of life must not wait behind a long one.
-        self._caller = self._sockets.calling(self._name + DATA, terms.silent / CUT)
-        self._door = self._sockets.listening(self._name, self.host, patience=terms.silent / CUT)
+        self._caller = self._sockets.calling(self._name + DATA, terms.silent)
         for socket in (self._control, self._caller):
             socket.connect(url(host, switch[1]))
+        self._caller.heartbeat_timeout = round(1e3 * terms.silent / CUT)  # of all but the switch
+        self._door = self._sockets.listening(self._name, self.host, patience=terms.silent / CUT)
         address = address_of(self._door) if direct else ''
-        self._about: Head = {'terms': terms, 'about': dict(about), 'address': address}
+        self._about: Head = {'about': {**about, **terms._asdict()}, 'address': address}
         self._tasks, self._changed = deque[Callable[[], Any]](), threading.Condition()
         self._view, self._inside, self._why = View(0, (), {}), False, ''
         self._places, self._left = dict[int, Place](), set[int]()

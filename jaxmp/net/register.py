@@ -93,10 +93,10 @@ class Register:
 
     def _here(self, i: int, name: str, message: Message, now: float) -> None:
         """Gives a process its seat, or says why not."""
-        terms = Terms(tuple(message['terms'][0]), *message['terms'][1:])
-        about = {**message['about'], **terms._asdict()}
+        about = message['about']
         if not self.about:
-            self.terms, self.about, self.since = terms, about, now
+            self.terms = Terms(*(about[term] for term in Terms._fields))
+            self.about, self.since = about, now
         if differ := {k for k in {*about, *self.about} if about.get(k) != self.about.get(k)}:
             pairs = (f'{k}={about.get(k)!r} (first: {self.about.get(k)!r})' for k in sorted(differ))
             why = f'was started with {", ".join(pairs)}; start all with the same settings'
