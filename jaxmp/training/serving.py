@@ -8,6 +8,7 @@ they are told.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -92,8 +93,9 @@ class Part:
         self.caches = [decoder.empty_cache(stages[s], self.prompts + 1, length) for s in places]
         self.last = places.stop == len(stages)
         self._program = jax.jit(self._run, static_argnums=(0, 1), donate_argnums=3)
+        self.shapes = functools.cache(self._shapes)  # a trace takes longer than a token
 
-    def shapes(self, size: int, count: int) -> Payload:
+    def _shapes(self, size: int, count: int) -> Payload:
         """Shapes and dtypes of what comes to this process: ``count`` tokens of ``size`` prompts."""
         if not self.places.start:
             return jax.ShapeDtypeStruct((size, count), jnp.int32)
