@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     path, folder = tmp_path / 'a.json', tmp_path / 'model'
     files.write(path, 'old')
     for text in ('one', 'two'):
-        with files.whole(folder) as part:
+        with files.replacing(folder) as part:
             part.mkdir()
             (part / text).write_text(text)
     assert os.listdir(folder) == ['two']
@@ -104,7 +104,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         pytest.raises(files.WorkdirError, match=r'cannot write .*a\.json: .*; free space'),
     ):
         files.write(path, 'new and long')
-    with pytest.raises(ZeroDivisionError), files.whole(folder) as part:
+    with pytest.raises(ZeroDivisionError), files.replacing(folder) as part:
         part.mkdir(mode=0o700 // 0)
     assert path.read_text() == 'old'
     assert os.listdir(folder) == ['two']

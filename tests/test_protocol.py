@@ -76,7 +76,7 @@ def test_the_committed_table_is_that_of_the_committed_runs():
     """Nothing is measured: the folder has the costs of every entry, and the page its picture."""
     folder = ROOT / 'results' / 'bench'
     before = sorted(p.name for p in (folder / 'costs').iterdir())
-    rows = command.rows_in(folder, twin.TASK.loss)
+    rows = command.rows_in(folder, twin.GOAL.loss)
     assert sorted(p.name for p in (folder / 'costs').iterdir()) == before
     assert {r.entry for r in rows} == {*DEFAULT}
     saved = json.loads((folder / 'table.json').read_text())
@@ -84,7 +84,7 @@ def test_the_committed_table_is_that_of_the_committed_runs():
     digits = lambda text: json.loads(text, parse_float=lambda x: float(f'{float(x):.12g}'))
     made = json.dumps([record(r) for r in ranked(rows, LINK)])
     assert digits(json.dumps(saved['rows'])) == digits(made)
-    text = markdown(rows, LINK, twin.TASK.loss, saved)
+    text = markdown(rows, LINK, twin.GOAL.loss, saved)
     assert text == (folder / 'table.md').read_text()
     for end in ('png', 'svg'):
         assert (folder / f'time.{end}').read_bytes() == (
@@ -93,7 +93,7 @@ def test_the_committed_table_is_that_of_the_committed_runs():
 
 
 def test_the_page_of_the_table_says_what_it_says():
-    rows = command.rows_in(ROOT / 'results' / 'bench', twin.TASK.loss)
+    rows = command.rows_in(ROOT / 'results' / 'bench', twin.GOAL.loss)
     there = [r for r in rows if r.ratio is not None and r.bits < 8]
     best, *others = ranked(there, LINK)
     assert best.entry == Entry(TRIPLES, TARGETS)
@@ -115,7 +115,7 @@ def test_the_page_of_the_table_says_what_it_says():
 
 def test_an_entry_that_never_reaches_the_loss_is_drawn_at_no_time():
     """It stands above the axis of times, where the label says never."""
-    rows = command.rows_in(ROOT / 'results' / 'bench', twin.TASK.loss)
+    rows = command.rows_in(ROOT / 'results' / 'bench', twin.GOAL.loss)
     with style.style():
         figure = style.figure(11, 6)
         picture.paint(figure, rows, LINK)
@@ -165,10 +165,10 @@ def test_the_table_of_two_entries_goes_on_after_an_interruption(tmp_path, monkey
 
     monkeypatch.setattr(runner, 'one', one)
     with pytest.raises(KeyboardInterrupt):
-        command.bench([RAW, OURS], tmp_path, 1, task=twin.Task(99.0, TINY))
+        command.bench([RAW, OURS], tmp_path, 1, goal=twin.Goal(99.0, TINY))
     kept = {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*.json') if 'work' not in p.parts}
     assert len(kept) == 4  # a run, three channels
-    table = command.bench([RAW, OURS], tmp_path, 1, task=twin.Task(99.0, TINY))
+    table = command.bench([RAW, OURS], tmp_path, 1, goal=twin.Goal(99.0, TINY))
     assert ran == ['raw-s0', *['uniform_4-uniform_8-s0'] * 2]
     assert kept == {p: p.stat().st_mtime_ns for p in kept}
     assert '`uniform(4)`; `uniform(8)` | paper, fw4-bw8 | 4.00 / 8.00 |' in table

@@ -26,7 +26,7 @@ from jaxmp.bench.protocol import LINK, LINKS
 
 if TYPE_CHECKING:
     from jaxmp.bench.rows import Row
-    from jaxmp.bench.twin import Task
+    from jaxmp.bench.twin import Goal
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -55,7 +55,7 @@ def bench(
     out: Path,
     seeds: int = 3,
     link: str = LINK,
-    task: Task | None = None,
+    goal: Goal | None = None,
 ) -> str:
     """Runs what has not been run, writes the table to ``out``, and returns it.
 
@@ -64,7 +64,7 @@ def bench(
       out: folder.
       seeds: runs of each entry.
       link: that ranks the table.
-      task: what the twin learns; default `jaxmp.bench.twin.TASK`.
+      goal: what the twin learns; default `jaxmp.bench.twin.GOAL`.
 
     Raises:
       ValueError: if a text names no channel, or one that does not fit the twin; before any run.
@@ -72,19 +72,19 @@ def bench(
     """
     from jaxmp.bench.cost import costs_of
     from jaxmp.bench.table import write
-    from jaxmp.bench.twin import TASK, config_of, plan
+    from jaxmp.bench.twin import GOAL, config_of, plan
     from jaxmp.sweep.runner import sweep
     from jaxmp.training.experiment import experiment_of
 
-    task = task or TASK
+    goal = goal or GOAL
     for entry in entries:
-        experiment_of(config_of(entry, 0, task))
+        experiment_of(config_of(entry, 0, goal))
     out.mkdir(parents=True, exist_ok=True)
     for entry in entries:
         costs_of(entry, out)
-    failed = sweep(plan(entries, seeds, out, task))
+    failed = sweep(plan(entries, seeds, out, goal))
     why = {e: r for e in entries for n, r in failed.items() if n.rpartition('-s')[0] == e.name}
-    return write(rows_in(out, task.loss, entries, why), link, task.loss, out)
+    return write(rows_in(out, goal.loss, entries, why), link, goal.loss, out)
 
 
 def rows_in(

@@ -25,7 +25,7 @@ from jaxmp.training.optimizer import Rate
 WARM = 100  # steps
 
 
-class Task(NamedTuple):
+class Goal(NamedTuple):
     """What the twin learns.
 
     Attributes:
@@ -37,7 +37,7 @@ class Task(NamedTuple):
     changes: Mapping[str, object] = MappingProxyType({})
 
 
-TASK = Task(loss=1.9)
+GOAL = Goal(loss=1.9)
 
 
 class Twin(NamedTuple):
@@ -61,23 +61,23 @@ class Twin(NamedTuple):
         return sum(reached) / len(reached) if reached and len(reached) == len(self.ratios) else None
 
 
-def plan(entries: Sequence[Entry], seeds: int, out: Path, task: Task = TASK) -> list[Job]:
+def plan(entries: Sequence[Entry], seeds: int, out: Path, goal: Goal = GOAL) -> list[Job]:
     """The runs of entries, with the seeds of an entry one after another.
 
     Args:
       entries: pairs of channels.
       seeds: number of runs of each.
       out: folder of results and of unfinished runs.
-      task: what is learned.
+      goal: what is learned.
     """
-    study = [(s, config_of(e, s, task)) for e in entries for s in range(seeds)]
+    study = [(s, config_of(e, s, goal)) for e in entries for s in range(seeds)]
     return jobs(study, out / 'runs', out / 'work')
 
 
-def config_of(entry: Entry, seed: int, task: Task = TASK) -> Config:
+def config_of(entry: Entry, seed: int, goal: Goal = GOAL) -> Config:
     """The configuration of a run."""
     c = load('text_twin')
-    c.update_from_flattened_dict(dict(task.changes))
+    c.update_from_flattened_dict(dict(goal.changes))
     c.update(name=entry.name, fwd=entry.fwd, bwd=entry.bwd, codecs=entry.codecs, seed=seed)
     return c.lock()
 

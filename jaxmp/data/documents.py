@@ -102,7 +102,7 @@ def matching(pattern: str, folder: str = '', key: str = 'data.files') -> list[Pa
     return paths
 
 
-def halves(path: Path, share: float) -> tuple[Span, Span]:
+def divided(path: Path, share: float) -> tuple[Span, Span]:
     """A file but for its end, and its end: about ``share`` of its bytes, from a line's start on."""
     size = path.stat().st_size
     with path.open('rb') as file:
@@ -150,7 +150,7 @@ def load(
         digests = {span.digest for span in test}
         train = [span for span in map(all_of, paths) if span.digest not in digests]
     else:
-        train, test = (list(part) for part in zip(*(halves(p, share) for p in paths), strict=True))
+        train, test = (list(part) for part in zip(*(divided(p, share) for p in paths), strict=True))
     if not train:
         raise ValueError(
             f'config.data.files={pattern!r} matches only files of config.data.test_files='

@@ -140,7 +140,7 @@ def from_folder(directory: str) -> Tokenizer:
     """
     root = Path(directory).expanduser()
     if (root / 'tokenizer.json').is_file():
-        return whole(root)
+        return from_json(root)
     files = [root / 'vocab.json', root / 'merges.txt']
     missing = [f.name for f in files if not f.is_file()]
     if missing:
@@ -152,7 +152,7 @@ def from_folder(directory: str) -> Tokenizer:
     return _bpe(root, _vocabulary(files[0]), files[1])
 
 
-def whole(root: Path) -> Tokenizer:
+def from_json(root: Path) -> Tokenizer:
     """The tokenizer of a folder with ``tokenizer.json``, and its chat template, if it has one.
 
     Raises:

@@ -91,11 +91,11 @@ def judge(study: Study, claims: list[Claim] = PAPER['claims']) -> list[Verdict]:
     verdicts = []
     for claim in claims:
         of_claim = tuple(e for e, (c, _) in zip(evidence, tests, strict=True) if c is claim)
-        verdicts.append(Verdict(claim['claim'], claim['where'], whole(of_claim), of_claim))
+        verdicts.append(Verdict(claim['claim'], claim['where'], combined(of_claim), of_claim))
     return verdicts
 
 
-def whole(evidence: tuple[Evidence, ...]) -> str:
+def combined(evidence: tuple[Evidence, ...]) -> str:
     """The verdict on a claim, given those of its tests."""
     kinds = {e.verdict for e in evidence}
     if first := [k for k in ('contradicted', OPEN) if k in kinds]:

@@ -57,7 +57,7 @@ from jaxmp.wire import Ctx
 PASSES = 100  # after which the running means have forgotten where they began
 
 
-class Run(NamedTuple):
+class Tested(NamedTuple):
     """A finished or stopped run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Run(NamedTuple):
     trained: Summary
 
 
-def load(workdir: Path) -> Run:
+def load(workdir: Path) -> Tested:
     """The run of a workdir.
 
     Raises:
@@ -105,17 +105,17 @@ def load(workdir: Path) -> Run:
     summary = workdir / 'summary.json'
     ended = json.loads(summary.read_text()) if summary.is_file() else {}
     trained = {k: ended[k] for k in ('seed', 'commit', 'hardware') if k in ended}
-    return Run(workdir.resolve().name, exp, trainer.load(state, saved[0]), trained)
+    return Tested(workdir.resolve().name, exp, trainer.load(state, saved[0]), trained)
 
 
-def named(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:
+def named(runs: Sequence[Tested], folders: Sequence[Path]) -> list[Tested]:
     """The runs with names of their own: where two folders have one name, their paths."""
     count = Counter(run.name for run in runs)
     pairs = zip(runs, folders, strict=True)
     return [r._replace(name=str(f)) if count[r.name] > 1 else r for r, f in pairs]
 
 
-def same_metric(runs: Sequence[Run]) -> Metric:
+def same_metric(runs: Sequence[Tested]) -> Metric:
     """The metric of all runs.
 
     Raises:
@@ -128,7 +128,7 @@ def same_metric(runs: Sequence[Run]) -> Metric:
     return runs[0].exp.task.metric
 
 
-def trained_with(run: Run) -> list[str]:
+def trained_with(run: Tested) -> list[str]:
     """The codecs of the forward channels of a run's training, as texts."""
     return [str(cut.fwd.codec) for cut in run.exp.model.boundaries]
 
@@ -161,7 +161,7 @@ def scorer(exp: Experiment, cuts: tuple[Boundary, ...]) -> Callable[[TrainState]
     return score
 
 
-def normalised_again(run: Run) -> Run:
+def normalised_again(run: Tested) -> Tested:
     """The run with statistics of training batches that cross open boundaries.
 
     Forward passes in the training mode, over whole epochs and at least `PASSES` batches. The
@@ -185,10 +185,10 @@ def normalised_again(run: Run) -> Run:
     return run._replace(state=run.state.replace(model=model._replace(model_state=mean)))
 
 
-Row = tuple[str, list[dict[str, float]]]
+Scored = tuple[str, list[dict[str, float]]]
 
 
-def rows_of(run: Run, texts: Sequence[str], again: bool, moments: bool) -> Iterator[Row]:
+def rows_of(run: Tested, texts: Sequence[str], again: bool, moments: bool) -> Iterator[Scored]:
     """The scores of a run by codec.
 
     Args:
@@ -210,7 +210,7 @@ def rows_of(run: Run, texts: Sequence[str], again: bool, moments: bool) -> Itera
         )
 
 
-def show(rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
+def show(rows: Sequence[Scored], texts: Sequence[str], metric: Metric) -> None:
     """Prints the rows as a table."""
     from rich.console import Console
     from rich.table import Table
@@ -224,7 +224,7 @@ def show(rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def draw(path: Path, rows: Sequence[Row], texts: Sequence[str], metric: Metric) -> None:
+def draw(path: Path, rows: Sequence[Scored], texts: Sequence[str], metric: Metric) -> None:
     """The rows as a grid of coloured numbers, the better the darker."""
     values = np.full((len(rows), len(texts)), np.nan)  # white: not tested
     for i, (_, scores) in enumerate(rows):

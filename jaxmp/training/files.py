@@ -139,7 +139,7 @@ def claim(workdir: Path, config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A context with a temporary path for a file or folder that replaces ``path`` at the end.
 
     If writing fails for any reason, the old content of ``path`` remains.
@@ -166,13 +166,13 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces the file ``path`` by ``text``; see `whole`."""
-    with whole(path) as part:
+    """Replaces the file ``path`` by ``text``; see `replacing`."""
+    with replacing(path) as part:
         part.write_text(text)
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replaces the file ``path`` by ``value`` as JSON; see `whole`."""
+    """Replaces the file ``path`` by ``value`` as JSON; see `replacing`."""
     write(path, json.dumps(value, indent=1) + '\n')
 
 

@@ -28,7 +28,7 @@ from jaxmp.models.checkpoint import digest
 from jaxmp.pipeline import Variables, pipeline
 from jaxmp.plugins import find, module
 from jaxmp.spec import parse
-from jaxmp.training.files import locked, whole, write
+from jaxmp.training.files import locked, replacing, write
 from jaxmp.training.language_model import LanguageModel, open_language_model
 from jaxmp.training.moments import Arrived
 from jaxmp.training.perplexity import Initial, before_first, blocks_of, context, score_of, tail
@@ -253,7 +253,7 @@ def arrivals(
         tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
         file = folder / f'{hashlib.sha256(np.asarray(tokens).tobytes()).hexdigest()[:16]}.npy'
         if not file.is_file():
-            with whole(file) as part, part.open('wb') as stream:
+            with replacing(file) as part, part.open('wb') as stream:
                 np.save(stream, np.asarray(start(tokens)))
         yield context(i, tokens), jnp.asarray(np.load(file))
 

@@ -149,19 +149,19 @@ def together(shared: list[Profile], plan: Sequence[Action]) -> Profile:
       shared: what each process measured.
       plan: the schedule.
     """
-    actions = sorted(a for own in shared for a in own.get('actions', ()))
+    actions = sorted(a for process in shared for a in process.get('actions', ()))
     ends: dict[tuple[int | str, ...], list[float | None]] = {}
-    for own in shared:
-        for *task, left, arrived in own.get('messages', ()):
+    for process in shared:
+        for *task, left, arrived in process.get('messages', ()):
             times_of = ends.setdefault(tuple(task), [None, None])
             times_of[:] = (
                 times_of[0] if left is None else left,
                 times_of[1] if arrived is None else arrived,
             )
-    codecs = {int(s): c for own in shared for s, c in own.get('codecs', {}).items()}
+    codecs = {int(s): c for process in shared for s, c in process.get('codecs', {}).items()}
     return {
-        'step': max(own['step'] for own in shared),
-        'usual': max(own['usual'] for own in shared),
+        'step': max(process['step'] for process in shared),
+        'usual': max(process['usual'] for process in shared),
         'actions': [list(a) for a in actions],
         'messages': [[*task, *times] for task, times in sorted(ends.items())],
         'codecs': {str(s): codecs[s] for s in sorted(codecs)},

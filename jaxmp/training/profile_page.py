@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxmp.report import style
 from jaxmp.runtimes import timeline
 from jaxmp.runtimes.schedule import Action
-from jaxmp.training.files import whole, write
+from jaxmp.training.files import replacing, write
 
 Profile = dict[str, Any]  # of a step, as profile.json has it
 HEADS = ('stage', 'F', 'B', 'W', 'waiting', 'sum', 'encode', 'decode', 'wire in')
@@ -97,7 +97,7 @@ def show(profile: Profile, folder: Path) -> None:
     write(folder / 'profile.md', f'{page}\n\n{about(profile)}\n\n![timeline](timeline.png)\n')
     figure = draw(profile)
     for end in ('png', 'svg'):
-        with whole(folder / f'timeline.{end}') as part:
+        with replacing(folder / f'timeline.{end}') as part:
             style.write(figure, part, end)
 
 

@@ -21,7 +21,7 @@ from jaxmp.report import curves, style
 from jaxmp.training import profile
 from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.files import WorkdirError, whole, write_json
+from jaxmp.training.files import WorkdirError, replacing, write_json
 from jaxmp.training.resume import Place
 from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
 from jaxmp.training.trackers import Record
@@ -112,7 +112,7 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
       draw: whether the curves are drawn.
     """
     if r.exp.task.export:
-        with whole(r.workdir / 'model') as folder:
+        with replacing(r.workdir / 'model') as folder:
             r.exp.task.export(str(folder), weights)
     if quiet:
         return
@@ -122,7 +122,7 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
     if draw:
         figure = curves.draw(r.records.records, summary)
         for end in ('png', 'svg'):
-            with whole(r.workdir / f'curves.{end}') as part:
+            with replacing(r.workdir / f'curves.{end}') as part:
                 style.write(figure, part, end)
     print(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
 

@@ -73,7 +73,9 @@ def trained(text: str) -> Trained:
     patterns = _words(text)
     if not patterns:
         raise ValueError(f'{says} names nothing; allowed are {_FORMS}')
-    return Trained(lambda *at: any(_matches(n, patterns) for n in _names(*at)), None, patterns)
+    return Trained(
+        lambda *place: any(_matches(n, patterns) for n in _names(*place)), None, patterns
+    )
 
 
 def lora(rank: int, alpha: float = 0, targets: str = '*') -> Lora:
@@ -103,7 +105,7 @@ def check(text: str, choice: Trained, paths: Iterable[tuple[int, Path]]) -> None
     """Raises ValueError if a pattern matches no parameter; the message has their names."""
     paths = list(paths)
     names = sorted({'.'.join(path) for _, path in paths})
-    every = [name for at in paths for name in _names(*at)]
+    every = [name for place in paths for name in _names(*place)]
     for pattern in choice.patterns:
         if not fnmatch.filter(every, pattern):
             raise ValueError(

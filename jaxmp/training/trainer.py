@@ -269,10 +269,10 @@ class Trainer:
 
         Equal parameters are their own mean; statistics (BatchNorm) differ between replicas.
         """
-        model, at = state.model, self.training.at
+        model, run_at = state.model, self.training.at
         if self.training.replicas == 1:
             return {s: (model.params[s], model.model_state[s]) for s in model.params}
-        mean = lambda s, tree: at(s, replicas.mean, tree)
+        mean = lambda s, tree: run_at(s, replicas.mean, tree)
         return {s: (mean(s, model.params[s]), mean(s, model.model_state[s])) for s in model.params}
 
     def evaluate(self, state: TrainState, compressed: bool) -> dict[str, float]:
