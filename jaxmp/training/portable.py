@@ -30,9 +30,7 @@ _PIECE = '__piece__'
 SHARED = 'feedback', 'exchange'  # of a part, what a process needs of those beside its own
 WAITING = 'waiting'  # that of gradients that move the parameters in later steps
 COPIES = 'tied'  # the name in checkpoints of the states of sums of copies
-StageTree = dict[
-    str, Tree
-]  # what a stage has between two steps, by name: 'params', 'feedback', ...
+StageTree = dict[str, Tree]  # what a stage has between two steps: 'params', 'feedback', ...
 Layout = dict[str, dict[str, str]]  # of each part, dtype and shape of each leaf by its path
 Piece = bytes | memoryview
 

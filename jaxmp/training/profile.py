@@ -153,11 +153,8 @@ def together(shared: list[Profile], plan: Sequence[Action]) -> Profile:
     ends: dict[tuple[int | str, ...], list[float | None]] = {}
     for process in shared:
         for *task, left, arrived in process.get('messages', ()):
-            times_of = ends.setdefault(tuple(task), [None, None])
-            times_of[:] = (
-                times_of[0] if left is None else left,
-                times_of[1] if arrived is None else arrived,
-            )
+            times = ends.setdefault(tuple(task), [None, None])
+            times[:] = times[0] if left is None else left, times[1] if arrived is None else arrived
     codecs = {int(s): c for process in shared for s, c in process.get('codecs', {}).items()}
     return {
         'step': max(process['step'] for process in shared),
