@@ -642,6 +642,17 @@ def test_a_squatter_is_told_nothing_and_believed_nothing():
         assert word not in relay.seen
 
 
+def test_a_process_with_another_token_is_told_so():
+    """Also where the switch is in a process, which is not lost."""
+    switch = Switch(keys_of('another secret'), '127.0.0.1', 0)
+    terms, place = TWO._replace(start=4.0, back=0.0), ('127.0.0.1', switch.port)
+    peer = Peer(place, KEYS, 1, terms, inside=NAMES[0])
+    with pytest.raises(ProcessGroupError, match=r'\(stage 0\) has not .* it has another token'):
+        peer.ready()
+    peer.close()
+    switch.stop()
+
+
 @pytest.mark.parametrize('direct', [True, False])
 def test_a_sniffer_reads_neither_the_token_nor_what_is_sent(relay, run, direct):
     """All bytes that pass: at the switch, or between neighbours."""

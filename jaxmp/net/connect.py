@@ -133,6 +133,7 @@ def take_part(address: Address) -> Address | None:
     sockets = Sockets(keys)
     socket = sockets.calling(f'-1.{secrets.token_hex(8)}', address.silent)
     socket.connect(url(*switch))
+    # The first answer shows that the secret is the same; then the switch may be lost for a while.
     heard, patience, number = time.monotonic(), ANSWER, None
     while number is None and time.monotonic() - heard < patience:
         put(socket, SWITCH, {'kind': 'spare'})
