@@ -81,7 +81,9 @@ def test_a_report_shows_the_loss_by_delay(study, tmp_path):
     assert cost.lines(cost.rows(study)) == {
         'uncorrected': [(0, 1.0), (1, 1.0)], 'predict': [(0, 1.0), (4, 4.0)]
     }  # fmt: skip
-    assert (tmp_path / 'out' / cost.draw(study, tmp_path / 'out')).stat().st_size > 5000
+    name = cost.draw(study, tmp_path / 'out')
+    assert [p.name for p in (tmp_path / 'out').glob('*.png')] == [name]  # none of bits
+    assert (tmp_path / 'out' / name).stat().st_size > 5000
 
 
 def test_what_the_planner_reads_follows_from_committed_results():

@@ -91,6 +91,15 @@ def test_steps_that_vary_say_that_other_work_runs():
     assert text.startswith('Steps alone took 1 s to 2 s: other work seems to run here')
 
 
+def test_late_gradients_are_told_before_what_to_do(capsys):
+    v = verdict((20, 7.4, 3.0), (4.0, 3.6, 3.0))
+    for late in ('Late gradients are meant.', ''):
+        pays.show(v._replace(late=late))
+        *_, before, after = capsys.readouterr().out.split('Next: ')[0].split('\n')
+        assert (before == late) == bool(late)
+        assert after == ''
+
+
 def test_the_command_tells_the_verdict_first(tmp_path, monkeypatch, capsys):
     """Of the digits over a link of 1 kbit/s, which never pays."""
     monkeypatch.chdir(tmp_path)
