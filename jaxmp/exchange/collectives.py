@@ -24,6 +24,7 @@ from jaxmp.transport import one_piece
 from jaxmp.wire import Payload, nbytes, widened
 
 Device = Any  # a `jax.Device`, which is no static type
+KeyWords = Any  # the data of a random key, on the host or traced
 Tree = PyTree  # of arrays
 Params = Tree  # of a stage, or of all
 Grads = Tree  # of the form of the parameters

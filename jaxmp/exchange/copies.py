@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.exchange.collectives import Collectives, Device, over, part, sent, whole
+from jaxmp.exchange.collectives import Collectives, Device, KeyWords, over, part, sent, whole
 from jaxmp.exchange.layout import Exchange, State
 from jaxmp.exchange.pieces import Buffer, in_pieces
 from jaxmp.exchange.settled import reduced
@@ -36,7 +36,6 @@ from jaxmp.hlo import operands
 from jaxmp.wire import Like
 
 Copy = tuple[Array, State]  # the gradient at a copy, or the sum of both; and its state
-KeyWords = Any  # the data of a random key, on the host or traced
 Share = Callable[[dict[str, Copy], KeyWords], dict[str, Copy]]  # by the name of the end
 
 ENDS = 'first', 'last'

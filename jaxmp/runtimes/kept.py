@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import Boundary
 from jaxmp.wire import Ctx, Like, Payload, nbytes
@@ -99,19 +99,19 @@ def varies(cut: Boundary, x: Like) -> str:
     return ''
 
 
-def draws(f: Any, key: Array, *args: Any) -> bool:
+def draws(f: Callable[..., PyTree], key: Array, *args: PyTree) -> bool:
     """Whether the result of ``f(key, *args)`` depends on the key, as its trace says."""
     traced = jax.make_jaxpr(f)(key, *args).jaxpr
     _, used = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
     return used[0]
 
 
-def _by_row(leaf: Any, rows: int) -> Any:
+def _by_row(leaf: Array, rows: int) -> Any:
     """An array of a message with an axis of examples first, or None if it has none."""
     if leaf.size % rows:
         return None
     return np.asarray(leaf).reshape(rows, -1)
 
 
-def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _equal(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))

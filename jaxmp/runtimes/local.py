@@ -11,18 +11,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
 from jaxmp.exchange import Collectives
-from jaxmp.exchange.collectives import Params, Tree
-from jaxmp.pipeline import Pipeline
+from jaxmp.exchange.collectives import Grads, Params, Tree
+from jaxmp.pipeline import Pipeline, Variables
 from jaxmp.runtimes.microbatch import context, cut, loop
-from jaxmp.runtimes.state import Feedback, in_dtypes
+from jaxmp.runtimes.state import Collections, Feedback, Means, in_dtypes
 from jaxmp.runtimes.trained import of_stage, part, whole
 from jaxmp.runtimes.types import Batch, Model, ModelState, StepKeys
 from jaxmp.wire import widened
@@ -31,7 +30,7 @@ from jaxmp.wire import widened
 class Local:
     """The runtime of one program; see `jaxmp.runtimes.types.Runtime`."""
 
-    square: Callable[[], Any] | None = None
+    square: Callable[[], Array] | None = None
 
     def __init__(self, model: Model, train: bool = True, via: Collectives | None = None) -> None:
         """Compiles nothing: the caller compiles the whole step.
@@ -61,23 +60,25 @@ class Local:
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Array
-    ) -> tuple[Any, dict[int, Any], ModelState]:
+    ) -> tuple[Means, dict[int, Grads], ModelState]:
         """See `Runtime`."""
         keys = StepKeys.of(key, batch['id'], self.via and self.via.index)
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], keys.augment)
         trained = {s: part(of_stage(self.model.trained, s), p) for s, p in state.params.items()}
 
-        def loss(params: Params, feedback: FeedbackState, model_state: Any, *at: Any) -> Any:
-            m, x, y = at
+        def loss(
+            params: Params, feedback: FeedbackState, model_state: dict[int, PyTree], *one: PyTree
+        ) -> tuple[Array, tuple[FeedbackState, PyTree]]:
+            m, x, y = one
             params = {s: whole(p, params[s]) for s, p in state.params.items()}
             variables, ctx = join(params, model_state), context(keys.model, m, n)
             out, after, feedback = self.pipe.apply(variables, feedback, x, ctx, train=self.train)
             value, aux = self.model.loss(out, y)
             return value, (feedback, (aux, split(after)[1]))
 
-        def add(carry: Any, at: Any) -> Any:
+        def add(carry: PyTree, one: PyTree) -> PyTree:
             model_state, feedback, total = carry
-            arguments = trained, feedback, model_state, *at
+            arguments = trained, feedback, model_state, *one
             (value, (aux, model_state)), grads, feedback = value_and_grad(loss)(*arguments)
             new = (value, aux), grads
             total = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, new)
@@ -85,8 +86,8 @@ class Local:
 
         parts = jnp.arange(n), *(cut(a, n) for a in (x, batch['y']))
         first = jax.tree.map(lambda a: a[0], parts)
-        one = jax.eval_shape(loss, trained, state.feedback, state.model_state, *first)
-        value, (_, (aux, _)) = one  # without the backward, whose trace takes as long again
+        shapes = jax.eval_shape(loss, trained, state.feedback, state.model_state, *first)
+        value, (_, (aux, _)) = shapes  # without the backward, whose trace takes as long again
         sums = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, ((value, aux), trained)))
         end = loop(add, (state.model_state, state.feedback, sums), parts)
         model_state, feedback, sums = end
@@ -94,7 +95,7 @@ class Local:
         grads = in_dtypes(grads, trained)
         return means, grads, ModelState(state.params, model_state, feedback)
 
-    def predict(self, state: ModelState, batch: Batch, key: Array) -> tuple[Any, Any]:
+    def predict(self, state: ModelState, batch: Batch, key: Array) -> tuple[PyTree, FeedbackState]:
         """See `Runtime`."""
         keys, feedback, rows = StepKeys.of(key, batch['id']), state.feedback, []
         n, x = self.model.num_microbatches, self.model.prepare(batch['x'], None)
@@ -116,8 +117,8 @@ class Local:
         return FeedbackState(fwd, tuple((b.left_tx, a.right_rx) for a, b in pairs))
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
-    ) -> Any:
+        self, stage: int, f: Callable[..., Tree], *trees: Tree, spent: tuple[int, ...] = ()
+    ) -> Tree:
         """See `Runtime`."""
         return f(self.via, *trees)
 
@@ -131,12 +132,12 @@ def _ends(feedback: FeedbackState, s: int) -> Feedback:
     return Feedback(*left, *right)
 
 
-def split(variables: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+def split(variables: Variables) -> tuple[Params, dict[int, Collections]]:
     """Parameters, and the other collections, by stage."""
     params = {s: v['params'] for s, v in enumerate(variables)}
     return params, {s: {k: v[k] for k in v if k != 'params'} for s, v in enumerate(variables)}
 
 
-def join(params: dict[int, Any], model_state: dict[int, Any]) -> tuple[Any, ...]:
+def join(params: Params, model_state: dict[int, Collections]) -> Variables:
     """Inverse of `split`."""
     return tuple({'params': params[s], **model_state[s]} for s in sorted(params))

@@ -10,14 +10,14 @@ buffer. A channel with a state per example has one table, which all micro-batche
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from jaxmp.wire import Ctx
+from jaxmp.wire import Ctx, Index
 
-Index = Any  # an int, or one that the program computes
+Carry = TypeVar('Carry')
 
 
 def cut(a: Array, num_microbatches: int) -> Array:
@@ -45,11 +45,11 @@ def context(ctx: Ctx, m: Index, num_microbatches: int) -> Ctx:
     >>> context(Ctx(ids=jnp.arange(6)), 1, 3).ids.tolist()
     [2, 3]
     """
-    own = lambda a: None if a is None else cut(a, num_microbatches)[m]
-    return ctx.fold(m)._replace(ids=own(ctx.ids), tokens=own(ctx.tokens), microbatch=m)
+    part = lambda a: None if a is None else cut(a, num_microbatches)[m]
+    return ctx.fold(m)._replace(ids=part(ctx.ids), tokens=part(ctx.tokens), microbatch=m)
 
 
-def loop(body: Callable[[Any, Any], Any], carry: Any, parts: Any) -> Any:
+def loop(body: Callable[[Carry, PyTree], Carry], carry: Carry, parts: PyTree) -> Carry:
     """The last carry of ``carry = body(carry, parts[m])`` over the leading axis M of ``parts``.
 
     A scan, except on CPU: there XLA brings only convolutions outside loops, even outside unrolled
@@ -60,7 +60,7 @@ def loop(body: Callable[[Any, Any], Any], carry: Any, parts: Any) -> Any:
     6.0
     """
     if jax.default_backend() != 'cpu':
-        return jax.lax.scan(lambda carry, at: (body(carry, at), None), carry, parts)[0]
+        return jax.lax.scan(lambda carry, part: (body(carry, part), None), carry, parts)[0]
     for m in range(len(jax.tree.leaves(parts)[0])):
         carry = body(carry, jax.tree.map(lambda a: a[m], parts))  # noqa: B023
     return carry

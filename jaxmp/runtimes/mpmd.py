@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
+from jaxmp.exchange.collectives import Grads
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.driver import Driver, Traffic, drive
@@ -25,13 +26,15 @@ from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.schedules import one_f_one_b
 from jaxmp.runtimes.stage import programs_of, shapes
-from jaxmp.runtimes.state import StageState
+from jaxmp.runtimes.state import Input, Means, StageState
 from jaxmp.runtimes.types import (
     Batch,
     ByReplica,
+    Memory,
     Model,
     ModelState,
     StepKeys,
+    Then,
     one_replica,
     output,
 )
@@ -74,11 +77,17 @@ class Mpmd(OverColumns):
         lane = opener(columns.devices, columns.group, emulated)
         self.drivers: dict[int, Driver] = {}
         for r in sorted({r for here in columns.here.values() for r in here}):
-            at, own = list(columns.devices[r]), functools.partial(lane, r)
+            devices, lane_of = list(columns.devices[r]), functools.partial(lane, r)
             driver = drive(
-                self.programs, at, plan, own, dict(options), model.first, model.kept if train else 0
+                self.programs,
+                devices,
+                plan,
+                lane_of,
+                dict(options),
+                model.first,
+                model.kept if train else 0,
             )
-            norms = Norms(at, columns.group) if clips and self.replicas == 1 else None
+            norms = Norms(devices, columns.group) if clips and self.replicas == 1 else None
             self.drivers[r] = unflushed(driver, delay, columns.group, norms) if delay else driver
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
@@ -90,7 +99,7 @@ class Mpmd(OverColumns):
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Array
-    ) -> tuple[Any, dict[int, Any] | None, ModelState]:
+    ) -> tuple[Means, dict[int, Grads] | None, ModelState]:
         """See `Runtime`."""
         states, grads, means, due = {}, {s: ByReplica() for s in self.stages}, ByReplica(), True
         for r, driver in self.drivers.items():
@@ -107,9 +116,9 @@ class Mpmd(OverColumns):
                 means[r] = result.loss, result.aux
         return means, grads if due else None, self._gathered(states)
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Any]], ModelState]:
+    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
         """See `PlacedRuntime`."""
-        rows: list[dict[int, Any]] = []
+        rows: list[dict[int, Grads]] = []
         states = {}
         for r, driver in self.drivers.items():
             if not isinstance(driver, Unflushed):
@@ -127,8 +136,8 @@ class Mpmd(OverColumns):
             self._payload[link] += sizes if r == 0 and link in self.stages else 0
 
     def predict(
-        self, state: ModelState, batch: Batch, key: Array, then: Callable[..., Any] = output
-    ) -> tuple[Any, Any]:
+        self, state: ModelState, batch: Batch, key: Array, then: Then = output
+    ) -> tuple[PyTree, Memory]:
         """See `PlacedRuntime`."""
         outputs, feedback = None, {s: ByReplica() for s in self.stages}
         for r, driver in self.drivers.items():
@@ -157,8 +166,8 @@ class Mpmd(OverColumns):
     def measuring(self, measured: list[Action]) -> Mpmd:
         """The same runtime, which adds the actions of replica 0 to ``measured``; see `Driver`."""
         other = copy.copy(self)
-        own = {r: replace(d, measured=measured) for r, d in self.drivers.items() if r == 0}
-        other.drivers = self.drivers | own
+        first = {r: replace(d, measured=measured) for r, d in self.drivers.items() if r == 0}
+        other.drivers = self.drivers | first
         return other
 
     def collectives(self) -> dict[int, tuple[int, int]]:
@@ -190,7 +199,7 @@ class Mpmd(OverColumns):
         """Shapes of all stages' states."""
         return shapes(self.programs)
 
-    def _input(self, r: int, x: Any, key: Array | None) -> Any:
+    def _input(self, r: int, x: Input, key: Array | None) -> Input:
         if 0 not in self.stages:
             return x
         return self.prepare(*jax.device_put((x, key), self.columns.devices[r, 0]))

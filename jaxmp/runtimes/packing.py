@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ class Packing:
     [1.0, 1.0]
     """
 
-    def __init__(self, trees: Sequence[Any], lead: int = 0) -> None:
+    def __init__(self, trees: Sequence[Tree], lead: int = 0) -> None:
         """Finds the longest vector of each dtype."""
         self._keys = [[_is_key(a) for a in jax.tree.leaves(t)] for t in trees]
         self._leaves = [jax.eval_shape(_words, jax.tree.leaves(t)) for t in trees]
@@ -54,7 +53,7 @@ class Packing:
         """Equal for equal ones."""
         return hash(self._layout)
 
-    def _size(self, leaf: Any) -> int:
+    def _size(self, leaf: Array) -> int:
         return math.prod(leaf.shape[self._lead :])
 
     def _width(self, s: int, dtype: str) -> int:
@@ -84,7 +83,7 @@ class Packing:
             vectors[name] = jnp.pad(joined, [(0, 0)] * len(lead) + [(0, short)])
         return vectors
 
-    def unpack(self, s: int, vectors: Vectors) -> Any:
+    def unpack(self, s: int, vectors: Vectors) -> Tree:
         """Stage ``s``'s tree out of its vectors; inverse of `pack`."""
         start, leaves = dict.fromkeys(vectors, 0), []
         for a, is_key in zip(self._leaves[s], self._keys[s], strict=True):
@@ -96,9 +95,9 @@ class Packing:
         return jax.tree.unflatten(self._forms[s], leaves)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _words(leaves: list[Any]) -> list[Any]:
+def _words(leaves: list[Array]) -> list[Array]:
     return [jax.random.key_data(a) if _is_key(a) else a for a in leaves]

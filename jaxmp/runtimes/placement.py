@@ -16,11 +16,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from jaxmp.net.connect import owners
 from jaxmp.net.group import ProcessGroup
 
 Device = Any  # a jax.Device, or `Elsewhere`
+CompilerOptions = Any  # those of `jax.jit`, as pairs of name and value; or None
 
 
 def device_mesh(**axes: int) -> Mesh:
@@ -42,15 +44,15 @@ def device_mesh(**axes: int) -> Mesh:
             f'{names} cannot be divided evenly among {processes} processes; start a number of '
             f'processes that divides {n}'
         )
-    own = [[d for d in devices if d.process_index == p] for p in range(processes)]
-    each, least = n // processes, min(map(len, own))
+    by_process = [[d for d in devices if d.process_index == p] for p in range(processes)]
+    each, least = n // processes, min(map(len, by_process))
     if each > least:
         where = 'there are' if processes == 1 else 'a process has'
         raise ValueError(
             f'{names} need {each} devices, {where} {least}; on a CPU start with '
             f'XLA_FLAGS=--xla_force_host_platform_device_count={each}'
         )
-    taken = [d for row in own for d in row[:each]]
+    taken = [d for row in by_process for d in row[:each]]
     return Mesh(
         np.array(taken).reshape(*axes.values()),
         tuple(axes),
@@ -107,8 +109,8 @@ def place(
             f'are {len(local)}; on a CPU start with '
             f'XLA_FLAGS=--xla_force_host_platform_device_count={need}'
         )
-    own = {i: local[k * min(len(local), len(mine)) // len(mine)] for k, i in enumerate(mine)}
-    devices = [own.get(i, Elsewhere(p)) for i, p in enumerate(owner)]
+    here = {i: local[k * min(len(local), len(mine)) // len(mine)] for k, i in enumerate(mine)}
+    devices = [here.get(i, Elsewhere(p)) for i, p in enumerate(owner)]
     return [devices[r * stages : (r + 1) * stages] for r in range(replicas)]
 
 
@@ -133,7 +135,7 @@ def _open(mesh: Mesh) -> None:
     spread, row = NamedSharding(mesh, P('all')), np.zeros((1, 1), np.uint8)
     rows = jax.make_array_from_callback((mesh.size, 1), spread, lambda _: row)
 
-    def open_links(rows: Any) -> Any:  # so is it called in JAX's log of compilations
+    def open_links(rows: Array) -> Array:  # so is it called in JAX's log of compilations
         return rows
 
     np.asarray(jax.jit(open_links, out_shardings=NamedSharding(mesh, P()))(rows))

@@ -16,18 +16,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.exchange import AXIS, Collectives, Exchange, bytes_of, over
-from jaxmp.exchange.collectives import Params, Tree
+from jaxmp.exchange.collectives import Grads, KeyWords, Params, Tree
 from jaxmp.exchange.collectives import part as row
 from jaxmp.exchange.collectives import whole as all_rows
-from jaxmp.exchange.traffic import compiled_operands
+from jaxmp.exchange.traffic import Bytes, compiled_operands
 from jaxmp.runtimes.columns import on_all, on_one
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.state import Feedback, StageState
 from jaxmp.runtimes.trained import everything, of_stage, part, whole
-from jaxmp.runtimes.types import Batch, Model, ModelState, Step, output
+from jaxmp.runtimes.types import (
+    Batch,
+    BoundStep,
+    FeedbackByStage,
+    Memory,
+    Model,
+    ModelState,
+    Step,
+    StepState,
+    Then,
+    Values,
+    output,
+)
+from jaxmp.wire import Index
 
 
 class Replicated:
@@ -64,26 +77,26 @@ class Replicated:
         """See `Runtime`."""
         return self.put(0, self.local.init(key, draw))
 
-    def put(self, stage: int, tree: Tree) -> Any:
+    def put(self, stage: int, tree: Tree) -> Tree:
         """See `PlacedRuntime`."""
         return self.join(stage, None, dict.fromkeys(self.devices or (0,), tree))
 
-    def pack(self, feedback: Any) -> Any:
+    def pack(self, feedback: FeedbackByStage) -> Memory:
         """See `PlacedRuntime`."""
         return self.local.pack(feedback) if self.stages else ()
 
-    def unpack(self, feedback: Any) -> Any:
+    def unpack(self, feedback: Memory) -> FeedbackByStage:
         """See `PlacedRuntime`."""
         return self.local.unpack(feedback)
 
-    def rows(self, tree: Tree) -> dict[int, Any]:
+    def rows(self, tree: Tree) -> dict[int, Tree]:
         """See `PlacedRuntime`."""
         if self.mesh is None:
             return {self.via.index if self.via else 0: tree}
         one = lambda device: jax.tree.map(lambda a: a[0], row(tree, device))
         return {r: one(device) for r, device in self.devices.items()}
 
-    def join(self, stage: int, like: Any, rows: Mapping[int, Any]) -> Any:
+    def join(self, stage: int, like: Tree, rows: Mapping[int, Tree]) -> Tree:
         """See `PlacedRuntime`."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, next(iter(rows.values())))
@@ -92,7 +105,7 @@ class Replicated:
         cell = lambda tree, device: jax.tree.map(lambda a: frame(a, device), tree)
         return all_rows(place, [cell(rows[r], device) for r, device in self.devices.items()])
 
-    def numbered(self, step: Any, words: Any) -> tuple[Array, Array]:
+    def numbered(self, step: Index, words: KeyWords) -> tuple[Array, Array]:
         """See `PlacedRuntime`."""
         run = lambda n, words: (jnp.asarray(n, jnp.int32), jax.random.wrap_key_data(words))
         if self.mesh is None:
@@ -107,17 +120,17 @@ class Replicated:
 
     # Programs.
 
-    def whole(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
+    def whole(self, step: Step, each: PyTree) -> BoundStep:
         """``step`` of all replicas as a function of state and batch, not yet compiled."""
         if self.mesh is None:
             return functools.partial(step, self.local)
         model = self.local.model
 
-        def some(f: Callable[[Any], Any], tree: Tree) -> Any:
+        def some(f: Callable[[Array], Array], tree: Tree) -> Tree:
             part = lambda one, part: jax.tree.map(f, part) if one else part
             return jax.tree.map(part, each, tree)
 
-        def device(state: Any, batch: Batch) -> Any:
+        def device(state: StepState, batch: Batch) -> tuple[StepState, Values]:
             row = some(lambda a: a[0], state)
             after, values = step(Local(model, via=over()), row, batch)
             return some(lambda a: a[None], after), jax.tree.map(lambda a: a[None], values)
@@ -129,11 +142,13 @@ class Replicated:
             device, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
         )
 
-    def bind(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
+    def bind(self, step: Step, each: PyTree) -> BoundStep:
         """See `PlacedRuntime`."""
         return self._compiled(self.whole(step, each))
 
-    def _compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _compiled(
+        self, run: Callable[..., tuple[StepState, Values]]
+    ) -> Callable[..., tuple[StepState, Values]]:
         """``run(state, ...) -> (state, values)`` compiled; it takes the buffers of ``state``.
 
         Those of frozen parameters stay: of two stages they may be one array.
@@ -146,15 +161,15 @@ class Replicated:
         together = lambda params, fixed: {s: whole(p, fixed[s]) for s, p in params.items()}
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def compiled(state: Any, fixed: Any, *rest: Any) -> tuple[Any, Any]:
+        def compiled(state: StepState, fixed: Params, *rest: PyTree) -> tuple[StepState, Values]:
             state, values = run(moved(state, together(state.model.params, fixed)), *rest)
             return moved(state, select(trained, state.model.params)), values
 
-        def apart(state: Any) -> tuple[Any, Any]:
-            fixed = select(lambda *at: not trained(*at), state.model.params)
+        def apart(state: StepState) -> tuple[StepState, Params]:
+            fixed = select(lambda *path: not trained(*path), state.model.params)
             return moved(state, select(trained, state.model.params)), fixed
 
-        def bound(state: Any, *rest: Any) -> tuple[Any, Any]:
+        def bound(state: StepState, *rest: PyTree) -> tuple[StepState, Values]:
             state, fixed = apart(state)
             state, values = compiled(state, fixed, *rest)
             return moved(state, together(state.model.params, fixed)), values
@@ -163,7 +178,9 @@ class Replicated:
         setattr(bound, 'lower', lower)  # noqa: B010 - as a function that `jax.jit` returns has it
         return bound
 
-    def scan(self, step: Step, each: Any, arrays: Mapping[str, Any]) -> Callable[..., Any]:
+    def scan(
+        self, step: Step, each: PyTree, arrays: Batch
+    ) -> Callable[..., tuple[StepState, Values]]:
         """``(state, rows) -> (state, values)``: a compiled scan over steps, for accelerators.
 
         Args:
@@ -173,7 +190,7 @@ class Replicated:
         """
         run, arrays = self.whole(step, each), jax.tree.map(jnp.asarray, dict(arrays))
 
-        def scan(state: Any, arrays: Any, rows: Array) -> Any:
+        def scan(state: StepState, arrays: Batch, rows: Array) -> tuple[StepState, Values]:
             batch = lambda ids: {k: a[ids] for k, a in arrays.items()} | {'id': ids}
             return jax.lax.scan(lambda state, ids: run(state, batch(ids)), state, rows)
 
@@ -181,14 +198,14 @@ class Replicated:
         return lambda state, rows: compiled(state, arrays, rows)
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
-    ) -> Any:
+        self, stage: int, f: Callable[..., Tree], *trees: Tree, spent: tuple[int, ...] = ()
+    ) -> Tree:
         """See `Runtime`."""
         if self.mesh is None:
             return on_one(f, self.via)(*trees)
         return on_all(f, self.mesh)(*trees)
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Any]], ModelState]:
+    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
         """See `PlacedRuntime`; nothing is under way between two steps."""
         return [], state
 
@@ -201,18 +218,18 @@ class Replicated:
         return jax.jit(run, static_argnums=0)
 
     def predict(
-        self, state: ModelState, batch: Batch, key: Array, then: Callable[..., Any] = output
-    ) -> tuple[Any, Any]:
+        self, state: ModelState, batch: Batch, key: Array, then: Then = output
+    ) -> tuple[PyTree, Memory]:
         """See `PlacedRuntime`; without a mesh."""
         return self._predict(then, state, batch, key) if self.stages else (None, state.feedback)
 
-    def predict_ahead(self, *shapes: Any) -> None:
+    def predict_ahead(self, *shapes: PyTree) -> None:
         """Compiles `predict` before there is a state; ``then`` and the shapes of its arguments."""
         self._predict.lower(*shapes).compile()
 
     # Bytes.
 
-    def bytes_of(self, exchange: Exchange, params: Params) -> dict[str, Any]:
+    def bytes_of(self, exchange: Exchange, params: Params) -> Bytes:
         """See `PlacedRuntime`; with a mesh also the operands of the compiled collectives."""
         if self.mesh is None:
             return bytes_of(exchange, params, self.via.size if self.via else 1)

@@ -9,7 +9,6 @@ processes of `jax.distributed`: each runs the same program, and holds what its o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,19 +16,28 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.exchange.collectives import AXIS as REPLICA
-from jaxmp.exchange.collectives import Tree, part, whole
+from jaxmp.exchange.collectives import Grads, Tree, part, whole
 from jaxmp.hlo import permuted
 from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.memory import FeedbackMemory
-from jaxmp.runtimes.packing import Packing
+from jaxmp.runtimes.packing import Packing, Vectors
 from jaxmp.runtimes.placement import is_here
 from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
 from jaxmp.runtimes.stage import StageProgram, programs_of, shapes
-from jaxmp.runtimes.state import StageState
-from jaxmp.runtimes.types import Batch, ByReplica, Model, ModelState, StepKeys, output
+from jaxmp.runtimes.state import Means, StageState
+from jaxmp.runtimes.types import (
+    Batch,
+    ByReplica,
+    Memory,
+    Model,
+    ModelState,
+    StepKeys,
+    Then,
+    output,
+)
 from jaxmp.runtimes.wires import AXIS
 from jaxmp.wire import nbytes
 
@@ -74,15 +82,15 @@ class Spmd(OverColumns):
         put = lambda name: {s: self.columns.put(s, getattr(states[s], name)) for s in self.stages}
         return ModelState(put('params'), put('model_state'), self.pack(put('feedback')))
 
-    def pack(self, feedback: dict[int, ByReplica]) -> Any:
+    def pack(self, feedback: dict[int, ByReplica]) -> Memory:
         """The feedback memory of all stages as the step takes it; inverse of `unpack`."""
         return self._packed(self.program.memory, feedback) if self.stages else ()
 
-    def unpack(self, feedback: Any) -> dict[int, ByReplica]:
+    def unpack(self, feedback: Memory) -> dict[int, ByReplica]:
         """The feedback memory by stage and replica."""
         return self._trees(self.program.memory, feedback)
 
-    def _packed(self, layout: Packing | FeedbackMemory, trees: dict[int, ByReplica]) -> Any:
+    def _packed(self, layout: Packing | FeedbackMemory, trees: dict[int, ByReplica]) -> Tree:
         """Trees by stage and replica as arrays ``(R, S, ...)``, moving none."""
         cells = [  # an array without an input, such as padding alone, is on the first device
             jax.device_put(_pack(layout, s, trees[s][r]), device)
@@ -91,7 +99,7 @@ class Spmd(OverColumns):
         ]
         return whole(NamedSharding(self.mesh, SLICE), cells)
 
-    def _trees(self, layout: Packing | FeedbackMemory, packed: Any) -> dict[int, ByReplica]:
+    def _trees(self, layout: Packing | FeedbackMemory, packed: Tree) -> dict[int, ByReplica]:
         """Inverse of `_packed`."""
         cell = lambda r, s: _unpack(layout, s, part(packed, self.columns.devices[r, s]))
         return {s: ByReplica({r: cell(r, s) for r in self.columns.here[s]}) for s in self.stages}
@@ -122,7 +130,7 @@ class Spmd(OverColumns):
     def step(self) -> Any:
         """Compiled: ``(packed, x, y, key, ids) -> (means, gradients, packed)`` of all devices."""
 
-        def device(state: Packed, batch: Batch, key: Array) -> Any:
+        def device(state: Packed, batch: Batch, key: Array) -> tuple[Means, Vectors, PyTree]:
             r = lax.axis_index(REPLICA) if self.replicas > 1 else None
             keys = StepKeys.of(key, batch['id'], r)
             x = self.model.prepare(batch['x'], keys.augment)
@@ -141,10 +149,10 @@ class Spmd(OverColumns):
         return jax.jit(run, donate_argnums=0, compiler_options=self.options or None)
 
     @functools.cached_property
-    def forwards(self) -> Any:
+    def forwards(self) -> jax.stages.Wrapped:
         """Compiled: ``(packed, batch, key) -> (outputs, feedback)``."""
 
-        def device(state: Packed, batch: Batch, key: Array) -> Any:
+        def device(state: Packed, batch: Batch, key: Array) -> PyTree:
             x = self.model.prepare(batch['x'], None)
             part = jax.tree.map(lambda a: a[0, 0], state)
             out, feedback = self.program.predict(part, x, StepKeys.of(key, batch['id']).model)
@@ -164,7 +172,7 @@ class Spmd(OverColumns):
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Array
-    ) -> tuple[Any, dict[int, Any], ModelState]:
+    ) -> tuple[Means, dict[int, Grads], ModelState]:
         """See `Runtime`."""
         _, statistics = self.program.packings
         args = self._state(state), self._spread(batch, P(REPLICA)), key
@@ -180,8 +188,8 @@ class Spmd(OverColumns):
         return rows, self._trees(self.program.gradients, grads), after
 
     def predict(
-        self, state: ModelState, batch: Batch, key: Array, then: Callable[..., Any] = output
-    ) -> tuple[Any, Any]:
+        self, state: ModelState, batch: Batch, key: Array, then: Then = output
+    ) -> tuple[PyTree, Memory]:
         """See `PlacedRuntime`."""
         if not self.stages:
             return None, state.feedback
@@ -203,10 +211,10 @@ _init = jax.jit(StageProgram.init, static_argnums=(0, 2))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pack(layout: Packing | FeedbackMemory, s: int, tree: Tree) -> Any:
+def _pack(layout: Packing | FeedbackMemory, s: int, tree: Tree) -> Tree:
     return jax.tree.map(lambda a: a[None, None], layout.pack(s, tree))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _unpack(layout: Packing | FeedbackMemory, s: int, packed: Any) -> Any:
+def _unpack(layout: Packing | FeedbackMemory, s: int, packed: Tree) -> Tree:
     return layout.unpack(s, jax.tree.map(lambda a: a[0, 0], packed))

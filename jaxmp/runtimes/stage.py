@@ -13,29 +13,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import Boundary
 from jaxmp.exchange.collectives import Params
 from jaxmp.pipeline import Stage, check_stages, run_stage
 from jaxmp.runtimes.state import (
     Accumulator,
+    Collections,
     Feedback,
     Linear,
+    Loss,
     MicroBatch,
     Pullback,
     Residuals,
     StageState,
+    Target,
 )
 from jaxmp.runtimes.trained import Path, Select, all_paths, everything, of_stage, part, whole
 from jaxmp.runtimes.types import Model
-from jaxmp.wire import Ctx, Like, Payload, like, widened
+from jaxmp.wire import Ctx, Index, Like, Payload, like, widened
 
-Loss = Callable[[Array, Array], tuple[Array, Any]]
+Kwargs = tuple[tuple[str, object], ...]  # keywords of a module, as sorted items
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,14 @@ class StageProgram:
       returns: whether it sends the gradient of its input to the stage before.
     """
 
-    index: Any
+    index: Index
     module: Stage
     left: Boundary | None
     right: Boundary | None
     x: Like
     y: Like
     loss: Loss | None
-    kwargs: tuple[tuple[str, Any], ...]
+    kwargs: Kwargs
     remat: bool = False
     trained: Callable[[Path], bool] = all_paths
     returns: bool = True
@@ -76,11 +78,11 @@ class StageProgram:
         keys = {'params': jax.random.fold_in(key, self.index), 'dropout': key}
         x = jnp.zeros(self.x.shape, self.x.dtype)
         init = functools.partial(self.module.init, **dict(self.kwargs))
-        made = dict(init(keys, x) if draw else jax.eval_shape(init, keys, x))
-        params = made.pop('params', {})
+        others = dict(init(keys, x) if draw else jax.eval_shape(init, keys, x))
+        params = others.pop('params', {})
         if not draw:
-            params, made = {}, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), made)
-        return StageState(params, made, self.init_feedback())
+            params, others = {}, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), others)
+        return StageState(params, others, self.init_feedback())
 
     def init_feedback(self) -> Feedback:
         """Feedback states before the first step."""
@@ -91,7 +93,7 @@ class StageProgram:
             right = self.right.fwd.init(self.y)[0], self.right.bwd.init(self.y)[1]
         return Feedback(*left, *right)
 
-    def init_accumulator(self, params: Params, target: Any) -> Accumulator:
+    def init_accumulator(self, params: Params, target: Target) -> Accumulator:
         """Sums before the first micro-batch, in float32 or wider."""
         score = self.loss or (lambda y, target: (jnp.zeros(()), None))
         trained = part(self.trained, params)
@@ -100,7 +102,7 @@ class StageProgram:
 
     def predict(
         self, state: StageState, batch: MicroBatch, message: Payload
-    ) -> tuple[StageState, Any]:
+    ) -> tuple[StageState, Payload]:
         """The next state, and the message to the next stage; in the last one the output.
 
         Args:
@@ -108,46 +110,51 @@ class StageProgram:
           batch: the micro-batch.
           message: from the stage before; not read in the first.
         """
-        run = lambda x, own: (*self._apply(state.params, state.model_state, x, own), None)
+        run = lambda x, ctx: (*self._apply(state.params, state.model_state, x, ctx), None)
         return self._cross(state, batch, message, run)[:2]
 
     def forward(
         self, state: StageState, batch: MicroBatch, message: Payload
-    ) -> tuple[StageState, Any, Residuals]:
+    ) -> tuple[StageState, Payload, Residuals]:
         """As `predict` for a step that has a backward; also what the backward needs."""
 
-        def run(x: Array, own: Ctx) -> tuple[Any, Any, Any]:
+        def run(x: Array, ctx: Ctx) -> tuple[Array, Collections, PyTree]:
             if self.remat:
-                y, after = self._apply(state.params, state.model_state, x, own)
+                y, after = self._apply(state.params, state.model_state, x, ctx)
                 return y, after, (x, state.model_state)
-            return self._linearize(state.params, (x, state.model_state), batch, own)
+            return self._linearize(state.params, (x, state.model_state), batch, ctx)
 
         return self._cross(state, batch, message, run)
 
     def _cross(
-        self, state: StageState, batch: MicroBatch, message: Payload, run: Callable[..., Any]
-    ) -> tuple[StageState, Any, Residuals]:
+        self,
+        state: StageState,
+        batch: MicroBatch,
+        message: Payload,
+        run: Callable[[Array, Ctx], tuple],
+    ) -> tuple[StageState, Payload, Residuals]:
         """Reads the message, runs the module, writes a message."""
-        left, own, right = self._contexts(batch.ctx)
+        left, inner, right = self._contexts(batch.ctx)
         f, received, sent, x = state.feedback, None, None, batch.x
         if self.left:
             x, rx, received = self.left.recv('fwd', message, f.left_rx, (self.x, left))
             f = f._replace(left_rx=rx)
-        out, model_state, kept = run(x, own)
+        out, model_state, residuals = run(x, inner)
         if self.right:
             right = self.right.informed(right, f.right_rx)
             out, tx, sent = self.right.send('fwd', out, f.right_tx, right)
             f = f._replace(right_tx=tx)
-        return StageState(state.params, model_state, f), out, Residuals(kept, received, sent)
+        return StageState(state.params, model_state, f), out, Residuals(residuals, received, sent)
 
     def _linearize(
-        self, params: Params, at: tuple[Array, Any], batch: MicroBatch, own: Ctx
-    ) -> tuple[Any, Any, Linear]:
+        self, params: Params, point: tuple[Array, Collections], batch: MicroBatch, ctx: Ctx
+    ) -> tuple[Array, Collections, Linear]:
         """Output (in the last stage the loss), collections after, and the map of gradients."""
-        x, model_state = at
+        x, model_state = point
 
-        def run(trained: Any, *x: Array) -> tuple[Array, Any]:
-            y, after = self._apply(whole(params, trained), model_state, x[0] if x else at[0], own)
+        def run(trained: Params, *moving: Array) -> tuple[Array, PyTree]:
+            variables = whole(params, trained), model_state
+            y, after = self._apply(*variables, moving[0] if moving else x, ctx)
             y, aux = self.loss(y, batch.y) if self.loss else (y, None)
             return y, (aux, after)
 
@@ -205,14 +212,14 @@ class StageProgram:
     ) -> tuple[Linear, Array, Feedback]:
         """The module's linear map, the gradient of its output, and the feedback after."""
         batch, message = arrived
-        _, own, right = self._contexts(batch.ctx)
+        _, inner, right = self._contexts(batch.ctx)
         f, linear = state.feedback, residuals.kept
         if self.remat:
-            linear = self._linearize(state.params, residuals.kept, batch, own)[2]
+            linear = self._linearize(state.params, residuals.kept, batch, inner)[2]
         if not self.right:
             return linear, jnp.ones_like(linear.means[0]), f
-        at = self.y, right._replace(indices=residuals.sent)
-        g, rx, _ = self.right.recv('bwd', message, f.right_rx, at)
+        crossing = self.y, right._replace(indices=residuals.sent)
+        g, rx, _ = self.right.recv('bwd', message, f.right_rx, crossing)
         return linear, g, f._replace(right_rx=rx)
 
     def _write_gradient(
@@ -221,8 +228,8 @@ class StageProgram:
         """The feedback after, and the message to the stage before, if it gets one."""
         if not (self.left and gradient):
             return f, None
-        at = self._contexts(batch.ctx)[0]._replace(indices=residuals.received)
-        out, tx, _ = self.left.send('bwd', gradient[0], f.left_tx, at)
+        left = self._contexts(batch.ctx)[0]._replace(indices=residuals.received)
+        out, tx, _ = self.left.send('bwd', gradient[0], f.left_tx, left)
         return f._replace(left_tx=tx), out
 
     def _contexts(self, ctx: Ctx) -> tuple[Ctx, Ctx, Ctx]:
@@ -230,7 +237,9 @@ class StageProgram:
         i = 2 * self.index
         return ctx.fold(i), ctx.fold(i + 1), ctx.fold(i + 2)
 
-    def _apply(self, params: Params, model_state: Any, x: Array, ctx: Ctx) -> tuple[Array, Any]:
+    def _apply(
+        self, params: Params, model_state: Collections, x: Array, ctx: Ctx
+    ) -> tuple[Array, Collections]:
         variables = {'params': params, **model_state}
         y, after = run_stage(self.module, variables, x, ctx, dict(self.kwargs))
         if self.right and like(y) != self.y:
@@ -247,7 +256,7 @@ def programs(
     boundaries: Sequence[Boundary],
     loss: Loss | None,
     x: Array | Like,
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, object],
     remat: bool = False,
     trained: Select = everything,
     first: int = 0,
@@ -294,7 +303,7 @@ def programs_of(model: Model, train: bool = True) -> tuple[StageProgram, ...]:
     )  # fmt: skip
 
 
-def _output(stage: Stage, x: Like, kwargs: Mapping[str, Any]) -> Like:
+def _output(stage: Stage, x: Like, kwargs: Mapping[str, object]) -> Like:
     def run(x: Array) -> Array:
         keys = {'params': jax.random.key(0), 'dropout': jax.random.key(0)}
         return stage.init_with_output(keys, x, **kwargs)[0]
@@ -302,6 +311,6 @@ def _output(stage: Stage, x: Like, kwargs: Mapping[str, Any]) -> Like:
     return like(jax.eval_shape(run, x))
 
 
-def shapes(made: Sequence[StageProgram]) -> list[StageState]:
+def shapes(programs: Sequence[StageProgram]) -> list[StageState]:
     """Shapes of all stages' states."""
-    return [jax.eval_shape(p.init, jax.random.key(0)) for p in made]
+    return [jax.eval_shape(p.init, jax.random.key(0)) for p in programs]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
+from jaxmp.boundary import Aux
 from jaxmp.exchange.collectives import Grads, Params, Tree
+from jaxmp.feedback.channel import Rx, Tx
 from jaxmp.runtimes.halves import cut
 from jaxmp.wire import Ctx, widened
+
+Collections = dict[str, PyTree]  # Flax's besides `params`, by name: BatchNorm's statistics
+Input = PyTree  # of the first stage: an array, axis 0 the example
+Target = PyTree  # of the loss: an array, axis 0 the example
+Loss = Callable[[Array, Target], tuple[Array, Aux]]  # of the output; a mean, and further means
+Means = PyTree  # a step's loss and what comes with it, of each replica
+Form = Any  # the structure of a tree, which is no static type
+Static = tuple[Form, tuple[int | None, ...]]  # of a `Pullback`: its form and its places
 
 
 class Feedback(NamedTuple):
@@ -24,10 +34,10 @@ class Feedback(NamedTuple):
       right_rx: of the receiver of gradients.
     """
 
-    left_rx: Any = ()
-    left_tx: Any = ()
-    right_tx: Any = ()
-    right_rx: Any = ()
+    left_rx: Rx = ()
+    left_tx: Tx = ()
+    right_tx: Tx = ()
+    right_rx: Rx = ()
 
 
 class StageState(NamedTuple):
@@ -40,7 +50,7 @@ class StageState(NamedTuple):
     """
 
     params: Params
-    model_state: Any
+    model_state: Collections
     feedback: Feedback
 
 
@@ -53,8 +63,8 @@ class MicroBatch(NamedTuple):
       ctx: its key, ids and number.
     """
 
-    x: Any
-    y: Any
+    x: Input
+    y: Target
     ctx: Ctx
 
 
@@ -65,10 +75,10 @@ class Accumulator(NamedTuple):
     """
 
     loss: Array
-    aux: Any
+    aux: Aux
     grads: Grads
 
-    def add(self, grads: Grads, *means: Any) -> Accumulator:
+    def add(self, grads: Grads, *means: PyTree) -> Accumulator:
         """These sums and another micro-batch's gradients, and in the last stage loss and aux."""
         plus = lambda t, a: t + a.astype(t.dtype)
         before = (self.grads, self.loss, self.aux) if means else (self.grads,)
@@ -77,7 +87,7 @@ class Accumulator(NamedTuple):
         return Accumulator(loss, aux, grads)
 
 
-def in_dtypes(tree: Tree, like: Any) -> Any:
+def in_dtypes(tree: Tree, like: Tree) -> Tree:
     """``tree`` in the dtypes of ``like``, which for most models it has."""
     return jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), tree, like)
 
@@ -96,7 +106,7 @@ class Residuals(NamedTuple):
       sent: indices of the message to the stage after.
     """
 
-    kept: Any
+    kept: PyTree
     received: Array | None
     sent: Array | None
 
@@ -110,43 +120,43 @@ class Linear(NamedTuple):
     """
 
     pull: Pullback
-    means: tuple[Any, ...]
+    means: tuple[PyTree, ...]
 
 
 @jax.tree_util.register_pytree_node_class
 class Pullback:
     """The result of `jax.vjp` of a function of parameters and input, stored without parameters."""
 
-    def __init__(self, kept: Sequence[Any], form: Any, places: tuple[int | None, ...]) -> None:
+    def __init__(self, kept: Sequence[Array], form: Form, places: tuple[int | None, ...]) -> None:
         """Leaves of a pytree ``form``, in which ``places`` names the parameter of each or None."""
         self.kept, self.form, self.places = kept, form, places
 
     @classmethod
-    def of(cls, pull: Any, params: Params, before: Sequence[Any] = ()) -> Pullback:
+    def of(cls, pull: PyTree, params: Params, before: Sequence[Array] = ()) -> Pullback:
         """Stores ``pull``, which `jax.vjp` gave at ``params``, without the arrays ``before``."""
         leaves, form = jax.tree.flatten(pull)
         number = {id(a): i for i, a in enumerate([*jax.tree.leaves(params), *before])}
         places = tuple(number.get(id(a)) for a in leaves)
         return cls([a for a, i in zip(leaves, places, strict=True) if i is None], form, places)
 
-    def joined(self, params: Params, before: Sequence[Any]) -> Pullback:
+    def joined(self, params: Params, before: Sequence[Array]) -> Pullback:
         """The same with the arrays ``before``, which `of` left out."""
-        own, n = iter(self.kept), len(jax.tree.leaves(params))
-        known = [i is not None and i < n for i in self.places]
-        rows = zip(self.places, known, strict=True)
-        kept = [next(own) if i is None else before[i - n] for i, param in rows if not param]
-        places = [i if param else None for i, param in zip(self.places, known, strict=True)]
-        return Pullback(kept, self.form, tuple(places))
+        leaves, n = iter(self.kept), len(jax.tree.leaves(params))
+        of_params = [i is not None and i < n for i in self.places]
+        rows = zip(self.places, of_params, strict=True)
+        saved = [next(leaves) if i is None else before[i - n] for i, param in rows if not param]
+        places = [i if param else None for i, param in zip(self.places, of_params, strict=True)]
+        return Pullback(saved, self.form, tuple(places))
 
-    def __call__(self, params: Params, *gradient: Grads) -> Any:
+    def __call__(self, params: Params, *gradient: Grads) -> PyTree:
         """What the function gives: gradients of the parameters and of the input."""
-        known, kept = jax.tree.leaves(params), iter(self.kept)
-        leaves = [next(kept) if i is None else known[i] for i in self.places]
+        of_params, others = jax.tree.leaves(params), iter(self.kept)
+        leaves = [next(others) if i is None else of_params[i] for i in self.places]
         return jax.tree.unflatten(self.form, leaves)(*gradient)
 
     def halves(
-        self, params: Params, gradient: Grads, before: Sequence[Any]
-    ) -> tuple[list[Any], Pullback]:
+        self, params: Params, gradient: Grads, before: Sequence[Array]
+    ) -> tuple[list[Array], Pullback]:
         """Gradient of the input, if the function has it, and the map to the parameters' leaves.
 
         See `jaxmp.runtimes.halves.cut`; the second result is called with the parameters alone, once
@@ -154,18 +164,18 @@ class Pullback:
         hands on.
         """
 
-        def gradients(kept: Any, params: Params, g: Any) -> tuple[Any, Any]:
-            of_params, *of_input = Pullback(kept, self.form, self.places)(params, g)
+        def gradients(saved: list[Array], params: Params, g: Grads) -> tuple[PyTree, Grads]:
+            of_params, *of_input = Pullback(saved, self.form, self.places)(params, g)
             return of_input, of_params
 
         gx, rest, values = cut(gradients, self.kept, params, gradient)
         return gx, Pullback.of(jax.tree_util.Partial(rest, *values), params, before)
 
-    def tree_flatten(self) -> tuple[tuple[Any], Any]:
+    def tree_flatten(self) -> tuple[tuple[list[Array]], Static]:
         """Children and static part, for JAX."""
         return (list(self.kept),), (self.form, self.places)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> Pullback:
+    def tree_unflatten(cls, static: Static, children: tuple[list[Array]]) -> Pullback:
         """Inverse of `tree_flatten`."""
         return cls(children[0], *static)

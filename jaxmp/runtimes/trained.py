@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -34,7 +33,7 @@ def all_paths(path: Path) -> bool:
     return True
 
 
-def part(select: Callable[[Path], bool], tree: Tree) -> Any:
+def part(select: Callable[[Path], bool], tree: Tree) -> Tree:
     """The leaves of a tree of dicts that ``select`` names by their paths.
 
     >>> part(lambda path: path[-1] == 'bias', {'a': {'kernel': 1, 'bias': 2}, 'b': {'scale': 3}})
@@ -46,7 +45,7 @@ def part(select: Callable[[Path], bool], tree: Tree) -> Any:
     return unflatten_dict({path: leaf for path, leaf in flat.items() if select(path)})
 
 
-def whole(tree: Tree, *parts: Any) -> Any:
+def whole(tree: Tree, *parts: Tree) -> Tree:
     """``tree`` with the leaves of ``parts`` in their places."""
     if len(parts) == 1 and jax.tree.structure(tree) == jax.tree.structure(parts[0]):
         return parts[0]

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import Boundary
-from jaxmp.exchange.collectives import Params, Tree
+from jaxmp.exchange.collectives import Grads, KeyWords, Params, Tree
+from jaxmp.exchange.layout import Exchange
+from jaxmp.exchange.traffic import Bytes
 from jaxmp.pipeline import Stage
+from jaxmp.runtimes.state import Loss, Means, StageState
 from jaxmp.runtimes.trained import Select, everything
-from jaxmp.wire import Ctx, Like
+from jaxmp.wire import Ctx, Index, Like
 
-Batch = Mapping[str, Any]  # x, y and id of a step's examples, axis 0 the example
+Batch = Mapping[str, PyTree]  # arrays: x, y and id of a step's examples, axis 0 the example
+Memory = PyTree  # the feedback states of all boundaries, in a runtime's own layout
+FeedbackByStage = dict[int, PyTree]  # a `Feedback` (of each replica, `ByReplica`) by stage
+StepState = PyTree  # what a step carries to the next one: a trainer's state, with a `ModelState`
+Values = PyTree  # the numbers that a step says of itself, such as its loss
+Then = Callable[[PyTree, Batch], PyTree]  # of a model's outputs, such as their scores
+T = TypeVar('T')
 
 
 class ByReplica(dict):
@@ -28,7 +38,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def each(f: Callable[[Any], Any], tree: Tree) -> Any:
+def each(f: Callable[[Tree], PyTree], tree: Tree) -> PyTree:
     """``f`` of a tree, or of that of every replica; only for what computes nothing."""
     if isinstance(tree, ByReplica):
         return ByReplica({r: f(t) for r, t in tree.items()})
@@ -40,12 +50,12 @@ def is_by_replica(tree: Tree) -> bool:
     return isinstance(tree, ByReplica)
 
 
-def of_replica(tree: Tree, r: int) -> Any:
+def of_replica(tree: Tree, r: int) -> Tree:
     """A tree with each `ByReplica` in it replaced by the entry of replica ``r``."""
     return jax.tree.map(lambda t: t[r], tree, is_leaf=is_by_replica)
 
 
-def by_replica(like: Any, rows: Mapping[int, Any]) -> Any:
+def by_replica(like: Tree, rows: Mapping[int, Tree]) -> Tree:
     """The tree whose `of_replica` are ``rows``, with a `ByReplica` where ``like`` has one."""
     join = lambda _, *trees: ByReplica(zip(rows, trees, strict=True))
     return jax.tree.map(join, like, *rows.values(), is_leaf=is_by_replica)
@@ -72,7 +82,7 @@ class Model(NamedTuple):
     stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     prepare: Callable[[Array, Array | None], Array]
-    loss: Callable[[Array, Any], tuple[Array, Any]]
+    loss: Loss
     x: Like
     num_microbatches: int = 1
     remat: bool = False
@@ -91,8 +101,8 @@ class ModelState(NamedTuple):
     """
 
     params: Params
-    model_state: Any
-    feedback: Any
+    model_state: dict[int, PyTree]
+    feedback: Memory
 
 
 class Runtime(Protocol):
@@ -109,7 +119,7 @@ class Runtime(Protocol):
     stages: tuple[int, ...]
     last: int
     replicas: int
-    square: Callable[[], Any] | None
+    square: Callable[[], Array] | None
 
     def init(self, key: Array, draw: bool = True) -> ModelState:
         """The state before the first step; every process passes the same key.
@@ -120,7 +130,7 @@ class Runtime(Protocol):
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Array
-    ) -> tuple[Any, dict[int, Any] | None, ModelState]:
+    ) -> tuple[Means, dict[int, Grads] | None, ModelState]:
         """Means of each replica (perhaps none here), gradients per stage, and the next state.
 
         Gradients are those of the parameters that are trained. Where a pipeline stays full, they
@@ -129,8 +139,8 @@ class Runtime(Protocol):
         ...
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
-    ) -> Any:
+        self, stage: int, f: Callable[..., Tree], *trees: Tree, spent: tuple[int, ...] = ()
+    ) -> Tree:
         """``f(collectives, *trees)`` of one replica of a stage, run by all of them at their place.
 
         ``collectives`` are those of `jaxmp.exchange`, or None without replicas; ``f`` is compiled
@@ -157,17 +167,17 @@ class PlacedRuntime(Protocol):
         """See `Runtime`."""
         ...
 
-    def put(self, stage: int, tree: Tree) -> Any:
+    def put(self, stage: int, tree: Tree) -> Tree:
         """The same tree at every replica of a stage that is here."""
         ...
 
     def at(
-        self, stage: int, f: Callable[..., Any], *trees: Tree, spent: tuple[int, ...] = ()
-    ) -> Any:
+        self, stage: int, f: Callable[..., Tree], *trees: Tree, spent: tuple[int, ...] = ()
+    ) -> Tree:
         """See `Runtime`."""
         ...
 
-    def bind(self, step: Step, each: Any) -> Callable[[Any, Batch], tuple[Any, Any]]:
+    def bind(self, step: Step, each: PyTree) -> BoundStep:
         """``step(runtime, state, batch) -> (state, values)`` over this runtime.
 
         Args:
@@ -177,52 +187,53 @@ class PlacedRuntime(Protocol):
         """
         ...
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Any]], ModelState]:
+    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
         """Gradients of the batches whose own have not come, the oldest first; the state after."""
         ...
 
     def predict(
-        self, state: ModelState, batch: Batch, key: Array, then: Callable[[Any, Batch], Any] = ...
-    ) -> tuple[Any, Any]:
+        self, state: ModelState, batch: Batch, key: Array, then: Then = ...
+    ) -> tuple[PyTree, Memory]:
         """``then(outputs, batch)`` (None where the last stage is not), and the feedback after.
 
         Every replica takes the whole batch; the outputs are those of the first one here.
         """
         ...
 
-    def unpack(self, feedback: Any) -> Any:
+    def unpack(self, feedback: Memory) -> FeedbackByStage:
         """The feedback states as a `jaxmp.runtimes.state.Feedback` per stage (or `ByReplica`)."""
         ...
 
-    def pack(self, feedback: Any) -> Any:
+    def pack(self, feedback: FeedbackByStage) -> Memory:
         """The feedback states in the runtime's own layout; inverse of `unpack`."""
         ...
 
-    def rows(self, tree: Tree) -> dict[int, Any]:
+    def rows(self, tree: Tree) -> dict[int, Tree]:
         """A tree that is per replica as those of the replicas here, by their number."""
         ...
 
-    def join(self, stage: int, like: Any, rows: Mapping[int, Any]) -> Any:
+    def join(self, stage: int, like: Tree, rows: Mapping[int, Tree]) -> Tree:
         """The tree of a stage whose `rows` are given, in the form of ``like``, on its devices."""
         ...
 
-    def numbered(self, step: Any, words: Any) -> tuple[Any, Array]:
+    def numbered(self, step: Index, words: KeyWords) -> tuple[Array | np.ndarray, Array]:
         """A step's number and the run's key, given its words, where this runtime has them."""
         ...
 
-    def shapes(self) -> list[Any]:
+    def shapes(self) -> list[StageState]:
         """Shapes of all stages' `jaxmp.runtimes.state.StageState`."""
         ...
 
-    def bytes_of(self, exchange: Any, params: Params) -> dict[str, Any]:
+    def bytes_of(self, exchange: Exchange, params: Params) -> Bytes:
         """Bytes a step that one replica hands to the collectives of an exchange of gradients."""
         ...
 
 
-Step = Callable[[Runtime, Any, Batch], tuple[Any, Any]]
+Step = Callable[[Runtime, StepState, Batch], tuple[StepState, Values]]
+BoundStep = Callable[[StepState, Batch], tuple[StepState, Values]]  # over a runtime
 
 
-def output(outputs: Any, batch: Batch) -> Any:
+def output(outputs: T, batch: Batch) -> T:
     """The outputs themselves: what follows a prediction where nothing does."""
     return outputs
 
@@ -234,7 +245,7 @@ class StepKeys(NamedTuple):
     model: Ctx
 
     @classmethod
-    def of(cls, key: Array, ids: Any, replica: Any = None) -> StepKeys:
+    def of(cls, key: Array, ids: Array, replica: Index | None = None) -> StepKeys:
         """The streams of a step's key; each replica has its own.
 
         Args:
@@ -248,7 +259,7 @@ class StepKeys(NamedTuple):
         return cls(jax.random.fold_in(augment, replica), ctx.fold(replica))
 
 
-def one_replica(batch: Batch, r: int, n: int) -> dict[str, Any]:
+def one_replica(batch: Batch, r: int, n: int) -> dict[str, PyTree]:
     """The r-th of n equal cuts of a batch."""
     size = len(batch['id']) // n
     return {k: a[r * size : (r + 1) * size] for k, a in batch.items()}
