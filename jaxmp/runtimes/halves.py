@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.extend import core
+from jaxtyping import Array, PyTree
 
 FLAT = 'jit', 'pjit', 'closed_call', 'core_call'  # calls whose equations are taken one by one
+Atom = core.Var | core.Literal  # of a traced program
 
 
 def cut(
-    f: Callable[..., tuple[Any, Any]], *args: Any
-) -> tuple[Any, Callable[..., Any], Sequence[Any]]:
+    f: Callable[..., tuple[PyTree, PyTree]], *args: PyTree
+) -> tuple[PyTree, Callable[..., list[Array]], Sequence[Array]]:
     """The first result of ``f``, and a function that makes the second one, with its arguments.
 
     An equation inside a loop or a rematerialized block belongs to it, so that a module that scans
@@ -43,50 +44,52 @@ def cut(
     closed = jax.make_jaxpr(lambda *leaves: flat(leaves))(*leaves)
     jaxpr, count = closed.jaxpr, len(jax.tree.leaves(shape[0]))
     early, late = _sorted(jaxpr, count)
-    made = {v for e in early for v in e.outvars}
+    computed = {v for e in early for v in e.outvars}
     used = _variables([v for e in late for v in e.invars] + jaxpr.outvars[count:])
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *leaves], strict=True))
-    handed = [v for v in used if v in made or v in known]
-    out = _run(early, known, jaxpr.outvars[:count] + handed)
+    inputs = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *leaves], strict=True))
+    handed = [v for v in used if v in computed or v in inputs]
+    out = _run(early, inputs, jaxpr.outvars[:count] + handed)
 
-    def rest(*values: Any) -> list[Any]:
+    def rest(*values: Array) -> list[Array]:
         return _run(late, dict(zip(handed, values, strict=True)), jaxpr.outvars[count:])
 
     return jax.tree.unflatten(jax.tree.structure(shape[0]), out[:count]), rest, out[count:]
 
 
-def _sorted(jaxpr: core.Jaxpr, count: int) -> tuple[list[Any], list[Any]]:
+def _sorted(jaxpr: core.Jaxpr, count: int) -> tuple[list[core.JaxprEqn], list[core.JaxprEqn]]:
     """The equations that the first ``count`` outputs need, and those that only the others need."""
     early = _needed(jaxpr.eqns, jaxpr.outvars[:count])
     ours = {id(e) for e in early}
     return early, _needed([e for e in jaxpr.eqns if id(e) not in ours], jaxpr.outvars[count:])
 
 
-def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+def _needed(equations: Sequence[core.JaxprEqn], outputs: Sequence[Atom]) -> list[core.JaxprEqn]:
     """The equations that ``outputs`` need, or that do more than compute, in their order."""
-    needed, found = set(_variables(outputs)), []
+    needed, chosen = set(_variables(outputs)), []
     for e in reversed(equations):
         if needed.intersection(e.outvars) or e.effects:
             needed.update(_variables(e.invars))
-            found.append(e)
-    return found[::-1]
+            chosen.append(e)
+    return chosen[::-1]
 
 
-def _variables(values: Sequence[Any]) -> list[Any]:
+def _variables(values: Sequence[Atom]) -> list[core.Var]:
     """The variables among atoms of a jaxpr, each once."""
     return list(dict.fromkeys(v for v in values if isinstance(v, core.Var)))
 
 
-def _unfolded(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _unfolded(jaxpr: core.Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
     """Evaluates a jaxpr, with the equations of the calls in it as its own."""
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    return _run(jaxpr.eqns, known, jaxpr.outvars)
+    inputs = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    return _run(jaxpr.eqns, inputs, jaxpr.outvars)
 
 
-def _run(equations: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+def _run(
+    equations: Sequence[core.JaxprEqn], inputs: dict[core.Var, Array], wanted: Sequence[Atom]
+) -> list[Array]:
     """Evaluates equations, given the values of the variables that none of them makes."""
-    known = dict(known)
-    read = lambda v: v.val if isinstance(v, core.Literal) else known[v]
+    env = dict(inputs)
+    read = lambda v: v.val if isinstance(v, core.Literal) else env[v]
     for e in equations:
         values, inner = [read(v) for v in e.invars], e.params.get('jaxpr')
         if e.primitive.name in FLAT and inner is not None:
@@ -99,5 +102,5 @@ def _run(equations: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any])
             functions, params = bound if isinstance(bound, tuple) else ((), bound)
             out = e.primitive.bind(*functions, *values, **params)
             out = out if e.primitive.multiple_results else [out]
-        known.update(zip(e.outvars, out, strict=True))
+        env.update(zip(e.outvars, out, strict=True))
     return [read(v) for v in wanted]
