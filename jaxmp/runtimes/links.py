@@ -88,7 +88,9 @@ class Lane:
         if self._turn:
             self._turn.submit(int).result()
 
-    def _follow(self, n: int, done: Future[Payload], arrived: Future[Any]) -> None:
+    def _follow(
+        self, n: int, done: Future[Payload], arrived: Future[tuple[Payload, float]]
+    ) -> None:
         """Gives ``arrived`` the copy of the result of ``done``, or its exception."""
         try:
             start, moved = time.monotonic(), self._move(done.result(), None)
@@ -106,8 +108,8 @@ class Lane:
 
 def wait(arrived: Future[tuple[Payload, float]]) -> Payload:
     """The message of a lane, when it may be used."""
-    message, at = arrived.result()
-    if (left := at - time.monotonic()) > 0:
+    message, usable = arrived.result()
+    if (left := usable - time.monotonic()) > 0:
         time.sleep(left)
     return message
 

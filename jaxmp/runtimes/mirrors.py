@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtyping import Array, UInt32
 from jaxmp.boundary import Boundary
 from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import Channel
+from jaxmp.feedback.channel import EndState, Rx, Tx
 from jaxmp.net.arrays import buffers, filled
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.placement import is_here
@@ -74,15 +75,15 @@ def compared(
       step: of the states.
       say: is told the boundaries at which the ends had parted.
     """
-    found = ways(cuts)
-    sums = np.zeros((len(found), columns.replicas, 2), np.int64)
-    for k, way in enumerate(found):
+    directions = ways(cuts)
+    sums = np.zeros((len(directions), columns.replicas, 2), np.int64)
+    for k, way in enumerate(directions):
         for e, (stage, name) in enumerate((way.tx, way.rx)):
-            for r, own in feedback.get(stage, {}).items():
-                sums[k, r, e] = _checksum(way.channel, e == 0, getattr(own, name))
+            for r, states in feedback.get(stage, {}).items():
+                sums[k, r, e] = _checksum(way.channel, e == 0, getattr(states, name))
     total = columns.group.total(sums)
     for k, r in np.argwhere(total[..., 0] != total[..., 1]).tolist():
-        way, replica = found[k], f' of replica {r}' * (columns.replicas > 1)
+        way, replica = directions[k], f' of replica {r}' * (columns.replicas > 1)
         say(
             f'{way.name}{replica}: after step {step} its two ends remember different numbers: '
             'their programs round apart, or a number has changed in memory; the receiver goes on '
@@ -98,28 +99,28 @@ def _sent_afresh(columns: Columns, feedback: Feedback, way: Way, r: int) -> Feed
     source, target = columns.devices[r, a], columns.devices[r, b]
     address = columns.group.address(f'mirror of {way.name} of replica {r},')
     if is_here(source):
-        known = _known(way.channel)(getattr(feedback[a][r], way.tx[1]))
-        leaves = [np.array(x) for x in jax.tree.leaves(known)]  # a step may take their memory
+        mirrored = _known(way.channel)(getattr(feedback[a][r], way.tx[1]))
+        leaves = [np.array(x) for x in jax.tree.leaves(mirrored)]  # a step may take their memory
         if not is_here(target):
             columns.group.send(target.process_index, address, *buffers(leaves))
             return feedback
     else:
         like = jax.tree.leaves(getattr(feedback[b][r], name))
         leaves = filled(columns.group.receive(source.process_index, address), like)
-    own = feedback[b][r]
-    new = jax.tree.unflatten(jax.tree.structure(getattr(own, name)), leaves)
-    after = own._replace(**{name: jax.tree.map(jnp.copy, jax.device_put(new, target))})
+    before = feedback[b][r]
+    new = jax.tree.unflatten(jax.tree.structure(getattr(before, name)), leaves)
+    after = before._replace(**{name: jax.tree.map(jnp.copy, jax.device_put(new, target))})
     return {**feedback, b: ByReplica({**feedback[b], r: after})}
 
 
-def _checksum(channel: Channel, sends: bool, state: Any) -> int:
+def _checksum(channel: Channel, sends: bool, state: EndState) -> int:
     """A number for all bits of what an end remembers as the other one does."""
     rows = _sum(_known(channel)(state) if sends else state)
     return zlib.crc32(np.asarray(rows).tobytes())
 
 
 @functools.lru_cache(maxsize=64)
-def _known(channel: Channel) -> Callable[[Any], Any]:
+def _known(channel: Channel) -> Callable[[Tx], Rx]:
     """``tx -> rx``; a shared state needs no program."""
     assert channel.mirrored
     return jax.jit(channel.mirror) if channel.mirror else channel.mirrored

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,19 +48,19 @@ class Norms:
         self._here[stage, batch] = square
         for (s, other), lane in self._lanes.items():
             if s == stage and other != self._index:
-                message: Future[Any] = Future()
+                message: Future[Array] = Future()
                 message.set_result(square)
                 lane.carry(message, batch)
 
     def total(self, batch: Batch, first: int) -> Callable[[], Array]:
         """What gives the sum over the stages from ``first``, which have told their own or will."""
         stages, mine = range(first, self._count), self._here
-        own = {s: mine.pop((s, batch)) for s in stages if (s, batch) in mine}
-        told = {s: self._lanes[s, self._index].carry(None, batch) for s in stages if s not in own}
+        here = {s: mine.pop((s, batch)) for s in stages if (s, batch) in mine}
+        told = {s: self._lanes[s, self._index].carry(None, batch) for s in stages if s not in here}
 
         def summed() -> Array:
-            known = own | {s: arrived.result()[0] for s, arrived in told.items()}
-            row = [float(known.get(s, 0.0)) for s in range(self._count)]
+            squares = here | {s: arrived.result()[0] for s, arrived in told.items()}
+            row = [float(squares.get(s, 0.0)) for s in range(self._count)]
             return jnp.asarray(np.sum(row), jnp.result_type(float))
 
         return summed

@@ -72,10 +72,10 @@ def listen(address: str, port: int) -> socket.socket:
     Raises:
       ProcessGroupError: if the port is in use.
     """
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ':' in address else socket.AF_INET
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ':' in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, dualstack_ipv6=both)
+        return socket.create_server((address, port), family=family, dualstack_ipv6=dual)
     except OSError as error:
         raise ProcessGroupError(
             f'port {port} cannot be used: {error}; give another coordinator port'
@@ -110,7 +110,7 @@ def _held_open(address: tuple[str, int], patience: float) -> int:
     return server.getsockname()[1]
 
 
-def _start(f: Callable[..., None], *args: Any) -> None:
+def _start(f: Callable[..., None], *args: object) -> None:
     threading.Thread(target=f, args=args, daemon=True).start()
 
 
@@ -147,8 +147,8 @@ def _outlast(port: int, seconds: float) -> None:
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
 
 
-def _use_gloo(own: str) -> None:
-    """Makes CPU collectives use gloo on this machine's address ``own``.
+def _use_gloo(host: str) -> None:
+    """Makes CPU collectives use gloo on this machine's address ``host``.
 
     By default gloo listens on the address of the host name, and JAX has no public option for it.
     """
@@ -158,7 +158,7 @@ def _use_gloo(own: str) -> None:
 
     def client() -> Any:
         gloo = _jax.make_gloo_tcp_collectives(
-            distributed_client=distributed.global_state.client, hostname=own
+            distributed_client=distributed.global_state.client, hostname=host
         )
         return xla_bridge.make_cpu_client(gloo)
 
