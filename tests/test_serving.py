@@ -123,14 +123,6 @@ def test_a_codec_gives_each_prompt_of_a_batch_the_bits_it_gave_alone(model, text
             np.testing.assert_array_equal(row, wanted)
 
 
-def test_texts_by_a_codec_that_draws_are_those_of_each_prompt_alone(model):
-    boundaries = cuts(ROTATED)
-    reader = sampling.reader_of(model, boundaries)
-    wanted = [texts(reader, [prompt], stops=frozenset({9}), seed=3)[0] for prompt in PROMPTS[:2]]
-    choose = generate.Draw(0.0, 1.0)
-    assert over(model, boundaries, 2, choose, PROMPTS[:2]) == wanted
-
-
 def test_prompts_that_wait_go_as_one_batch():
     """While the first ones compute the others come; each is asked once."""
     waiting, come = [activations([i], 2) for i in range(5)], threading.Event()
