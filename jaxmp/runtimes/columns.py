@@ -71,10 +71,8 @@ class Columns:
         """
         self.devices, self._options = np.array(devices, dtype=object), options
         self.replicas, count = self.devices.shape
-        self.group, self._pieces = (
-            group or ProcessGroup(),
-            dict[tuple[Callable[..., Tree], tuple], Pieces](),
-        )
+        self.group = group or ProcessGroup()
+        self._pieces: dict[tuple[Callable[..., Tree], tuple], Pieces] = {}
         rows = lambda s: [r for r, d in enumerate(self.devices[:, s]) if is_here(d)]
         self.here = {s: rows(s) for s in range(count) if rows(s)}
 
@@ -91,16 +89,14 @@ class Columns:
 
         A tree that is not by replica (a number, a key's words) is the same for all.
         """
-        by_replica = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
+        operands = [t if isinstance(t, ByReplica) else self.put(stage, t) for t in trees]
         if self.replicas == 1:
-            return ByReplica(
-                {0: on_one(f, None, self._options, spent)(*(t[0] for t in by_replica))}
-            )
+            return ByReplica({0: on_one(f, None, self._options, spent)(*(t[0] for t in operands))})
         if any(isinstance(d, Elsewhere) for d in self.devices[:, stage]):
-            return self._apart(stage, f, by_replica)
+            return self._apart(stage, f, operands)
         here, mesh = self.here[stage], self._mesh(stage)
         join = lambda t: whole(NamedSharding(mesh, P(AXIS)), [_row(t[r]) for r in here])
-        out = on_all(f, mesh, self._options)(*map(join, by_replica))
+        out = on_all(f, mesh, self._options)(*map(join, operands))
         return ByReplica({r: _unrow(part(out, self.devices[r, stage])) for r in here})
 
     def _apart(self, stage: int, f: Callable[..., Tree], trees: Sequence[ByReplica]) -> ByReplica:
