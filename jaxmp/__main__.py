@@ -11,6 +11,7 @@ COMMANDS = {
     'report': ('jaxmp.report.__main__', 'tables, figures and verdicts of finished runs'),
     'compare': ('jaxmp.report.compare', 'a table and curves of any runs'),
     'evaluate': ('jaxmp.training.crosstest', 'test runs and checkpoints with other codecs'),
+    'fold': ('jaxmp.training.fold', 'a run trained with compression, to serve without it'),
     'generate': ('jaxmp.training.generate', 'text from a checkpoint or a run, token by token'),
     'launch': ('jaxmp.launch.__main__', 'start the processes of a run on this machine'),
     'switch': ('jaxmp.launch.switch', 'where the replicas of an elastic run on several hosts meet'),

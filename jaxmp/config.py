@@ -105,6 +105,8 @@ KEYS: Mapping[str, Key] = {
     'model.bottleneck': Key(0, 'channels that cross a boundary, by learned projections; 0: all', 0),
     'model.embed_every_stage': Key(
         False, 'each later stage adds its own embedding of the tokens', model='gpt2'),
+    'model.entrance': Key(
+        False, 'each later stage first scales and shifts its channels, as jaxmp fold sets'),
     'model.path': Key(
         '', "checkpoint: a folder in Hugging Face's layout such as WORKDIR/model, a GGUF file, or "
         'owner/name of the hub', model='gpt2 pretrained', idle=True),

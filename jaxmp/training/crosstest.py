@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,12 +29,10 @@ from jaxtyping import Array
 from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
-from jaxmp.config import KEYS, Summary, complete, flat, nested
 from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
 from jaxmp.grammar import own_words
 from jaxmp.metrics import Metric
-from jaxmp.net.group import ProcessGroup
 from jaxmp.pipeline import Pipeline
 from jaxmp.report import style
 from jaxmp.report.compare import picture
@@ -44,78 +40,26 @@ from jaxmp.runtimes.local import Local, join, split
 from jaxmp.runtimes.types import Batch, ModelState
 from jaxmp.spec import parse
 from jaxmp.training import nats_table, perplexity, perplexity_page
-from jaxmp.training.checkpoint import Checkpoints, WorkdirError
 from jaxmp.training.evaluate import means, model_of, sums, totals
-from jaxmp.training.experiment import Experiment, experiment_of
-from jaxmp.training.files import write_json
+from jaxmp.training.experiment import Experiment
+from jaxmp.training.files import WorkdirError, write_json
 from jaxmp.training.moments import matched, opened_with
+from jaxmp.training.saved import Run, load
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
-from jaxmp.training.trainer import Trainer
 from jaxmp.wire import Ctx
 
 PASSES = 100  # after which the running means have forgotten where they began
 
 
-class Tested(NamedTuple):
-    """A finished or stopped run.
-
-    Attributes:
-      name: as the table shows it.
-      exp: its experiment, in one program.
-      state: that of its last valid checkpoint.
-      trained: its seed, and the commit and the hardware of its training, if it has ended.
-    """
-
-    name: str
-    exp: Experiment
-    state: TrainState
-    trained: Summary
-
-
-def load(workdir: Path) -> Tested:
-    """The run of a workdir.
-
-    Raises:
-      ValueError: if ``workdir`` holds no configuration or no checkpoint, or a run with replicas.
-      WorkdirError: if its checkpoints are damaged.
-    """
-    try:
-        values = flat(json.loads((workdir / 'config.json').read_text()))
-        if 'model_type' in values:
-            raise ValueError('it has a checkpoint')
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f'{workdir} is not the workdir of a run: {error}; a checkpoint needs --text=FILE'
-        ) from None
-    if (count := values.get('parallel.replicas', 1)) > 1:
-        raise ValueError(
-            f'{workdir} is a run with config.parallel.replicas={count}, whose checkpoint holds a '
-            'state per replica; give runs with one replica'
-        )
-    # Any run is tested in one program, of which a checkpoint of another runtime is one too.
-    values |= {name: key.default for name, key in KEYS.items() if key.runtime}
-    values |= {'parallel.runtime': 'local', 'tied_exchange': 'mean'}
-    exp = experiment_of(complete(nested(values)))
-    trainer = Trainer(exp, ProcessGroup())
-    state = trainer.create()
-    saved = Checkpoints(workdir).restore(trainer.export(state))
-    if saved is None:
-        raise ValueError(f'{workdir} has no checkpoint; train it first, or longer')
-    summary = workdir / 'summary.json'
-    ended = json.loads(summary.read_text()) if summary.is_file() else {}
-    trained = {k: ended[k] for k in ('seed', 'commit', 'hardware') if k in ended}
-    return Tested(workdir.resolve().name, exp, trainer.load(state, saved[0]), trained)
-
-
-def named(runs: Sequence[Tested], folders: Sequence[Path]) -> list[Tested]:
+def named(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:
     """The runs with names of their own: where two folders have one name, their paths."""
     count = Counter(run.name for run in runs)
     pairs = zip(runs, folders, strict=True)
     return [r._replace(name=str(f)) if count[r.name] > 1 else r for r, f in pairs]
 
 
-def same_metric(runs: Sequence[Tested]) -> Metric:
+def same_metric(runs: Sequence[Run]) -> Metric:
     """The metric of all runs.
 
     Raises:
@@ -128,7 +72,7 @@ def same_metric(runs: Sequence[Tested]) -> Metric:
     return runs[0].exp.task.metric
 
 
-def trained_with(run: Tested) -> list[str]:
+def trained_with(run: Run) -> list[str]:
     """The codecs of the forward channels of a run's training, as texts."""
     return [str(cut.fwd.codec) for cut in run.exp.model.boundaries]
 
@@ -161,7 +105,7 @@ def scorer(exp: Experiment, cuts: tuple[Boundary, ...]) -> Callable[[TrainState]
     return score
 
 
-def normalised_again(run: Tested) -> Tested:
+def normalised_again(run: Run) -> Run:
     """The run with statistics of training batches that cross open boundaries.
 
     Forward passes in the training mode, over whole epochs and at least `PASSES` batches. The
@@ -188,7 +132,7 @@ def normalised_again(run: Tested) -> Tested:
 Scored = tuple[str, list[dict[str, float]]]
 
 
-def rows_of(run: Tested, texts: Sequence[str], again: bool, moments: bool) -> Iterator[Scored]:
+def rows_of(run: Run, texts: Sequence[str], again: bool, moments: bool) -> Iterator[Scored]:
     """The scores of a run by codec.
 
     Args:

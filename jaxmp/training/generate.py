@@ -4,7 +4,7 @@
     jaxmp generate runs/text_gpt2 --prompt 'Alice was' 'The Queen' --tokens 200
     jaxmp launch --processes 4 -- jaxmp generate MODEL --codec 'mx(4)' --prompt 'Once' 'Now'
 
-A checkpoint is a folder, a GGUF file or a name of the hub. A finished run continues a prompt with
+A checkpoint is a folder, a GGUF file or a name of the hub. A run continues a prompt with
 its boundaries' compression off and on, by the same random numbers, so that the texts are equal as
 long as the models agree. With a cache, a message has the new tokens only. GPT-2 has no cache: it
 computes the whole text again for each token, and of a run a window that the run's test text fills
@@ -38,6 +38,7 @@ from jaxmp.net.connect import Address, connect, endpoint, owners
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.link import parse as parse_link
 from jaxmp.spec import parse
+from jaxmp.training.files import WorkdirError
 from jaxmp.training.language_model import (
     LanguageModel,
     config_of_run,
@@ -167,8 +168,8 @@ def timed(events: Iterable[Event], say: Callable[[str], object]) -> Iterator[Eve
 
 
 def modes(model: LanguageModel, codec: str) -> dict[str, tuple[Boundary, ...] | None]:
-    """The boundaries of each text, by its headline; of a checkpoint one, without a headline."""
-    if model.boundaries is None or codec:
+    """The boundaries of each text, by its headline; one without where there is no choice."""
+    if model.boundaries is None or codec or model.fwd == 'raw':
         return {'': boundaries_of(model, codec) if codec else None}
     off, on = (f'--- compression {mode} (fwd {model.fwd}) ---' for mode in ('off', 'on'))
     try:
@@ -205,7 +206,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         'model', metavar='PATH_OR_RUN',
-        help='folder, GGUF file or owner/name of the hub; or workdir of a finished run',
+        help='folder, GGUF file or owner/name of the hub; or workdir of a run',
     )  # fmt: skip
     parser.add_argument('--prompt', nargs='+', default=['Alice '], help='texts to continue')
     parser.add_argument('--tokens', type=int, default=200, help='at most, after each prompt')
@@ -257,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             told = functools.partial(print, file=sys.stderr)
             written(timed(events, told), prompts, model.tokenizer.decode, hidden, out)
         group.close()
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, WorkdirError) as error:
         group.fail(f'jaxmp generate: {error}')
         sys.exit(f'jaxmp generate: {error}')
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""`LanguageModel`: a checkpoint or a finished run as stages, their variables and a tokenizer."""
+"""`LanguageModel`: a checkpoint or a run as stages, their variables and a tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from jaxmp.exchange.collectives import Tree
 from jaxmp.models import decoder, families, gpt2, pretrained, weights
 from jaxmp.models.adapters import open_with_adapters
 from jaxmp.models.checkpoint import Checkpoint, Described, contents
+from jaxmp.models.huggingface import local
 from jaxmp.pipeline import Stage, Variables
+from jaxmp.runtimes.local import join
+from jaxmp.training import saved
 from jaxmp.training.experiment import Experiment, experiment_of
 
 
@@ -52,7 +55,8 @@ class LanguageModel(NamedTuple):
     @property
     def cached(self) -> bool:
         """Whether its stages keep keys and values; see `jaxmp.models.decoder.empty_cache`."""
-        return all(isinstance(stage, decoder.Stage) for stage in self.stages)
+        inner = (getattr(stage, 'stage', stage) for stage in self.stages)  # of an `Entrance`
+        return all(isinstance(stage, decoder.Stage) for stage in inner)
 
 
 Selection = Callable[[int], Sequence[int]]  # numbers of the stages that are read, given how many
@@ -70,10 +74,10 @@ def open_language_model(
     tokenizer: str = '',
     select: Selection = every,
 ) -> LanguageModel:
-    """The language model of a checkpoint or of a finished run.
+    """The language model of a checkpoint or of a run.
 
     Args:
-      path: a folder, a GGUF file, ``owner/name`` of the hub, or the workdir of a finished run.
+      path: a folder, a GGUF file, ``owner/name`` of the hub, or the workdir of a run.
       stages: number of stages of a checkpoint; 0: one.
       cuts: numbers of blocks before each boundary, in place of ``stages``.
       tokenizer: of a checkpoint that has none; see `jaxmp.data.tokenizer.tokenizer_of`.
@@ -105,18 +109,16 @@ def is_run(folder: Path) -> bool:
 
 
 def config_of_run(workdir: str | Path) -> Config:
-    """The configuration that goes on with the variables in ``workdir/model``, in one program.
+    """The configuration of a run in one program, with the variables in ``workdir/model`` if any.
 
     Raises:
-      FileNotFoundError: if ``workdir`` is not that of a finished run of a language model.
+      FileNotFoundError: if ``workdir`` is not that of a run.
       ValueError: if its files are damaged.
     """
     folder = Path(workdir)
-    if not (folder / 'model').is_dir() or not (folder / 'config.json').is_file():
+    if not (folder / 'config.json').is_file():
         raise FileNotFoundError(
-            f'{folder} has no model of a finished run; give the --workdir of a run of a language '
-            'model that ended, without config.model.bottleneck and '
-            'config.model.embed_every_stage, which the layout of the folder has no place for'
+            f'{folder} has no config.json; give the --workdir of a run of a language model'
         )
     try:
         config = json.loads((folder / 'config.json').read_text())
@@ -125,21 +127,30 @@ def config_of_run(workdir: str | Path) -> Config:
     if not isinstance(config, dict):
         raise ValueError(f'{folder / "config.json"} is not the configuration of a run')
     values = flat(config)
-    values |= {'model.path': str(folder / 'model')}
     values |= {name: key.default for name, key in KEYS.items() if key.runtime}
     values |= {'parallel.runtime': 'local', 'parallel.replicas': 1, 'tied_exchange': 'mean'}
+    if (folder / 'model').is_dir():
+        values['model.path'] = str(folder / 'model')
     if any((folder / 'model' / f).is_file() for f in ('vocab.json', 'tokenizer.json')):
         values['data.tokenizer'] = str(folder / 'model')
     return complete(nested(values))
 
 
 def load(workdir: str | Path, select: Selection = every) -> tuple[Experiment, Variables]:
-    """The experiment of a finished run, and the variables that it saved in ``workdir/model``.
+    """The experiment of a run, and the variables that it saved.
+
+    They are those of ``workdir/model``, or of the last checkpoint of a run without it: a run that
+    has not ended, or whose stages have parts that the layout of that folder has no place for.
 
     Raises:
       FileNotFoundError: as `config_of_run`.
-      ValueError: if its files are damaged.
+      ValueError: if its files are damaged, or as `jaxmp.training.saved.load`.
+      WorkdirError: if its checkpoints are damaged.
     """
+    if not (Path(workdir) / 'model').is_dir():
+        run = saved.load(Path(workdir))
+        variables = join(run.state.model.params, run.state.model.model_state)
+        return run.exp, _some(lambda s: variables[s], len(variables), select)
     exp, key = experiment_of(config_of_run(workdir)), jax.random.key(0)
     count = len(exp.task.stages)
     return exp, _some(lambda s: exp.task.start(s, {}, key), count, select)
@@ -153,13 +164,17 @@ def _some(read: Callable[[int], Tree], count: int, select: Selection) -> Variabl
 
 def _of_run(workdir: Path, select: Selection) -> LanguageModel:
     exp, variables = load(workdir, select)
-    assert exp.data.tokenizer, 'a run of a language model reads a text'
+    if not exp.data.tokenizer:
+        raise ValueError(f'{workdir} is a run on {exp.data.name}, not of a language model')
+    model = workdir / 'model'
+    path = exp.config.model.path  # where the run has no folder model: what it began with
+    place = local(path) if path and not model.is_dir() else model
     # The last position of a block has no target, so it was not trained.
     window = np.asarray(exp.data.test.x[0]).reshape(-1)[1 - exp.config.data.sequence_length :]
     return LanguageModel(
         workdir.resolve().name, exp.task.stages, variables, exp.data.tokenizer,
         exp.model.boundaries, exp.config.fwd,
-        _stops(exp.data.tokenizer, workdir / 'model'), before=tuple(map(int, window)),
+        _stops(exp.data.tokenizer, place), before=tuple(map(int, window)),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from jaxmp import data, models
 from jaxmp.config import KEYS, Config
 from jaxmp.exchange.collectives import Tree
 from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
+from jaxmp.models.entrance import Entrance
 from jaxmp.models.huggingface import local
 from jaxmp.models.tied import WTE, TiedParameter, table
 from jaxmp.pipeline import Stage, Variables
@@ -105,6 +106,8 @@ def task_of(config: Config) -> Task:
     task = _task(config)
     if config.model.bottleneck:
         task = narrow(task, config.model.bottleneck)
+    if config.model.entrance:  # of what crosses, so of narrowed stages too
+        task = entered(task)
     name = config.metric
     if ':' in name:
         wanted = KEYS['metric'].own
@@ -160,6 +163,12 @@ def narrow(task: Task, channels: int) -> Task:
         return {**drawn, 'params': {**variables['params'], **drawn['params']}}
 
     return task._replace(stages=narrowed(task.stages, x, channels), start=start, export=None)
+
+
+def entered(task: Task) -> Task:
+    """``task`` with stages that scale and shift what arrives; see `jaxmp.models.entrance`."""
+    first, *later = task.stages
+    return task._replace(stages=(first, *map(Entrance, later)), export=None)
 
 
 def measured(task: Task, metric: Metric) -> Task:

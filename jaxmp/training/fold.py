@@ -1,0 +1,155 @@
+"""`jaxmp fold RUN [--out=FOLDER]`: a model that was trained with compression, to serve without it.
+
+Each stage after a boundary gets two vectors at its entrance, a scale and a shift per channel. They
+give an uncompressed activation the mean and the deviation that the stage knows from compressed
+ones, as estimated on training examples (see `jaxmp.training.moments`). Nothing is trained.
+
+The result is another run, RUN-folded by default, whose channels are raw. `jaxmp evaluate`,
+`jaxmp generate` and `jaxmp compare` take it as any other. Its scores beside those of RUN with
+compression on and off are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from jaxmp.config import Config
+from jaxmp.models.entrance import NAME
+from jaxmp.net.group import ProcessGroup
+from jaxmp.runtimes.types import ModelState
+from jaxmp.training.agreement import inputs
+from jaxmp.training.checkpoint import Checkpoints
+from jaxmp.training.experiment import experiment_of
+from jaxmp.training.files import WorkdirError, whole, write
+from jaxmp.training.moments import Affine, matched
+from jaxmp.training.records import read
+from jaxmp.training.saved import Run, load
+from jaxmp.training.step import TrainState
+from jaxmp.training.summary import finish
+from jaxmp.training.trainer import Trainer
+
+Scores = dict[str, float]
+
+
+def config_of(config: Config) -> Config:
+    """The configuration of a folded run: stages with an entrance, and nothing compressed."""
+    made = config.copy_and_resolve_references().unlock()
+    made.update(name=f'{config.name}-folded', fwd='raw', bwd='raw', phases='', warmup_epochs=0)
+    made.model.entrance = True
+    return made.lock()
+
+
+def check(run: Run) -> None:
+    """Checks that there is something to fold.
+
+    Raises:
+      ValueError: if the run has no boundary, or its last steps sent activations uncompressed.
+    """
+    exp, step = run.exp, int(run.state.step)
+    if not exp.model.boundaries:
+        raise ValueError(f'{run.name} has one stage, so nothing is sent; fold a run of several')
+    last = exp.boundaries(max(step - 1, 0) // exp.epoch_steps)
+    if all(str(cut.fwd.codec) == 'raw' for cut in last):
+        raise ValueError(
+            f'{run.name} was trained on uncompressed activations at the end (fwd '
+            f'{exp.config.fwd}), so it serves without compression as it is'
+        )
+
+
+def folded(model: ModelState, maps: Sequence[Affine]) -> ModelState:
+    """``model`` whose later stages have ``maps`` at their entrance, before those that they have."""
+    states = dict(model.model_state)
+    for stage, (scale, shift) in enumerate(maps, 1):
+        old = states[stage].get(NAME, {'scale_minus_one': 0.0, 'shift': 0.0})
+        later = 1 + old['scale_minus_one']  # later * (scale * x + shift) + old shift
+        vectors = {'scale_minus_one': later * scale - 1, 'shift': later * shift + old['shift']}
+        states[stage] = {**states[stage], NAME: vectors}
+    return model._replace(model_state=states)
+
+
+def fold(run: Run, folder: Path) -> Scores:
+    """Writes the folded run.
+
+    Args:
+      run: trained with compression.
+      folder: of the new run; it does not exist.
+
+    Returns:
+      Its scores.
+
+    Raises:
+      ValueError: as `check`.
+      WorkdirError: if the folder cannot be written.
+    """
+    check(run)
+    model = folded(run.state.model, matched(run.exp, run.state.model, run.state.key))
+    trainer = Trainer(experiment_of(config_of(run.exp.config)), ProcessGroup())
+    nothing = trainer.create().model.feedback  # open boundaries remember nothing
+    state = run.state.replace(model=model._replace(feedback=nothing))
+    scores = trainer.evaluate(state, False)
+    with whole(folder) as part:
+        save(trainer, state, run, records_of(run, scores), part)
+    return scores
+
+
+def records_of(run: Run, scores: Scores) -> list[dict[str, Any]]:
+    """The records of the training, and the scores as those of a test with and without codecs."""
+    step = int(run.state.step)
+    base = {'kind': 'test', 'step': step, 'epoch': run.exp.points.epochs_at(step)}
+    trained = [r for r in read(run.folder / 'metrics.jsonl') if r['kind'] == 'train']
+    return [*trained, *({**base, 'compression': mode, **scores} for mode in ('off', 'on'))]
+
+
+def save(
+    trainer: Trainer, state: TrainState, run: Run, records: list[dict[str, Any]], folder: Path
+) -> None:
+    """Writes a run at the step of ``run``: checkpoint, configuration, records, perhaps summary."""
+    exp, step = trainer.exp, int(state.step)
+    with closing(Checkpoints(folder, config=exp.config.to_dict(), inputs=inputs(exp))) as saved:
+        saved.save(step, trainer.export(state), run.place)
+    write(folder / 'metrics.jsonl', ''.join(json.dumps(r) + '\n' for r in records))
+    if run.trained and step == exp.points.end:  # else the same command trains on
+        finish(exp, step, run.place, records, {}, folder)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog='jaxmp fold', description=(__doc__ or '').partition('\n\n')[2]
+    )
+    parser.add_argument('run', type=Path, metavar='RUN', help='workdir with a checkpoint')
+    parser.add_argument('--out', type=Path, help='folder of the new run; default RUN-folded')
+    args = parser.parse_args(argv)
+    try:
+        told(args.run, args.out)
+    except (OSError, ValueError, ImportError, WorkdirError) as error:
+        sys.exit(f'jaxmp fold: {error}')
+
+
+def told(workdir: Path, out: Path | None) -> None:
+    """Folds a run, and prints its scores beside those of the run.
+
+    Raises:
+      ValueError: as `load` and `check`, or if the folder of the new run exists.
+      WorkdirError: as `load` and `fold`.
+    """
+    folder = out or workdir.with_name(f'{workdir.resolve().name}-folded')
+    if folder.exists():
+        raise ValueError(f'{folder} exists; give another --out, or remove it')
+    run = load(workdir)
+    scores = fold(run, folder)
+    trainer, metric = Trainer(run.exp, ProcessGroup()), run.exp.task.metric
+    tests = {mode: trainer.evaluate(run.state, mode == 'on') for mode in ('on', 'off')}
+    said = (f'{name} {metric.format(s)}' for name, s in {**tests, 'folded': scores}.items())
+    print(f'test {metric.name}: {", ".join(said)}')
+    print(f'the folded run: {folder}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,71 @@
+"""`load`: a finished or stopped run, with the state of its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmp.config import KEYS, Summary, complete, flat, nested
+from jaxmp.net.group import ProcessGroup
+from jaxmp.training.checkpoint import Checkpoints, Place
+from jaxmp.training.experiment import Experiment, experiment_of
+from jaxmp.training.step import TrainState
+from jaxmp.training.trainer import Trainer
+
+
+class Run(NamedTuple):
+    """A finished or stopped run.
+
+    Attributes:
+      name: as the table shows it.
+      folder: its workdir.
+      exp: its experiment, in one program.
+      state: that of its last valid checkpoint.
+      trained: its seed, and the commit and the hardware of its training, if it has ended.
+      place: its position since the last test; see `jaxmp.training.resume`.
+    """
+
+    name: str
+    folder: Path
+    exp: Experiment
+    state: TrainState
+    trained: Summary
+    place: Place
+
+
+def load(workdir: Path) -> Run:
+    """The run of a workdir.
+
+    Raises:
+      ValueError: if ``workdir`` holds no configuration or no checkpoint, or a run with replicas.
+      WorkdirError: if its checkpoints are damaged.
+    """
+    try:
+        values = flat(json.loads((workdir / 'config.json').read_text()))
+        if 'model_type' in values:
+            raise ValueError('it has a checkpoint')
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f'{workdir} is not the workdir of a run: {error}; jaxmp evaluate of a '
+            'checkpoint needs --text=FILE'
+        ) from None
+    if (count := values.get('parallel.replicas', 1)) > 1:
+        raise ValueError(
+            f'{workdir} is a run with config.parallel.replicas={count}, whose checkpoint holds a '
+            'state per replica; give runs with one replica'
+        )
+    # Any run is tested in one program, of which a checkpoint of another runtime is one too.
+    values |= {name: key.default for name, key in KEYS.items() if key.runtime}
+    values |= {'parallel.runtime': 'local', 'tied_exchange': 'mean'}
+    exp = experiment_of(complete(nested(values)))
+    trainer = Trainer(exp, ProcessGroup())
+    state = trainer.create()
+    saved = Checkpoints(workdir).restore(trainer.export(state))
+    if saved is None:
+        raise ValueError(f'{workdir} has no checkpoint; train it first, or longer')
+    summary = workdir / 'summary.json'
+    ended = json.loads(summary.read_text()) if summary.is_file() else {}
+    trained = {k: ended[k] for k in ('seed', 'commit', 'hardware') if k in ended}
+    folder, state = workdir.resolve(), trainer.load(state, saved[0])
+    return Run(folder.name, folder, exp, state, trained, saved[1])
