@@ -18,6 +18,7 @@ BAD = {
     'report': (['/nowhere', '--out', 'x'], r'/nowhere has no result of a finished run'),
     'compare': (['/nowhere'], r'/nowhere is not a run: .*; give workdirs or result files'),
     'evaluate': (['/nowhere'], r'/nowhere is not the workdir of a run: .*No such file'),
+    'fold': (['/nowhere'], r'jaxmp fold: /nowhere is not the workdir of a run: .*No such file'),
     'generate': (['/nowhere'], r'there is no /nowhere; give a folder with config\.json'),
     'launch': (['--processes', '0', '--', 'x'], r'--processes 0: give 1 or more'),
     'pays': (['--link=fast'], '--link=fast: not a rate above 0'),

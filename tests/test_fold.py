@@ -141,6 +141,25 @@ def test_a_folded_language_model_writes(pair, capsys):
     assert 'compression' not in text  # nothing is compressed, so there is one text
 
 
+@pytest.mark.slow
+def test_a_run_without_the_folder_model_writes_from_its_checkpoint(tmp_path, capsys):
+    """As one with a bottleneck has none; one on images is no language model."""
+    config = config_of('text_gpt2', **TEXT, bottleneck=3, embed_every_stage=True)
+    loop.train_and_evaluate(config, tmp_path / 'run', quiet=True, draw=False)
+    assert not (tmp_path / 'run' / 'model').exists()
+    _, variables = language_model.load(tmp_path / 'run')
+    params = crosstest.load(tmp_path / 'run').state.model.params
+    for s in (0, 1):
+        jax.tree.map(np.testing.assert_array_equal, variables[s]['params'], params[s])
+    generate.main([str(tmp_path / 'run'), '--prompt=Alice', '--tokens=3'])
+    assert capsys.readouterr().out.count('Alice') == 2  # off and on
+
+
+def test_a_run_on_images_does_not_write(pair):
+    with pytest.raises(SystemExit, match='run is a run on digits, not of a language model'):
+        generate.main([str(pair('tiny')[0])])
+
+
 def test_a_folded_model_may_be_compressed_and_folded_again():
     """The second map is before the first: what crosses passes both."""
     maps = [moments.Affine(jnp.array([2.0, 0.5]), jnp.array([1.0, -1.0]))]
