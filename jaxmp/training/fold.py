@@ -26,7 +26,7 @@ from jaxmp.runtimes.types import ModelState
 from jaxmp.training.agreement import inputs
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import experiment_of
-from jaxmp.training.files import WorkdirError, whole, write
+from jaxmp.training.files import WorkdirError, replacing, write
 from jaxmp.training.moments import Affine, matched
 from jaxmp.training.records import read
 from jaxmp.training.saved import Run, load
@@ -93,7 +93,7 @@ def fold(run: Run, folder: Path) -> Scores:
     nothing = trainer.create().model.feedback  # open boundaries remember nothing
     state = run.state.replace(model=model._replace(feedback=nothing))
     scores = trainer.evaluate(state, False)
-    with whole(folder) as part:
+    with replacing(folder) as part:
         save(trainer, state, run, records_of(run, scores), part)
     return scores
 
