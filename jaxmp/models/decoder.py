@@ -312,11 +312,10 @@ class Stage(nn.Module):
         windows = jnp.array(windows) if min(windows) < _FAR else None
         positions = Positions(jnp.cos(angles) * scale, jnp.sin(angles) * scale, windows, cached)
         block = nn.remat(Block, prevent_cse=False) if c.remat else Block
-        each: Any = (0, nn.broadcast)
         # The cache is carried, so that it is updated where it is instead of copied.
         scan = nn.scan(
             block, {'params': 0}, variable_carry='cache', split_rngs={'params': True},
-            in_axes=each, length=self.blocks,
+            in_axes=(0, nn.broadcast), length=self.blocks,
         )  # fmt: skip
         layers = Layer(jnp.array(self.layers), jnp.arange(self.blocks))
         return scan(c, name='layers')(x, layers, positions)[0]

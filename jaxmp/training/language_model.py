@@ -157,9 +157,9 @@ def load(workdir: str | Path, select: Selection = every) -> tuple[Experiment, Va
 
 
 def _some(read: Callable[[int], Tree], count: int, select: Selection) -> Variables:
-    """The variables of some stages, in their places."""
+    """The variables of some stages, in their places; none of the others."""
     here = select(count)
-    return tuple(read(s) if s in here else None for s in range(count))
+    return tuple(read(s) if s in here else {} for s in range(count))
 
 
 def _of_run(workdir: Path, select: Selection) -> LanguageModel:

@@ -128,9 +128,9 @@ def _phase(
 
 def _for_phase(thing: object, text: str) -> Codec | Channel:
     sender = complete(thing, text)
-    if not isinstance(sender, Codec) and getattr(sender, 'form', None) is None:
-        raise TypeError(f'{text} is not a codec; a phase keeps the feedback rules of fwd and bwd')
-    return sender
+    if isinstance(sender, Codec) or (isinstance(sender, Channel) and sender.form is not None):
+        return sender
+    raise TypeError(f'{text} is not a codec; a phase keeps the feedback rules of fwd and bwd')
 
 
 def _each(way: list[Codec | Channel], boundaries: Sequence[Boundary]) -> list[Codec | Channel]:
