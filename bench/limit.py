@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp.boundary.pipeline import run_stage
 from jaxmp.codecs.heavy import Heavy, taken
 from jaxmp.codecs.microscaling import mx
 from jaxmp.feedback.components import best_widths
-from jaxmp.pipeline import run_stage
 from jaxmp.spec import parse
 from jaxmp.training import nats_table
 from jaxmp.training.perplexity import blocks_of

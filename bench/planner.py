@@ -128,9 +128,8 @@ def loss_of(out: Path, seed: int) -> float:
     import numpy as np
 
     from jaxmp import data
-    from jaxmp.config import complete
+    from jaxmp.config import complete, load
     from jaxmp.net.group import ProcessGroup
-    from jaxmp.plugins import load
     from jaxmp.training.loop import prepare
 
     config = complete(load(str(out)))

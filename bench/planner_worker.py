@@ -110,10 +110,9 @@ def measure(args: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {core})
     import jax
 
-    from jaxmp.config import complete
+    from jaxmp.config import complete, load
     from jaxmp.net.connect import Address
     from jaxmp.net.link import Link, parse
-    from jaxmp.plugins import load
     from jaxmp.runtimes.allocator import keep_freed_pages
     from jaxmp.runtimes.placement import keep_compiled
     from jaxmp.training.experiment import experiment_of

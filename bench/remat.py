@@ -17,9 +17,8 @@ os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'
 import numpy as np
 
 from jaxmp import data
-from jaxmp.config import complete
+from jaxmp.config import complete, load
 from jaxmp.net.group import ProcessGroup
-from jaxmp.plugins import load
 from jaxmp.runtimes.allocator import keep_freed_pages
 from jaxmp.training import experiment, sizes
 from jaxmp.training.trainer import Trainer

@@ -18,7 +18,7 @@ import numpy as np
 from workers import interfaces, serve
 
 from jaxmp import data
-from jaxmp.config import complete
+from jaxmp.config import complete, load
 from jaxmp.exchange import AXIS, bytes_of
 from jaxmp.net.connect import names_of
 from jaxmp.net.group import ProcessGroup
@@ -26,7 +26,6 @@ from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms
-from jaxmp.plugins import load
 from jaxmp.runtimes.placement import device_mesh, open_links
 from jaxmp.training import replicas
 from jaxmp.training.elastic import ElasticTrainer

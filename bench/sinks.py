@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp.boundary.pipeline import run_stage
 from jaxmp.net.group import ProcessGroup
-from jaxmp.pipeline import run_stage
 from jaxmp.plan.asked import changed
 from jaxmp.plan.seen import seen, sinks
 from jaxmp.training import loop

@@ -28,7 +28,7 @@ from emulated_network import LINKS, Lab
 from timing import stem
 from workers import HERE, Crew, Rows, workers
 
-from jaxmp.plugins import load
+from jaxmp.config import load
 
 STEPS, DELAY, PORT = 30, 10, 9100
 NONE = 'diloco(1000000, mean)'  # no exchange in these steps

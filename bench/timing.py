@@ -5,8 +5,8 @@ import re
 
 import jax
 
-from jaxmp.bench.cost import best
 from jaxmp.runtimes.allocator import keep_freed_pages
+from jaxmp.study.bench.cost import best
 from jaxmp.training.summary import provenance
 
 __all__ = ['best', 'compiled', 'header', 'keep_freed_pages', 'stem']

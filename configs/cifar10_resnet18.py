@@ -7,8 +7,7 @@ step takes about 2 s, so use --config.model.width=16 --config.data.train_example
 --config.epochs=10 --config.optimizer.cosine_epochs=20 there.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:

@@ -5,8 +5,7 @@ python train.py --config=configs/cifar10_small.py --config.data.dir=DIR --config
 One CPU core: about 17 minutes. Scored on all 10,000 test images; see results/cifar10_small.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:

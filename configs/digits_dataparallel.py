@@ -4,8 +4,7 @@ python train.py --config=configs/digits_dataparallel.py
 2 CPU cores, shared with other work: 1.5 minutes. Expect 98 % test accuracy.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:

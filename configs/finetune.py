@@ -7,8 +7,7 @@ here is Alice's Adventures in Wonderland. WORKDIR/model is then a folder that tr
 loads. An epoch of low-rank updates of SmolLM2-135M takes about three minutes on two CPU cores.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:

@@ -5,8 +5,7 @@ python train.py --config=configs/mnist_dataparallel.py --config.data.dir=DIR --c
 One CPU core: about 2 minutes. Expect 98.5 %; see results/mnist_dataparallel.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:

@@ -1,6 +1,6 @@
 """Tables 1-5 of the paper (arXiv 2401.07788) as rows of a study, at six scales.
 
-python -m jaxmp.sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data.dir=DIR
+python -m jaxmp.study.sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data.dir=DIR
 smoke: embedded data, CI. cpu: real CIFAR-10, 600 steps, one to three minutes of one core a run.
 mnist: Tables 1-4 by a LeNet in two stages, 6,000 steps until little more is learned, two minutes.
 converged: real CIFAR-10, 15,000 steps until little more is learned, about 20 minutes of one core.
@@ -18,8 +18,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 class Row(NamedTuple):

@@ -5,8 +5,7 @@ python train.py --config=configs/text_gpt2.py
 with --config.fwd=raw --config.bwd=raw 1.71. `jaxmp generate runs/text_gpt2-block_4` writes on.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:

@@ -5,8 +5,7 @@ python train.py --config=configs/text_gpt2_dataparallel.py
 The closing table has the bytes of both compressions.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:

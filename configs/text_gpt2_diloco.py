@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 class Row(NamedTuple):

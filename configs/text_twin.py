@@ -5,8 +5,7 @@ One CPU core: a minute. After a warm-up the rate is constant, so that a step is 
 a longer run.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:
@@ -16,7 +15,7 @@ def get_config() -> Config:
     c.data.sequence_length = 64
     c.model.width, c.model.blocks, c.model.stages = 64, 8, 8
     c.fwd = c.bwd = 'raw'
-    c.optimizer.schedule = 'jaxmp.bench.twin:rate'
+    c.optimizer.schedule = 'jaxmp.study.bench.twin:rate'
     c.optimizer.lr = 2e-3
     c.epochs = 6
     c.batch_size = 16

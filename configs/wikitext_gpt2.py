@@ -9,8 +9,7 @@ The paper, compression on: perplexity 21.01 without compression, 74.51 with Top1
 reuse the activation's indices, 2,990 with indices of their own.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config() -> Config:

@@ -11,8 +11,7 @@ One CPU core: 17 minutes of pretraining beside other work, a perplexity of 52; t
 half a run. The rows of such runs are in results/cpu, named gpt2-.
 """
 
-from jaxmp.config import Config
-from jaxmp.plugins import load
+from jaxmp.config import Config, load
 
 
 def get_config(phase: str = 'tune') -> Config:

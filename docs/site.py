@@ -2,7 +2,7 @@
 
 The README is the first page. Made from the code: a page for each package of the API, to which a
 link to the package's folder leads, one for the commands and the configuration, whose file is
-`jaxmp/config.py`, one for each notebook. A link to a file of the repository that is none of
+`jaxmp/config/`, one for each notebook. A link to a file of the repository that is none of
 these and no page leads to the repository, or becomes the file's name where no address of it is
 configured. In the finished text codes, numbers and tables get what decides where lines break.
 """
@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 
 from jaxmp.__main__ import COMMANDS
 from jaxmp.config import KEYS, Key
-from jaxmp.plugins import files, first_line
+from jaxmp.config.plugins import files, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r'\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)')
@@ -30,7 +30,7 @@ FROM_ROOT = {
     'CONTRIBUTING.md': 'contributing.md',
     'results/bench/table.md': 'bench_table.md',
 }
-FROM_CODE = {'jaxmp/config.py': 'config.md'}
+FROM_CODE = {'jaxmp/config/__init__.py': 'config.md'}
 GROUPS = {
     '': 'The run',
     'data': 'Data',
@@ -51,7 +51,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, *, config: Any) -> Files:
     """Adds the pages that are made."""
     made = {page: (ROOT / file).read_text() for file, page in FROM_ROOT.items()}
-    made[FROM_CODE['jaxmp/config.py']] = configuration()
+    made[FROM_CODE['jaxmp/config/__init__.py']] = configuration()
     made |= {f'notebooks/{p.stem}.md': notebook(p) for p in notebooks()}
     made |= {f'api/{name}.md': package(name, of) for name, of in packages().items()}
     for name, text in made.items():
@@ -97,7 +97,7 @@ def configuration() -> str:
         '# Commands and configuration\n',
         'Made from `jaxmp.config.KEYS`; `jaxmp train --help` prints the same. A key is set on the '
         'command line as `--config.KEY=VALUE`, and in a file of your own by `c.KEY = VALUE`:\n',
-        '```python title="mine.py"\nfrom jaxmp.plugins import load\n\n\ndef get_config():\n'
+        '```python title="mine.py"\nfrom jaxmp.config import load\n\n\ndef get_config():\n'
         "    c = load('digits_resnet')  # what differs from there follows\n"
         "    c.name = 'mine'\n    c.optimizer.lr = 0.05\n    return c\n```\n",
         '`jaxmp train --config=mine.py` trains it. A misspelt key and a value that is not allowed '

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmp import codecs
 from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback, value_and_grad
+from jaxmp.boundary.pipeline import Pipeline, pipeline
+from jaxmp.boundary.transport import Transport, local, ppermute
 from jaxmp.codecs import *  # noqa: F403
 from jaxmp.feedback import (
     Channel,
@@ -18,15 +20,14 @@ from jaxmp.feedback import (
     warm,
 )
 from jaxmp.metrics import Metric
-from jaxmp.pipeline import Pipeline, pipeline
 from jaxmp.spec import SpecError, canonical, parse
-from jaxmp.transport import Transport, local, ppermute
-from jaxmp.version import __version__ as __version__
 from jaxmp.wire import Codec, Ctx, Like, bits, like, nbytes
 
 if TYPE_CHECKING:
     from jaxmp.training.loop import train_and_evaluate
     from jaxmp.training.task import Task
+
+__version__ = '0.2.0'
 
 _LATER = {'Task': 'jaxmp.training.task', 'train_and_evaluate': 'jaxmp.training.loop'}
 

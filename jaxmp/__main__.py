@@ -7,7 +7,7 @@ import sys
 
 COMMANDS = {
     'train': ('jaxmp.training.command', 'train a model with compressed boundaries'),
-    'sweep': ('jaxmp.sweep.runner', 'run every row of a study for every seed'),
+    'sweep': ('jaxmp.study.sweep.runner', 'run every row of a study for every seed'),
     'report': ('jaxmp.report.__main__', 'tables, figures and verdicts of finished runs'),
     'compare': ('jaxmp.report.compare', 'a table and curves of any runs'),
     'evaluate': ('jaxmp.training.crosstest', 'test runs and checkpoints with other codecs'),
@@ -17,7 +17,10 @@ COMMANDS = {
     'switch': ('jaxmp.launch.switch', 'where the replicas of an elastic run on several hosts meet'),
     'pays': ('jaxmp.plan.pays', 'whether more machines make a step faster over a link'),
     'plan': ('jaxmp.plan.__main__', 'choose codecs, schedule and micro-batches for a link'),
-    'bench': ('jaxmp.bench.__main__', 'score channels: bits, error, time, steps, time over links'),
+    'bench': (
+        'jaxmp.study.bench.__main__',
+        'score channels: bits, error, time, steps, time over links',
+    ),
     'codecs': ('jaxmp.codecs.__main__', 'the words of the algebra, with bits per element'),
 }
 
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f'usage: jaxmp COMMAND ...\n\n{rows}\n\n`jaxmp COMMAND --help` says more.')
         return
     if name == '--version':
-        from jaxmp.version import __version__
+        from jaxmp import __version__
 
         print(f'jaxmp {__version__}')
         return

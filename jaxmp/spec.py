@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from jaxmp import codecs, feedback
 from jaxmp.feedback import Channel, direct
 from jaxmp.wire import Codec
-from jaxmp.words import called, form, named
+from jaxmp.wire.words import called, form, named
 
 LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)

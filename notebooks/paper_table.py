@@ -38,11 +38,11 @@ import matplotlib.pyplot as plt
 from absl import logging
 from IPython.display import Markdown, display
 
-from jaxmp import plugins
+from jaxmp.config import plugins
 from jaxmp.report import __main__ as report
 from jaxmp.report import page, results
-from jaxmp.sweep import runner as sweep
-from jaxmp.sweep import study
+from jaxmp.study.sweep import runner as sweep
+from jaxmp.study.sweep import study
 
 paper_tables = plugins.module(plugins.find('paper_tables'))
 

@@ -6,8 +6,7 @@ from functools import cache
 from math import expm1, log  # noqa: F401
 from statistics import mean, median  # noqa: F401
 
-from jaxmp import plugins
-from jaxmp.config import settings
+from jaxmp.config import plugins, settings
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
 from jaxmp.plan.verdict import MARGIN as MARGIN_OF_A_STEP  # noqa: F401
 from jaxmp.report import answers, claims, late, lost, residuals, results

@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from jaxmp.plugins import load
+from jaxmp.config import load
 from jaxmp.report import __main__ as report
 from jaxmp.report import polar
 from jaxmp.runtimes.schedules import gpipe, named

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Ctx, FeedbackState, parse
-from jaxmp.hlo import permuted
+from jaxmp.exchange.hlo import permuted
 from tests.laws import QUICK
 from tests.runs import slow
 

@@ -9,15 +9,17 @@ import sys
 import pytest
 import yaml
 
-from jaxmp import plugins
-from jaxmp.version import __version__
+from jaxmp import __version__
+from jaxmp.config import plugins
 from tests.runs import ROOT
 
 PIP = '-m', 'pip', '--disable-pip-version-check', '--no-input'
 USED = """
 import importlib.metadata, json
 import jaxmp
-from jaxmp import data, plugins, sinks
+from jaxmp import data
+from jaxmp.config import plugins
+from jaxmp.grammar import sinks
 from jaxmp.data import text
 about = importlib.metadata.metadata('jaxmp')
 print(json.dumps({

@@ -11,10 +11,11 @@ import pytest
 import scipy.fft
 
 import jaxmp
-from jaxmp import Ctx, codecs, sinks, testing
+from jaxmp import Ctx, codecs, testing
 from jaxmp.codecs import extremes, polarsearch, rans, select
 from jaxmp.codecs.dct import cosines, of_cosines
 from jaxmp.codecs.polarcode import Code
+from jaxmp.grammar import sinks
 from jaxmp.wire import pack, unpack
 from tests import laws
 from tests.runs import slow

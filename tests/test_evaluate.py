@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxmp import boundary
+from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.codecs import raw
 from jaxmp.config import KEYS
 from jaxmp.feedback import direct
 from jaxmp.metrics import ACCURACY
 from jaxmp.net.group import ProcessGroup
-from jaxmp.pipeline import Pipeline
 from jaxmp.runtimes import allocator
 from jaxmp.training import experiment, loop, points, progress, records
 from jaxmp.training.trainer import Trainer

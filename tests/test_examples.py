@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 import jaxmp
 from jaxmp import data
-from jaxmp.plugins import module
+from jaxmp.config.plugins import module
 from tests.runs import ENV, LAUNCH, ROOT
 from tests.test_pretrained import tiny
 

@@ -17,7 +17,7 @@ import jaxmp
 from jaxmp import Ctx, exchange
 from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.collectives import sent
-from jaxmp.hlo import operands
+from jaxmp.exchange.hlo import operands
 from jaxmp.runtimes.placement import device_mesh
 from tests import laws
 from tests.laws import QUICK

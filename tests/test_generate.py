@@ -11,10 +11,10 @@ import pytest
 
 from jaxmp import boundary, parse
 from jaxmp.boundary import init_feedback
+from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.data.chat import Template
 from jaxmp.data.tokenizer import byte_level
 from jaxmp.models import gpt2
-from jaxmp.pipeline import Pipeline
 from jaxmp.training import generate, language_model, sampling
 from jaxmp.wire import Ctx
 from tests.laws import QUICK

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxmp
-from jaxmp import transport
+from jaxmp.boundary import transport
 from jaxmp.models import gpt2, layers, tied, weights
 from tests.laws import QUICK
 from tests.runs import slow

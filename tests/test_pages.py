@@ -15,10 +15,12 @@ import pytest
 import yaml
 
 from jaxmp import __main__ as console
-from jaxmp import config, plugins
+from jaxmp import config
+from jaxmp.config import plugins
+from jaxmp.config.change import put
 from jaxmp.launch.launchers import place_of
 from jaxmp.net.address import TOKEN
-from jaxmp.sweep.study import put, study_of
+from jaxmp.study.sweep.study import study_of
 from jaxmp.training.command import described
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.parallel import parallel_of

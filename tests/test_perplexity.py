@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxmp import parse
+from jaxmp.boundary.pipeline import pipeline
 from jaxmp.data.tokenizer import byte_level
 from jaxmp.models import gpt2, weights
 from jaxmp.models.layers import next_token_nats
-from jaxmp.pipeline import pipeline
 from jaxmp.training import crosstest, generate, language_model, perplexity, sampling
 from jaxmp.wire import Ctx
 from tests.test_decoder import opened, save

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import plugins, sinks, spec
-from jaxmp.config import complete
+from jaxmp import spec
+from jaxmp.config import complete, plugins
+from jaxmp.grammar import sinks
 from jaxmp.net.link import Link, parse
 from jaxmp.plan import __main__ as command
 from jaxmp.plan import candidates, choose, loss, planned, predict, show, stages, steps, write
@@ -218,7 +219,7 @@ def test_nobody_meets_the_budget_and_it_says_so():
 def test_a_written_file_is_a_configuration(tmp_path, schedule, monkeypatch):
     """Its base is a file beside it."""
     (tmp_path / 'base.py').write_text(
-        'from jaxmp.plugins import load\n\n\ndef get_config(name):\n    c = load("text_gpt2")\n'
+        'from jaxmp.config import load\n\n\ndef get_config(name):\n    c = load("text_gpt2")\n'
         '    c.name = name\n    return c\n'
     )
     edges = {(a, b): RAW._replace(text=f'block({1 + 2 * a + b}, size=64)') for a, b in EDGES}

@@ -177,7 +177,7 @@ def test_a_command_gives_a_length_as_a_number_or_a_text(monkeypatch, tmp_path):
     own = tmp_path / 'own.py'
     text = 'c.eval_every = 2\n    c.checkpoint_every = "7 steps"\n    return c'
     own.write_text(
-        f'from jaxmp.plugins import load\ndef get_config():\n    c = load("common")\n    {text}\n'
+        f'from jaxmp.config import load\ndef get_config():\n    c = load("common")\n    {text}\n'
     )
     given = ['--config.eval_every=500 steps', '--config.optimizer.warmup=3%', '--config.steps=9']
     for more, wanted in (([], (2, '7 steps', '0 steps')), (given, ('500 steps', '7 steps', '3%'))):

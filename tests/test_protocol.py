@@ -5,18 +5,18 @@ import re
 
 import pytest
 
-from jaxmp.bench import __main__ as command
-from jaxmp.bench import picture, protocol, twin
-from jaxmp.bench.cost import Cost, cost
-from jaxmp.bench.entries import DEFAULT, PAIRS, RAW, TARGETS, TRIPLES, Entry, entries_of
-from jaxmp.bench.protocol import DENSE, LINK, RECORDS, Way
-from jaxmp.bench.rows import ranked, record, row_of
-from jaxmp.bench.table import markdown
-from jaxmp.bench.twin import Twin
 from jaxmp.net.link import parse
 from jaxmp.plan.choose import Order
 from jaxmp.report import style
-from jaxmp.sweep import runner
+from jaxmp.study.bench import __main__ as command
+from jaxmp.study.bench import picture, protocol, twin
+from jaxmp.study.bench.cost import Cost, cost
+from jaxmp.study.bench.entries import DEFAULT, PAIRS, RAW, TARGETS, TRIPLES, Entry, entries_of
+from jaxmp.study.bench.protocol import DENSE, LINK, RECORDS, Way
+from jaxmp.study.bench.rows import ranked, record, row_of
+from jaxmp.study.bench.table import markdown
+from jaxmp.study.bench.twin import Twin
+from jaxmp.study.sweep import runner
 from tests.runs import ROOT
 
 TINY = {  # two stages that compile at once, five steps

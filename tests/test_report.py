@@ -29,7 +29,7 @@ from jaxmp.report import (
 )
 from jaxmp.report.paper import PAPER, REGISTERED, paper_row
 from jaxmp.runtimes import placement
-from jaxmp.sweep import runner
+from jaxmp.study.sweep import runner
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.summary import finish
 from tests.runs import ROOT, config_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp import sinks
+from jaxmp.grammar import sinks
 from jaxmp.training import dry_run, experiment, loop
 from tests.runs import config_of
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxmp import plugins
-from jaxmp.config import complete
+from jaxmp.config import complete, plugins
 from jaxmp.launch.__main__ import free_port
 from jaxmp.net.link import Link
 from jaxmp.plan import __main__ as command

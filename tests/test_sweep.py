@@ -19,7 +19,7 @@ from jaxmp import spec
 from jaxmp.models import checkpoint
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
-from jaxmp.sweep import runner, study
+from jaxmp.study.sweep import runner, study
 from jaxmp.training import crosstest, files, loop
 from jaxmp.training.experiment import experiment_of
 from tests.runs import ENV, ROOT
@@ -40,7 +40,7 @@ def plan(tmp_path, *more):
 
 
 def process(tmp_path, *more):
-    command = sys.executable, '-m', 'jaxmp.sweep', *words(tmp_path, *more)
+    command = sys.executable, '-m', 'jaxmp.study.sweep', *words(tmp_path, *more)
     return subprocess.Popen(command, env=ENV, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 

@@ -563,7 +563,7 @@ def test_two_processes_end_like_one_whatever_happens(tmp_path, runtime):
 
 
 TIED = """
-from jaxmp.plugins import load
+from jaxmp.config import load
 
 
 def get_config():

@@ -2,7 +2,7 @@
 
 import flax.linen as nn
 
-from jaxmp import plugins
+from jaxmp.config import plugins
 
 paper_tables = plugins.module(plugins.find('paper_tables'))
 

@@ -10,7 +10,7 @@ from jaxmp.codecs import select
 from jaxmp.codecs.extremes import span
 from jaxmp.codecs.view import each
 from jaxmp.wire import Codec, Ctx, Like, Payload, samples, wide
-from jaxmp.words import word
+from jaxmp.wire.words import word
 
 
 @word

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.exact import product
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, wide
-from jaxmp.words import word
+from jaxmp.wire.words import word
 
 SIZES = [2**n for n in range(1, 13)]
 BITS = 11  # of a factor, so that `product` is exact

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jaxmp.wire import Codec, Ctx, Like, half_bytes, wide
-from jaxmp.words import named
+from jaxmp.wire.words import named
 
 
 def _encode_raw(x: Array, ctx: Ctx) -> Array:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, UInt32
 
 from jaxmp.codecs import select
 from jaxmp.wire import Payload, pack, unpack
-from jaxmp.words import Origin, known, named
+from jaxmp.wire.words import Origin, known, named
 
 
 @known
@@ -27,7 +27,7 @@ class IndexCoding(NamedTuple):
     Attributes:
       encode: ``(words, support, n) -> payload`` from the bitmap and the positions; use either.
       decode: ``(payload, n, k) -> support`` of shape ``(B, k)``.
-      origin: the name of the coding in texts (`jaxmp.words`).
+      origin: the name of the coding in texts (`jaxmp.wire.words`).
     """
 
     encode: Callable[[UInt32[Array, 'B w'], Int[Array, 'B K'], int], Payload]

@@ -15,7 +15,7 @@ from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.lloyd import scale_of
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, elements, half_bytes, pack, samples, unpack, wide
-from jaxmp.words import word
+from jaxmp.wire.words import word
 
 ROUNDS = 4  # of Lloyd's algorithm, after the cells have been split at their means
 

@@ -24,7 +24,7 @@ from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.exact import short
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, half_bytes, pack, samples, unpack, wide
-from jaxmp.words import check_bools, word
+from jaxmp.wire.words import check_bools, word
 
 RUNS = 32  # of a row, whose maxima are formed side by side
 AT_ONCE = 8  # runs of a row, whose sums are formed side by side

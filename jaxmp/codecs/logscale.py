@@ -8,7 +8,7 @@ from jaxtyping import Array
 from jaxmp.codecs.extremes import magnitudes
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
-from jaxmp.words import word
+from jaxmp.wire.words import word
 
 
 def _geometric(a: Array, ratio: Array, n: Array, digits: int) -> Array:

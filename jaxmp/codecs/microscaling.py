@@ -20,7 +20,7 @@ from jaxmp.codecs.dense import saturated
 from jaxmp.codecs.exact import short
 from jaxmp.codecs.extremes import largest
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, pack, unpack, wide
-from jaxmp.words import named, word
+from jaxmp.wire.words import named, word
 
 ROW = 32  # elements that are packed together: a block of `mx`, two of `nvfp4`
 BIAS = 127  # of the exponents of float32 and E8M0

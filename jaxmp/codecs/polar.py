@@ -27,7 +27,7 @@ from jaxmp.codecs.dense import bf16, saturated
 from jaxmp.codecs.polarcode import Code, check_size
 from jaxmp.codecs.polarsearch import Ratios, successive, successive_list
 from jaxmp.wire import KEY, Codec, Ctx, Like, compute_dtype, pack, unpack, wide
-from jaxmp.words import Origin, check_whole, known, named, word
+from jaxmp.wire.words import Origin, check_whole, known, named, word
 
 WORD, NOISE = 0, 1  # sub-streams of the crossing's key
 
@@ -38,7 +38,7 @@ class Search(NamedTuple):
 
     Attributes:
       word: ``(code, ratios, ctx) -> signs`` of a codeword; ratios and signs are ``(N, blocks)``.
-      origin: the call that built it (`jaxmp.words`).
+      origin: the call that built it (`jaxmp.wire.words`).
     """
 
     word: Callable[[Code, Ratios, Ctx], Ratios]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxmp.codecs.dense import saturated
 from jaxmp.wire import KEY, Codec, Ctx, Like, Payload, compute_dtype, wide
-from jaxmp.words import word
+from jaxmp.wire.words import word
 
 BLOCKS = [2**n for n in range(1, 21)]
 MOST_EXACT = 2**12  # levels, whose sum has no more than the 24 bits of a float32

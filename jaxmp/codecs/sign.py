@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jaxmp.codecs.dense import saturated
 from jaxmp.wire import KEY, Codec, Ctx, Like, elements, pack, samples, unpack, wide
-from jaxmp.words import check_whole, named, word
+from jaxmp.wire.words import check_whole, named, word
 
 EXPONENT_BITS, MANTISSA_BITS = 8, 23  # of float32
 SMALL = 2.0**-16  # keeps sums over the largest floats finite

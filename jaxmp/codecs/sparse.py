@@ -16,7 +16,7 @@ from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import IndexCoding, bitmap
 from jaxmp.wire import KEY, Codec, Ctx, Like, Need, Payload, elements, samples, wide
-from jaxmp.words import word
+from jaxmp.wire.words import word
 
 
 def check_parts(name: str, fraction: object, values: object, indices: object = bitmap) -> None:

@@ -9,7 +9,7 @@ from jaxmp.codecs import select
 from jaxmp.codecs.dense import raw
 from jaxmp.codecs.indices import packed
 from jaxmp.wire import Codec, Ctx, Like, Payload, Samples, elements, samples
-from jaxmp.words import check_whole, word
+from jaxmp.wire.words import check_whole, word
 
 
 def _without(rows: Array, place: Array) -> Array:

@@ -30,7 +30,7 @@ from jaxmp.codecs.lloyd import (
 )
 from jaxmp.codecs.uniform import check_bits
 from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
-from jaxmp.words import check_bools, word
+from jaxmp.wire.words import check_bools, word
 
 # Ungerboeck's codes for amplitudes: parity checks (h1, h0) by the number of states.
 CHECKS = {4: (2, 5), 8: (4, 11), 16: (4, 19), 32: (8, 37)}

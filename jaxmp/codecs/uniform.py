@@ -30,7 +30,7 @@ from jaxmp.wire import (
     unpack,
     wide,
 )
-from jaxmp.words import check_whole, word
+from jaxmp.wire.words import check_whole, word
 
 Rounding = Callable[[Array, int, Ctx], Array]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, samples
-from jaxmp.words import check_whole, word
+from jaxmp.wire.words import check_whole, word
 
 
 def each(codec: Codec) -> Codec:

@@ -4,6 +4,7 @@ from jaxmp.exchange.adam import frozen_adam
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
 from jaxmp.exchange.collectives import AXIS, Collectives, metered, over, sent
 from jaxmp.exchange.delayed import demo, dgc, momentum
+from jaxmp.exchange.hlo import operands
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
 from jaxmp.exchange.outer import Outer, nesterov, sgd
@@ -13,7 +14,6 @@ from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.text import RULES, parse
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.exchange.transformation import ExchangeState, transform
-from jaxmp.hlo import operands
 
 __all__ = [
     'AXIS',

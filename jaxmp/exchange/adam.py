@@ -10,7 +10,7 @@ from jaxmp.exchange.averages import mean
 from jaxmp.exchange.collectives import Collectives, Grads
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of
 from jaxmp.wire import widened
-from jaxmp.words import check_whole, word
+from jaxmp.wire.words import check_whole, word
 
 
 @word

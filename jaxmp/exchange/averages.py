@@ -25,7 +25,7 @@ from jaxmp.exchange.layout import Exchange, Rule, State
 from jaxmp.feedback import Channel, direct, ef
 from jaxmp.feedback.channel import EndState, Rx
 from jaxmp.wire import Codec, Ctx, Index, Like, Payload, widened
-from jaxmp.words import named, word
+from jaxmp.wire.words import named, word
 
 UNROLLED = 4  # largest number of replicas whose messages are decoded without a loop
 

@@ -2,8 +2,8 @@
 
 An exchange calls the functions of `Collectives`. `over` implements them inside `jax.shard_map`.
 `metered` implements them without communication and counts the bytes of their operands, so that the
-reported bytes come from the same code that runs. `jaxmp.hlo.operands` reads the bytes of the
-compiled program. `whole` and `part` lead into such programs and out of them.
+reported bytes come from the same code that runs. `jaxmp.exchange.hlo.operands` reads the bytes of
+the compiled program. `whole` and `part` lead into such programs and out of them.
 
 All messages of a call are joined to one array of bytes, because each collective costs a round trip,
 and because XLA:CPU widens bf16. Numbers that are added are joined to one array per dtype.
@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from jaxmp.transport import one_piece
+from jaxmp.boundary.transport import one_piece
 from jaxmp.wire import Payload, nbytes, widened
 
 Device = Any  # a `jax.Device`, which is no static type

@@ -28,11 +28,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Collectives, Device, KeyWords, over, part, sent, whole
+from jaxmp.exchange.hlo import operands
 from jaxmp.exchange.layout import Exchange, State
 from jaxmp.exchange.pieces import Buffer, in_pieces
 from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.traffic import bytes_of
-from jaxmp.hlo import operands
 from jaxmp.wire import Like
 
 Copy = tuple[Array, State]  # the gradient at a copy, or the sum of both; and its state

@@ -18,7 +18,7 @@ from jaxmp.exchange.collectives import Collectives, Grads
 from jaxmp.exchange.layout import Exchange, Rule, State, bucketed, check_rule
 from jaxmp.feedback import ef
 from jaxmp.wire import Codec, Ctx, Like, like, widened
-from jaxmp.words import check_bools, word
+from jaxmp.wire.words import check_bools, word
 
 LEAST_SPARSE = 0.25  # fraction sent in epoch 0 of a sparsity warm-up; in epoch t its power t + 1
 

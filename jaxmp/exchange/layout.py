@@ -22,7 +22,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp.exchange.collectives import Collectives, Grads, Params, Tree
 from jaxmp.wire import Like, widened
-from jaxmp.words import Origin, check_whole, known, word
+from jaxmp.wire.words import Origin, check_whole, known, word
 
 State = PyTree  # of arrays: what a replica remembers of an exchange
 SMALLEST = 200
@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
         if instead the parameters are the same, after every ``period`` steps.
       rounds: the `jaxmp.exchange.rounds.Plan` of an exchange in rounds, whose steps replicas of
         separate JAX worlds take themselves; else None.
-      origin: the call that built it, its text and identity (`jaxmp.words`).
+      origin: the call that built it, its text and identity (`jaxmp.wire.words`).
     """
 
     init: Callable[[Params, int], State]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxmp.exchange.collectives import Collectives
 from jaxmp.exchange.layout import Rule, State
 from jaxmp.wire import Like, widened
-from jaxmp.words import check_whole, word
+from jaxmp.wire.words import check_whole, word
 
 
 def _sides(x: Array | Like) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import optax
 
-from jaxmp.words import Origin, known, word
+from jaxmp.wire.words import Origin, known, word
 
 
 @known
@@ -17,7 +17,7 @@ class Outer(NamedTuple):
     Attributes:
       init: ``parameters -> state``.
       update: ``(pseudo-gradient, state, parameters) -> (change of the parameters, state)``.
-      origin: the call that built it, its text and identity (`jaxmp.words`).
+      origin: the call that built it, its text and identity (`jaxmp.wire.words`).
     """
 
     init: Callable[[optax.Params], optax.OptState]

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Collectives, Grads, Tree
 from jaxmp.exchange.layout import Exchange, Rule, State, exchange_of, joined, split
-from jaxmp.words import check_whole, word
+from jaxmp.wire.words import check_whole, word
 
 
 def _either(

@@ -20,8 +20,8 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
+from jaxmp.boundary.transport import one_piece
 from jaxmp.exchange.collectives import Collectives, Tree
-from jaxmp.transport import one_piece
 from jaxmp.wire import Index, Payload
 
 _gathered = core.Primitive('gathered_by_host')

@@ -27,7 +27,7 @@ from jaxmp.exchange.outer import Outer, nesterov
 from jaxmp.exchange.settled import reduced
 from jaxmp.feedback.settled import finite, kept_if
 from jaxmp.wire import Like
-from jaxmp.words import check_whole, word
+from jaxmp.wire.words import check_whole, word
 
 Fragment = Tree  # some of the parameters, with None for the arrays of other fragments
 Turn = tuple[Fragment, State]  # a fragment and its state

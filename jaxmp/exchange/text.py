@@ -11,7 +11,7 @@ from jaxmp.exchange.lowrank import power_sgd
 from jaxmp.exchange.outer import nesterov, sgd
 from jaxmp.exchange.parts import by_name, by_size
 from jaxmp.exchange.rounds import diloco, local_sgd
-from jaxmp.words import named
+from jaxmp.wire.words import named
 
 RULES: spec.Names = {
     f.__name__: f

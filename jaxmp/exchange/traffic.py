@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import AXIS, Grads, Params, metered, over, sent
+from jaxmp.exchange.hlo import operands
 from jaxmp.exchange.layout import Exchange, State
-from jaxmp.hlo import operands
 from jaxmp.wire import nbytes
 
 Bytes = dict[str, Any]  # numbers by name, and dicts of numbers by kind

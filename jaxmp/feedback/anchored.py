@@ -12,7 +12,7 @@ from jaxmp.feedback.channel import Channel, check_codec
 from jaxmp.feedback.rules import read
 from jaxmp.feedback.settled import finite, kept_if
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like
-from jaxmp.words import check_bools, check_whole, word
+from jaxmp.wire.words import check_bools, check_whole, word
 
 
 class Anchors(NamedTuple):

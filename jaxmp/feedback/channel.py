@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import Array, PyTree
 
 from jaxmp.wire import Codec, Ctx, Index, Like, Need, Payload
-from jaxmp.words import Origin, known
+from jaxmp.wire.words import Origin, known
 
 Tx = PyTree  # of arrays: what the sender remembers
 Rx = PyTree  # of arrays: what the receiver remembers
@@ -42,7 +42,7 @@ class Channel(NamedTuple):
         `jaxmp.klt` has them; None if it knows nothing.
       form: if not None, what the shapes of the states depend on besides the tensor: one of two
         channels of equal form may go on with the states of the other.
-      origin: the call that made it, its text and identity (`jaxmp.words`).
+      origin: the call that made it, its text and identity (`jaxmp.wire.words`).
     """
 
     codec: Codec

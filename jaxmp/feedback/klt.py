@@ -24,7 +24,7 @@ from jaxmp.feedback.components import WIDEST, best_widths
 from jaxmp.feedback.positions import joined, normed, positions
 from jaxmp.feedback.settled import finite, kept_if
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, half_bytes, samples
-from jaxmp.words import check_bools, check_whole, word
+from jaxmp.wire.words import check_bools, check_whole, word
 
 
 class Receiver(NamedTuple):

@@ -11,7 +11,7 @@ from jaxmp.codecs.spikes import spikes
 from jaxmp.codecs.view import each, per_token
 from jaxmp.feedback.channel import Channel, EndState, Rx, Tx
 from jaxmp.wire import Codec, Ctx, Like, Payload
-from jaxmp.words import check_bools, check_whole, word
+from jaxmp.wire.words import check_bools, check_whole, word
 
 
 @word

@@ -13,7 +13,7 @@ from jaxmp.feedback.channel import Channel, EndState, Rx, Slots, Tx, check_codec
 from jaxmp.feedback.lean import lean
 from jaxmp.feedback.slots import slotted
 from jaxmp.wire import Codec, Ctx, Like, Payload, compute_dtype, like
-from jaxmp.words import check_bools, check_whole, word
+from jaxmp.wire.words import check_bools, check_whole, word
 
 
 def _buffer(like: Like) -> Array:

@@ -5,7 +5,7 @@ that `jaxmp.models.families` reads them by name. The blocks of a stage are one a
 with the number of the block first, and one compiled loop runs over them.
 
 A stage with a collection ``cache`` (see `empty_cache`) keeps keys and values, so that a call needs
-only the new tokens. `jaxmp.pipeline.Pipeline.apply` carries it from call to call.
+only the new tokens. `jaxmp.boundary.pipeline.Pipeline.apply` carries it from call to call.
 
 Shapes: B batch, T sequence, C width, H heads, G heads of keys, D width of a head, V vocabulary.
 
@@ -243,7 +243,7 @@ class Stage(nn.Module):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it needs the tokens beside its input; see `jaxmp.pipeline.Stage`."""
+        """Whether it needs the tokens beside its input; see `jaxmp.boundary.pipeline.Stage`."""
         return self.scores and self.by_token
 
     @property
@@ -315,7 +315,8 @@ class Stage(nn.Module):
         # The cache is carried, so that it is updated where it is instead of copied.
         scan = nn.scan(
             block, {'params': 0}, variable_carry='cache', split_rngs={'params': True},
-            in_axes=(0, nn.broadcast), length=self.blocks,
+            in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]: it takes a tree too
+            length=self.blocks,
         )  # fmt: skip
         layers = Layer(jnp.array(self.layers), jnp.arange(self.blocks))
         return scan(c, name='layers')(x, layers, positions)[0]

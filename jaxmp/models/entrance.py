@@ -24,7 +24,7 @@ class Entrance:
     ``reads_tokens``, the stage answers.
 
     Attributes:
-      stage: a `jaxmp.pipeline.Stage` after a boundary.
+      stage: a `jaxmp.boundary.pipeline.Stage` after a boundary.
 
     >>> import flax.linen as nn, jax
     >>> model = Entrance(nn.Dense(2))
@@ -46,11 +46,11 @@ class Entrance:
         return Entrance(self.stage.with_logits)
 
     def init(self, rngs: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
-        """See `jaxmp.pipeline.Stage`."""
+        """See `jaxmp.boundary.pipeline.Stage`."""
         return self.init_with_output(rngs, x, *args, **kwargs)[1]
 
     def init_with_output(self, rngs: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
-        """See `jaxmp.pipeline.Stage`.
+        """See `jaxmp.boundary.pipeline.Stage`.
 
         Raises:
           ValueError: if ``x`` has no axis of channels behind that of the batch.
@@ -67,7 +67,7 @@ class Entrance:
     def apply(
         self, variables: Any, x: Array, *args: Any, mutable: Any = False, **kwargs: Any
     ) -> Any:
-        """See `jaxmp.pipeline.Stage`; its own collection never changes."""
+        """See `jaxmp.boundary.pipeline.Stage`; its own collection never changes."""
         vectors = variables[NAME]
         x = (x * (1 + vectors['scale_minus_one']) + vectors['shift']).astype(x.dtype)
         inner = {name: tree for name, tree in variables.items() if name != NAME}

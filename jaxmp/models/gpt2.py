@@ -163,7 +163,7 @@ class Stage(nn.Module):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it needs the tokens beside its input; see `jaxmp.pipeline.Stage`."""
+        """Whether it needs the tokens beside its input; see `jaxmp.boundary.pipeline.Stage`."""
         return self.config.embed_every_stage and not self.embeds
 
     @nn.compact

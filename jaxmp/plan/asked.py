@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmp.config.plugins import base_of
 from jaxmp.net.address import TOKEN, host_and_port
 from jaxmp.net.link import Link, parse
-from jaxmp.plugins import base_of
 
 
 class Asked(NamedTuple):
@@ -107,9 +107,8 @@ def changed(name: str, texts: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     Raises:
       ValueError: if there is no such file or key, or a value is of another type.
     """
-    from jaxmp.config import complete, flat
-    from jaxmp.plugins import load
-    from jaxmp.sweep.study import put
+    from jaxmp.config import complete, flat, load
+    from jaxmp.config.change import put
 
     try:
         config = complete(load(name))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.pipeline import run_stage
+from jaxmp.boundary.pipeline import run_stage
 from jaxmp.plan.predict import Edge
 from jaxmp.plan.steps import Trained
 from jaxmp.runtimes.microbatch import cut

@@ -35,6 +35,7 @@ def planned(
       ValueError: if the configuration makes no sense, has one stage, or a text is no channel.
     """
     from jaxmp.grammar import own_words
+    from jaxmp.grammar.sinks import warnings_of
     from jaxmp.plan.candidates import channels, texts_for
     from jaxmp.plan.choose import Probed, choose
     from jaxmp.plan.clock import Clock
@@ -42,7 +43,6 @@ def planned(
     from jaxmp.plan.seen import seen
     from jaxmp.plan.stages import stage_times
     from jaxmp.plan.steps import trained
-    from jaxmp.sinks import warnings_of
     from jaxmp.training.sizes import likes
 
     exp = probed_experiment(config)

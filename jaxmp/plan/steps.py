@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmp import data
+from jaxmp.boundary.pipeline import pipeline
 from jaxmp.codecs import raw
 from jaxmp.exchange.traffic import bytes_of
 from jaxmp.feedback import direct
 from jaxmp.net.group import ProcessGroup
-from jaxmp.pipeline import pipeline
 from jaxmp.plan.clock import Clock, timed
 from jaxmp.plan.predict import Edge
 from jaxmp.runtimes.types import Batch

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmp.config.plugins import folder
 from jaxmp.plan.choose import Choice
-from jaxmp.plugins import folder
 
 
 def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said: str) -> str:
@@ -40,7 +40,7 @@ def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said:
             '',
             *imports,
             'from jaxmp.config import Config',
-            'from jaxmp.plugins import load',
+            'from jaxmp.config.plugins import load',
             '',
             '',
             'def get_config() -> Config:',

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
+from jaxmp.boundary.pipeline import Pipeline, Variables
 from jaxmp.exchange import Collectives
 from jaxmp.exchange.collectives import Grads, Params, Tree
-from jaxmp.pipeline import Pipeline, Variables
 from jaxmp.runtimes.microbatch import context, cut, loop
 from jaxmp.runtimes.state import Collections, Feedback, Means, in_dtypes
 from jaxmp.runtimes.trained import of_stage, part, whole

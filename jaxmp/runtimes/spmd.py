@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp.exchange.collectives import AXIS as REPLICA
 from jaxmp.exchange.collectives import Grads, Tree, part, whole
-from jaxmp.hlo import permuted
+from jaxmp.exchange.hlo import permuted
 from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.memory import FeedbackMemory
 from jaxmp.runtimes.packing import Packing, Vectors

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import Boundary
+from jaxmp.boundary.pipeline import Stage, check_stages, run_stage
 from jaxmp.exchange.collectives import Params
-from jaxmp.pipeline import Stage, check_stages, run_stage
 from jaxmp.runtimes.state import (
     Accumulator,
     Collections,
@@ -46,7 +46,7 @@ class StageProgram:
 
     Attributes:
       index: its number; a runtime that shares one program between stages makes it dynamic.
-      module: Flax module; see `jaxmp.pipeline.Stage`.
+      module: Flax module; see `jaxmp.boundary.pipeline.Stage`.
       left: boundary to the stage before, or None.
       right: boundary to the stage after, or None.
       x: shape and dtype of a micro-batch of its input.

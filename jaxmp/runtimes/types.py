@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import Boundary
+from jaxmp.boundary.pipeline import Stage
 from jaxmp.exchange.collectives import Grads, KeyWords, Params, Tree
 from jaxmp.exchange.layout import Exchange
 from jaxmp.exchange.traffic import Bytes
-from jaxmp.pipeline import Stage
 from jaxmp.runtimes.state import Loss, Means, StageState
 from jaxmp.runtimes.trained import Select, everything
 from jaxmp.wire import Ctx, Index, Like

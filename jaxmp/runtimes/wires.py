@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxmp.transport import one_piece
+from jaxmp.boundary.transport import one_piece
 from jaxmp.wire import Payload
 
 AXIS = 'stage'

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+import jaxmp
 from jaxmp import config as schema
-from jaxmp import version
 from jaxmp.config import Config
 from jaxmp.data import Dataset, parts
 from jaxmp.net.address import ProcessGroupError
@@ -28,7 +28,7 @@ def settings_of(config: Config) -> Settings:
     """Versions and keys that must be the same in all processes, as JSON has them."""
     keys = schema.flat(config.to_dict())
     shared = {k: v for k, v in keys.items() if k not in HERE}
-    versions = {'jaxmp': version.__version__, 'jax': jax.__version__}
+    versions = {'jaxmp': jaxmp.__version__, 'jax': jax.__version__}
     return json.loads(json.dumps({**versions, **shared}))
 
 

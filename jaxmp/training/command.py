@@ -21,7 +21,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from jaxmp.config import KINDS, Config, complete, flat, listing, nearest
-from jaxmp.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
+from jaxmp.config.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
 from jaxmp.training.trackers import Callback
 
 LONGEST = 150  # characters of the channels in a folder's name

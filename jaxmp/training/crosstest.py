@@ -28,12 +28,12 @@ from jaxtyping import Array
 
 from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
+from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.codecs import raw
 from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
 from jaxmp.grammar import own_words
 from jaxmp.metrics import Metric
-from jaxmp.pipeline import Pipeline
 from jaxmp.report import style
 from jaxmp.report.compare import picture
 from jaxmp.runtimes.local import Local, join, split

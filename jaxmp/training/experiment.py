@@ -17,14 +17,14 @@ from flax.traverse_util import flatten_dict
 from jaxmp import config as schema
 from jaxmp import data, exchange
 from jaxmp.boundary import Boundary, FeedbackState
+from jaxmp.boundary.pipeline import Pipeline, Variables, pipeline
 from jaxmp.config import Config
 from jaxmp.exchange import Exchange
 from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
-from jaxmp.pipeline import Pipeline, Variables, pipeline
+from jaxmp.grammar.sinks import warnings_of
 from jaxmp.runtimes.trained import everything, of_stage, part
-from jaxmp.sinks import warnings_of
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
 from jaxmp.training.late import check_delay

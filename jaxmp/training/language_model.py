@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.boundary import Boundary
+from jaxmp.boundary.pipeline import Stage, Variables
 from jaxmp.config import KEYS, Config, complete, flat, nested
 from jaxmp.data.tokenizer import Tokenizer, tokenizer_of
 from jaxmp.exchange.collectives import Tree
@@ -21,7 +22,6 @@ from jaxmp.models import decoder, families, gpt2, pretrained, weights
 from jaxmp.models.adapters import open_with_adapters
 from jaxmp.models.checkpoint import Checkpoint, Described, contents
 from jaxmp.models.huggingface import local
-from jaxmp.pipeline import Stage, Variables
 from jaxmp.runtimes.local import join
 from jaxmp.training import saved
 from jaxmp.training.experiment import Experiment, experiment_of

@@ -22,11 +22,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
+from jaxmp.boundary.pipeline import Variables, pipeline
 from jaxmp.codecs import raw
+from jaxmp.config.plugins import find, module
 from jaxmp.feedback import Channel, direct
 from jaxmp.models.checkpoint import digest
-from jaxmp.pipeline import Variables, pipeline
-from jaxmp.plugins import find, module
 from jaxmp.spec import parse
 from jaxmp.training.files import locked, replacing, write
 from jaxmp.training.language_model import LanguageModel, open_language_model

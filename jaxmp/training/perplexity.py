@@ -21,11 +21,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmp.boundary import FeedbackState, init_feedback
+from jaxmp.boundary.pipeline import Variables, pipeline, run_stage
 from jaxmp.codecs import raw
 from jaxmp.feedback import Channel, direct
 from jaxmp.models.layers import next_token_nats
 from jaxmp.models.pretrained import check_length
-from jaxmp.pipeline import Variables, pipeline, run_stage
 from jaxmp.spec import parse
 from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
 from jaxmp.training.moments import Arrived

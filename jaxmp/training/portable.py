@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxmp.boundary.pipeline import Variables
 from jaxmp.exchange.collectives import Tree
-from jaxmp.pipeline import Variables
 from jaxmp.runtimes import trained
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training.experiment import Experiment, microbatch_like

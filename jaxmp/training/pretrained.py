@@ -14,13 +14,13 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxmp.boundary.pipeline import Variables
 from jaxmp.config import Config
 from jaxmp.exchange.collectives import Tree
 from jaxmp.metrics import PERPLEXITY
 from jaxmp.models import decoder, families, pretrained
 from jaxmp.models.adapters import base_of, open_with_adapters, write_adapters
 from jaxmp.models.checkpoint import Checkpoint
-from jaxmp.pipeline import Variables
 from jaxmp.training import trained
 from jaxmp.training.datasets import text_of
 from jaxmp.training.task import Collections, Task, cuts_of, language

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmp.boundary import Boundary, boundary, init_feedback
+from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.codecs import raw
 from jaxmp.feedback import direct
 from jaxmp.models import decoder
-from jaxmp.pipeline import Pipeline
 from jaxmp.training.language_model import LanguageModel
 from jaxmp.wire import Ctx
 

@@ -22,11 +22,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxmp.boundary import Boundary
+from jaxmp.boundary.pipeline import run_stage
 from jaxmp.models import decoder
 from jaxmp.net.arrays import buffers, filled
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.link import Link
-from jaxmp.pipeline import run_stage
 from jaxmp.training.language_model import LanguageModel
 from jaxmp.training.sampling import Event, Variables, counted
 from jaxmp.wire import Ctx, Like, Payload, like

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmp import exchange
 from jaxmp.boundary import Boundary, FeedbackState
-from jaxmp.pipeline import Pipeline, Variables
+from jaxmp.boundary.pipeline import Pipeline, Variables
 from jaxmp.runtimes.placement import memory
 from jaxmp.runtimes.stage import StageProgram, programs_of
 from jaxmp.runtimes.state import MicroBatch, Residuals

@@ -18,11 +18,11 @@ from jaxtyping import Array, PyTree
 
 from jaxmp import data
 from jaxmp.boundary import Boundary
+from jaxmp.boundary.pipeline import Variables
 from jaxmp.config import Config
 from jaxmp.exchange.collectives import Params, Tree
-from jaxmp.hlo import interface_bytes
+from jaxmp.exchange.hlo import interface_bytes
 from jaxmp.net.group import ProcessGroup
-from jaxmp.pipeline import Variables
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.allocator import release_freed_pages
 from jaxmp.runtimes.replicated import Replicated

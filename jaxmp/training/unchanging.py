@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array
 
+from jaxmp.boundary.pipeline import Variables, run_stage
 from jaxmp.net.group import ProcessGroup
-from jaxmp.pipeline import Variables, run_stage
 from jaxmp.runtimes.kept import draws, varies
 from jaxmp.training.experiment import Experiment, microbatch_like, variables_like
 from jaxmp.training.sizes import likes

@@ -1,6 +1,6 @@
 """python train.py --config=tests/outside/own.py: every part is one's own."""
 
-from jaxmp.plugins import load
+from jaxmp.config import load
 
 PARTS = 'tests/outside/parts.py'
 

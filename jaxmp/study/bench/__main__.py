@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmp.bench.entries import Entry, entries_of
-from jaxmp.bench.protocol import LINK, LINKS
+from jaxmp.study.bench.entries import Entry, entries_of
+from jaxmp.study.bench.protocol import LINK, LINKS
 
 if TYPE_CHECKING:
-    from jaxmp.bench.rows import Row
-    from jaxmp.bench.twin import Goal
+    from jaxmp.study.bench.rows import Row
+    from jaxmp.study.bench.twin import Goal
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,16 +64,16 @@ def bench(
       out: folder.
       seeds: runs of each entry.
       link: that ranks the table.
-      goal: what the twin learns; default `jaxmp.bench.twin.GOAL`.
+      goal: what the twin learns; default `jaxmp.study.bench.twin.GOAL`.
 
     Raises:
       ValueError: if a text names no channel, or one that does not fit the twin; before any run.
       KeyboardInterrupt: after a signal; the state of the run has been saved.
     """
-    from jaxmp.bench.cost import costs_of
-    from jaxmp.bench.table import write
-    from jaxmp.bench.twin import GOAL, config_of, plan
-    from jaxmp.sweep.runner import sweep
+    from jaxmp.study.bench.cost import costs_of
+    from jaxmp.study.bench.table import write
+    from jaxmp.study.bench.twin import GOAL, config_of, plan
+    from jaxmp.study.sweep.runner import sweep
     from jaxmp.training.experiment import experiment_of
 
     goal = goal or GOAL
@@ -98,9 +98,9 @@ def rows_in(
       entries: pairs of channels.
       why: the error of an entry whose run has failed.
     """
-    from jaxmp.bench.cost import costs_of
-    from jaxmp.bench.rows import row_of
-    from jaxmp.bench.twin import entry_of, twins
+    from jaxmp.study.bench.cost import costs_of
+    from jaxmp.study.bench.rows import row_of
+    from jaxmp.study.bench.twin import entry_of, twins
 
     results = [json.loads(p.read_text()) for p in sorted((out / 'runs').glob('*.json'))]
     twin_of, why = twins(results, loss), why or {}

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from jaxmp.boundary.transport import Transport, laid_out, local
 from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import EndStates, Rx, Tx
 from jaxmp.feedback.gradient import by_value_and_grad
 from jaxmp.feedback.settled import settled
-from jaxmp.transport import Transport, laid_out, local
 from jaxmp.wire import Ctx, Like, Payload, like, nbytes
 
 Positions = tuple[Array | None, Array | None]  # as the sender and the receiver know them

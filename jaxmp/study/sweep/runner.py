@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmp.config import Summary
+from jaxmp.config.change import put
 from jaxmp.models.checkpoint import digest
-from jaxmp.sweep.study import Job, finished, jobs, put, study_of
+from jaxmp.study.sweep.study import Job, finished, jobs, study_of
 from jaxmp.training.command import one_line, set_up
 from jaxmp.training.files import locked, write
 
@@ -114,7 +115,7 @@ def scores(summary: Summary) -> str:
 
 def one(job: Job, trainer: Trainer, quiet: bool, keep: bool) -> Summary:
     """Executes ``job`` and saves its result; raises KeyboardInterrupt if a signal ended it."""
-    from jaxmp.sweep.diverged import diverged
+    from jaxmp.study.sweep.diverged import diverged
     from jaxmp.training.loop import DivergedError, train_and_evaluate
 
     try:

@@ -1,8 +1,8 @@
 """`cost`: bits of a channel as compiled, its gap to Shannon's bound, its time in memcpys.
 
 Bits are those of the message of a (8, 1024, 1024) bfloat16 tensor, the micro-batch of the dense
-record (`jaxmp.bench.protocol`). Times are CPU-seconds of a float32 tensor of a shape, in units of
-one memcpy of it: the best of repeats in which all functions take turns.
+record (`jaxmp.study.bench.protocol`). Times are CPU-seconds of a float32 tensor of a shape, in
+units of one memcpy of it: the best of repeats in which all functions take turns.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import spec
-from jaxmp.bench.entries import Entry
-from jaxmp.bench.protocol import LENGTH, SAMPLES, WIDTH
 from jaxmp.grammar import KNOWN, above_shannon, own_words
+from jaxmp.study.bench.entries import Entry
+from jaxmp.study.bench.protocol import LENGTH, SAMPLES, WIDTH
 from jaxmp.training.files import write_json
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Ctx, bits, like

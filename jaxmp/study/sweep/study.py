@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from jaxmp.config import KEYS, KINDS, Config, Summary, flat, nearest, settings
+from jaxmp.config import Config, Summary, settings
+from jaxmp.config.plugins import find, module
 from jaxmp.models.checkpoint import digest
-from jaxmp.plugins import find, module
 
 WEIGHTS = 'SHA-256 of the weights in model.path'
 
@@ -81,30 +81,3 @@ def study_of(name: str) -> ModuleType:
     if not hasattr(study, 'get_study'):
         raise ValueError(f'{name} has no get_study(scale, tables); see configs/paper_tables.py')
     return study
-
-
-def put(config: Config, text: str) -> None:
-    """Writes ``key=value`` to ``config``, with the value in the type of the one that it replaces.
-
-    Raises:
-      ValueError: if there is no such key, or the value does not have this type.
-
-    >>> from jaxmp.config import default
-    >>> c = default()
-    >>> for text in ('optimizer.lr=0.5', 'data.download=True', 'eval_every=9 steps'):
-    ...     put(c, text)
-    >>> c.optimizer.lr, c.data.download, c.eval_every
-    (0.5, True, '9 steps')
-    """
-    key, _, value = text.partition('=')
-    values = flat(config.to_dict())
-    if key not in values:
-        near = nearest(key, values)
-        hint = f' (did you mean {near}?)' if near else ''
-        raise ValueError(f'--set {text}: no key {key!r}{hint}; allowed are {", ".join(values)}')
-    kind = str if key in KEYS and KEYS[key].length else type(values[key])
-    try:
-        read = {'True': True, 'False': False}[value] if kind is bool else kind(value)
-    except (KeyError, ValueError):
-        raise ValueError(f'--set {text}: {key} is {KINDS[kind]}, such as {values[key]!r}') from None
-    config.update_from_flattened_dict({key: read})

@@ -96,8 +96,9 @@ def called(key: str, path: str, wanted: str, *args: object) -> Any:
 
 def folder() -> Path:
     """Where the package's own configurations are: in a clone beside it, installed within it."""
-    inside = Path(__file__).parent / 'configs'
-    return inside if inside.is_dir() else Path(__file__).parents[1] / 'configs'
+    package = Path(__file__).parents[1]
+    inside = package / 'configs'
+    return inside if inside.is_dir() else package.parent / 'configs'
 
 
 def files() -> list[Path]:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmp.bench.protocol import DENSE, LINK, RECORDS, TOKENS, WIDTH, Way, best
-from jaxmp.bench.rows import Row, record
 from jaxmp.net.link import parse
 from jaxmp.report import labels, style
 from jaxmp.report.style import FAMILIES
+from jaxmp.study.bench.protocol import DENSE, LINK, RECORDS, TOKENS, WIDTH, Way, best
+from jaxmp.study.bench.rows import Row, record
 
 BITS = 0.25, 0.5, 1, 2, 4, 8, 16
 ABOVE = 1.7  # times the longest time: where entries stand that never reach the loss

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp import codecs, exchange, spec
-from jaxmp.plugins import module_of
-from jaxmp.sinks import errors
+from jaxmp.config.plugins import module_of
+from jaxmp.grammar.sinks import errors
 from jaxmp.spec import Names
 from jaxmp.wire import Ctx, bits, like
-from jaxmp.words import form
+from jaxmp.wire.words import form
 
 TENSOR = jax.ShapeDtypeStruct((32, 16, 16, 64), 'float32')
 REPLICAS = 2
@@ -235,7 +235,7 @@ def above_shannon(example: str, names: Names = KNOWN) -> float | None:
 
 
 def on_text(example: str, names: Names = KNOWN) -> str:
-    """The errors of a codec on a language model's activations, as `jaxmp.sinks` measures them."""
+    """The errors of a codec on a language model's activations; see `jaxmp.grammar.sinks`."""
     try:
         return str(errors(spec.parse(example, names).codec))
     except Exception as error:  # of a codec that is not ours

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxmp.bench.entries import RAW, Entry
-from jaxmp.config import Config, Summary
-from jaxmp.plugins import load
-from jaxmp.sweep.study import Job, jobs
+from jaxmp.config import Config, Summary, load
+from jaxmp.study.bench.entries import RAW, Entry
+from jaxmp.study.sweep.study import Job, jobs
 from jaxmp.training.optimizer import Rate
 
 WARM = 100  # steps

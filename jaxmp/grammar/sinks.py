@@ -19,7 +19,7 @@ from jaxmp.feedback import Channel
 from jaxmp.spec import parse
 from jaxmp.wire import Codec, Ctx, Like, like
 
-SAMPLE = Path(__file__).parent / 'data' / 'smollm2.npz'  # of SmolLM2-135M; see its NOTICE
+SAMPLE = Path(__file__).parents[1] / 'data' / 'smollm2.npz'  # of SmolLM2-135M; see its NOTICE
 LARGE = 1.5  # times the error on normal data: the median is; the worst, twice that
 SPOILT = 0.3  # of its norm: an error with which the median token is spoilt, if the codec has less
 

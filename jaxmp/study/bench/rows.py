@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxmp.bench.cost import Cost
-from jaxmp.bench.entries import DEFAULT, Entry
-from jaxmp.bench.protocol import COPY, DENSE, LINKS, TOKENS, WIDTH, Way, best
-from jaxmp.bench.twin import Twin
 from jaxmp.net.link import parse
+from jaxmp.study.bench.cost import Cost
+from jaxmp.study.bench.entries import DEFAULT, Entry
+from jaxmp.study.bench.protocol import COPY, DENSE, LINKS, TOKENS, WIDTH, Way, best
+from jaxmp.study.bench.twin import Twin
 
 NEVER = 'never'
 

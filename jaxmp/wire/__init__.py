@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, Int, PyTree, UInt8
 
-from jaxmp.words import Origin, known
+from jaxmp.wire.words import Origin, known
 
 Payload = PyTree  # of arrays, which are the message
 Index = int | np.integer | Array  # known now, or when the program runs
@@ -104,7 +104,7 @@ class Codec(NamedTuple):
         samples, as one range does; ``'alone'``, on that sample only; ``'compared'``, on how it
         compares with the others, which is what the codec is for.
       needs: the fields of the context that it reads, those of its inner codecs included.
-      origin: the call that built it, its text and identity (`jaxmp.words`).
+      origin: the call that built it, its text and identity (`jaxmp.wire.words`).
     """
 
     encode: Callable[[Array, Ctx], Payload]

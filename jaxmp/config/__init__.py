@@ -3,7 +3,7 @@
 A configuration is a nested `ml_collections.ConfigDict`, locked, so that a misspelt key is refused.
 A file in ``configs/`` states what differs from `default`. A value that names a thing (a model, an
 optimizer, ...) may also be the import path of one's own: ``'package.module:name'``, or
-``'file.py:name'``; see `jaxmp.plugins`.
+``'file.py:name'``; see `jaxmp.config.plugins`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_collections
+
+from jaxmp.config.plugins import load as load
 
 Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
 Nested = Mapping[str, Any]  # a configuration by groups, as a file of `configs/` has it

@@ -16,8 +16,8 @@ import jax
 from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback
+from jaxmp.boundary.transport import Transport
 from jaxmp.feedback import Channel
-from jaxmp.transport import Transport
 from jaxmp.wire import Ctx, Like, like
 
 StageVariables = dict[str, PyTree]  # of a stage: `params` and other collections, by name
