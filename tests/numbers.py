@@ -196,7 +196,9 @@ def table_5_rows():
 
 def table_5_runs():
     """Rows of it that have a run, and seeds of the row with the fewest."""
-    rows = studies()['pretrained'].rows.values()
+    rows = [
+        row for name in ('pretrained', 'pretrained_lora') for row in studies()[name].rows.values()
+    ]
     return len(rows), min(len(row.runs) for row in rows)
 
 
