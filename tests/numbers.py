@@ -357,6 +357,14 @@ def bench(file, kind, **key):
     return [r for r in rows if all(r.get(k) == v for k, v in {'kind': kind, **key}.items())]
 
 
+def in_the_lab(kind):
+    """Milliseconds of a step of four processes over 200 Mbit/s + 50 ms, raw and in two bits."""
+    rows = bench(f'epyc_2026-11-26_network_late_{kind}', 'step')
+    return [
+        1e3 * r['step_s'] for codec in ('raw', 'aqsgd2-bw2') for r in rows if r['codec'] == codec
+    ]
+
+
 def wide(width=64, day=24):
     """A step of ResNet-18 on images of 32 x 32."""
     return bench(f'epyc_2026-11-{day}_convolution', 'step', width=width, size=32)[0]
