@@ -1,10 +1,10 @@
 """What gradients that come late cost in steps, and which correction makes up for it, as a study.
 
 Table 1, SmolLM2-135M fine-tuned, 64 steps of 4 x 256 new tokens of WikiText-2 v1:
-python -m jaxmp.study.sweep configs/late.py --scale=study --tables=1 --set data.dir=TEXT \
+jaxmp sweep configs/late.py --scale=study --tables=1 --set data.dir=TEXT \
     --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf
 Table 2, a GPT of a few million parameters from nothing, two epochs of the same text:
-python -m jaxmp.study.sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
+jaxmp sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
 The scale smoke takes Alice, two epochs: that everything runs. A row is a training, a delay and a
 correction, such as muon-late1-predict; `-2bit` sends two bits and a third both ways.
 """

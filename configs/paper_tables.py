@@ -1,6 +1,6 @@
 """Tables 1-5 of the paper (arXiv 2401.07788) as rows of a study, at six scales.
 
-python -m jaxmp.study.sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data.dir=DIR
+jaxmp sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data.dir=DIR
 smoke: embedded data, CI. cpu: real CIFAR-10, 600 steps, one to three minutes of one core a run.
 mnist: Tables 1-4 by a LeNet in two stages, 6,000 steps until little more is learned, two minutes.
 converged: real CIFAR-10, 15,000 steps until little more is learned, about 20 minutes of one core.
