@@ -34,7 +34,7 @@ from emulated_network import Lab
 from timing import stem
 from workers import Rows
 
-from jaxmp.net.link import parse
+from jaxmp.net.speed import parse
 from jaxmp.plan.asked import changed
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
 from jaxmp.plan.pays import alone, by_itself

@@ -37,7 +37,7 @@ from planner_worker import CORES, launched
 from timing import stem
 from workers import Rows
 
-from jaxmp.net.link import parse
+from jaxmp.net.speed import parse
 from jaxmp.plan.asked import changed
 from jaxmp.plan.candidates import ALIKE, RAW
 from jaxmp.plan.choose import Choice, Probed, choose, uniform

@@ -112,7 +112,7 @@ def measure(args: argparse.Namespace) -> None:
 
     from jaxmp.config import complete, load
     from jaxmp.net.connect import Address
-    from jaxmp.net.link import Link, parse
+    from jaxmp.net.speed import Link, parse
     from jaxmp.runtimes.allocator import keep_freed_pages
     from jaxmp.runtimes.placement import keep_compiled
     from jaxmp.training.experiment import experiment_of

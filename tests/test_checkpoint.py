@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxmp.net.connect import processes
-from jaxmp.training import checkpoint, files, portable
+from jaxmp.training import checkpoint, locks, portable
 from jaxmp.training.portable import Portable
 
 
@@ -115,7 +115,7 @@ def test_no_checkpoint_is_good(saved, tmp_path):
         (tmp_path / 'checkpoints' / step / 'place' / 'metadata').write_text('{')
     kept = checkpoint.Checkpoints(tmp_path)
     with pytest.raises(
-        files.WorkdirError, match=r'can be read \(step 10: .*; step 5: .*remove that'
+        locks.WorkdirError, match=r'can be read \(step 10: .*; step 5: .*remove that'
     ):
         kept.restore(LIKE)
     assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['10', '5']
@@ -127,7 +127,7 @@ def test_a_full_disk_is_one_line(saved, tmp_path, monkeypatch):
     kept = checkpoint.Checkpoints(tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=0))
-    with pytest.raises(files.WorkdirError, match=r'step 15 to .*, and 0 are; free space') as caught:
+    with pytest.raises(locks.WorkdirError, match=r'step 15 to .*, and 0 are; free space') as caught:
         kept.save(15, state_at(15), {})
     assert '\n' not in str(caught.value)
     assert same(kept.restore(LIKE)[0], state_at(10))
@@ -140,7 +140,7 @@ def test_a_checkpoint_asks_for_the_room_of_its_state(tmp_path, monkeypatch):
     kept, usage = checkpoint.Checkpoints(tmp_path), shutil.disk_usage(tmp_path)
     for step in (1, 2):
         monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2_000_000))
-        with pytest.raises(files.WorkdirError, match=r'3,000,\d{3} bytes must be free, and 2'):
+        with pytest.raises(locks.WorkdirError, match=r'3,000,\d{3} bytes must be free, and 2'):
             kept.save(step, state, {})
         monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=2**30))
         kept.save(step, state, {})
@@ -166,7 +166,7 @@ def test_a_checkpoint_is_of_its_inputs(tmp_path):
             found, _ = checkpoint.Checkpoints(tmp_path, inputs=now).restore(LIKE)
             assert same(found, state_at(step))
     with pytest.raises(
-        files.WorkdirError, match=r'2 is of a run on other .*: test\.x b \(now c\); give'
+        locks.WorkdirError, match=r'2 is of a run on other .*: test\.x b \(now c\); give'
     ) as caught:
         checkpoint.Checkpoints(tmp_path, inputs={'train.x': 'a', 'test.x': 'c'}).restore(LIKE)
     assert '\n' not in str(caught.value)

@@ -17,7 +17,7 @@ from jaxmp.models import gpt2
 from jaxmp.net.connect import processes
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.mpmd import Mpmd
-from jaxmp.training import checkpoint, crosstest, experiment, files, parallel, sizes, summary
+from jaxmp.training import checkpoint, crosstest, experiment, locks, parallel, sizes, summary
 from jaxmp.training.trainer import Trainer
 from tests.laws import QUICK
 from tests.runs import config_of
@@ -197,6 +197,6 @@ def test_a_run_from_before_the_key_goes_on(tmp_path):
     """What lacks the key has the default; another value is another run."""
     old = {'optimizer': {'lr': 0.1}}
     (tmp_path / 'config.json').write_text(json.dumps(old))
-    files.claim(tmp_path, {**old, 'tied_exchange': 'mean'})
-    with pytest.raises(files.WorkdirError, match=r"tied_exchange='mean' \(now 'power_sgd"):
-        files.claim(tmp_path, {**old, 'tied_exchange': 'power_sgd(2)'})
+    locks.claim(tmp_path, {**old, 'tied_exchange': 'mean'})
+    with pytest.raises(locks.WorkdirError, match=r"tied_exchange='mean' \(now 'power_sgd"):
+        locks.claim(tmp_path, {**old, 'tied_exchange': 'power_sgd(2)'})

@@ -21,7 +21,7 @@ from jaxmp.models import weights
 from jaxmp.net.views import ViewChangedError
 from jaxmp.runtimes import stage
 from jaxmp.training import command, dry_run, experiment, generate, loop, resume, sizes, task
-from jaxmp.training.files import WorkdirError
+from jaxmp.training.locks import WorkdirError
 from jaxmp.training.portable import Portable
 from tests.runs import ROOT, SMALL, config_of, keyed
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxmp.config import default
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan import choose, late, planned
 from jaxmp.plan.choose import Probed
 from jaxmp.plan.late import Measured

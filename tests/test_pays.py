@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan import pays
 from jaxmp.plan import verdict as verdicts
 from jaxmp.plan.choose import Candidate, Choice, Order

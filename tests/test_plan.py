@@ -13,7 +13,7 @@ import pytest
 from jaxmp import spec
 from jaxmp.config import complete, plugins
 from jaxmp.grammar import sinks
-from jaxmp.net.link import Link, parse
+from jaxmp.net.speed import Link, parse
 from jaxmp.plan import __main__ as command
 from jaxmp.plan import candidates, choose, loss, planned, predict, show, stages, steps, write
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmp import config as schema
 from jaxmp.report import compare, curves
-from jaxmp.training import checkpoint, command, experiment, files, loop, points, together
+from jaxmp.training import checkpoint, command, experiment, locks, loop, points, together
 from jaxmp.training.optimizer import rate_of
 from tests.runs import SMALL, config_of, known_model, records
 from tests.tiny_stages import stages
@@ -150,7 +150,7 @@ def test_a_run_goes_on_with_other_points_and_another_length(tmp_path):
         summary = run(steps=12)
         assert steps() == [9, 10, 12]
         assert summary['epochs'] == 2.4
-    with pytest.raises(files.WorkdirError, match=r'has 12 steps, more than config\.steps=11; give'):
+    with pytest.raises(locks.WorkdirError, match=r'has 12 steps, more than config\.steps=11; give'):
         run(steps=11)
 
 

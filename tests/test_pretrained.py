@@ -32,10 +32,10 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.plan import stages as plan_stages
 from jaxmp.training import (
     experiment,
-    files,
     fingerprint,
     footprint,
     language_model,
+    locks,
     loop,
     masters,
     task,
@@ -684,7 +684,7 @@ def test_a_gguf_file_is_listed_once_for_model_and_tokenizer(tmp_path, monkeypatc
     import gguf
 
     files, reader = [], gguf.GGUFReader
-    monkeypatch.setattr(gguf, 'GGUFReader', lambda file: files.append(file) or reader(file))
+    monkeypatch.setattr(gguf, 'GGUFReader', lambda file: locks.append(file) or reader(file))
     file = as_gguf(tmp_path / 'one.gguf', 'llama')
     checkpoint.open_checkpoint(file)
     with pytest.raises(ValueError, match='has a tokenizer of the kind None'):
@@ -813,7 +813,7 @@ def test_a_run_is_not_resumed_on_another_text_or_other_weights(tmp_path, monkeyp
         content = file.read_bytes()
         file.unlink()  # it may be mapped into memory
         file.write_bytes(other)
-        with pytest.raises(files.WorkdirError, match=f'other data or weights: {said}.*; give the '):
+        with pytest.raises(locks.WorkdirError, match=f'other data or weights: {said}.*; give the '):
             loop.train_and_evaluate(config(3), run, quiet=True)
         file.write_bytes(content)
     alone = fingerprint.weights(str(base))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxmp.net.link import parse
+from jaxmp.net.speed import parse
 from jaxmp.plan.choose import Order
 from jaxmp.report import style
 from jaxmp.study.bench import __main__ as command

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmp.config import complete, plugins
 from jaxmp.launch.__main__ import free_port
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan import __main__ as command
 from jaxmp.plan import machines, planned, predict, splits
 from jaxmp.plan.asked import asked

@@ -20,7 +20,7 @@ from jaxmp.models import checkpoint
 from jaxmp.report import __main__ as report
 from jaxmp.report import claims, figures, page, results, tables
 from jaxmp.study.sweep import runner, study
-from jaxmp.training import crosstest, files, loop
+from jaxmp.training import crosstest, locks, loop
 from jaxmp.training.experiment import experiment_of
 from tests.runs import ENV, ROOT
 from tests.test_pretrained import tiny
@@ -241,7 +241,7 @@ def test_a_study_may_define_dataclasses(tmp_path):
 
 def test_two_sweeps_share_the_work(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--seeds=1')
-    with files.locked(jobs[0].workdir) as mine:
+    with locks.locked(jobs[0].workdir) as mine:
         assert mine
         assert runner.sweep(jobs) == {}
     assert '0 finished, 1 running in other processes' in capsys.readouterr().out

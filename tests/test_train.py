@@ -23,8 +23,8 @@ from jaxmp.runtimes.types import ModelState
 from jaxmp.training import (
     checkpoint,
     experiment,
-    files,
     generate,
+    locks,
     loop,
     sizes,
     task,
@@ -146,7 +146,7 @@ def test_a_run_ends_in_tables_and_a_picture(tmp_path, capsys):
     (tmp_path / 'summary.json').write_text(json.dumps({**written, 'commit': 'of then'}))
     again = loop.train_and_evaluate(small(), tmp_path, draw=False)
     assert again == {**written, 'commit': 'of then'}
-    with pytest.raises(files.WorkdirError, match=r'has 2 epochs, more than config\.epochs=1'):
+    with pytest.raises(locks.WorkdirError, match=r'has 2 epochs, more than config\.epochs=1'):
         loop.train_and_evaluate(small(epochs=1), tmp_path, quiet=True)
     assert json.loads((tmp_path / 'summary.json').read_text())['commit'] == 'of then'
     assert {n: (tmp_path / n).read_text() for n in kept} == kept
@@ -325,8 +325,8 @@ def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys
     if make is not small:
         generate.main([str(tmp_path / 'local'), '--prompt', 'Alice', '--tokens', '5'])
         out = capsys.readouterr().out
-        assert out.count('\nAlice') == 2
-        assert 'compression off (fwd raw)' in out
+        assert out.startswith('Alice')
+        assert 'compression' not in out
         with pytest.raises(SystemExit, match=r'no config\.json in'):
             generate.main([str(tmp_path)])
     for a, *others in zip(*found, strict=True):
@@ -425,17 +425,17 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoint(tmp_path):
 def test_a_workdir_of_another_run_is_refused(tmp_path):
     loop.train_and_evaluate(small(epochs=1), tmp_path, quiet=True)
     kept = (tmp_path / 'metrics.jsonl').read_text()
-    with pytest.raises(files.WorkdirError, match=r"fwd='uniform\(2\)' \(now 'raw'\)"):
+    with pytest.raises(locks.WorkdirError, match=r"fwd='uniform\(2\)' \(now 'raw'\)"):
         loop.train_and_evaluate(small(fwd='raw'), tmp_path)
     (tmp_path / 'config.json').unlink()
-    with pytest.raises(files.WorkdirError, match='another model or channel'):
+    with pytest.raises(locks.WorkdirError, match='another model or channel'):
         loop.train_and_evaluate(small(width=3), tmp_path)
     assert (tmp_path / 'metrics.jsonl').read_text() == kept
 
 
 def test_an_unwritable_workdir_is_refused(tmp_path):
     (tmp_path / 'file').touch()
-    with pytest.raises(files.WorkdirError, match='writable folder'):
+    with pytest.raises(locks.WorkdirError, match='writable folder'):
         loop.train_and_evaluate(small(), tmp_path / 'file' / 'run')
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.config.plugins import base_of
 from jaxmp.net.address import TOKEN, host_and_port
-from jaxmp.net.link import Link, parse
+from jaxmp.net.speed import Link, parse
 
 
 class Asked(NamedTuple):

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan.predict import Edge, Line, Message, Times, step
 from jaxmp.runtimes.schedule import Action, saved_inputs
 from jaxmp.runtimes.schedules import named

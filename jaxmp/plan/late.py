@@ -18,7 +18,7 @@ from jaxmp.plan.verdict import MARGIN, duration
 
 if TYPE_CHECKING:
     from jaxmp.config import Config
-    from jaxmp.net.link import Link
+    from jaxmp.net.speed import Link
     from jaxmp.plan.choose import Choice, Codecs, Probed
     from jaxmp.runtimes.schedule import Action
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmp.config import Config
 from jaxmp.net.group import LONG, ProcessGroup
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan import between
 from jaxmp.plan.asked import Asked
 from jaxmp.plan.splits import Machine, Split, best, in_parts, oriented, parts_of, spread, values_of

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmp.config import Config
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan.asked import asked
 from jaxmp.plan.verdict import (
     Row,

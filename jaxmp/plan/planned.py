@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxmp.config import Config
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan.asked import Asked
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan.choose import ALIKE, Choice, Probed
 from jaxmp.plan.verdict import spelled
 

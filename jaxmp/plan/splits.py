@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp.config import Config
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan.between import Between
 from jaxmp.plan.choose import Order, actions_of
 from jaxmp.plan.predict import Message, Times, step

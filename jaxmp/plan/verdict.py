@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 
 if TYPE_CHECKING:
     from jaxmp.plan.choose import Choice

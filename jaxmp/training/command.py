@@ -216,7 +216,7 @@ def expected(error: BaseException) -> str | None:
 
     from jaxmp.net.address import ProcessGroupError
     from jaxmp.net.views import ViewChangedError
-    from jaxmp.training.files import WorkdirError
+    from jaxmp.training.locks import WorkdirError
     from jaxmp.training.loop import DivergedError
     from jaxmp.training.replicas import DriftError
 

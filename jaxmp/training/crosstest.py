@@ -42,7 +42,7 @@ from jaxmp.spec import parse
 from jaxmp.training import nats_table, perplexity, perplexity_page
 from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.files import WorkdirError, write_json
+from jaxmp.training.locks import WorkdirError, write_json
 from jaxmp.training.moments import matched, opened_with
 from jaxmp.training.saved import Run, load
 from jaxmp.training.step import TrainState

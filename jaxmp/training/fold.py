@@ -26,7 +26,7 @@ from jaxmp.runtimes.types import ModelState
 from jaxmp.training.agreement import inputs
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import experiment_of
-from jaxmp.training.files import WorkdirError, replacing, write
+from jaxmp.training.locks import WorkdirError, replacing, write
 from jaxmp.training.moments import Affine, matched
 from jaxmp.training.records import read
 from jaxmp.training.saved import Run, load

@@ -36,15 +36,15 @@ from jaxmp.launch.signals import end_without_memory
 from jaxmp.net.address import is_loopback
 from jaxmp.net.connect import Address, connect, endpoint, owners
 from jaxmp.net.group import LONG, ProcessGroup
-from jaxmp.net.link import parse as parse_link
+from jaxmp.net.speed import parse as parse_link
 from jaxmp.spec import parse
-from jaxmp.training.files import WorkdirError
 from jaxmp.training.language_model import (
     LanguageModel,
     config_of_run,
     is_run,
     open_language_model,
 )
+from jaxmp.training.locks import WorkdirError
 from jaxmp.training.sampling import Event, choose, continuations, reader_of
 from jaxmp.training.task import cuts_of, stage_count
 

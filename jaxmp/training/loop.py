@@ -26,7 +26,7 @@ from jaxmp.training import footprint
 from jaxmp.training.agreement import check_alike, inputs, settings_of
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment, experiment_of, warnings_on_text
-from jaxmp.training.files import claim, owned
+from jaxmp.training.locks import claim, owned
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.portable import Portable, layout, variables_of
 from jaxmp.training.probe import prober

@@ -28,8 +28,8 @@ from jaxmp.config.plugins import find, module
 from jaxmp.feedback import Channel, direct
 from jaxmp.models.checkpoint import digest
 from jaxmp.spec import parse
-from jaxmp.training.files import locked, replacing, write
 from jaxmp.training.language_model import LanguageModel, open_language_model
+from jaxmp.training.locks import locked, replacing, write
 from jaxmp.training.moments import Arrived
 from jaxmp.training.perplexity import Initial, before_first, blocks_of, context, score_of, tail
 from jaxmp.training.progress import duration

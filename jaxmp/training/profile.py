@@ -33,7 +33,7 @@ from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.types import Batch, Step
 from jaxmp.training import profile_page
-from jaxmp.training.files import write_json
+from jaxmp.training.locks import write_json
 from jaxmp.training.profile_page import Profile
 from jaxmp.training.trainer import Trainer
 from jaxmp.wire import Ctx, Like

@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxmp.report import style
 from jaxmp.runtimes import timeline
 from jaxmp.runtimes.schedule import Action
-from jaxmp.training.files import replacing, write
+from jaxmp.training.locks import replacing, write
 
 Profile = dict[str, Any]  # of a step, as profile.json has it
 HEADS = ('stage', 'F', 'B', 'W', 'waiting', 'sum', 'encode', 'decode', 'wire in')

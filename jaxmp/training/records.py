@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from io import RawIOBase
 from pathlib import Path
 
-from jaxmp.training.files import WorkdirError, write
+from jaxmp.training.locks import WorkdirError, write
 from jaxmp.training.trackers import Callback, Record
 
 KEYS = ('kind', 'step', 'epoch', 'loss')  # keys that each record must have

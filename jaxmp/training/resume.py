@@ -14,7 +14,7 @@ from jaxmp.launch.signals import leave_closed_terminal, stopping
 from jaxmp.net.views import ViewChangedError
 from jaxmp.training.checkpoint import Checkpoints, Place
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.files import WorkdirError
+from jaxmp.training.locks import WorkdirError
 from jaxmp.training.optimizer import rate_of
 from jaxmp.training.phases import spans
 from jaxmp.training.points import points_of

@@ -26,7 +26,7 @@ from jaxmp.boundary.pipeline import run_stage
 from jaxmp.models import decoder
 from jaxmp.net.arrays import buffers, filled
 from jaxmp.net.group import LONG, ProcessGroup
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.training.language_model import LanguageModel
 from jaxmp.training.sampling import Event, Variables, counted
 from jaxmp.wire import Ctx, Like, Payload, like

@@ -21,7 +21,7 @@ from jaxmp.report import curves, style
 from jaxmp.training import profile
 from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.files import WorkdirError, replacing, write_json
+from jaxmp.training.locks import WorkdirError, replacing, write_json
 from jaxmp.training.resume import Place
 from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
 from jaxmp.training.trackers import Record

@@ -21,7 +21,7 @@ from jaxmp import spec
 from jaxmp.grammar import KNOWN, above_shannon, own_words
 from jaxmp.study.bench.entries import Entry
 from jaxmp.study.bench.protocol import LENGTH, SAMPLES, WIDTH
-from jaxmp.training.files import write_json
+from jaxmp.training.locks import write_json
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Ctx, bits, like
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmp.net.link import parse
+from jaxmp.net.speed import parse
 from jaxmp.report import labels, style
 from jaxmp.report.style import FAMILIES
 from jaxmp.study.bench.protocol import DENSE, LINK, RECORDS, TOKENS, WIDTH, Way, best

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxmp.net.link import Link
+from jaxmp.net.speed import Link
 from jaxmp.plan import predict
 from jaxmp.plan.choose import Order, actions_of
 from jaxmp.plan.predict import Message, Times
@@ -82,7 +82,7 @@ def step(
       order: schedule and micro-batches.
       computing: seconds of each stage per step, of which a third is the forward.
 
-    >>> from jaxmp.net.link import parse
+    >>> from jaxmp.net.speed import parse
     >>> for r in RECORDS:
     ...     made = step(parse(LINK), (r.way, r.way), Order('1f1b', r.microbatches), r.computing)
     ...     print(f'{r.name}: {made:.1f} s, published {r.seconds:.1f} s')

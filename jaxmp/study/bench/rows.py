@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxmp.net.link import parse
+from jaxmp.net.speed import parse
 from jaxmp.study.bench.cost import Cost
 from jaxmp.study.bench.entries import DEFAULT, Entry
 from jaxmp.study.bench.protocol import COPY, DENSE, LINKS, TOKENS, WIDTH, Way, best

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmp.config import Summary
-from jaxmp.net.link import parse
+from jaxmp.net.speed import parse
 from jaxmp.plan.choose import Order
 from jaxmp.report.tables import NONE, plain
 from jaxmp.study.bench import picture
 from jaxmp.study.bench.entries import DEFAULT, MISSING
 from jaxmp.study.bench.protocol import LINK, LINKS, RECORDS, step
 from jaxmp.study.bench.rows import NEVER, Row, ranked, record
-from jaxmp.training.files import write as written
-from jaxmp.training.files import write_json
+from jaxmp.training.locks import write as written
+from jaxmp.training.locks import write_json
 from jaxmp.training.summary import provenance
 
 

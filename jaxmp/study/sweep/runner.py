@@ -28,7 +28,7 @@ from jaxmp.config.change import put
 from jaxmp.models.checkpoint import digest
 from jaxmp.study.sweep.study import Job, finished, jobs, study_of
 from jaxmp.training.command import one_line, set_up
-from jaxmp.training.files import locked, write
+from jaxmp.training.locks import locked, write
 
 if TYPE_CHECKING:
     from jaxmp.training.trainer import Trainer

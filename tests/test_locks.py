@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxmp.training import files, loop, records
+from jaxmp.training import locks, loop, records
 from tests.runs import SMALL, config_of
 
 GONE = 2**22 + 1  # above any process number of Linux
@@ -27,7 +27,7 @@ def held(folder):
     taken, done = threading.Event(), threading.Event()
 
     def hold():
-        with files.locked(folder) as mine:
+        with locks.locked(folder) as mine:
             assert mine
             taken.set()
             done.wait(20)
@@ -53,14 +53,14 @@ def full_disk(size=0):
 
 def test_two_runs_in_one_workdir_are_refused(tmp_path):
     me = f'process {os.getpid()} on {socket.gethostname()}; wait'
-    with held(tmp_path), pytest.raises(files.WorkdirError, match=f'is in use by {me}'):
+    with held(tmp_path), pytest.raises(locks.WorkdirError, match=f'is in use by {me}'):
         loop.train_and_evaluate(small(), tmp_path)
     assert os.listdir(tmp_path) == ['lock']
-    with files.locked(tmp_path) as mine:
+    with locks.locked(tmp_path) as mine:
         assert mine
-        with files.owned(tmp_path):  # as a sweep and its run
+        with locks.owned(tmp_path):  # as a sweep and its run
             pass
-        with files.locked(tmp_path) as again:  # as two sweeps
+        with locks.locked(tmp_path) as again:  # as two sweeps
             assert not again
 
 
@@ -80,31 +80,31 @@ def test_without_locks_the_process_in_the_file_counts(tmp_path, monkeypatch, tex
         raise OSError(errno.ENOLCK, 'No locks available')
 
     (tmp_path / 'lock').write_text(text)
-    with files.locked(tmp_path) as mine:
+    with locks.locked(tmp_path) as mine:
         assert mine, 'a lock that is not held counts for nothing'
     monkeypatch.setattr(fcntl, 'flock', refuse)
     (tmp_path / 'lock').write_text(text)
-    with files.locked(tmp_path) as mine:
+    with locks.locked(tmp_path) as mine:
         assert mine == free
     if 'elsewhere' in text:
-        with pytest.raises(files.WorkdirError, match=r'1 on elsewhere \(if it has ended, remove'):
-            files.owned(tmp_path).__enter__()
+        with pytest.raises(locks.WorkdirError, match=r'1 on elsewhere \(if it has ended, remove'):
+            locks.owned(tmp_path).__enter__()
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):
     path, folder = tmp_path / 'a.json', tmp_path / 'model'
-    files.write(path, 'old')
+    locks.write(path, 'old')
     for text in ('one', 'two'):
-        with files.replacing(folder) as part:
+        with locks.replacing(folder) as part:
             part.mkdir()
             (part / text).write_text(text)
     assert os.listdir(folder) == ['two']
     with (
         full_disk(4),
-        pytest.raises(files.WorkdirError, match=r'cannot write .*a\.json: .*; free space'),
+        pytest.raises(locks.WorkdirError, match=r'cannot write .*a\.json: .*; free space'),
     ):
-        files.write(path, 'new and long')
-    with pytest.raises(ZeroDivisionError), files.replacing(folder) as part:
+        locks.write(path, 'new and long')
+    with pytest.raises(ZeroDivisionError), locks.replacing(folder) as part:
         part.mkdir(mode=0o700 // 0)
     assert path.read_text() == 'old'
     assert os.listdir(folder) == ['two']
@@ -113,10 +113,10 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
 
 def test_a_tuple_in_the_settings_is_no_other_setting(tmp_path):
     config = {'own': (16, 32)}
-    files.write_json(tmp_path / 'config.json', config)
-    files.claim(tmp_path, config)
-    with pytest.raises(files.WorkdirError, match=r'own=\[16, 32\] \(now \[16, 8\]\)'):
-        files.claim(tmp_path, {'own': (16, 8)})
+    locks.write_json(tmp_path / 'config.json', config)
+    locks.claim(tmp_path, config)
+    with pytest.raises(locks.WorkdirError, match=r'own=\[16, 32\] \(now \[16, 8\]\)'):
+        locks.claim(tmp_path, {'own': (16, 8)})
 
 
 def record(step):
@@ -128,11 +128,11 @@ def test_a_record_is_appended_whole_or_dropped(tmp_path):
     metrics.write(record(1))
     path = tmp_path / 'metrics.jsonl'
     size = path.stat().st_size
-    with full_disk(size + 9), pytest.raises(files.WorkdirError, match=r'cannot write .*metrics'):
+    with full_disk(size + 9), pytest.raises(locks.WorkdirError, match=r'cannot write .*metrics'):
         metrics.write(record(2))
     metrics.close()
     assert path.stat().st_size == size + 9
-    with full_disk(), pytest.raises(files.WorkdirError, match=r'cannot write .*metrics'):
+    with full_disk(), pytest.raises(locks.WorkdirError, match=r'cannot write .*metrics'):
         records.Records(tmp_path, 2)
     assert records.read(path) == [record(1)]
     records.Records(tmp_path, 2).close()
@@ -146,7 +146,7 @@ def test_a_failed_start_empties_nothing_and_does_not_bind(tmp_path, monkeypatch)
     }
     for name, text in kept.items():
         (tmp_path / name).write_text(text)
-    with full_disk(), pytest.raises(files.WorkdirError, match='cannot use the workdir'):
+    with full_disk(), pytest.raises(locks.WorkdirError, match='cannot use the workdir'):
         loop.train_and_evaluate(small(), tmp_path)
     assert {n: (tmp_path / n).read_text() for n in kept} == kept
     (tmp_path / 'config.json').unlink()
