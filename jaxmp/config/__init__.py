@@ -392,15 +392,3 @@ def nearest(name: str, config: Nested) -> str:
     alike = alike or [groups[g] for g in difflib.get_close_matches(name, groups, 1, ALIKE)]
     likeness = lambda n: difflib.SequenceMatcher(None, name, n).ratio()
     return max(alike, key=likeness, default='')
-
-
-def listing(config: Nested) -> str:
-    """A line per key of ``config``: name, value, meaning."""
-    values, rows = flat(config), []
-    for name in [*(n for n in KEYS if n in values), *(n for n in values if n not in KEYS)]:
-        key, value = KEYS.get(name, Key(None, 'own key')), values[name]
-        words = f' ({", ".join(w or "empty" for w in key.words)})' if key.words else ''
-        path = ', or own: package.module:name' if key.own else ''
-        rows.append((f'--config.{name}={value!r}', f'{key.line.replace("`", "")}{words}{path}'))
-    width = max(len(left) for left, _ in rows if len(left) < 45)
-    return '\n'.join(f'  {left:{width}}  {right}' for left, right in rows)

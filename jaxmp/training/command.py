@@ -20,7 +20,7 @@ from pathlib import Path
 from absl import app, flags
 from ml_collections import config_flags
 
-from jaxmp.config import KINDS, Config, complete, flat, listing, nearest
+from jaxmp.config import KEYS, KINDS, Config, Key, Nested, complete, flat, nearest
 from jaxmp.config.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
 from jaxmp.training.trackers import Callback
 
@@ -121,6 +121,18 @@ def described(name: str) -> str:
         f'keys of --config={name}, with their values (`jaxmp codecs` lists the words of fwd, bwd '
         f'and exchange):\n{keys}\n'
     )
+
+
+def listing(config: Nested) -> str:
+    """A line per key of ``config``: name, value, meaning."""
+    values, rows = flat(config), []
+    for name in [*(n for n in KEYS if n in values), *(n for n in values if n not in KEYS)]:
+        key, value = KEYS.get(name, Key(None, 'own key')), values[name]
+        words = f' ({", ".join(w or "empty" for w in key.words)})' if key.words else ''
+        path = ', or own: package.module:name' if key.own else ''
+        rows.append((f'--config.{name}={value!r}', f'{key.line.replace("`", "")}{words}{path}'))
+    width = max(len(left) for left, _ in rows if len(left) < 45)
+    return '\n'.join(f'  {left:{width}}  {right}' for left, right in rows)
 
 
 def one_line(error: BaseException) -> str:
