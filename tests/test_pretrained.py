@@ -684,7 +684,7 @@ def test_a_gguf_file_is_listed_once_for_model_and_tokenizer(tmp_path, monkeypatc
     import gguf
 
     files, reader = [], gguf.GGUFReader
-    monkeypatch.setattr(gguf, 'GGUFReader', lambda file: locks.append(file) or reader(file))
+    monkeypatch.setattr(gguf, 'GGUFReader', lambda file: files.append(file) or reader(file))
     file = as_gguf(tmp_path / 'one.gguf', 'llama')
     checkpoint.open_checkpoint(file)
     with pytest.raises(ValueError, match='has a tokenizer of the kind None'):
