@@ -25,7 +25,7 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.register import GRACE, RETURN, Register
-from jaxmp.net.sockets import HANDSHAKE, SWITCH, Sockets, address_of, put
+from jaxmp.net.sockets import HANDSHAKE, PIECE, SWITCH, Sockets, address_of, put
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms, ViewChangedError
 
@@ -120,6 +120,18 @@ def test_messages_arrive_by_step_and_tag_whatever_their_order(run):
             assert [bytes(m) for m in message] == [f'{step} {tag}'.encode(), b'', b'more']
     assert bytes(b.peer.receive(b.view, 2, 1, 'activation')[0]) == b'of another'
     assert not b.peer._mail
+
+
+@pytest.mark.parametrize('direct', [True, False])
+def test_a_buffer_is_whole_however_many_frames_it_took(run, direct, monkeypatch):
+    a, b = run.groups(TWO, direct=direct)
+    frames = []
+    send = lambda socket, *parts: frames.append(len(parts)) or put(socket, *parts)
+    monkeypatch.setattr('jaxmp.net.delivery.put', send)
+    message = [os.urandom(n) for n in (0, PIECE, PIECE + 1, 2 * PIECE + 7)]
+    a.peer.send(a.view, 1, 1, 'x', *message)
+    assert [bytes(m) for m in b.peer.receive(b.view, 0, 1, 'x')] == message
+    assert max(frames) >= 2 + 1 + 1 + 2 + 3  # after the way and the head
 
 
 @pytest.mark.parametrize('direct', [True, False])

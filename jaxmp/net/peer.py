@@ -7,6 +7,7 @@ listens at a port of its own, and messages take the shorter way as soon as that 
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import threading
@@ -21,7 +22,17 @@ from jaxmp.net.address import ProcessGroupError, reach
 from jaxmp.net.blame import LOST, clock, nobody, stepped
 from jaxmp.net.delivery import Delivery
 from jaxmp.net.keys import Keys
-from jaxmp.net.sockets import SWITCH, Buffer, Head, Sockets, address_of, put, url
+from jaxmp.net.sockets import (
+    SWITCH,
+    Buffer,
+    Head,
+    Sockets,
+    address_of,
+    joined,
+    pieces,
+    put,
+    url,
+)
 from jaxmp.net.switch import DATA
 from jaxmp.net.views import BEAT, GRACE, LEAVING, Terms, View, ViewChangedError
 
@@ -82,7 +93,7 @@ class Peer:
         self._phase, self._limit = 'working', terms.silent
         self._waits = set[tuple[int, int, str, float]]()  # step, source, tag, and since when
         self._error, self._closing, self._closed = '', False, threading.Event()
-        self._mail = dict[tuple[int, int, int, str], list[zmq.Frame]]()  # by view to tag
+        self._mail = dict[tuple[int, int, int, str], list[list[zmq.Frame]]]()  # by view to tag
         self._deliveries = dict[str, Delivery]()  # by the name of the other process
         self._worked = self._heard = self._looked = time.monotonic()
         self._answered, self._cut = False, False
@@ -130,20 +141,22 @@ class Peer:
 
         def deliver() -> None:
             if self._inside and view.number == self._view.number:
-                self._delivery(self._places[to][0]).send({'step': step, 'tag': tag}, buffers)
+                cut = [pieces(b) for b in buffers]
+                words = {'step': step, 'tag': tag, 'pieces': [*map(len, cut)]}
+                self._delivery(self._places[to][0]).send(words, [*itertools.chain(*cut)])
 
         self._do(deliver)
         self.progress()
 
     def receive(self, view: View, source: int, step: int, tag: str) -> list[memoryview]:
-        """The buffers of a message, when they are there; they are not copied.
+        """The buffers of a message, when they are there.
 
         Raises:
           ViewChangedError: if the view has ended.
           ProcessGroupError: if the run has ended, or the process has left.
         """
 
-        def arrived() -> list[zmq.Frame] | None:
+        def arrived() -> list[list[zmq.Frame]] | None:
             self._check(view)
             frames = self._mail.pop((view.number, source, step, tag), None)
             if frames is None and source in self._left:
@@ -158,7 +171,7 @@ class Peer:
         finally:
             self._waits.discard(wait)
         self.progress()
-        return [memoryview(frame.buffer) for frame in frames]
+        return [joined([frame.buffer for frame in cut]) for cut in frames]
 
     def progress(self) -> None:
         """Says that the work of this process goes on; messages say so too."""
@@ -307,8 +320,9 @@ class Peer:
             delivery.confirm(way, words)
         elif delivery.answer(way, words):
             address = words['view'], int(name.partition('.')[0]), words['step'], words['tag']
+            rest = iter(frames[1:])
             with self._changed:
-                self._mail[address] = frames[1:]
+                self._mail[address] = [[*itertools.islice(rest, n)] for n in words['pieces']]
                 self._changed.notify_all()
 
     def _obey(self, state: Head) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -18,6 +18,7 @@ from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.keys import Keys
 
 HANDSHAKE = 5000  # ms after which a connection without the key is closed
+PIECE = 1 << 17  # bytes of a frame
 LINGER = 1000  # ms for which what was sent last may still leave
 SWITCH = 'switch'  # the name of the switch
 COMMON = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
@@ -132,6 +133,21 @@ class Sockets:
     def close(self) -> None:
         """Closes all sockets, after what was sent has left or `LINGER` is over."""
         self.context.destroy(LINGER)
+
+
+def pieces(buffer: Buffer) -> list[memoryview]:
+    """A buffer in frames: one is encrypted while the one before it travels.
+
+    >>> [len(piece) for piece in pieces(bytes(300_000))], len(pieces(b''))
+    ([131072, 131072, 37856], 1)
+    """
+    whole = memoryview(buffer).cast('B')
+    return [whole[i : i + PIECE] for i in range(0, max(1, len(whole)), PIECE)]
+
+
+def joined(cut: Sequence[Buffer]) -> memoryview:
+    """The buffer of some `pieces`; one piece is not copied."""
+    return memoryview(cut[0] if len(cut) == 1 else b''.join(cut))
 
 
 def put(socket: zmq.Socket, *frames: Any) -> bool:
