@@ -135,12 +135,18 @@ class Lab:
                 on = ' onlink' if via else ''
                 self._ip(s, f'route replace {address(t)} {via}dev {device} src {address(s)}{on}')
 
-    def use(self, link: Link) -> None:
-        """Makes every hop such a link, under connections that stay open."""
+    def use(self, link: Link, relayed: bool = False) -> None:
+        """Makes every hop such a link, under connections that stay open.
+
+        Args:
+          link: the link.
+          relayed: whether relays set the rate of one without a delay too. They count every byte,
+            where the bucket lets what it holds pass at once, but they need a processor.
+        """
         for s in range(self.stages - 1):
             for stage, device in ((s, 'right'), (s + 1, 'left')):
-                self._limit(stage, device, 0 if link.delay else link.rate)
-        if link.delay:
+                self._limit(stage, device, 0 if link.delay or relayed else link.rate)
+        if link.delay or relayed:
             self._start_relays(link)
             self._route('tun-')
         else:

@@ -7,7 +7,8 @@ beside the rows (`.jsonl`). SmolLM2 needs --checkpoint=FILE.gguf.
 **Predicted**: what `jaxmp pays --link=LINK` says: alone, raw, and with the plan's codecs.
 **Measured**: two processes in two network namespaces, joined by a link that `tc` and a relay slow
 down (`emulated_network.py`), each on a core of its own, which is the machine. The model alone,
-raw messages and the plan take turns, ``--steps`` steps each in ``--rounds`` rounds; medians count.
+raw messages and the plan take turns, a second and at least ``--steps`` steps each in ``--rounds``
+rounds; medians count.
 **Right**: both say that it pays, or both that it does not; or the steps are within 5 % of alone.
 **Waited**: the share of a step alone in which its process had no core. With more than a few percent
 the machine did other work and the row says little; `--fresh` measures it again.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pickle
 import statistics
@@ -42,6 +44,8 @@ from jaxmp.plan.verdict import MARGIN, paying
 from jaxmp.plan.write import text as written
 
 HERE, PORT = Path(__file__).parent, 7079
+RELAYED = 20  # Mbit/s up to which the bucket of an emulated link matters, see `Lab.use`
+ROUND = 1.0  # seconds that the steps of a choice take in a round, at least
 LINKS = tuple(f'{rate}{late}' for rate in ('1gbit', '100mbit', '20mbit', '5mbit')
               for late in ('', ',40ms'))  # fmt: skip
 SMOL = ('model.stages=2', 'data.sequence_length=128', 'data.train_examples=64')
@@ -99,7 +103,7 @@ def probed_of(model: str, args: argparse.Namespace, out: Path) -> tuple[Probed, 
 
 
 def measured(
-    lab: Lab, model: str, choices: Sequence[Choice], args: argparse.Namespace
+    lab: Lab, model: str, choices: Sequence[Choice], args: argparse.Namespace, steps: int
 ) -> dict[str, Any]:
     """Median seconds of a step alone, raw and planned, in process 0, and their CPU-seconds."""
     base, texts = changes(model, args)
@@ -109,19 +113,19 @@ def measured(
         for i, choice in enumerate(choices):
             files.append(Path(folder) / f'{i}.py')
             files[-1].write_text(written(choice, base, values, files[-1], 'A choice.'))
-        rows = run(lab, files, args)
+        rows = run(lab, files, args, steps)
     walls, busy = ([statistics.median(x[i] for x in own) for own in rows] for i in (0, 1))
     return dict(zip(CHOICES, walls, strict=True)) | {'cpu_alone': busy[0], 'steps': rows}
 
 
-def run(lab: Lab, files: Sequence[Path], args: argparse.Namespace) -> list[Any]:
+def run(lab: Lab, files: Sequence[Path], args: argparse.Namespace, steps: int) -> list[Any]:
     """Steps of the first file's model alone and of all files, by two processes in a lab."""
     where = f'--coordinator={emulated_network.address(0)}:{PORT}', '--processes=2'
     paths = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get('PYTHONPATH')])])
     running = []
     for s, core in enumerate(args.cores):
         words = [sys.executable, str(HERE / 'planner_worker.py'), f'--core={core}', '--alone']
-        words += [f'--rounds={args.rounds}', f'--steps={args.steps}', *where, f'--process={s}']
+        words += [f'--rounds={args.rounds}', f'--steps={steps}', *where, f'--process={s}']
         running.append(subprocess.Popen(
             lab.inside(s, *words, *map(str, files)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, 'PYTHONPATH': paths, 'JAXMP_TOKEN': 'bench'}, text=True,
@@ -144,9 +148,10 @@ def row(lab: Lab, model: str, link: str, probe: tuple[Probed, float], args: Any)
     nominal = emulated_network.Link(1e6 * wanted.rate, wanted.delay / 1e3)
     raw, plan = uniform(probed, wanted, 'raw', 'raw'), choose(probed, wanted, args.error)
     assert raw
-    lab.use(nominal)
-    found = measured(lab, model, (raw, plan), args)
+    lab.use(nominal, relayed=wanted.rate <= RELAYED)
     predicted = dict(zip(CHOICES, (by_itself_s, raw.seconds, plan.seconds), strict=True))
+    steps = max(args.steps, math.ceil(ROUND / min(raw.seconds, plan.seconds)))
+    found = measured(lab, model, (raw, plan), args, steps)
     codecs = {f'{a}-{b}': c.text for (a, b), c in plan.codecs.items()}
     orders = {'raw': raw.order.line, 'plan': plan.order.line}
     return {
@@ -201,7 +206,7 @@ def main() -> None:
     ask.add_argument('--change', nargs='*', default=[], help='key=value of all models')
     ask.add_argument('--error', type=float, default=0.1)
     ask.add_argument('--seconds', type=float, default=60, help='of the probe')
-    ask.add_argument('--steps', type=int, default=3, help='in each round')
+    ask.add_argument('--steps', type=int, default=3, help='in each round, at least')
     ask.add_argument('--rounds', type=int, default=3)
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')
