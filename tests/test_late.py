@@ -138,7 +138,7 @@ def test_weights_that_are_predicted_are_those_ahead():
 
 def digits(**changes):
     tiny = {'train_examples': 64, 'test_examples': 16, 'batch_size': 16, 'width': 2, 'epochs': 3}
-    return config_of('digits_resnet', **tiny, **changes)
+    return config_of('digits_resnet', **tiny, model='tests.tiny_stages:build', **changes)
 
 
 MPMD = {

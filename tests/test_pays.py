@@ -106,7 +106,8 @@ def test_the_command_tells_the_verdict_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pays, 'RATES', (1, 1000))
     pays.main([
         '--config=digits_resnet', '--link=1kbit', '--seconds=1', '--config.model.width=2',
-         '--config.batch_size=8', '--config.parallel.num_microbatches=2',
+        '--config.model.name=tests.tiny_stages:build', '--config.batch_size=8',
+        '--config.parallel.num_microbatches=2',
     ])  # fmt: skip
     shown = ' '.join(capsys.readouterr().out.split())
     assert shown.startswith('It does not pay: alone a step takes ')
@@ -116,7 +117,7 @@ def test_the_command_tells_the_verdict_first(tmp_path, monkeypatch, capsys):
     first, *_, last = saved['rows']
     assert first['raw'] > first['best'] > 100 * saved['alone'] > 0
     assert first['raw'] > 10 * last['raw']
-    assert saved['machines'] == 4  # of a ResNet-18
+    assert saved['machines'] == 3
     assert (tmp_path / 'pays.png').stat().st_size > 5000
 
 
