@@ -115,7 +115,8 @@ def test_what_tokens_tell_and_the_largest_components_arrive():
     np.testing.assert_allclose(d @ e, np.eye(4), atol=1e-6)
 
 
-@pytest.mark.parametrize('everywhere', [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize('everywhere', [True, False])
 def test_a_trained_network_starts_with_its_principal_components(tmp_path, everywhere):
     def of(runtime='local', **model):
         config = config_of('text_gpt2', width=8, heads=2, blocks=2, stages=2, runtime=runtime)

@@ -166,8 +166,8 @@ def test_a_member_that_hangs_or_differs_is_left_behind():
         assert [p.result(10) for p in pair] == [TWO] * 2
         assert served.tells('view 1 has ended: process 2 (replica 2) has done nothing since')
         with pytest.raises(BehindError, match='has done nothing since'):
-            for step in (1, 2):  # it has the messages of round 1, and may not yet know of its end
-                meet(members[2], step)
+            # It has the messages of round 1, and may not yet know of its end.
+            [meet(members[2], step) for step in (1, 2)]
         members = [*members[:2], served.member(2)]
         joins = ThreadPoolExecutor(1).submit(members[2].join, 0, 1, nothing)
         time.sleep(0.3)

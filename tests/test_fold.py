@@ -55,7 +55,7 @@ def raw_score(folder):
     return crosstest.scorer(run.exp, crosstest.same(run.exp, 'raw'))(run.state)
 
 
-@pytest.mark.parametrize('case', slow(CASES, lambda c: c not in ('tiny', 'gpt2')))
+@pytest.mark.parametrize('case', slow(CASES, 'tiny'.__ne__))
 def test_a_folded_run_scores_as_its_run_with_matched_moments(pair, case):
     folder, out = pair(case)
     run = crosstest.load(folder)
@@ -122,6 +122,7 @@ def test_a_stopped_run_gives_one_that_goes_on(pair, tmp_path, capsys):
     assert loop.train_and_evaluate(config, out, quiet=True)['epochs'] == 2
 
 
+@pytest.mark.slow
 def test_a_folded_language_model_writes(pair, capsys):
     """Its stages have their entrances: the logits are those of the open run with the maps."""
     folder, out = pair('gpt2')

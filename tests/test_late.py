@@ -15,7 +15,7 @@ from jaxmp.training.footprint import footprint
 from jaxmp.training.groups import rest
 from jaxmp.training.late import corrected
 from jaxmp.training.step import Rules, create, train_step
-from tests.runs import config_of, records
+from tests.runs import config_of, records, slow
 from tests.test_copies import TEXT
 from tests.test_pretrained import small, tiny
 
@@ -150,7 +150,11 @@ MPMD = {
 
 
 @pytest.mark.parametrize(
-    'changes', [{'correction': 'predict(0.5)'}, {'correction': 'compensate', **MPMD}]
+    'changes',
+    slow(
+        [{'correction': 'predict(0.5)'}, {'correction': 'compensate', **MPMD}],
+        lambda c: len(c) == 1,
+    ),
 )
 def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path, changes):
     with jax.enable_x64(False):

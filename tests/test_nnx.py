@@ -21,7 +21,7 @@ from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.stage import programs
 from tests import pipelines
-from tests.runs import ENV, QUICK, ROOT
+from tests.runs import ENV, QUICK, ROOT, slow
 
 close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 rounded = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)  # statistics are float32
@@ -104,7 +104,7 @@ wanted = cache(partial(ran, 'local', LINEN))
 
 
 @pytest.mark.filterwarnings('ignore:scatter inputs')  # nnx's statistics are float32
-@pytest.mark.parametrize('kind', ['local', pytest.param('spmd', marks=pytest.mark.slow), 'mpmd'])
+@pytest.mark.parametrize('kind', slow(['local', 'spmd', 'mpmd'], 'mpmd'.__ne__))
 def test_nnx_stages_equal_linen_stages(kind):
     """Gradients, statistics, memories and means, under dropout, micro-batches and EF21."""
     found, want = (jax.tree.leaves(r) for r in (ran(kind, NNX), wanted()))

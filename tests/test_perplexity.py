@@ -141,19 +141,19 @@ def test_a_checkpoint_without_a_text(folder):
 
 def test_a_gpt2_is_tested_too_and_has_no_cache(tmp_path):
     stages = gpt2.gpt2(gpt2.Config(256, 8, width=8, blocks=2, heads=2), 1)
-    own = stages[0].init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    own = jax.jit(stages[0].init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     weights.write(str(tmp_path), stages, [own])
     model = language_model.open_language_model(str(tmp_path), 2, tokenizer='bytes')
     channels = {'raw': parse('raw')}
     found = perplexity.scores(model, BLOCKS, channels, 4)['raw'].nats
-    y = stages[0].apply(own, jnp.asarray(BLOCKS))
+    y = jax.jit(stages[0].apply)(own, jnp.asarray(BLOCKS))
     np.testing.assert_allclose(found, next_token_nats(y, BLOCKS).mean(1), rtol=1e-4)
 
 
 def test_a_gpt2_continues_prompts_without_a_cache(tmp_path, capsys):
     """By the likeliest token of the text so far, computed anew."""
     stages = gpt2.gpt2(gpt2.Config(256, 12, width=8, blocks=2, heads=2), 1)
-    own = stages[0].init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    own = jax.jit(stages[0].init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     own = jax.tree.map(lambda a: 8 * a, own)  # so that tokens vary
     weights.write(str(tmp_path), stages, [own])
     words = [str(tmp_path), '--tokenizer=bytes', '--temperature=0']

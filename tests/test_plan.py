@@ -1,5 +1,6 @@
 """The planner: a step predicted by hand, the choice on made-up numbers, a file that runs."""
 
+import itertools
 import math
 import re
 import time
@@ -25,7 +26,7 @@ from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.runtimes.schedules import SCHEDULES, named
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.parallel import actions_of
-from tests.runs import config_of, known_model
+from tests.runs import config_of, known_model, slow
 
 EDGES = (0, 1), (1, 2), (2, 1), (1, 0)
 LINK = Link(rate=8.0)  # a byte per microsecond
@@ -295,6 +296,7 @@ class Sink(nn.Module):
         return jnp.concatenate([1000 * (1 + jnp.abs(y[:, :1])), y[:, 1:]], 1)
 
 
+@pytest.mark.slow
 def test_a_probe_that_sees_a_sink_proposes_no_word_with_one_scale(tmp_path, monkeypatch, capsys):
     """The whole command: other candidates forward than backward, where no gradient has a sink."""
     known_model(monkeypatch, 'sink', lambda classes, width: (Sink(), Flat(classes)))
@@ -339,8 +341,13 @@ def test_what_is_seen_of_a_pretrained_model_and_of_others():
     assert seen(np.zeros((2, 3))) == Seen(1.0, 0.0, 1 / 3)
 
 
-@pytest.mark.parametrize('falls', [False, True])
-@pytest.mark.parametrize('heavy', [{'token': 140.0}, {'channel': 13.0}])
+HEAVY = {'token': 140.0}, {'channel': 13.0}
+
+
+@pytest.mark.parametrize(
+    ('heavy', 'falls'),
+    slow([*itertools.product(HEAVY, (False, True))], lambda c: ('token' in c[0]) != c[1]),
+)
 def test_no_candidate_breaks_where_something_is_heavy(heavy, falls):
     """The error of the median token, and of the worst, on activations of a pretrained model."""
     what = Seen(**{'token': 1.0, 'channel': 1.0, 'components': 0.3 if falls else 0.9, **heavy})

@@ -13,7 +13,7 @@ from jaxmp import config as schema
 from jaxmp.report import compare, curves
 from jaxmp.training import checkpoint, command, experiment, locks, loop, points, together
 from jaxmp.training.optimizer import rate_of
-from tests.runs import SMALL, config_of, known_model, records
+from tests.runs import SMALL, config_of, known_model, records, slow
 from tests.tiny_stages import stages
 
 RANDOM = {'fwd': 'ef21(uniform(2, rounding=stochastic))', 'bwd': 'ef(uniform(4))'}
@@ -70,7 +70,7 @@ def small_text(**changes):
 
 
 @pytest.mark.parametrize('make', [small, pytest.param(small_text, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('runtime', schema.KEYS['parallel.runtime'].words)
+@pytest.mark.parametrize('runtime', slow(schema.KEYS['parallel.runtime'].words, 'mpmd'.__ne__))
 def test_a_run_that_is_killed_inside_an_epoch_ends_like_another(
     make, runtime, tmp_path, monkeypatch
 ):

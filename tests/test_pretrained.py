@@ -44,7 +44,7 @@ from jaxmp.training import (
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.sizes import residual_rows
 from jaxmp.training.trainer import Trainer
-from tests.runs import LAUNCH, ROOT, config_of, pids, records, text_of, wait_for_steps
+from tests.runs import LAUNCH, ROOT, config_of, pids, records, slow, text_of, wait_for_steps
 from tests.runs import start as start_run
 from tests.test_decoder import (
     CASES,
@@ -208,7 +208,7 @@ def test_a_stage_updates_its_optimizer_state_in_place(tmp_path):
     assert all(a.is_deleted() for a in moments)
 
 
-@pytest.mark.parametrize('train', ['lora(2)', 'all'])
+@pytest.mark.parametrize('train', slow(['lora(2)', 'all'], 'all'.__ne__))
 def test_step_and_tests_are_compiled_before_parameters_are_read(tmp_path, train):
     """Then none is compiled again; a channel with a state and one without."""
     config = small(tiny(tmp_path), train=train, fwd='ef21(uniform(4))', bwd='mx(4)')
@@ -556,7 +556,11 @@ def test_training_in_16_bits_is_that_in_float32_but_for_rounding(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'changes', [{'train': 'no_table'}, {'train': 'lora(2)', 'param_dtype': 'bfloat16'}]
+    'changes',
+    slow(
+        [{'train': 'no_table'}, {'train': 'lora(2)', 'param_dtype': 'bfloat16'}],
+        lambda c: len(c) > 1,
+    ),
 )
 def test_the_memory_of_a_process_is_that_of_its_arrays(tmp_path, changes):
     """A frozen table of two stages counts once."""

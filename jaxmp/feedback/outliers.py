@@ -64,7 +64,7 @@ def outliers(
     >>> x = jax.random.normal(jax.random.key(0), (1, 64, 32)).at[0, 0].mul(1000)
     >>> ctx, like = jaxmp.Ctx(jax.random.key(1)), jaxmp.like(x)
     >>> for C in jaxmp.lloyd(4), outliers(jaxmp.lloyd(4), tokens=1, channels=0):
-    ...     error = (C.decode(C.encode(x, ctx), like, ctx) - x)[0, 1:]
+    ...     error = jax.jit(lambda x: C.decode(C.encode(x, ctx), like, ctx) - x)(x)[0, 1:]
     ...     print(round(float(jnp.sqrt(jnp.mean(error**2))), 1))
     43.5
     0.1

@@ -6,6 +6,7 @@ with one file per stage.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,7 +163,8 @@ def _some(names: Sequence[str]) -> str:
     return f'({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})'
 
 
-def shapes(stage: Stage) -> dict[Keys, tuple[int, ...]]:
+@functools.lru_cache(maxsize=64)  # several ask, and a stage takes a moment to trace
+def shapes(stage: Stage) -> Mapping[Keys, tuple[int, ...]]:
     """Those of a stage's parameters."""
     c = stage.config
     x = jnp.zeros((1, 1), jnp.int32) if stage.embeds else jnp.zeros((1, 1, c.width))
