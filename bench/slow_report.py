@@ -187,8 +187,10 @@ def _bounds(found: Results, model: str) -> Iterator[str]:
     for (_, codec, link), r in rows:
         own, least = r['step_s'], found.bound(model, codec, link)
         line = f'| {link} | {codec} | {1e3 * own:.0f} | {1e3 * least:.0f} | {own / least:.2f} |'
-        if (planned := found.planned(model, codec, link)) is not None:
-            line += f' {1e3 * r["cpu_s"] / cores:.0f} | {1e3 * planned:.0f} |'
+        if counted:
+            planned = found.planned(model, codec, link)
+            plan = '-' if planned is None else f'{1e3 * planned:.0f}'
+            line += f' {1e3 * r["cpu_s"] / cores:.0f} | {plan} |'
         yield line
 
 

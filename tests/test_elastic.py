@@ -269,6 +269,7 @@ def test_a_piece_makes_its_values_in_the_order_of_its_operations():
     assert pieces._Step.of(jaxpr, {}, 0).makes == jaxpr.outvars
 
 
+@pytest.mark.slow
 def test_three_worlds_train_like_three_devices(monkeypatch, tmp_path):
     """Parameters and all states of streamed rounds; what is shared has the same bits."""
     config = small(monkeypatch, STREAMED)

@@ -19,7 +19,7 @@ from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import experiment, groups, loop, portable, sizes
 from jaxmp.training.elastic import ElasticTrainer
 from jaxmp.wire import nbytes
-from tests.runs import handed
+from tests.runs import handed, slow
 
 NUMBERS = {
     'shared': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3),
@@ -102,7 +102,8 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ('runtime', 'replicas'), [('local', 1), ('local', 2), ('mpmd', 1), ('mpmd', 2), ('spmd', 1)]
+    ('runtime', 'replicas'),
+    slow([('local', 1), ('local', 2), ('mpmd', 1), ('mpmd', 2), ('spmd', 1)], lambda c: c[1] == 2),
 )
 def test_what_is_frozen_stays_and_the_rest_learns_as_if_it_were_all(runtime, replicas):
     """Clipped by the norm of what is trained alone; a frozen kernel has no momentum either."""
@@ -182,7 +183,10 @@ def test_below_what_is_trained_no_gradient_is_made_or_sent(runtime, parallel):
         assert not kinds & {(0, 'B'), (0, 'W')}
 
 
-@pytest.mark.parametrize('fwd', ['raw', 'per_sample(uniform(8))', 'top_k(0.5, values=fp16)'])
+FORWARD = 'raw', 'per_sample(uniform(8))', 'top_k(0.5, values=fp16)'
+
+
+@pytest.mark.parametrize('fwd', slow(FORWARD, 'raw'.__ne__))
 def test_what_frozen_stages_give_is_sent_once(fwd):
     """From the second epoch on it costs no bytes, and no number changes."""
     orders = [np.random.default_rng(epoch).permutation(12) for epoch in range(3)]

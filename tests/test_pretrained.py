@@ -232,6 +232,7 @@ def test_step_and_tests_are_compiled_before_parameters_are_read(tmp_path, train)
         jax.monitoring.unregister_event_duration_listener(note)
 
 
+@pytest.mark.slow
 def test_updates_over_two_replicas_are_exchanged_alone_and_equal_the_joined_batch(tmp_path):
     folder, seen = tiny(tmp_path / 'model'), []
     for replicas in (1, 2):

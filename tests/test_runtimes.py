@@ -83,19 +83,17 @@ def kept(*run):
 
 
 TWICE = ('spmd', 'direct', 1, 1), ('mpmd', 'ef21', 4, 1)
-
-
 ALIKE = ('spmd', 'direct', 4, 1), ('spmd', 'ef_mixed', 4, 1), ('mpmd', 'direct', 4, 1)
 
 
 def beside_main(run):
-    """One micro-batch where there are cases of four; replicas of rules that one replica has."""
+    """One micro-batch where there are cases of four; rules beside which there are others.
+
+    And local ones, which compile longest, and are nearest to what they are compared with.
+    """
     kind, case, n, replicas = run
-    if kind == 'local':  # compiles longest, and is nearest to what it is compared with
-        return run != ('local', 'direct', 4, 2)
-    if run in TWICE:
-        return False
-    return n == 1 or (replicas == 2 and case in ('ef_mixed', 'reuse')) or run in ALIKE
+    beside = n == 1 or (replicas == 2 and case in ('ef_mixed', 'reuse')) or run in ALIKE
+    return kind == 'local' or (run not in TWICE and beside)
 
 
 @pytest.mark.parametrize(('kind', 'case', 'n', 'replicas'), slow(RUNS, beside_main))

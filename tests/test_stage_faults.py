@@ -337,6 +337,7 @@ def test_a_sentence_says_who_does_not_come_back(tmp_path, compiled, i, number, l
 PAIR = {**CHANGES, 'model': 'lenet', 'steps': 2 * EVERY}
 
 
+@pytest.mark.slow
 def test_a_sentence_says_that_one_of_two_does_not_come_back(tmp_path):
     env, [_, number, limit, _] = {**ENV, 'JAXMP_TOKEN': 'secret'}, SENTENCES[0]
     sentence = rf'process 1 \(stage 1\) {LOST}, at \S+; {NOBODY}'

@@ -301,7 +301,8 @@ def small_text(**changes):
     return config_of('text_gpt2', **TEXT, **changes)
 
 
-@pytest.mark.parametrize('make', [small, pytest.param(small_text, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('make', [small, small_text])
 def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys):
     """Float32, other fusions: losses to 1e-4, not to the bit; tied tables stay one to the bit."""
     found = []
