@@ -163,9 +163,14 @@ def _some(names: Sequence[str]) -> str:
     return f'({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})'
 
 
-@functools.lru_cache(maxsize=64)  # several ask, and a stage takes a moment to trace
 def shapes(stage: Stage) -> Mapping[Keys, tuple[int, ...]]:
     """Those of a stage's parameters."""
+    return _shapes((stage,))
+
+
+@functools.lru_cache(maxsize=64)  # several ask, and a stage takes a moment to trace
+def _shapes(stages: tuple[Stage]) -> Mapping[Keys, tuple[int, ...]]:
+    [stage] = stages
     c = stage.config
     x = jnp.zeros((1, 1), jnp.int32) if stage.embeds else jnp.zeros((1, 1, c.width))
     params = jax.eval_shape(stage.init, jax.random.key(0), x)['params']
