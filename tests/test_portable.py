@@ -9,7 +9,7 @@ import pytest
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training import checkpoint, experiment, loop
 from jaxmp.training.trainer import Trainer
-from tests.runs import config_of, known_model, slow
+from tests.runs import config_of, known_model
 
 RUNTIMES = ('local', 'spmd', 'mpmd')
 CUT = 2 * 32  # examples before the checkpoint
@@ -53,7 +53,11 @@ def steps(trainer, state, order, epoch=0):
 
 @pytest.fixture(
     scope='module',
-    params=slow([((1, BUFFERS),), ((2, BUFFERS),), ((1, BASES),)], ((1, BUFFERS),).__ne__),
+    params=[
+        (1, BUFFERS),
+        pytest.param((2, BUFFERS), marks=pytest.mark.slow),
+        pytest.param((1, BASES), marks=pytest.mark.slow),
+    ],
     ids=['one replica', 'two replicas', 'bases'],
 )
 def saved(request, tmp_path_factory):
