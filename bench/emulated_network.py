@@ -4,10 +4,11 @@ Stages stand in a chain. Stage s has the address 10.77.0.(s+1) on its own loopba
 to each neighbour, so that the route to an address, not the address, says over which link packets
 go: a link can be changed while connections are open. A rate is set by a token bucket (`tc tbf`) at
 both ends of the pair; a link with a delay goes through `relay.py` instead, because not every
-kernel has netem. Buffers are deep: no link here loses packets. TCP is reno (cubic may be refused
-in a namespace) with windows up to 32 MB and no slow start after idle, as on a host that was tuned
-for long links. Frames are jumbo, 9,000 bytes, unless asked otherwise: headers and acknowledgements
-then are about 1 % and not 7 %, of raw and of compressed messages alike.
+kernel has netem, and so may one without (`Lab.use`). Buffers are deep: no link here loses packets.
+TCP is reno (cubic may be refused in a namespace) with windows up to 32 MB and no slow start after
+idle, as on a host that was tuned for long links. Frames are jumbo, 9,000 bytes, unless asked
+otherwise: headers and acknowledgements then are about 1 % and not 7 %, of raw and of compressed
+messages alike.
 
 All processes have one host name, and every namespace has a hosts file that maps it to the stage's
 own address: that is how gloo finds it. What a killed run left behind is removed at the next start.

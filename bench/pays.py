@@ -7,8 +7,8 @@ beside the rows (`.jsonl`). SmolLM2 needs --checkpoint=FILE.gguf.
 **Predicted**: what `jaxmp pays --link=LINK` says: alone, raw, and with the plan's codecs.
 **Measured**: two processes in two network namespaces, joined by a link that `tc` and a relay slow
 down (`emulated_network.py`), each on a core of its own, which is the machine. The model alone,
-raw messages and the plan take turns, a second and at least ``--steps`` steps each in ``--rounds``
-rounds; medians count.
+raw messages and the plan take turns in ``--rounds`` rounds; medians count. Each makes as many
+steps in a round as the fastest of them makes in a second, and at least ``--steps``.
 **Right**: both say that it pays, or both that it does not; or the steps are within 5 % of alone.
 **Waited**: the share of a step alone in which its process had no core. With more than a few percent
 the machine did other work and the row says little; `--fresh` measures it again.
@@ -150,7 +150,7 @@ def row(lab: Lab, model: str, link: str, probe: tuple[Probed, float], args: Any)
     assert raw
     lab.use(nominal, relayed=wanted.rate <= RELAYED)
     predicted = dict(zip(CHOICES, (by_itself_s, raw.seconds, plan.seconds), strict=True))
-    steps = max(args.steps, math.ceil(ROUND / min(raw.seconds, plan.seconds)))
+    steps = max(args.steps, math.ceil(ROUND / min(predicted.values())))
     found = measured(lab, model, (raw, plan), args, steps)
     codecs = {f'{a}-{b}': c.text for (a, b), c in plan.codecs.items()}
     orders = {'raw': raw.order.line, 'plan': plan.order.line}

@@ -125,6 +125,8 @@ def test_messages_arrive_by_step_and_tag_whatever_their_order(run):
 @pytest.mark.parametrize('direct', [True, False])
 def test_a_buffer_is_whole_however_many_frames_it_took(run, direct, monkeypatch):
     a, b = run.groups(TWO, direct=direct)
+    if direct:
+        up(a.peer, 1)
     frames = []
     send = lambda socket, *parts: frames.append(len(parts)) or put(socket, *parts)
     monkeypatch.setattr('jaxmp.net.delivery.put', send)

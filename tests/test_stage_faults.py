@@ -332,7 +332,7 @@ def test_a_sentence_says_who_does_not_come_back(tmp_path, compiled, i, number, l
     check_sentence(Run(tmp_path, compiled, back=4), i, number, limit, sentence)
 
 
-# Two cases for the quick tier, with two stages.
+# With two stages; the second case is in the quick tier, as two of tests/test_net_faults.py are.
 
 PAIR = {**CHANGES, 'model': 'lenet', 'steps': 2 * EVERY}
 

@@ -1,4 +1,4 @@
-"""Arrays as the buffers of a message, without copies on the way out and with one on the way in."""
+"""Arrays as the buffers of a message, without copies on the way out; with one on the way in."""
 
 from __future__ import annotations
 

@@ -138,11 +138,11 @@ class Peer:
         if to == self.process or to not in view.members:
             others = [i for i in view.members if i != self.process]
             raise ValueError(f'process {to} is not in the view; send to one of {others}')
+        cut = [pieces(b) for b in buffers]
+        words = {'step': step, 'tag': tag, 'pieces': [*map(len, cut)]}
 
         def deliver() -> None:
             if self._inside and view.number == self._view.number:
-                cut = [pieces(b) for b in buffers]
-                words = {'step': step, 'tag': tag, 'pieces': [*map(len, cut)]}
                 self._delivery(self._places[to][0]).send(words, [*itertools.chain(*cut)])
 
         self._do(deliver)
@@ -171,7 +171,7 @@ class Peer:
         finally:
             self._waits.discard(wait)
         self.progress()
-        return [joined([frame.buffer for frame in cut]) for cut in frames]
+        return [*map(joined, frames)]
 
     def progress(self) -> None:
         """Says that the work of this process goes on; messages say so too."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import zmq
 from zmq.utils import z85
 
@@ -145,9 +146,17 @@ def pieces(buffer: Buffer) -> list[memoryview]:
     return [whole[i : i + PIECE] for i in range(0, max(1, len(whole)), PIECE)]
 
 
-def joined(cut: Sequence[Buffer]) -> memoryview:
-    """The buffer of some `pieces`; one piece is not copied."""
-    return memoryview(cut[0] if len(cut) == 1 else b''.join(cut))
+def joined(cut: list[zmq.Frame]) -> memoryview:
+    """The buffer of some `pieces`, each of which is let go when it is copied; one alone is not."""
+    if len(cut) == 1:
+        return memoryview(cut[0].buffer)
+    whole, start = memoryview(np.empty(sum(map(len, cut)), np.uint8)), 0
+    cut.reverse()
+    while cut:
+        frame = cut.pop()
+        whole[start : start + len(frame)] = frame.buffer
+        start += len(frame)
+    return whole
 
 
 def put(socket: zmq.Socket, *frames: Any) -> bool:
