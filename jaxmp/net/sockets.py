@@ -150,7 +150,7 @@ def joined(cut: list[zmq.Frame]) -> memoryview:
     """The buffer of some `pieces`, each of which is let go when it is copied; one alone is not."""
     if len(cut) == 1:
         return memoryview(cut[0].buffer)
-    whole, start = memoryview(np.empty(sum(map(len, cut)), np.uint8)), 0
+    whole, start = np.empty(sum(map(len, cut)), np.uint8).data, 0
     cut.reverse()
     while cut:
         frame = cut.pop()
