@@ -82,6 +82,16 @@ def test_tokens_are_those_of_one_process(model, text, count):
     assert over(model, boundaries, count, drawn) == local(chosen=drawn) != greedy
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('prompt', PROMPTS[:2], ids=len)
+def test_a_codec_that_draws_gives_a_prompt_the_text_of_one_process(model, prompt):
+    """One prompt: in one process several cross as one message, whose places draw other signs."""
+    boundaries = cuts(ROTATED)
+    reader = sampling.reader_of(model, boundaries)
+    greedy = texts(reader, prompts=[prompt], stops=frozenset({9}), seed=3)
+    assert over(model, boundaries, 2, generate.Draw(0.0, 1.0), [prompt]) == greedy
+
+
 def middle(model, text='raw', prompts=3):
     """The second stage's process."""
     draw = generate.Draw(0.0, 1.0)
