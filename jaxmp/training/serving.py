@@ -4,6 +4,10 @@ Process 0 sends the tokens of prompts through the stages. The last process draws
 returns it, which is a few bytes. Prompts that wait at a process go through it as one batch, so that
 its weights are read once. Every message says what it is of, so that the processes between do as
 they are told.
+
+A prompt crosses a boundary by itself, so that its text is the same whatever others there are. In
+one process (`jaxmp.training.sampling`) prompts cross as one message, in which a codec that draws,
+such as `rotate`, draws others for all but the first: their texts then are as good, but not the same.
 """
 
 from __future__ import annotations
