@@ -7,7 +7,7 @@ they are told.
 
 A prompt crosses a boundary by itself, so that its text is the same whatever others there are. In
 one process (`jaxmp.training.sampling`) prompts cross as one message, in which a codec that draws,
-such as `rotate`, draws others for all but the first: their texts then are as good, but not the same.
+such as `rotate`, draws others for all but the first: their texts are as good, but not the same.
 """
 
 from __future__ import annotations
