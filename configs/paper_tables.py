@@ -1,4 +1,4 @@
-"""Tables 1-5 of the paper (arXiv 2401.07788) as rows of a study, at six scales.
+"""Tables 1-5 of the paper (arXiv 2401.07788) as rows of a study, at seven scales.
 
 jaxmp sweep configs/paper_tables.py --scale=cpu --tables=1,2,3,4 --set data.dir=DIR
 smoke: embedded data, CI. cpu: real CIFAR-10, 600 steps, one to three minutes of one core a run.
@@ -9,6 +9,7 @@ Table 5 with a pretrained checkpoint per seed, each `wikitext_gpt2_small:pretrai
   --set data.tokenizer=BASE-0/model
 pretrained: Table 5 with SmolLM2-135M, 102,400 tokens of WikiText-2 a run, 15 minutes of one core:
   --tables=5 --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf --set data.dir=TEXT
+slack: real CIFAR-10 at its full side, half the width, 30 epochs, over 92 %, an accelerator.
 paper: section 3.1 as it is, an accelerator.
 """
 
@@ -108,12 +109,14 @@ PRETRAINED = [
         'outliers(rotate(trellis(2)))', changes=TWICE,
     ),
 ]  # fmt: skip
+BLOCK = Row('block4', 'block(4, size=64)', 'block(4, size=64)')  # of the scale `slack`
 SEEDS: dict[str, dict[int, int]] = {
     'smoke': {},
     'cpu': {1: 3, 2: 3, 3: 2, 4: 2, 5: 2},
     'mnist': dict.fromkeys((1, 2, 3, 4), 5),
     'converged': dict.fromkeys((1, 2, 3, 4, 5), 5),
     'pretrained': {5: 3},
+    'slack': {1: 3, 2: 3},
     'paper': {1: 5, 2: 5},
 }
 # Seeds of rows on which claims hang that were left open at the scale converged: eight, and as many
@@ -197,6 +200,20 @@ def pretrained(table: int) -> Config:
     return c
 
 
+def slack(table: int) -> Config:
+    """Section 3.1 with half the width, batches of 500 and 30 epochs with a rate that ends at 0.
+
+    Raises:
+      ValueError: for Table 5, which is of a language model.
+    """
+    if table == 5:
+        raise ValueError('Table 5 fine-tunes a GPT-2, which the scale slack has not; take cpu')
+    c = load('cifar10_resnet18')
+    c.update(model={'width': 32}, epochs=30, batch_size=500)
+    c.optimizer.update(lr=0.1, cosine_epochs=30)
+    return c
+
+
 def paper(table: int) -> Config:
     """As published."""
     return load('wikitext_gpt2') if table == 5 else load('cifar10_resnet18')
@@ -204,7 +221,7 @@ def paper(table: int) -> Config:
 
 SCALES = {
     'smoke': smoke, 'cpu': cpu, 'mnist': mnist, 'converged': converged, 'pretrained': pretrained,
-    'paper': paper,
+    'slack': slack, 'paper': paper,
 }  # fmt: skip
 
 
@@ -231,7 +248,7 @@ def get_study(scale: str, tables: tuple[int, ...] = (1, 2, 3, 4)) -> list[tuple[
         )
     runs: dict[tuple[int, str], Config] = {}
     for table in tables:
-        rows = TABLES[table] + (PRETRAINED if scale == 'pretrained' else [])
+        rows = TABLES[table] + {'pretrained': PRETRAINED, 'slack': [BLOCK]}.get(scale, [])
         for seed, row in itertools.product(range(max(OPEN.values())), rows):
             if seed < seeds_of(scale, table, row.name):
                 c: Any = SCALES[scale](table)
