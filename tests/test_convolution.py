@@ -4,6 +4,7 @@ import functools
 import math
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp.models import convolution
 from jaxmp.models.convolution import LAYOUT, convolve
 from jaxmp.models.resnet import Stage
+from jaxmp.runtimes import allocator
 
 LARGE, SMALL = ((4, 16, 16, 16), (3, 3, 16, 8)), ((4, 2, 2, 5), (3, 3, 5, 3))
 WIDE = (4, 12, 12, 5), (5, 5, 5, 6)
@@ -186,6 +188,25 @@ def test_freed_pages_are_kept():
     (kept, kept_large), (step, large) = run('keep_freed_pages()'), run('')
     assert kept < pages < step
     assert kept_large < 40 < large
+
+
+def test_freed_pages_are_not_kept_where_there_is_a_gpu(tmp_path, monkeypatch):
+    """The threads that compile would wait for the one arena."""
+    called = []
+    library = types.SimpleNamespace(mallopt=lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(allocator.ctypes, 'CDLL', lambda name: library)
+    monkeypatch.setattr(allocator, '_keeping', [])
+    monkeypatch.setattr(allocator.jax.monitoring, 'register_event_duration_secs_listener', id)
+    for driver, platforms, keeps in (
+        (tmp_path, None, False), (tmp_path, 'cuda', False), (tmp_path, 'cpu', True),
+        (tmp_path / 'none', None, True),
+    ):  # fmt: skip
+        monkeypatch.setattr(allocator, 'DRIVER', driver)
+        config = types.SimpleNamespace(jax_platforms=platforms)
+        monkeypatch.setattr(allocator.jax, 'config', config)
+        called.clear()
+        allocator.keep_freed_pages()
+        assert bool(called) == keeps
 
 
 AFTER = """

@@ -197,6 +197,18 @@ def test_a_frozen_table_is_one_array_of_two_stages(tmp_path):
     assert table(apart, 0) is not table(apart, 1)
 
 
+def test_a_second_seed_trains_with_the_programs_of_the_first(tmp_path):
+    """A step takes the buffers of what it trains; only a frozen table is kept for the next run."""
+    config = small(tiny(tmp_path / 'model'), train='no_table')
+    trainer = loop.prepare(config, loop.ProcessGroup())
+    for seed in (0, 1):
+        config.seed = seed
+        summary = loop.train_and_evaluate(
+            config, tmp_path / str(seed), trainer=trainer.of_seed(config), quiet=True
+        )
+        assert summary['seed'] == seed
+
+
 def test_a_stage_updates_its_optimizer_state_in_place(tmp_path):
     """Where stages are apart, as where one program holds them: half of a large model's memory."""
     config = small(tiny(tmp_path), train='no_table', runtime='mpmd')

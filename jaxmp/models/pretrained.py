@@ -54,8 +54,8 @@ def read(
       only: number of the stage.
       key: of the low-rank updates, which no checkpoint has; not needed without.
       dtype: of the parameter of a path; None means the file's.
-      shared: arrays outside of the blocks that other stages have read, by name, to which those of
-        this one are added: a tied table is then one array.
+      shared: the token table that another stage has read, by name, to which that of this one is
+        added: a tied table is then one array. Nobody may donate it.
 
     Returns:
       ``{'params': ...}``.
@@ -68,9 +68,11 @@ def read(
         if names[0] not in checkpoint.shapes:  # a low-rank update; all others are there
             continue
         if path[0] != 'layers':
-            if names[0] not in shared:
-                shared[names[0]] = jnp.asarray(checkpoint.read(names[0]), dtype(path))
-            params[path] = shared[names[0]]
+            if (array := shared.get(names[0])) is None:
+                array = jnp.asarray(checkpoint.read(names[0]), dtype(path))
+            if path[0] == 'embed_tokens':
+                shared[names[0]] = array
+            params[path] = array
             continue
         first = checkpoint.read(names[0])
         stack = np.empty(shape, dtype(path) or first.dtype)
