@@ -197,7 +197,9 @@ def table_5_rows():
 def table_5_runs():
     """Rows of it that have a run, and seeds of the row with the fewest."""
     rows = [
-        row for name in ('pretrained', 'pretrained_lora') for row in studies()[name].rows.values()
+        row
+        for name in ('pretrained', 'pretrained_lora', 'pretrained_twice')
+        for row in studies()[name].rows.values()
     ]
     return len(rows), min(len(row.runs) for row in rows)
 
@@ -259,14 +261,7 @@ def more(row, study='mnist'):
 
 
 def nats(row, mode='on'):
-    return last('cpu', f'gpt2-{row}', mode)
-
-
-def apart():
-    """How far the two seeds of the stand-in's rows lie apart, but for the two that are named."""
-    named = ('ef21-top10', 'on'), ('ef21-top10', 'off'), ('top10-separate', 'off')
-    pairs = [(r, m) for r in TEXT for m in ('on', 'off') if (r, m) not in named]
-    return max(max(v) - min(v) for r, m in pairs for v in [seeds('cpu', f'gpt2-{r}', m)])
+    return last('pretrained', f'gpt2-{row}', mode)
 
 
 # Nats lost on a pretrained language model.

@@ -190,17 +190,19 @@ def test_freed_pages_are_kept():
     assert kept_large < 40 < large
 
 
-def test_freed_pages_are_not_kept_where_there_is_a_gpu(tmp_path, monkeypatch):
+def test_freed_pages_are_not_kept_with_a_gpu_or_many_cores(tmp_path, monkeypatch):
     """The threads that compile would wait for the one arena."""
     called = []
     library = types.SimpleNamespace(mallopt=lambda *arguments: called.append(arguments))
     monkeypatch.setattr(allocator.ctypes, 'CDLL', lambda name: library)
     monkeypatch.setattr(allocator, '_keeping', [])
     monkeypatch.setattr(allocator.jax.monitoring, 'register_event_duration_secs_listener', id)
-    for driver, platforms, keeps in (
-        (tmp_path, None, False), (tmp_path, 'cuda', False), (tmp_path, 'cpu', True),
-        (tmp_path / 'none', None, True),
+    nowhere = tmp_path / 'none'
+    for driver, platforms, cores, keeps in (
+        (tmp_path, None, 2, False), (tmp_path, 'cuda', 2, False), (tmp_path, 'cpu', 2, True),
+        (nowhere, None, 4, True), (nowhere, None, 5, False),
     ):  # fmt: skip
+        monkeypatch.setattr(allocator, 'cores', lambda n=cores: n)
         monkeypatch.setattr(allocator, 'DRIVER', driver)
         config = types.SimpleNamespace(jax_platforms=platforms)
         monkeypatch.setattr(allocator.jax, 'config', config)

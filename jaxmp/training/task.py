@@ -74,7 +74,7 @@ class Task(NamedTuple):
     def like(self) -> Like:
         """Shape and dtype of an input of the first stage, for one example."""
         x = self.data.train.x
-        batch = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+        batch = jax.ShapeDtypeStruct((1, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
         batch = like(jax.eval_shape(lambda x: self.prepare(x, None), batch))
         return jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
 

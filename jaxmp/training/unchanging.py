@@ -27,7 +27,9 @@ def unchanging(exp: Experiment) -> str:
     for s, collections in enumerate(variables):
         if names := sorted(collections.keys() - {'params'}):
             return f'stage {s} changes its {", ".join(names)}'
-    batch = jax.ShapeDtypeStruct((x.shape[0], *exp.data.train.x.shape[1:]), exp.data.train.x.dtype)
+    examples = exp.data.train.x
+    dtype = jax.dtypes.canonicalize_dtype(examples.dtype)
+    batch = jax.ShapeDtypeStruct((x.shape[0], *examples.shape[1:]), dtype)
 
     def run(key: Array, variables: Variables, x: Array) -> Array:
         x = exp.task.prepare(x, jax.random.fold_in(key, 0))
