@@ -74,7 +74,7 @@ def lost(a, stages):
     return scores
 
 
-def write_random(folder, blocks, width):
+def write_random(folder, blocks, width, tied=True):
     """A decoder of equal blocks with random weights, whose tokens are bytes; its path."""
     import jax
 
@@ -84,7 +84,7 @@ def write_random(folder, blocks, width):
     described = {
         'model_type': 'llama', 'vocab_size': 256, 'hidden_size': width,
         'intermediate_size': 4 * width, 'num_hidden_layers': blocks, 'num_attention_heads': heads,
-        'num_key_value_heads': max(1, heads // 2), 'tie_word_embeddings': True,
+        'num_key_value_heads': max(1, heads // 2), 'tie_word_embeddings': tied,
     }  # fmt: skip
     [stage] = stages = decoder.decoder(families.config_of(described), 1)
     variables = jax.jit(stage.init)(jax.random.key(0), jax.numpy.zeros((1, 2), int))
