@@ -484,6 +484,12 @@ def late_picture():
     return plugins.module(ROOT / 'docs' / 'late.py')
 
 
+def sooner(kind, order):
+    """How many times sooner a loss comes than by the best order that waits (bench/late_time.py)."""
+    page = f'bench/results/epyc_2026-11-27_late_time{kind}.md'
+    return float(found(page, rf'\| {order} \|.* ([\d.]+) \|\n'))
+
+
 def late_run(study, row):
     """A committed run of the study of late gradients."""
     return runs(study, row)[0]

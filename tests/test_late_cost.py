@@ -67,6 +67,21 @@ def test_steps_are_compared_at_the_lowest_loss_that_both_reach(study):
     assert cost.record([study])[0]['seeds'] == 2
 
 
+def test_each_delay_has_a_rate_of_its_own(study, tmp_path):
+    """Rows of one delay have one."""
+    where = tmp_path / 'rates'
+    where.mkdir()
+    slow = summary('late1', [4.5, 3.5, 2.5, 1.5], delay=1, lr=1e-3)
+    for run in (RUNS[0], slow):
+        (where / f'{run["name"]}.json').write_text(json.dumps(run))
+    [found] = results.load(where)
+    assert [row.delay for row in cost.rows(found)] == [0, 1]
+    predicted = summary('late1-predict', [4.0] * 4, delay=1, correction='predict')
+    (where / 'predict.json').write_text(json.dumps(predicted))
+    with pytest.raises(ValueError, match=r'late1 and late1-predict .* optimizer.lr=0.001 and'):
+        results.load(where)
+
+
 def test_a_study_without_late_rows_has_no_table_of_them(study):
     assert cost.rows(study._replace(rows={'late0': study.rows['late0']})) == []
 

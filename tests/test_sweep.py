@@ -167,6 +167,18 @@ def test_a_pretrained_model_has_rows_of_its_own():
         study.study_of('paper_tables').get_study('pretrained', (1,))
 
 
+def test_a_network_with_slack_has_whole_images():
+    """Three seeds of Tables 1 and 2 and a row of blocks of 4 bits."""
+    tables = study.study_of('paper_tables')
+    found = tables.get_study('slack', (1, 2))
+    rows = {c.name for _, c in found}
+    assert len(found) == 3 * len(rows)
+    assert {'none', 'fw4-bw8', 'top10', 'block4'} <= rows
+    assert {(c.data.pool, c.model.width, c.epochs) for _, c in found} == {(1, 32, 30)}
+    with pytest.raises(ValueError, match='which the scale slack has not'):
+        tables.get_study('slack', (5,))
+
+
 def test_what_fails_is_listed_and_stops_nothing(tmp_path, capsys):
     jobs = plan(tmp_path, '--tables=1', '--rows=none', '--set', 'epochs=1')
     jobs[0].config.fwd = 'aqsgd(top_k(0.1), examples=5)'
@@ -313,6 +325,8 @@ def test_rows_of_late_gradients_differ_by_what_their_names_say():
         assert (c.model.train == 'lora(8)') == (training == 'lora')
         assert name.endswith('-2bit') == (c.fwd != 'raw') == (c.bwd != 'raw')
     assert {c.optimizer.delay for c in rows.values()} == {0, 1, 4}
+    rate = lambda n: rows[f'lora-late{n}'].optimizer.lr
+    assert (rate(0), rate(1), rate(4)) == (2e-3, 2e-3, 1e-3)  # as tuned, each by itself
     with pytest.raises(ValueError, match=r"no scale 'cpu' .*; there are the scales smoke, study"):
         late.get_study('cpu')
 
