@@ -85,7 +85,7 @@ def theirs(a, tokens):
     transformers.logging.set_verbosity_error()
     device = 'cpu' if jax.default_backend() == 'cpu' else 'cuda'
     torch.set_num_threads(a.cores)
-    precise = jax.config.jax_default_matmul_precision in ('highest', 'float32')
+    precise = getattr(jax.config, 'jax_default_matmul_precision', None) in ('highest', 'float32')
     torch.backends.cuda.matmul.allow_tf32 = not precise  # as JAX, which has it by default
     off = {'resid_pdrop': 0.0, 'embd_pdrop': 0.0, 'attn_pdrop': 0.0, 'use_cache': False}
     sizes = {'vocab_size': a.vocabulary, 'n_positions': a.length, 'n_embd': a.width}

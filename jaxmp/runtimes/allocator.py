@@ -42,7 +42,7 @@ def keep_freed_pages() -> None:
 
 def _on_gpu() -> bool:
     """Whether JAX will compute on a GPU, before it has looked for one."""
-    return jax.config.jax_platforms != 'cpu' and DRIVER.exists()
+    return getattr(jax.config, 'jax_platforms', None) != 'cpu' and DRIVER.exists()
 
 
 def release_freed_pages() -> None:
