@@ -7,9 +7,10 @@ blocks learns from nothing: bytes of the package's Alice, by Muon, no table tied
 stages is a process of `jaxmp train` in a namespace (bench/emulated_network.py). A row is written as
 soon as it is measured, and the same command goes on where it was stopped.
 
-**Seconds** are those of the run's own records from the first test on, so that compilation does not
-count; a test empties the pipeline. **The loss** is the highest of the last test losses of the runs
-over a link, the lowest that all reach, and its time lies on a line between two tests.
+**Seconds** are those of the run's own records, its tests with them. Steps before the first test,
+which compile, count as long as those after it. A test empties the pipeline. **The loss** is the
+higher one of the last test losses of a run and of the one that waits, the lowest that both reach,
+and its time lies on a line between two tests.
 """
 
 import argparse
@@ -40,7 +41,8 @@ TASKS = {
         'data.test_examples': 64, 'steps': 256, 'eval_every': '32 steps',
     },
 }  # fmt: skip
-ORDERS = {'eager_1f1b': {'parallel.schedule': 'eager_1f1b(7)'}} | {
+ORDER = 'eager_1f1b'  # the one that waits
+ORDERS = {ORDER: {'parallel.schedule': 'eager_1f1b(7)'}} | {
     f'{n} late{word and f", {word}"}': {
         'optimizer.delay': n, 'optimizer.correction': word or 'none'
     }
@@ -52,13 +54,13 @@ def trained(lab, words, folder):
     """The records of a run, a process in each namespace of a lab."""
     flags = [f'--config.{k}={v}' for k, v in words.items()]
     command = [sys.executable, '-m', 'jaxmp', 'train', '--config=finetune', *flags, '--nocurves']
-    at = f'--coordinator={emulated_network.address(0)}:{PORT}', f'--processes={STAGES}'
-    own = {'JAXMP_TOKEN': 'bench', 'JAX_PLATFORMS': 'cpu'}
+    address = f'--coordinator={emulated_network.address(0)}:{PORT}', f'--processes={STAGES}'
+    environment = {'JAXMP_TOKEN': 'bench', 'JAX_PLATFORMS': 'cpu'}
     with tempfile.TemporaryFile('w+') as log:
         members = [
             subprocess.Popen(
-                lab.inside(s, *command, f'--workdir={folder}', *at, f'--process={s}'),
-                env={**os.environ, **own}, stdout=log, stderr=log,
+                lab.inside(s, *command, f'--workdir={folder}', *address, f'--process={s}'),
+                env={**os.environ, **environment}, stdout=log, stderr=log,
             )
             for s in range(STAGES)
         ]  # fmt: skip
@@ -70,45 +72,52 @@ def trained(lab, words, folder):
 
 
 def curve(records):
-    """Steps, seconds from the first test on, and test losses."""
+    """Steps, seconds and losses of the tests."""
     train = {r['step']: r['seconds'] for r in records if r['kind'] == 'train'}
     test = [r for r in records if r['kind'] == 'test' and r['compression'] == 'on']
-    first = train[test[0]['step']]
-    return [(r['step'], train[r['step']] - first, r['loss']) for r in test]
+    first, last = test[0]['step'], test[-1]['step']
+    pace = (train[last] - train[first]) / (last - first)
+    return [(r['step'], train[r['step']] - train[first] + pace * first, r['loss']) for r in test]
 
 
 def reached(points, loss):
     """Step and second at which a curve first is at a loss."""
+    if points[0][2] <= loss:
+        return points[0][:2]
     for (s, t, high), (s1, t1, low) in itertools.pairwise(points):
         if low <= loss:
-            share = (high - loss) / (high - low) if high > loss else 0
+            share = (high - loss) / (high - low)
             return s + share * (s1 - s), t + share * (t1 - t)
     return float('nan'), float('nan')
 
 
+def compared(row, waiting):
+    """Loss that both runs reach, steps and seconds to it, and how many times sooner it comes."""
+    loss = max(r['curve'][-1][2] for r in (row, waiting))
+    steps, seconds = reached(row['curve'], loss)
+    return loss, steps, seconds, reached(waiting['curve'], loss)[1] / seconds
+
+
 def table(rows):
     """The page."""
-    [run, *_], found = rows, [r for r in rows if r['kind'] == 'time']
+    run, timed = rows[0], [r for r in rows if r['kind'] == 'time']
     lines = [
         f'# Time to a loss over a slow link: {run["task"]}', '',
         f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {run["commit"]}; {STAGES} '
-        f'stages, a process and a namespace each; forward `{run["fwd"]}`, backward `{run["bwd"]}`. '
-        'Definitions: `bench/late_time.py`.', '',
+        f'stages, a process and a namespace each; forward `{run["fwd"]}`, backward `{run["bwd"]}`; '
+        f'load {min(r["load"][0] for r in timed):.1f} to {max(r["load"][0] for r in timed):.1f} at '
+        'the ends of runs. Definitions: `bench/late_time.py`.', '',
         '| link | order | seconds a step | last test | to the loss | steps | seconds | faster |',
         '|---|---|--:|--:|--:|--:|--:|--:|',
     ]  # fmt: skip
-    for link in dict.fromkeys(r['link'] for r in found):
-        here = [r for r in found if r['link'] == link]
-        loss = max(r['curve'][-1][2] for r in here)
-        seconds = {r['order']: reached(r['curve'], loss)[1] for r in here}
-        base = seconds.get('eager_1f1b', float('nan'))
-        for r in here:
-            (s0, t0, _), *_, (s1, t1, last) = r['curve']
-            steps, time = reached(r['curve'], loss)
-            lines.append(
-                f'| {link} | {r["order"]} | {(t1 - t0) / (s1 - s0):.3f} | {last:.4f} | {loss:.4f} '
-                f'| {steps:.0f} | {time:.1f} | {base / time if time else 1:.2f} |'
-            )
+    waiting = {r['link']: r for r in timed if r['order'] == ORDER}
+    for row in timed:
+        (s0, t0, _), *_, (s1, t1, last) = row['curve']
+        cells = [row['link'], row['order'], f'{(t1 - t0) / (s1 - s0):.3f}', f'{last:.4f}']
+        if row['link'] in waiting:
+            loss, steps, seconds, times = compared(row, waiting[row['link']])
+            cells += [f'{loss:.4f}', f'{steps:.0f}', f'{seconds:.1f}', f'{times:.2f}']
+        lines.append(f'| {" | ".join(cells + ["-"] * (8 - len(cells)))} |')
     return '\n'.join(lines) + '\n'
 
 

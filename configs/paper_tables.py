@@ -9,7 +9,7 @@ Table 5 with a pretrained checkpoint per seed, each `wikitext_gpt2_small:pretrai
   --set data.tokenizer=BASE-0/model
 pretrained: Table 5 with SmolLM2-135M, 102,400 tokens of WikiText-2 a run, 15 minutes of one core:
   --tables=5 --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf --set data.dir=TEXT
-slack: real CIFAR-10 at its full side, half the width, 30 epochs, over 92 %, an accelerator.
+slack: real CIFAR-10 at its full side, half the width, 30 epochs, for over 92 %, an accelerator.
 paper: section 3.1 as it is, an accelerator.
 """
 
@@ -207,7 +207,7 @@ def slack(table: int) -> Config:
       ValueError: for Table 5, which is of a language model.
     """
     if table == 5:
-        raise ValueError('Table 5 fine-tunes a GPT-2, which the scale slack has not; take cpu')
+        raise ValueError('Table 5 fine-tunes a GPT-2, which the scale slack has not; use cpu')
     c = load('cifar10_resnet18')
     c.update(model={'width': 32}, epochs=30, batch_size=500)
     c.optimizer.update(lr=0.1, cosine_epochs=30)

@@ -188,12 +188,6 @@ def moment_runs():
     return len(paths), sum(len(study.get_study(scale)) for scale in study.NORMS)
 
 
-def table_5_rows():
-    """Rows of Table 5 at the scale pretrained."""
-    study = plugins.module(ROOT / 'configs' / 'paper_tables.py')
-    return len(study.TABLES[5] + study.PRETRAINED)
-
-
 def table_5_runs():
     """Rows of it that have a run, and seeds of the row with the fewest."""
     rows = [
@@ -488,6 +482,19 @@ def sooner(kind, order):
     """How many times sooner a loss comes than by the best order that waits (bench/late_time.py)."""
     page = f'bench/results/epyc_2026-11-27_late_time{kind}.md'
     return float(found(page, rf'\| {order} \|.* ([\d.]+) \|\n'))
+
+
+def a_step(order):
+    """Seconds of a step of a decoder that learns from nothing, over a slow link."""
+    page = 'bench/results/epyc_2026-11-27_late_time.md'
+    return float(found(page, rf'\| {order} \| ([\d.]+) \|'))
+
+
+def twice(mode):
+    """Percent that AQ-SGD over two bits loses of texts that are seen twice, over none."""
+    return residuals.estimate(
+        longer_by_seed('twice-aqsgd-2', mode, 'pretrained_twice', 'twice-none')
+    )
 
 
 def late_run(study, row):

@@ -33,6 +33,33 @@ def bench(monkeypatch):
     return importlib.import_module
 
 
+def test_a_loss_comes_as_much_sooner_as_steps_are_faster(bench):
+    """Where losses are alike step by step; what compiles before the first test does not count."""
+    late_time = bench('late_time')
+
+    def run(order, seconds, losses):
+        times = [100 + seconds * step for step in (10, 20, 30)]
+        train = [{'kind': 'train', 'step': 10 * i, 'seconds': t} for i, t in enumerate(times, 1)]
+        test = [
+            {'kind': 'test', 'compression': 'on', 'step': 10 * i, 'loss': loss}
+            for i, loss in enumerate(losses, 1)
+        ]
+        points = late_time.curve([*train, *test])
+        return {'kind': 'time', 'link': 'a', 'order': order, 'curve': points, 'load': [0.0]}
+
+    waits, same = (run(*about, [3, 2, 1]) for about in (('eager_1f1b', 2), ('1 late', 0.5)))
+    assert waits['curve'] == [(10, 20, 3), (20, 40, 2), (30, 60, 1)]
+    assert late_time.compared(same, waits) == (1, 30, 15, 4)
+    worse = run('3 late', 0.5, [3, 2.5, 1.5])
+    assert late_time.compared(worse, waits) == (1.5, 30, 15, 50 / 15)
+    assert late_time.reached(waits['curve'], 3.5) == (10, 20)
+    about = dict.fromkeys(('task', 'hardware', 'commit', 'fwd', 'bwd'), 'a')
+    about['versions'] = {'jax': 'j'}
+    assert '| a | 3 late | 0.500 | 1.5000 | 1.5000 | 30 | 15.0 | 3.33 |' in late_time.table(
+        [about | {'kind': 'run'}, waits, same, worse]
+    )
+
+
 def test_a_table_with_missed_bars_is_the_exit_status(bench, monkeypatch, tmp_path):
     """The committed rows, measured again by nobody: the bars of the ResNet are missed."""
     slow = bench('slow_network')
