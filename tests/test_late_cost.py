@@ -96,6 +96,7 @@ def test_a_report_shows_the_loss_by_delay(study, tmp_path):
     assert cost.lines(cost.rows(study)) == {
         'uncorrected': [(0, 1.0), (1, 1.0)], 'predict': [(0, 1.0), (4, 4.0)]
     }  # fmt: skip
+    assert cost.title(cost.rows(study)) == '1 step late costs 0 % uncorrected'
     name = cost.draw(study, tmp_path / 'out')
     assert [p.name for p in (tmp_path / 'out').glob('*.png')] == [name]  # none of bits
     assert (tmp_path / 'out' / name).stat().st_size > 5000

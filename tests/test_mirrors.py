@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmp import Ctx, boundary, feedback, like, parse
+from jaxmp.launch.__main__ import free_port
 from jaxmp.net import connect
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns
@@ -18,7 +19,6 @@ from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import loop
 from tests.runs import ENV, SMALL, command, config_of, records
-from tests.test_net_faults import free_port
 
 X = (8, 3, 6)
 CTX = Ctx(jax.random.key(0), ids=jnp.arange(8), tokens=jnp.arange(24).reshape(8, 3), microbatch=0)

@@ -5,24 +5,17 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from jaxmp.launch.__main__ import free_port
 from tests.runs import ROOT
 
 WORKER = str(ROOT / 'tests' / 'net_worker.py')
 COUNT = 3
-
-
-def free_port():
-    """A port that nobody uses."""
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 
 class Processes:

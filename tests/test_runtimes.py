@@ -1,6 +1,5 @@
 """Every runtime against one plain program: the same means, parameters and states."""
 
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +15,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxmp import Ctx, boundary, parse
 from jaxmp.feedback import per_microbatch
+from jaxmp.launch.__main__ import free_port
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.placement import place
@@ -207,12 +207,6 @@ def test_every_schedule_equals_one_program():
         close(np.array(found), np.array(wanted('ef21', 4, 1)[0]), err_msg=name)
         leaves = lambda part, s, r, model=model: jax.tree.leaves(getattr(model, part)[s][r])
         assert assert_equal(leaves, 'ef21', 4, 1)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 
 def run_processes(folder, count, *what):

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
+from jaxmp.launch.__main__ import free_port
 from tests.runs import ENV, LAUNCH, command, pids, records, text_of, wait_for_steps
 from tests.test_net_faults import (
     HOSTS,
     NAMESPACES,
     can_make_namespaces,
-    free_port,
     leave_one_port,
     two_hosts,
 )

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import math
 import os
+import random
 import re
 import secrets
 import signal
@@ -44,14 +45,16 @@ NOTICE = 6.0  # seconds after a failure in which the others say why they end, be
 
 
 def free_port() -> int:
-    """A free port of which the next port is free too."""
-    for _ in range(100):
-        with socket.socket() as a, socket.socket() as b:
-            a.bind(('127.0.0.1', 0))
-            port = a.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                b.bind(('127.0.0.1', port + 1))
-                return port
+    """A free port of which the next port is free too.
+
+    It is below 32768, from where on the system takes ports for connections, so that none of these
+    has taken it until a process listens there.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 32_000, 2), 100):
+        with socket.socket() as a, socket.socket() as b, contextlib.suppress(OSError):
+            a.bind(('127.0.0.1', port))
+            b.bind(('127.0.0.1', port + 1))
+            return port
     raise OSError('no two free ports in a row on this machine')
 
 

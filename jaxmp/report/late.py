@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.config import Summary, settings
 from jaxmp.metrics import positions
-from jaxmp.report import captions, style
+from jaxmp.report import style
 from jaxmp.report.residuals import Estimate, estimate
 from jaxmp.report.results import Row, Study, last, load, score
 from jaxmp.report.tables import NONE, markdown, plain, with_error
@@ -170,21 +170,51 @@ def line(late: Late) -> list[str]:
 
 def draw(study: Study, out: Path) -> str:
     """Draws the loss by delay if ``out`` lacks it; returns the name of the file."""
-    data = lines(rows(study))
-    path, mark = out / f'{study.name}_late.png', style.digest(data, __file__, captions.__file__)
+    late = rows(study)
+    data = {'lines': lines(late), 'title': title(late), 'seeds': seeds(late)}
+    path, mark = out / f'{study.name}_late.png', style.digest(data, __file__)
     if not style.holds(path, mark):
         with style.style():
             figure = style.figure(6.5, 4)
             axes = figure.subplots()
-            for label, points in data.items():
-                style_of = {'marker': 'o', 'ls': '--' if 'compressed' in label else '-'}
-                axes.plot(*zip(*points, strict=True), label=label, **style_of)
+            words: dict[str, str] = {}
+            for label, points in data['lines'].items():
+                word, _, compressed = label.partition(', ')
+                colour = words.setdefault(word, f'C{len(words)}')
+                line_style = {'marker': 'o', 'ls': '--' if compressed else '-', 'color': colour}
+                axes.plot(*zip(*points, strict=True), label=label, **line_style)
             axes.set(xlabel='steps that gradients come late', ylabel='test loss (nats)')
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend()
-            style.caption(figure, f'after equal steps; {captions.seeds([*study.rows.values()])}')
+            figure.suptitle(data['title'])
+            style.caption(figure, f'after equal steps; mean of {data["seeds"]}')
             style.save(figure, path, mark)
     return path.name
+
+
+def title(late: Sequence[Late]) -> str:
+    """What the least delay costs with raw messages, by the best correction and by none."""
+    first = [r for r in late if r.delay and not r.compressed]
+    own = [r for r in first if r.delay == min(r.delay for r in first)]
+    if not own:
+        return TITLE
+    costs = {r.correction: f'{100 * r.more.mean:.2g} %' for r in own}
+    best = min(own, key=lambda r: r.more.mean).correction
+    told = [f'{costs[best]} of the loss with {best}'] if best != 'none' else []
+    told += [f'{costs["none"]} uncorrected'] if 'none' in costs else []
+    steps = f'{own[0].delay} step{"s" * (own[0].delay > 1)}'
+    return f'{steps} late costs ' + ',\n'.join(told)
+
+
+def seeds(late: Sequence[Late]) -> str:
+    """How many seeds the rows have.
+
+    >>> counts = (1, 3)
+    >>> seeds([Late('', '', 0, '', False, *[estimate([1.0] * n)] * 3) for n in counts])
+    '1 to 3 seeds'
+    """
+    counts = sorted({r.loss.seeds for r in late})
+    return ' to '.join(map(str, counts[:1] + counts[1:][-1:])) + ' seeds'
 
 
 def lines(late: Sequence[Late]) -> dict[str, list[tuple[int, float]]]:
