@@ -64,8 +64,10 @@ def both(caller_port, port, about=({}, {})):
             with between.met((HOST, port), listens, about[not listens]) as group:
                 found[listens] = between.measured(group)
                 group.close()
-        except Exception as error:  # what was measured stays, whatever leaving says
+        except between.CallEndedError as error:  # what was measured stays once the other has left
             found.setdefault(listens, error)
+        except Exception as error:
+            found[listens] = error
 
     listening = threading.Thread(target=end, args=(port, True))
     listening.start()

@@ -620,7 +620,7 @@ def test_strangers_are_let_in_nowhere_and_delay_nobody(run, count, direct, monke
     with pytest.raises(ProcessGroupError, match='two processes are process 0'):
         late.ready()
     late.close()
-    assert slowest < 5  # seconds, on a busy machine
+    assert slowest < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200 << 10  # KiB
     assert len(held) == count * len(ports)
     assert taken
