@@ -14,8 +14,10 @@ from jaxmp.net.connect import processes
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes import lanes, links
 from jaxmp.runtimes.columns import Columns
+from jaxmp.runtimes.driver import Driver
 from jaxmp.runtimes.placement import Elsewhere
 from jaxmp.runtimes.types import ByReplica
+from jaxmp.runtimes.unflushed import unflushed
 from jaxmp.training import experiment, sizes
 from jaxmp.training.trainer import Trainer
 from tests.test_probe import COUNT, config, task
@@ -155,3 +157,29 @@ def test_other_runtimes_have_no_links_to_slow(key):
     settings.parallel[key] = 1.5
     with pytest.raises(ValueError, match=wanted):
         experiment.experiment_of(settings, task())
+
+
+def test_no_thread_waits_for_a_message_that_is_never_made():
+    lane = links.Lane(lambda message, address: message, (1e3, 0.0))
+    lane.carry(Future())
+    made = Future()
+    made.set_result(jnp.ones(3))
+    message, _ = lane.carry(made).result(timeout=60)
+    assert message.sum() == 3
+
+
+def test_late_gradients_run_what_has_its_message_backwards_first():
+    late = unflushed(Driver({}, (), {}, {}), 1, ProcessGroup())
+    backward, forward = tasks = [('B', 0, 0), ('F', 0, 8)]
+    coming, next_one = Future(), Future()
+    late.flight.arriving.update({backward: coming})
+    assert late._arrived(tasks) == forward  # the first stage waits for no message forwards
+    late.flight.arriving.update({forward: next_one})
+    next_one.set_result((None, time.monotonic() + 0.05))  # arrived over a slow link, in 50 ms
+    assert late._arrived(tasks) == forward
+    coming.set_result((None, 0.0))
+    assert late._arrived(tasks) == backward
+    late.flight.arriving[backward] = Future()
+    late.flight.arriving[backward].set_exception(RuntimeError('lost'))
+    with pytest.raises(RuntimeError, match='lost'):
+        late._arrived(tasks)

@@ -10,6 +10,7 @@ from jaxmp.runtimes import schedule, schedules
 from jaxmp.runtimes.schedule import Action, Costs, timed
 from jaxmp.runtimes.schedules import SCHEDULES, Plan
 from jaxmp.runtimes.timeline import draw
+from jaxmp.runtimes.unflushed import most_kept, stream
 from tests.runs import ROOT
 
 DEVICES = (1, 2, 3, 4, 5, 8)
@@ -339,3 +340,33 @@ def test_draw_writes_a_picture(name, tmp_path):
     path = tmp_path / 'timeline.png'
     draw(SCHEDULES[name](4, 3), path)
     assert path.read_bytes()[:4] == b'\x89PNG'
+
+
+@pytest.mark.parametrize(
+    ('stages', 'microbatches', 'delay'), [(1, 2, 1), (2, 2, 2), (4, 8, 1), (4, 3, 3)]
+)
+def test_late_gradients_keep_the_rules_and_the_activations_that_are_said(
+    stages, microbatches, delay
+):
+    for message in (0.0, 30.0):
+        costs = Costs(1, 1, 1, message)
+        actions = stream(range(stages), microbatches, delay, 5, costs)
+        schedule.check(actions)
+        kept, said = schedule.most_kept(actions), most_kept(stages, microbatches, delay)
+        assert all(k <= most for k, most in zip(kept, said, strict=True))
+    assert kept == said  # over a long way all of them are
+
+
+@pytest.mark.parametrize(
+    ('message', 'delay'), [(0.5, 1), (10, 1), (10, 2), (30, 1), (30, 2), (30, 4)]
+)
+def test_late_gradients_hide_a_part_of_the_way_for_each_step(message, delay):
+    """A step computes, or takes a part of the time from its first forward to its last backward."""
+    stages, microbatches, steps = 4, 8, 6 * (delay + 1)
+    actions = stream(range(stages), microbatches, delay, steps, Costs(1, 1, 1, message))
+    ends = {a.microbatch: a.end for a in actions if (a.stage, a.kind) == (0, 'B')}
+    end = lambda batch: ends[microbatches * (batch + 1) - 1]
+    step = (end(5 * (delay + 1)) - end(2 * (delay + 1))) / (3 * (delay + 1))
+    computing = 3 * microbatches
+    way = 2 * (stages - 1) * message + 3 * stages + 3 * (microbatches - 1)
+    assert step == pytest.approx(max(computing, way / (delay + 1)), rel=0.06)

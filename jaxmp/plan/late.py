@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from jaxmp.config import Config
     from jaxmp.net.speed import Link
     from jaxmp.plan.choose import Choice, Codecs, Probed
-    from jaxmp.runtimes.schedule import Action
+    from jaxmp.plan.predict import Edge, Message, Times
+    from jaxmp.runtimes.schedule import Costs
 
 MEASURED = Path(__file__).with_name('late.json')
 MOST = 8  # steps late
@@ -116,27 +117,31 @@ def late_step(probed: Probed, link: Link, codecs: Codecs, count: int, delay: int
     """
     from jaxmp.plan.choose import meetings, messages_of
     from jaxmp.plan.predict import step
+    from jaxmp.runtimes.unflushed import stream
 
     times = [
         t._replace(backward=t.backward + t.update / count, update=0.0) for t in probed.stages[count]
     ]
     messages = messages_of(probed, link, codecs, count)
     place = probed.place or tuple(range(len(times)))
+    costs = costs_of(times, messages, link)
     ends = []
     for steps in (delay + 2, delay + 2 + STEADY):
-        actions = list(under_way(place, count, delay, steps))
+        actions = stream(place, count, delay, steps, costs)
         ends.append(step(actions, times, messages, link.delay / 1e3))
     # Norms are told beside the work; a tied table lets each stage wait for the others.
     return (ends[1] - ends[0]) / STEADY + (meetings(probed, link) if probed.table else 0.0)
 
 
-def under_way(place: Sequence[int], count: int, delay: int, steps: int) -> Iterator[Action]:
-    """The actions of some steps in their order, which counts and not their times."""
-    from jaxmp.runtimes.schedule import Action
-    from jaxmp.runtimes.unflushed import stream
+def costs_of(times: Sequence[Times], messages: Mapping[Edge, Message], link: Link) -> Costs:
+    """Mean costs, which decide what a stage finds arrived first."""
+    from jaxmp.runtimes.schedule import Costs
 
-    for i, (kind, stage, m) in enumerate(stream(len(place), count, delay, steps)):
-        yield Action(float(i), stage, m, kind, place[stage], i + 1.0)
+    mean = lambda values: sum(values) / max(1, len(values))
+    coded = mean([m.encode + m.decode for m in messages.values()])
+    forward, backward = (mean(row) + coded for row in zip(*(t[:2] for t in times), strict=True))
+    wire = mean([m.wire for m in messages.values() if m.wire is not None])
+    return Costs(forward, backward / 2, backward / 2, wire + link.delay / 1e3)
 
 
 def covering(probed: Probed, link: Link, codecs: Codecs, count: int) -> tuple[int, float]:

@@ -7,10 +7,11 @@ the lanes of `jaxmp.runtimes.links`, packed, while stages compute.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,6 +52,36 @@ class Result(NamedTuple):
     states: dict[int, StageState]
     moved: Traffic
     square: Callable[[], Any] | None = None
+
+
+class Under(NamedTuple):
+    """What actions work with.
+
+    Attributes:
+      workers: of the stages here.
+      parts: of each stage the micro-batches that it runs forwards.
+      known: micro-batches whose messages are kept here; None keeps and reads none.
+      out: what actions fill with the messages that they make.
+      arriving: the messages that they wait for.
+    """
+
+    workers: Mapping[int, Worker]
+    parts: Mapping[int, Mapping[int, MicroBatch]]
+    known: Collection[int] | None
+    out: dict[Task, Future[Any]]
+    arriving: dict[Task, Future[Any]]
+
+
+@contextlib.contextmanager
+def told(out: dict[Task, Future[Any]]) -> Iterator[None]:
+    """Within it an error is also told to whoever waits for a message that will not come."""
+    try:
+        yield
+    except BaseException as error:
+        for task in list(out):
+            if (waited := out.pop(task, None)) is not None:  # another stage's thread may fail too
+                waited.set_exception(error)
+        raise
 
 
 @dataclass(frozen=True)
@@ -230,35 +261,35 @@ class Driver:
           known: micro-batches whose messages are kept here; None keeps and reads none.
         """
         out, arriving = self._post(sent)
-
-        def run(a: Action) -> None:
-            (_, s, m, kind, *_), message = a, None
-            if (coming := arriving.pop((kind, s, m), None)) is not None:
-                message = wait(coming)
-            if self.kept and known is not None and kind == 'F' and s == self.first:
-                ids = np.asarray(parts[s][m].ctx.ids)
-                if m in known:
-                    message = jax.device_put(self.kept.take(ids), self.devices[s])
-                else:
-                    self.kept.put(ids, message)
-            made = self._act(a, workers[s], parts[s][m] if kind == 'F' else None, message)
-            if (to := out.pop((kind, s, m), None)) is not None:
-                to.set_result(made)
+        run = Under(workers, parts, known, out, arriving)
 
         def run_all(actions: Iterable[Action]) -> None:
-            try:
+            with told(out):
                 for a in actions:
-                    run(a)
-            except BaseException as error:  # whoever waits for a message that will not come
-                while out:
-                    out.popitem()[1].set_exception(error)
-                raise
+                    self._one(a, run)
 
         if self.measured is None:
             return run_all(actions)
         rows = [[a for a in actions if a.device == d] for d in {a.device for a in actions}]
         with ThreadPoolExecutor(len(rows)) as threads:
             list(threads.map(run_all, rows))
+
+    def _one(self, a: Action, run: Under) -> Payload:
+        """What an action makes of the message that it waits for; whoever needs it gets it."""
+        (_, s, m, kind, *_), message = a, None
+        if (coming := run.arriving.pop((kind, s, m), None)) is not None:
+            message = wait(coming)
+        if self.kept and run.known is not None and kind == 'F' and s == self.first:
+            ids = np.asarray(run.parts[s][m].ctx.ids)
+            if m in run.known:
+                message = jax.device_put(self.kept.take(ids), self.devices[s])
+            else:
+                self.kept.put(ids, message)
+        own = run.parts[s][m] if kind == 'F' else None
+        made = self._act(a, run.workers[s], own, message)
+        if (to := run.out.pop((kind, s, m), None)) is not None:
+            to.set_result(made)
+        return made
 
     def _act(self, a: Action, worker: Worker, own: MicroBatch | None, message: Payload) -> Payload:
         """What an action makes; if actions are measured, once it is there."""
@@ -271,26 +302,18 @@ class Driver:
         self.measured.append(a._replace(start=start, end=time.monotonic()))
         return made
 
-    def _arriving(self) -> dict[Task, Any]:
-        """The messages that were asked for before a step, and that no action has read."""
-        return {}
-
-    def _place(self, m: Message) -> tuple[int, int] | None:
-        """Step and number of a message; None of the next one of its lane in this step."""
-        return None
-
     def _post(self, sent: Sequence[Message]) -> tuple[dict[Task, Any], dict[Task, Any]]:
         """Asks the lanes for all messages of a step: what actions fill, and what they wait for."""
         for done in [f for f in self.sending if f.done()]:
             self.sending.remove(done)
             done.result()  # raises what went wrong
         out: dict[Task, Any] = {}
-        arriving = self._arriving()
+        arriving: dict[Task, Any] = {}
         for m in sent:
             own = out[m.kind, m.source, m.microbatch] = (
                 Future() if m.source in self.stages else None
             )
-            arrived = self.lanes[m.source, m.target].carry(own, self._place(m))
+            arrived = self.lanes[m.source, m.target].carry(own)
             if m.target in self.stages:
                 arriving[m.kind, m.target, m.microbatch] = arrived
             else:

@@ -8,8 +8,9 @@ messages overlap compute, and both directions of a link each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
 from typing import Any
 
 import jax
@@ -65,23 +66,30 @@ class Lane:
           place: its step and number, where it may arrive in a later step than it is sent in.
         """
         n, self._number = self._number, self._number + 1
-        if self._turn:
-            return self._turn.submit(self._carry, n, self._address(place), sent)
-        assert sent is not None
         arrived: Future[tuple[Payload, float]] = Future()
-        sent.add_done_callback(lambda done: self._follow(n, done, arrived))
+        if (turn := self._turn) is None:
+            assert sent is not None
+            sent.add_done_callback(lambda done: self._follow(n, done, arrived))
+            return arrived
+        address = self._address(place)
+        go = lambda *_: turn.submit(self._carry, n, address, sent, arrived)
+        go() if sent is None else sent.add_done_callback(go)  # no thread waits for what is not made
         return arrived
 
     def _carry(
-        self, n: int, address: Address, sent: Future[Payload] | None
-    ) -> tuple[Payload, float]:
-        message = None if sent is None else jax.block_until_ready(sent.result())
-        start = time.monotonic()
-        arrived = jax.block_until_ready(self._move(message, address))
-        time.sleep(self._seconds(nbytes(arrived if message is None else message)))
-        end = time.monotonic() + self._delay / 1e3
-        self._note(n, start, end)
-        return arrived, end
+        self, n: int, address: Address, sent: Future[Payload] | None, arrived: Future[Any]
+    ) -> None:
+        """Gives ``arrived`` a message that is sent or received, or its exception."""
+        try:
+            message = None if sent is None else jax.block_until_ready(sent.result())
+            start = time.monotonic()
+            moved = jax.block_until_ready(self._move(message, address))
+            time.sleep(self._seconds(nbytes(moved if message is None else message)))
+            end = time.monotonic() + self._delay / 1e3
+            self._note(n, start, end)
+            arrived.set_result((moved, end))
+        except BaseException as error:  # whoever waits for the message gets it
+            arrived.set_exception(error)
 
     def drain(self) -> None:
         """Waits until nothing is under way, as soon after a view has ended."""
@@ -112,6 +120,22 @@ def wait(arrived: Future[tuple[Payload, float]]) -> Payload:
     if (left := usable - time.monotonic()) > 0:
         time.sleep(left)
     return message
+
+
+def usable(arrived: Future[tuple[Payload, float]]) -> bool:
+    """Whether the message of a lane may be used; raises what went wrong."""
+    return arrived.done() and arrived.result()[1] <= time.monotonic()
+
+
+def wait_first(arriving: Sequence[Future[tuple[Payload, float]]]) -> None:
+    """Waits until one of some messages may be used."""
+    while not any(map(usable, arriving)):
+        done, coming = [f for f in arriving if f.done()], [f for f in arriving if not f.done()]
+        left = min((f.result()[1] - time.monotonic() for f in done), default=None)
+        if coming:
+            wait_futures(coming, left, FIRST_COMPLETED)
+        elif left and left > 0:
+            time.sleep(left)
 
 
 def local_move(target: Device) -> Move:

@@ -123,8 +123,7 @@ class Mpmd(OverColumns):
         for r, driver in self.drivers.items():
             if not isinstance(driver, Unflushed):
                 return [], state
-            batches, states[r], moved = driver.drain(self._of(state, r))
-            self._count(r, moved)
+            batches, states[r] = driver.drain(self._of(state, r))
             rows = rows or [{s: ByReplica() for s in self.stages} for _ in batches]
             for row, gradients in zip(rows, batches, strict=True):
                 for s, g in gradients.items():

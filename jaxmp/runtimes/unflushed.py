@@ -1,20 +1,20 @@
 r"""`Unflushed`: a driver whose pipeline stays full from one step to the next.
 
-The micro-batches of all batches are one stream. A step of stage s runs the forwards of its batch,
-and after the forward of micro-batch m the backward of micro-batch :math:`m - k_s`:
+A step of a stage runs the forwards of its batch, and backwards of earlier ones: whichever has its
+message, backwards first. It ends when the batch N steps before has its gradients. So a stage has at
+most :math:`(N + 1) M` micro-batches under way, the last stage one, and a step takes
 
-.. math:: k_s = \lfloor N M (S - 1 - s) / (S - 1) \rfloor
+.. math:: \max\Big(c,\ \frac{d + c}{N + 1}\Big)
 
-So the first stage has the gradients of a batch N steps later, and the last one at once; every stage
-hands them over N steps later. A backward runs at the weights of its forward, of which a stage keeps
-N + 1 versions. Nothing waits for a link whose way there and back takes N / (S - 1) steps.
+where :math:`c` is the time in which a stage computes, :math:`d` that of a micro-batch through all
+stages and back, with its messages. A backward runs at the weights of its forward, of which a stage
+keeps N + 1 versions. The order within a stage changes no number.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,39 +23,59 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes.driver import Driver, Result, Traffic
+from jaxmp.runtimes.driver import Driver, Result, Under, told
+from jaxmp.runtimes.links import usable, wait_first
 from jaxmp.runtimes.norms import Norms
-from jaxmp.runtimes.schedule import Action, Message, Task
+from jaxmp.runtimes.schedule import UNIT, Action, Costs, Message, Task, earliest
 from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes, squared_norm
 from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload
 
 
-def ahead(stages: int, microbatches: int, delay: int) -> tuple[int, ...]:
-    """How many micro-batches each stage has begun and not ended, after a step.
+def most_kept(stages: int, microbatches: int, delay: int) -> tuple[int, ...]:
+    """The most micro-batches that each stage keeps at once.
 
-    >>> ahead(4, 8, 1), ahead(2, 2, 3), ahead(1, 2, 3)
-    ((8, 5, 2, 0), (6, 0), (0,))
+    >>> most_kept(4, 8, 1), most_kept(1, 2, 3)
+    ((16, 16, 16, 1), (1,))
     """
-    after = max(1, stages - 1)
-    return tuple(delay * microbatches * (stages - 1 - s) // after for s in range(stages))
+    return ((delay + 1) * microbatches,) * (stages - 1) + (1,)
 
 
-def turn(m: int, stages: Sequence[int], ahead: Sequence[int], begun: range) -> list[Task]:
-    """What stages run at the turn of a micro-batch: its forward, then a backward that is due.
+def due(stage: int, stages: int, begun: int, late: int) -> int:
+    """The number of backwards with which a stage ends a step, of so many forwards begun.
 
-    >>> turn(3, (0, 1), (2, 0), range(9))
-    [('F', 0, 3), ('F', 1, 3), ('B', 1, 3), ('B', 0, 1)]
+    The last stage, which waits for nobody, has run all; another one all but ``late``.
     """
-    forwards = [('F', s, m) for s in stages if m in begun]
-    return forwards + [('B', s, m - ahead[s]) for s in reversed(stages) if m - ahead[s] in begun]
+    return begun if stage == stages - 1 else max(0, begun - late)
 
 
-def stream(stages: int, microbatches: int, delay: int, steps: int) -> list[Task]:
-    """All tasks of a pipeline that is filled and emptied once, in an order that ends."""
-    early, begun = ahead(stages, microbatches, delay), range(steps * microbatches)
-    turns = range(len(begun) + max(early))
-    return [task for m in turns for task in turn(m, range(stages), early, begun)]
+def stream(
+    home: Sequence[int], microbatches: int, delay: int, steps: int, costs: Costs = UNIT
+) -> tuple[Action, ...]:
+    """The actions of a pipeline that is filled and emptied once, at such costs.
+
+    Args:
+      home: device of each stage.
+      microbatches: M.
+      delay: N.
+      steps: batches.
+      costs: of actions and messages.
+
+    >>> [(a.kind, a.microbatch) for a in stream((0, 1), 1, 1, 3) if not a.stage]
+    [('F', 0), ('F', 1), ('B', 0), ('F', 2), ('B', 1), ('B', 2)]
+    """
+    count, late = len(home), delay * microbatches
+
+    def choices(device: int, done: Counter[Any]) -> Iterator[Task]:
+        for s in [s for s in range(count) if home[s] == device]:
+            begun, ended = done['F', s], done['B', s]
+            if ended < begun:
+                yield 'B', s, ended
+            whole = begun - begun % microbatches  # those of the steps before
+            if begun < steps * microbatches and ended >= due(s, count, whole, late):
+                yield 'F', s, begun
+
+    return earliest(dict(enumerate(home)), choices, costs, lambda s, m: False)
 
 
 class Passing(Worker):
@@ -95,6 +115,8 @@ class Flight:
       end: number of the next one.
       steps: the step of each batch under way, by its number.
       workers: of the stages here.
+      ended: the number of the next backward of each of them.
+      leaving: messages that no action has made.
       arriving: messages that no action has read.
     """
 
@@ -102,12 +124,14 @@ class Flight:
     end: int = 0
     steps: dict[int, int] = field(default_factory=dict)
     workers: dict[int, Any] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)
+    leaving: dict[Task, Any] = field(default_factory=dict)
     arriving: dict[Task, Any] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Forgets all but the number of the next micro-batch."""
         self.start = self.end
-        for part in (self.steps, self.workers, self.arriving):
+        for part in (self.steps, self.workers, self.ended, self.leaving, self.arriving):
             part.clear()
 
 
@@ -127,11 +151,6 @@ class Unflushed(Driver):
     norms: Norms | None = None
     flight: Flight = field(default_factory=Flight)
 
-    @functools.cached_property
-    def ahead(self) -> tuple[int, ...]:
-        """See `ahead`."""
-        return ahead(len(self.devices), self.num_microbatches, self.delay)
-
     def step(
         self, states: Mapping[int, StageState], x: Any, y: Any, ctx: Ctx | None = None
     ) -> Result:
@@ -141,7 +160,7 @@ class Unflushed(Driver):
           The loss of this batch, and the gradients of the batch N steps before. They are None in
           the first N steps after the pipeline was empty.
         """
-        flight, n = self.flight, self.num_microbatches
+        flight, n, late = self.flight, self.num_microbatches, self.delay * self.num_microbatches
         batch = x, y, (Ctx() if ctx is None else ctx).reading(x)
         begin, ids = flight.end, np.asarray(batch[2].ids)
         known = {begin + m for m in self.kept.known(ids)} if self.kept else set[int]()
@@ -149,42 +168,48 @@ class Unflushed(Driver):
         flight.end += n
         flight.steps[begin // n] = self.group.step
         flight.steps.pop(begin // n - self.delay - 1, None)
-        tasks = [t for m in range(begin, flight.end) for t in self._tick(m, known)]
-        moved = self._go(states, tasks, parts, known)
+        sent = [
+            message
+            for m in range(begin, flight.end)
+            for task in self._tasks(m, known)
+            for message in self._messages(task, known)
+        ]
+        out, arriving = self._post(sent)
+        flight.leaving |= out
+        flight.arriving |= arriving
+        self._go(states, parts, known, late)
         if self.kept:
             self.kept.seen[ids] = True
-        due = flight.end - flight.start > self.delay * n
         last = flight.workers.get(len(self.devices) - 1)
         mean = last.means[-1] if last else None  # the last stage ends a batch in its own step
+        full = flight.end - flight.start > late
         return Result(
             mean.loss if mean else None,
             mean.aux if mean else None,
-            self._gradients() if due else None,
+            self._gradients() if full else None,
             self._states(),
-            moved,
-            self._norm(tasks, begin // n - self.delay) if self.norms else None,
+            self.moved(sent),
+            self._norm(begin // n - self.delay) if self.norms and full else None,
         )
 
     def drain(
         self, states: Mapping[int, StageState]
-    ) -> tuple[list[dict[int, Any]], dict[int, StageState], Traffic]:
+    ) -> tuple[list[dict[int, Any]], dict[int, StageState]]:
         """Ends all that is under way.
 
         Returns:
-          The gradients of each batch that had none, the oldest first; the states after; the bytes
-          that were sent.
+          The gradients of each batch that had none, the oldest first; the states after.
         """
         flight = self.flight
         if flight.start == flight.end:
-            return [], dict(states), {}
-        rest = range(flight.end, flight.end + max(self.ahead))
-        moved = self._go(states, [t for m in rest for t in self._tick(m)], {})
+            return [], dict(states)
+        self._go(states, {}, (), 0)
         count = min(self.delay, (flight.end - flight.start) // self.num_microbatches)
         if self.norms:  # gradients that wait are counted when they are used
             self.norms.forget()
         rows, after = [self._gradients() for _ in range(count)], self._states()
         flight.clear()
-        return rows, after, moved
+        return rows, after
 
     def init(self, key: Array, draw: bool = True) -> dict[int, StageState]:
         """States of the stages here, with nothing under way; see `Driver.init`."""
@@ -197,31 +222,78 @@ class Unflushed(Driver):
         self.flight.end = 0
         self.flight.clear()
 
-    def _tick(self, m: int, known: Collection[int] = ()) -> list[Task]:
-        """What the stages here run at the turn of a micro-batch, in an order that ends."""
-        first, begun = self.first, range(self.flight.start, self.flight.end)
-        tasks = turn(m, sorted(self.stages), self.ahead, begun)
-        return [t for t in tasks if t[1] >= first or (t[0] == 'F' and t[2] not in known)]
+    def _tasks(self, m: int, known: Collection[int]) -> list[Task]:
+        """All tasks of a micro-batch here."""
+        trained = [s for s in self.stages if s >= self.first]
+        forwards = [s for s in self.stages if s in trained or m not in known]
+        return [('F', s, m) for s in forwards] + [('B', s, m) for s in trained]
 
     def _go(
         self,
         states: Mapping[int, StageState],
-        tasks: Sequence[Task],
         parts: Mapping[int, Mapping[int, MicroBatch]],
-        known: Collection[int] = (),
-    ) -> Traffic:
-        """Runs tasks on the stages here, from their states; the bytes of the messages."""
-        workers = self.flight.workers
+        known: Collection[int],
+        late: int,
+    ) -> None:
+        """Runs the stages here to the end of a step, from their states.
+
+        Args:
+          states: of the stages here.
+          parts: of each the micro-batches of the batch that begins, if one does.
+          known: micro-batches whose messages are kept here.
+          late: the most micro-batches that end in a later step.
+        """
+        flight, count = self.flight, len(self.devices)
         for s, program in self.stages.items():
-            if s not in workers:
+            if s not in flight.workers:
                 trains = s >= self.first
                 new = Passing(program, states[s], self.num_microbatches) if trains else None
-                workers[s] = new or Reader(program, states[s])
-            workers[s].params, workers[s].model_state, workers[s].feedback = states[s]
-        actions = [Action(float(i), s, m, kind, s, i + 1.0) for i, (kind, s, m) in enumerate(tasks)]
-        sent = [message for task in tasks for message in self._messages(task, known)]
-        self._run(actions, sent, workers, parts, known)
-        return self.moved(sent)
+                flight.workers[s] = new or Reader(program, states[s])
+                flight.ended[s] = flight.start
+            worker = flight.workers[s]
+            worker.params, worker.model_state, worker.feedback = states[s]
+        under = Under(flight.workers, parts, known, flight.leaving, flight.arriving)
+        left = {}  # of each stage the forwards, and the number of backwards with which it ends
+        for s in sorted(self.stages, reverse=True):
+            trains, begun = s >= self.first, flight.end - flight.start
+            forwards = deque(m for m in sorted(parts.get(s, ())) if trains or m not in known)
+            end = flight.start + due(s, count, begun, late) if trains else flight.ended[s]
+            left[s] = forwards, end
+        with told(flight.leaving):
+            while tasks := [task for s, (f, end) in left.items() for task in self._next(s, f, end)]:
+                kind, s, m = self._arrived(tasks)
+                made = self._one(Action(float(m), s, m, kind, s, m + 1.0), under)
+                if len(left) == 1:  # what may run next is asked when the device is free
+                    jax.block_until_ready((made, flight.workers[s].total))
+                if kind == 'F':
+                    left[s][0].popleft()
+                else:
+                    self._ended(s, m, tell=late > 0)
+
+    def _next(self, s: int, forwards: Sequence[int], end: int) -> list[Task]:
+        """What a stage may run next when its message is there, backwards first."""
+        m, begun = self.flight.ended[s], forwards[0] if forwards else self.flight.end
+        if not forwards and m >= end:
+            return []
+        backwards = [('B', s, m)] if s >= self.first and m < begun else []
+        return backwards + ([('F', s, begun)] if forwards else [])
+
+    def _arrived(self, tasks: Sequence[Task]) -> Task:
+        """The first of some tasks whose message is there, once there is one."""
+        arriving = {task: self.flight.arriving.get(task) for task in tasks}
+        while True:
+            for task, message in arriving.items():
+                if message is None or usable(message):
+                    return task
+            wait_first([message for message in arriving.values() if message])
+
+    def _ended(self, s: int, m: int, tell: bool) -> None:
+        """Counts a backward; with the last one of a batch, others may be told the stage's norm."""
+        flight, n = self.flight, self.num_microbatches
+        flight.ended[s] = m + 1
+        if (m + 1) % n == 0 and self.norms and tell:
+            b = m // n
+            self.norms.tell(s, flight.workers[s].squares.pop(b), (flight.steps[b], b))
 
     def _messages(self, task: Task, known: Collection[int]) -> list[Message]:
         """What a task sends, and what it reads of another process."""
@@ -234,15 +306,10 @@ class Unflushed(Driver):
         pairs = [(before, s)] * reads + [(s, after)] * sends
         return [Message(0.0, source, target, m, kind) for source, target in pairs]
 
-    def _norm(self, tasks: Sequence[Task], due: int) -> Callable[[], Any] | None:
-        """Tells others the norms that are new; gives that of all gradients of the batch ``due``."""
-        flight, n = self.flight, self.num_microbatches
+    def _norm(self, batch: int) -> Callable[[], Any]:
+        """That of all gradients of a batch."""
         assert self.norms
-        for s, b in [(s, m // n) for kind, s, m in tasks if kind == 'B' and (m + 1) % n == 0]:
-            self.norms.tell(s, flight.workers[s].squares.pop(b), (flight.steps[b], b))
-        if due * n < flight.start:
-            return None
-        return self.norms.total((flight.steps[due], due), self.first)
+        return self.norms.total((self.flight.steps[batch], batch), self.first)
 
     def _gradients(self) -> dict[int, Any]:
         workers = self.flight.workers
@@ -250,14 +317,6 @@ class Unflushed(Driver):
 
     def _states(self) -> dict[int, StageState]:
         return {s: w.state() for s, w in self.flight.workers.items()}
-
-    def _arriving(self) -> dict[Task, Any]:
-        """The messages that an action of a later step reads."""
-        return self.flight.arriving
-
-    def _place(self, m: Message) -> tuple[int, int]:
-        """The step of the message's batch, and the number of its micro-batch."""
-        return self.flight.steps[m.microbatch // self.num_microbatches], m.microbatch
 
 
 def unflushed(

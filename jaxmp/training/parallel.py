@@ -25,7 +25,7 @@ from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.schedules import named
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model, PlacedRuntime
-from jaxmp.runtimes.unflushed import ahead
+from jaxmp.runtimes.unflushed import most_kept
 from jaxmp.runtimes.wires import AXIS as STAGE
 
 Build = Callable[[Model, bool], PlacedRuntime]  # of a model, and whether it is trained
@@ -199,7 +199,7 @@ class ByStage(Parallel):
         """See `Parallel`."""
         c = self.config
         if n := c.optimizer.delay:
-            most = [1 + k for k in ahead(self.stages, c.parallel.num_microbatches, n)]
+            most = most_kept(self.stages, c.parallel.num_microbatches, n)
         else:
             most = schedule.most_kept(self.actions)
         return list(zip(sizes, most, strict=True))
