@@ -32,8 +32,8 @@ STAGES, PORT = 4, 7079
 TASKS = {
     'fine-tuning': {
         'model.train': 'lora(8)', 'optimizer.lr': 2e-3, 'data.sequence_length': 128,
-        'batch_size': 4, 'parallel.num_microbatches': 4, 'data.test_examples': 16, 'steps': 48,
-        'eval_every': '8 steps',
+        'batch_size': 4, 'parallel.num_microbatches': 4, 'data.test_examples': 8, 'steps': 48,
+        'eval_every': '12 steps',
     },
     'from nothing': {
         'model.train': 'all', 'optimizer.name': 'muon', 'optimizer.lr': 2e-3,
