@@ -101,9 +101,10 @@ def compared(row, waiting):
 def table(rows):
     """The page."""
     run, timed = rows[0], [r for r in rows if r['kind'] == 'time']
+    commits = ', '.join(dict.fromkeys(r['commit'] for r in rows if r['kind'] == 'run'))
     lines = [
         f'# Time to a loss over a slow link: {run["task"]}', '',
-        f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {run["commit"]}; {STAGES} '
+        f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {commits}; {STAGES} '
         f'stages, a process and a namespace each; forward `{run["fwd"]}`, backward `{run["bwd"]}`; '
         f'load {min(r["load"][0] for r in timed):.1f} to {max(r["load"][0] for r in timed):.1f} at '
         'the ends of runs. Definitions: `bench/late_time.py`.', '',

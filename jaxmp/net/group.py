@@ -116,14 +116,27 @@ class ProcessGroup:
         self._decisions += 1
         return self.view, DECISION, f'decision {self._decisions}'
 
-    def gathered(self, content: bytes) -> list[bytes]:
-        """The bytes of all members, in their order.
+    def asked(self, content: bytes) -> Callable[[], list[bytes]]:
+        """What gives the bytes of all members, in their order, once it is called; nothing waits.
 
         The first member gathers them, so that n members send 2 (n - 1) messages.
         """
-        rows = self.to_first([content])
-        every = rows and [[piece for [piece] in rows]] * self.count
-        return list(map(bytes, self.from_first(every)))
+        (first, *others), up, down = self.view.members, self._decision(), self._decision()
+        if self.index != first:
+            self.send(first, up, content)
+            return lambda: list(map(bytes, self.receive(first, down)))
+
+        def gather() -> list[bytes]:
+            rows = [content, *(bytes(self.receive(i, up)[0]) for i in others)]
+            for other in others:
+                self.send(other, down, *rows)
+            return rows
+
+        return gather
+
+    def gathered(self, content: bytes) -> list[bytes]:
+        """The bytes of all members, in their order."""
+        return self.asked(content)()
 
     def share(self, value: Any) -> list[Any]:
         """The JSON values of all members, in their order."""
@@ -135,8 +148,13 @@ class ProcessGroup:
         Args:
           values: a small array of the same shape and dtype in all.
         """
-        rows = self.gathered(values.tobytes())
-        return np.sum([np.frombuffer(r, values.dtype).reshape(values.shape) for r in rows], 0)
+        return self.totalled(values)()
+
+    def totalled(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """What gives `total` once it is called; nothing waits."""
+        rows = self.asked(values.tobytes())
+        of = lambda row: np.frombuffer(row, values.dtype).reshape(values.shape)
+        return lambda: np.sum([of(row) for row in rows()], 0)
 
     def barrier(self) -> None:
         """Waits until all members have come here."""

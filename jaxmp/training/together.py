@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,13 +18,21 @@ from jaxmp.net.group import ProcessGroup
 MOST = 64  # largest number of steps between two agreements
 
 
+class Agreed(NamedTuple):
+    """The values of some steps over all processes, whether to stop, and steps until the next."""
+
+    totals: dict[str, np.ndarray]
+    stop: bool
+    gap: int
+
+
 def together(
     group: ProcessGroup,
     steps: Iterable[tuple[PyTree, PyTree]],
     plan: tuple[int, Sequence[str]],
     stopped: Callable[[], bool],
     read: Callable[[PyTree], Mapping[str, float] | None] = lambda values: values,
-    least: int = 1,
+    late: bool = False,
 ) -> Iterator[tuple[PyTree, dict[str, np.ndarray], bool]]:
     """Runs steps; about once per second all processes exchange the values of their last steps.
 
@@ -35,12 +45,14 @@ def together(
       stopped: whether this process was asked to stop.
       read: returns this process's part of the values of a step, as numbers that are summed over the
         processes; None if it has none.
-      least: steps between two agreements at least, where one costs time.
+      late: whether an exchange is read at the next one, or at the end, so that nobody waits for it.
 
     Yields:
-      The state, the values of all steps since the last agreement, and whether to stop.
+      The state, the values of all steps that were exchanged since the last time, and whether to
+      stop. At the end, or where it stops, those of all steps are.
     """
     (last, names), rows, done, gap = plan, iter(steps), 0, 1
+    asked = deque[Callable[[], Agreed]]()
     while done < last:
         start, state, waiting = time.time(), None, []
         # The first step may compile for long, which is no sign of a process that hangs.
@@ -50,21 +62,28 @@ def together(
                 waiting.append(values)
             jax.block_until_ready(state)
             rate = len(waiting) / (time.time() - start)
-            report = stopped(), max(rate, least)
-            totals, stop, gap = _agree(group, names, [read(v) for v in waiting], report)
-        done += len(waiting)
-        yield state, totals, stop
+            asked.append(_asked(group, names, [read(v) for v in waiting], (stopped(), rate)))
+            done += len(waiting)
+            agreed: list[Agreed] = []
+            stop = False
+            while len(asked) > (late and done < last and not stop):
+                agreed.append(asked.popleft()())
+                stop |= agreed[-1].stop
+        if not agreed:
+            continue
+        gap = agreed[-1].gap
+        yield state, {k: np.concatenate([a.totals[k] for a in agreed]) for k in names}, stop
         if stop:
             break
 
 
-def _agree(
+def _asked(
     group: ProcessGroup,
     names: Sequence[str],
     waiting: Sequence[Mapping[str, float] | None],
     report: tuple[bool, float],
-) -> tuple[dict[str, np.ndarray], bool, int]:
-    """The values of the last steps over all processes; whether to stop; steps until the next call.
+) -> Callable[[], Agreed]:
+    """What gives the exchanged values of the last steps; nothing waits.
 
     The rate in ``report``, in steps per second, is used from process 0 only.
     """
@@ -73,6 +92,11 @@ def _agree(
         if values is not None:
             mine[1:, i] = [values[name] for name in names]
     mine[0, :2] = stop, min(MOST, max(1, int(rate))) if group.index == 0 else 0
-    total = group.total(mine)
-    values = {name: total[i, : len(waiting)] for i, name in enumerate(names, 1)}
-    return values, bool(total[0, 0]), int(total[0, 1])
+    total, count = group.totalled(mine), len(waiting)
+
+    def agreed() -> Agreed:
+        (first, *rows) = total()
+        values = {name: row[:count] for name, row in zip(names, rows, strict=True)}
+        return Agreed(values, bool(first[0]), int(first[1]))
+
+    return agreed

@@ -243,9 +243,9 @@ class Trainer:
                 yield state, values
 
         ends = len(order) // exp.config.batch_size, exp.task.scores
-        # An agreement lets a pipeline that stays full run empty: it costs up to N steps.
-        least = 16 * exp.config.optimizer.delay if self.group.count > 1 else 1
-        yield from together(self.group, steps(state), ends, stopped, self.share, least)
+        # Whoever waited for the others would let a pipeline that stays full run empty.
+        late = bool(exp.config.optimizer.delay) and self.group.count > 1
+        yield from together(self.group, steps(state), ends, stopped, self.share, late)
         self.sent['bytes'] += (interface_bytes() - sent) * configured
 
     def drained(self, state: TrainState) -> TrainState:
