@@ -28,6 +28,7 @@ from jaxmp.net.register import GRACE, RETURN, Register
 from jaxmp.net.sockets import HANDSHAKE, PIECE, SWITCH, Sockets, address_of, put
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms, ViewChangedError
+from jaxmp.training.together import together as together_of
 
 KEYS = keys_of('the-secret-of-this-test')
 NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'
@@ -212,6 +213,33 @@ def test_decisions_are_the_same_in_all(run):
     assert together(*(g.barrier for g in groups)) == [None] * 3
     assert groups[1].names == NAMES
     assert together(*(g.close for g in groups)) == [None] * 3
+
+
+@pytest.mark.parametrize('late', [False, True])
+@pytest.mark.parametrize('asked', [None, 1])
+def test_steps_agree_on_all_values_and_on_when_to_stop(run, late, asked):
+    """An agreement that is read later lets the first process go on before the other has begun."""
+    groups, second, last = run.groups(TWO), threading.Event(), 150
+
+    def steps(i):
+        for n in range(1, last + 1):
+            if n == 2 and i == 0:
+                second.set()
+            yield n, {'loss': float(n * 10**i)}
+
+    def run_of(i):
+        if i and late:
+            assert second.wait(20)
+        stopped = lambda: i == asked
+        found = together_of(groups[i], steps(i), (last, ['loss']), stopped, late=late)
+        return [(state, values['loss'].tolist(), stop) for state, values, stop in found]
+
+    first, other = together(lambda: run_of(0), lambda: run_of(1))
+    assert first == other
+    values = [v for _, row, _ in first for v in row]
+    assert values == [11.0 * n for n in range(1, first[-1][0] + 1)]
+    assert [stop for *_, stop in first] == [False] * (len(first) - 1) + [asked is not None]
+    assert first[-1][0] == last if asked is None else first[-1][0] < last
 
 
 # Who comes, who does not, and who goes.

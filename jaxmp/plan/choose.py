@@ -245,16 +245,18 @@ def messages_of(probed: Probed, link: Link, codecs: Codecs, count: int) -> dict[
 def meetings(probed: Probed, link: Link) -> float:
     """Seconds in which stages on several machines wait for each other after their gradients.
 
-    First for the gradient of a tied table, then for the norm of all gradients.
+    First for the gradient of a tied table, then for the norm of all gradients. Without a table
+    stages tell each other their norms, which are there before the first one has its own.
 
     >>> own = Probed({1: [Times(1, 1)] * 2}, {}, normed=True, table=1e6)
     >>> meetings(own, Link(8, 40)), meetings(own._replace(table=0), Link(8, 40))
-    (1.08, 0.04)
+    (1.08, 0.0)
     >>> meetings(own._replace(place=(0, 0)), Link(8, 40))
     0.0
     """
     message = lambda nbytes: link.delay / 1e3 + probed.handover(nbytes)
-    place, seconds = probed.place, message(0) * (probed.normed and probed.machines > 1)
+    told = not probed.table or probed.machines == 1
+    place, seconds = probed.place, message(0) * (probed.normed and not told)
     if not probed.table or (place and place[0] == place[-1]):
         return seconds
     wire = max(link.seconds(probed.table, back) for back in (False, True))

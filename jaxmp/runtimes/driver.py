@@ -22,10 +22,11 @@ from jaxtyping import Array
 
 from jaxmp.runtimes.kept import Kept
 from jaxmp.runtimes.links import Lane, wait
+from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.placement import Device, is_here
 from jaxmp.runtimes.schedule import Action, Message, Task, check, messages, size
 from jaxmp.runtimes.stage import StageProgram
-from jaxmp.runtimes.state import MicroBatch, StageState, in_dtypes
+from jaxmp.runtimes.state import MicroBatch, StageState, in_dtypes, squared_norm
 from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload, nbytes
 
@@ -52,6 +53,9 @@ class Result(NamedTuple):
     states: dict[int, StageState]
     moved: Traffic
     square: Callable[[], Any] | None = None
+
+
+squared = jax.jit(squared_norm)
 
 
 class Under(NamedTuple):
@@ -98,6 +102,7 @@ class Driver:
       first: number of the first stage that runs backwards.
       sending: messages of the last step that may still be on their way.
       kept: messages to the stage ``first`` that need not be sent again, or None.
+      norms: of the gradients, by stage, where all need them.
       measured: a list to which every action is added as it ran, with the times of
         `time.monotonic`. Each device then has a thread, which waits for the end of every action;
         no number changes. None measures nothing.
@@ -112,6 +117,7 @@ class Driver:
     first: int = 0
     sending: list[Future[Any]] = field(default_factory=list)
     kept: Kept | None = None
+    norms: Norms | None = None
     measured: list[Action] | None = None
 
     @functools.cached_property
@@ -174,6 +180,11 @@ class Driver:
         totals = {s: w.stage.mean(w.total, n) for s, w in workers.items() if s >= self.first}
         like = lambda s: workers[s].stage.trained(workers[s].params)
         grads = {s: in_dtypes(t.grads, like(s)) for s, t in totals.items()}
+        square = None
+        if self.norms:
+            for s, g in grads.items():
+                self.norms.tell(s, squared(g), self.norms.now)
+            square = self.norms.total(self.norms.now, self.first)
         grads |= {s: {} for s in frozen}
         last = totals.get(len(self.devices) - 1)
         return Result(
@@ -182,6 +193,7 @@ class Driver:
             grads,
             {s: w.state() for s, w in workers.items()},
             self.moved(sent),
+            square,
         )
 
     def predict(

@@ -87,8 +87,9 @@ class Mpmd(OverColumns):
                 model.first,
                 model.kept if train else 0,
             )
-            norms = Norms(devices, columns.group) if clips and self.replicas == 1 else None
-            self.drivers[r] = unflushed(driver, delay, columns.group, norms) if delay else driver
+            if clips and self.replicas == 1:
+                driver = replace(driver, norms=Norms(devices, columns.group))
+            self.drivers[r] = unflushed(driver, delay, columns.group) if delay else driver
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))

@@ -41,7 +41,12 @@ class Norms:
                     self._lanes[s, other] = Lane(
                         move, address=functools.partial(group.address, tag)
                     )
-        self._index, self._count = group.index, len(devices)
+        self._group, self._index, self._count = group, group.index, len(devices)
+
+    @property
+    def now(self) -> Batch:
+        """The batch of the step that has begun, where gradients are on time."""
+        return self._group.step, 0
 
     def tell(self, stage: int, square: Array, batch: Batch) -> None:
         """Sends the squared norm of a stage here to all other processes."""

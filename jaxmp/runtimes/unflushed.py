@@ -23,11 +23,10 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes.driver import Driver, Result, Under, told
+from jaxmp.runtimes.driver import Driver, Result, Under, squared, told
 from jaxmp.runtimes.links import usable, wait_first
-from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.schedule import UNIT, Action, Costs, Message, Task, earliest
-from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes, squared_norm
+from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes
 from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload
 
@@ -94,16 +93,13 @@ class Passing(Worker):
             mean = self.stage.mean(self.total, np.float32(self._count))
             mean = mean._replace(grads=in_dtypes(mean.grads, self.stage.trained(self.params)))
             self.means.append(mean)
-            self.squares[m // self._count] = _square(mean.grads)
+            self.squares[m // self._count] = squared(mean.grads)
             self.total = None
         return out
 
     def gradients(self) -> Any:
         """Those of the oldest batch that has ended."""
         return self.means.popleft().grads
-
-
-_square = jax.jit(squared_norm)
 
 
 @dataclass
@@ -142,13 +138,11 @@ class Unflushed(Driver):
     Attributes:
       delay: N.
       group: the processes, which count the steps.
-      norms: of the gradients, by stage, where all need them.
       flight: what is under way.
     """
 
     delay: int = 1
     group: ProcessGroup = field(default_factory=ProcessGroup)
-    norms: Norms | None = None
     flight: Flight = field(default_factory=Flight)
 
     def step(
@@ -319,9 +313,7 @@ class Unflushed(Driver):
         return {s: w.state() for s, w in self.flight.workers.items()}
 
 
-def unflushed(
-    driver: Driver, delay: int, group: ProcessGroup, norms: Norms | None = None
-) -> Unflushed:
+def unflushed(driver: Driver, delay: int, group: ProcessGroup) -> Unflushed:
     """``driver`` with gradients that come ``delay`` steps later."""
     values = {f.name: getattr(driver, f.name) for f in fields(driver)}
-    return Unflushed(**values, delay=delay, group=group, norms=norms)
+    return Unflushed(**values, delay=delay, group=group)

@@ -243,8 +243,7 @@ class Trainer:
                 yield state, values
 
         ends = len(order) // exp.config.batch_size, exp.task.scores
-        # Whoever waited for the others would let a pipeline that stays full run empty.
-        late = bool(exp.config.optimizer.delay) and self.group.count > 1
+        late = self.group.count > 1  # whoever waited for the others would wait for the link
         yield from together(self.group, steps(state), ends, stopped, self.share, late)
         self.sent['bytes'] += (interface_bytes() - sent) * configured
 
