@@ -215,7 +215,7 @@ def test_decisions_are_the_same_in_all(run):
     assert together(*(g.close for g in groups)) == [None] * 3
 
 
-@pytest.mark.parametrize('late', [False, True])
+@pytest.mark.parametrize('late', [0, 1, 3])
 @pytest.mark.parametrize('asked', [None, 1])
 def test_steps_agree_on_all_values_and_on_when_to_stop(run, late, asked):
     """An agreement that is read later lets the first process go on before the other has begun."""

@@ -32,7 +32,7 @@ def together(
     plan: tuple[int, Sequence[str]],
     stopped: Callable[[], bool],
     read: Callable[[PyTree], Mapping[str, float] | None] = lambda values: values,
-    late: bool = False,
+    late: int = 0,
 ) -> Iterator[tuple[PyTree, dict[str, np.ndarray], bool]]:
     """Runs steps; about once per second all processes exchange the values of their last steps.
 
@@ -45,14 +45,14 @@ def together(
       stopped: whether this process was asked to stop.
       read: returns this process's part of the values of a step, as numbers that are summed over the
         processes; None if it has none.
-      late: whether an exchange is read at the next one, or at the end, so that nobody waits for it.
+      late: an exchange is read this many steps later, or at the end, so that nobody waits for it.
 
     Yields:
       The state, the values of all steps that were exchanged since the last time, and whether to
       stop. At the end, or where it stops, those of all steps are.
     """
     (last, names), rows, done, gap = plan, iter(steps), 0, 1
-    asked = deque[Callable[[], Agreed]]()
+    asked = deque[tuple[int, Callable[[], Agreed]]]()  # by the number of steps done
     while done < last:
         start, state, waiting = time.time(), None, []
         # The first step may compile for long, which is no sign of a process that hangs.
@@ -62,12 +62,13 @@ def together(
                 waiting.append(values)
             jax.block_until_ready(state)
             rate = len(waiting) / (time.time() - start)
-            asked.append(_asked(group, names, [read(v) for v in waiting], (stopped(), rate)))
             done += len(waiting)
+            mine = [read(v) for v in waiting]
+            asked.append((done, _asked(group, names, mine, (stopped(), rate))))
             agreed: list[Agreed] = []
             stop = False
-            while len(asked) > (late and done < last and not stop):
-                agreed.append(asked.popleft()())
+            while asked and (asked[0][0] + late <= done or done == last or stop):
+                agreed.append(asked.popleft()[1]())
                 stop |= agreed[-1].stop
         if not agreed:
             continue

@@ -243,7 +243,8 @@ class Trainer:
                 yield state, values
 
         ends = len(order) // exp.config.batch_size, exp.task.scores
-        late = self.group.count > 1  # whoever waited for the others would wait for the link
+        # So many steps take as long as a message there and back, for which nobody then waits.
+        late = (1 + exp.config.optimizer.delay) * (self.group.count > 1)
         yield from together(self.group, steps(state), ends, stopped, self.share, late)
         self.sent['bytes'] += (interface_bytes() - sent) * configured
 
