@@ -478,16 +478,26 @@ def late_picture():
     return plugins.module(ROOT / 'docs' / 'late.py')
 
 
-def sooner(kind, order):
-    """How many times sooner a loss comes than by the best order that waits (bench/late_time.py)."""
+def in_time(kind, link, order):
+    """Seconds a step, the loss, and steps, seconds and how many times sooner (bench/late_time.py)."""
     page = f'bench/results/epyc_2026-11-27_late_time{kind}.md'
-    return float(found(page, rf'\| {order} \|.* ([\d.]+) \|\n'))
+    cells = found(page, rf'\| 200m\+{link}ms \| {order} \| (.*) \|\n')
+    return [float(cell) for cell in cells.split(' | ')]
 
 
-def a_step(order):
-    """Seconds of a step of a decoder that learns from nothing, over a slow link."""
-    page = 'bench/results/epyc_2026-11-27_late_time.md'
-    return float(found(page, rf'\| {order} \| ([\d.]+) \|'))
+def sooner(kind, link, order='1 late, predict'):
+    """How many times sooner a loss comes than by the best order that waits."""
+    return in_time(kind, link, order)[-1]
+
+
+def of_the_time(kind, link, order='1 late, predict'):
+    """Seconds of a step over those of the best order that waits."""
+    return in_time(kind, link, order)[0] / in_time(kind, link, 'eager_1f1b')[0]
+
+
+def as_many(kind, link, order='1 late, predict'):
+    """Steps to a loss over those of the best order that waits."""
+    return of_the_time(kind, link, order) ** -1 / sooner(kind, link, order)
 
 
 def twice(mode):
