@@ -46,8 +46,12 @@ def interrupted(monkeypatch, config, workdir, trainer, at):
                 signal.raise_signal(signal.SIGTERM)
             return after
 
-        summed, agree = loop.add, together._agree
-        patch.setattr(together, '_agree', lambda *a: (*agree(*a)[:2], 1))  # after each step
+        def each_step(*about):
+            agreed = asked(*about)
+            return lambda: agreed()._replace(gap=1)
+
+        summed, asked = loop.add, together._asked
+        patch.setattr(together, '_asked', each_step)
         patch.setattr(loop, 'add', add)
         try:
             assert loop.train_and_evaluate(config, workdir, trainer=trainer, quiet=True) is None
