@@ -479,7 +479,7 @@ def late_picture():
 
 
 def in_time(kind, link, order):
-    """Seconds a step, the loss, and steps, seconds and how many times sooner (bench/late_time.py)."""
+    """Seconds a step, last test, loss, steps and seconds to it, how many times sooner it comes."""
     page = f'bench/results/epyc_2026-11-27_late_time{kind}.md'
     cells = found(page, rf'\| 200m\+{link}ms \| {order} \| (.*) \|\n')
     return [float(cell) for cell in cells.split(' | ')]
