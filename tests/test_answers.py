@@ -51,6 +51,7 @@ def test_a_row_of_other_bits_than_its_column_is_refused(known):
         answers.costs(task, known)
 
 
+@pytest.mark.slow
 def test_a_claim_stands_at_the_first_scale_that_decides_it(known):
     names = 'converged', 'mnist', 'cpu'
     table = answers.nine(*(known[n] for n in names))

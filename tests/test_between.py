@@ -88,6 +88,7 @@ def test_both_ends_of_the_loopback_find_the_same():
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_a_slow_link_has_its_rates_and_its_delay(monkeypatch):
     """One open port, as a firewall leaves it: no shorter way leads past the emulated link."""
     monkeypatch.setattr(between, 'Peer', functools.partial(Peer, direct=False))

@@ -152,6 +152,7 @@ def test_a_trained_network_starts_with_its_principal_components(tmp_path, everyw
         of(**narrow, width=16)
 
 
+@pytest.mark.slow
 def test_the_probe_of_a_plan_gives_the_tokens_to_every_stage():
     config = config_of('text_gpt2', width=8, heads=2, blocks=2, stages=2)
     config.data.update(train_examples=64, sequence_length=16)

@@ -121,6 +121,7 @@ def tables(state):
     return [np.asarray(state.model.params[i][0]['wte']) for i in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch):
     """Copies stay equal; a run that goes on from a checkpoint ends like one that was not cut."""
     ends = lambda sizes, n, cuts: (

@@ -65,6 +65,7 @@ def test_two_and_four_replicas_train_like_one(tmp_path):
     assert summary['exchange']['handed'] == summary['exchange']['compiled']
 
 
+@pytest.mark.slow
 def test_both_compressions_in_one_table(tmp_path, capsys):
     """Cuts between stages inside each replica, gradients between replicas."""
     rules = {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))'}
@@ -130,6 +131,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, text, before):
     assert any(not np.array_equal(x[0], x[1]) for x in errors)
 
 
+@pytest.mark.slow
 def test_shared_parameters_that_drift_are_named(tmp_path):
     """Replicas differ between rounds and what they share does not; after a restart, too."""
     config = small(replicas=4, exchange='diloco(3, all_gather(ef(one_bit)), fragments=2)', epochs=1)

@@ -297,6 +297,7 @@ def test_three_worlds_train_like_three_devices(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_inner_steps_go_on_while_a_round_travels(monkeypatch, tmp_path):
     """Rounds of 0.3 s each, hidden behind two steps of 0.2 s."""
     slow = Member._gather
@@ -320,6 +321,7 @@ def test_inner_steps_go_on_while_a_round_travels(monkeypatch, tmp_path):
     assert sorted(waited)[-3] < 0.15  # but for the first round, which is compiled
 
 
+@pytest.mark.slow
 def test_a_replica_that_was_cut_off_joins_at_the_step_of_the_others(monkeypatch, tmp_path):
     """Parameters have the same bits at the end, and a stochastic rule's too."""
     config = small(monkeypatch, 'diloco(4, all_gather(ef(qsgd(4))))', epochs=8, replicas=2)

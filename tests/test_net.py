@@ -29,6 +29,7 @@ from jaxmp.net.sockets import HANDSHAKE, PIECE, SWITCH, Sockets, address_of, put
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms, ViewChangedError
 from jaxmp.training.together import together as together_of
+from tests.runs import slow
 
 KEYS = keys_of('the-secret-of-this-test')
 NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'
@@ -309,7 +310,7 @@ def test_the_cause_is_the_first_one(run, follows):
     assert re.fullmatch(r'process 0 \(stage 0\) has lost its connection: it was .*, at \S+', said)
 
 
-@pytest.mark.parametrize(('back', 'least'), [(0.0, 2), (5.0, 4)])
+@pytest.mark.parametrize(('back', 'least'), slow([(0.0, 2), (5.0, 4)], (5.0, 4).__eq__))
 def test_a_switch_that_is_lost_with_its_process_is_named(relay, run, back, least):
     """As of a process that has lost its connection, and not before the time to make it again."""
     line, terms = relay(run.switch.port), TWO._replace(back=back)

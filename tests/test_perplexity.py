@@ -139,6 +139,7 @@ def test_a_checkpoint_without_a_text(folder):
         crosstest.main([str(folder), '--stages=2'])
 
 
+@pytest.mark.slow
 def test_a_gpt2_is_tested_too_and_has_no_cache(tmp_path):
     stages = gpt2.gpt2(gpt2.Config(256, 8, width=8, blocks=2, heads=2), 1)
     own = jax.jit(stages[0].init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
@@ -150,6 +151,7 @@ def test_a_gpt2_is_tested_too_and_has_no_cache(tmp_path):
     np.testing.assert_allclose(found, next_token_nats(y, BLOCKS).mean(1), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_gpt2_continues_prompts_without_a_cache(tmp_path, capsys):
     """By the likeliest token of the text so far, computed anew."""
     stages = gpt2.gpt2(gpt2.Config(256, 12, width=8, blocks=2, heads=2), 1)

@@ -183,6 +183,7 @@ def test_what_hands_over_a_message_counts_per_byte():
     assert more - same == pytest.approx(4 * 2 * 1e-3 * CHEAP.nbytes)
 
 
+@pytest.mark.slow
 def test_what_a_message_holds_up_is_measured():
     """A message takes time of its own, the larger the more, and some of the one device's."""
     for line in handover():
@@ -346,7 +347,7 @@ HEAVY = {'token': 140.0}, {'channel': 13.0}
 
 @pytest.mark.parametrize(
     ('heavy', 'falls'),
-    slow([*itertools.product(HEAVY, (False, True))], lambda c: ('token' in c[0]) != c[1]),
+    slow([*itertools.product(HEAVY, (False, True))], lambda c: 'token' not in c[0] or c[1]),
 )
 def test_no_candidate_breaks_where_something_is_heavy(heavy, falls):
     """The error of the median token, and of the worst, on activations of a pretrained model."""

@@ -812,6 +812,7 @@ def test_what_is_written_loads_in_transformers(tmp_path, case):
     close(logits(stages, scaled), wanted)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_on_another_text_or_other_weights(tmp_path, monkeypatch):
     """Frozen parameters are in no checkpoint, so that nothing else would tell."""
     monkeypatch.chdir(tmp_path)

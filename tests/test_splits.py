@@ -165,6 +165,7 @@ def compared(port):
     return machines.compared(ask, ask.config()[0], planned.probed_experiment)
 
 
+@pytest.mark.slow
 def test_two_machines_are_measured_and_a_memory_limit_forces_a_cut(monkeypatch):
     """The caller is three times as fast, and has memory for two of the six blocks alone."""
     monkeypatch.setattr(machines.between, 'LONG', 0.1)

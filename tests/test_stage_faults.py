@@ -345,6 +345,7 @@ def test_a_sentence_says_that_one_of_two_does_not_come_back(tmp_path):
     check_sentence(run, 1, number, limit, sentence)
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_a_stage_again(tmp_path):
     """One of the runs is not disturbed."""
     folders, running = [tmp_path / name for name in ('a', 'b')], []

@@ -214,7 +214,8 @@ PHASES = [(t, p) for t in laws.EXCHANGES for p in range(1 + ('frozen_adam' in t)
 
 
 @pytest.mark.parametrize(
-    ('text', 'phase'), slow(PHASES, lambda case: re.search('bucketed|demo|random_k', case[0]))
+    ('text', 'phase'),
+    slow(PHASES, lambda case: re.search('bucketed|demo|random_k|dgc|ef21', case[0])),
 )
 def test_a_step_that_one_replica_cannot_take_is_taken_by_none(text, phase):
     """Nor remembered: the next is as if it had never been. One element of one replica is bad."""

@@ -63,10 +63,8 @@ def test_a_task_of_ones_own_in_a_program_per_stage(tmp_path, capsys):
     assert capsys.readouterr().out.count('rmse') == 2
 
 
-@pytest.mark.parametrize(
-    ('runtime', 'replicas'),
-    slow([('local', 1), ('mpmd', 1), ('local', 2)], lambda case: case[0] == 'local'),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(('runtime', 'replicas'), [('local', 1), ('mpmd', 1), ('local', 2)])
 def test_an_optimizer_that_clips_knows_the_norm_of_all_stages(tmp_path, runtime, replicas):
     losses = []
     ours = {'name': 'sgd', 'momentum': 0.9, 'clip_norm': 0.5}
