@@ -15,7 +15,7 @@ from jaxmp.training.footprint import footprint
 from jaxmp.training.groups import rest
 from jaxmp.training.late import corrected
 from jaxmp.training.step import Rules, create, train_step
-from tests.runs import config_of, records, slow
+from tests.runs import config_of, records
 from tests.test_copies import TEXT
 from tests.test_pretrained import small, tiny
 

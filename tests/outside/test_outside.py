@@ -17,7 +17,7 @@ import jaxmp
 from jaxmp import config as schema
 from jaxmp.report import compare
 from tests.outside import own, parts
-from tests.runs import ENV, ROOT, slow
+from tests.runs import ENV, ROOT
 
 
 @pytest.mark.slow
