@@ -61,7 +61,8 @@ class Probed(NamedTuple):
       handover: seconds of a message besides the link, from thread to thread.
       busy: seconds by which sending and receiving a message hold up the computing of both ends.
       place: the machine of each stage; empty where each has one of its own.
-      normed: whether the stages wait for the norm of all gradients before they move parameters.
+      normed: whether the stages wait for the norm of all gradients: those of `jaxmp.runtimes.norms`
+        are told beside the work.
       table: bytes that the first and the last stage send each other for a tied table; 0 without.
     """
 
@@ -245,18 +246,16 @@ def messages_of(probed: Probed, link: Link, codecs: Codecs, count: int) -> dict[
 def meetings(probed: Probed, link: Link) -> float:
     """Seconds in which stages on several machines wait for each other after their gradients.
 
-    First for the gradient of a tied table, then for the norm of all gradients. Without a table
-    stages tell each other their norms, which are there before the first one has its own.
+    First for the gradient of a tied table, then for the norm of all gradients.
 
     >>> own = Probed({1: [Times(1, 1)] * 2}, {}, normed=True, table=1e6)
     >>> meetings(own, Link(8, 40)), meetings(own._replace(table=0), Link(8, 40))
-    (1.08, 0.0)
+    (1.08, 0.04)
     >>> meetings(own._replace(place=(0, 0)), Link(8, 40))
     0.0
     """
     message = lambda nbytes: link.delay / 1e3 + probed.handover(nbytes)
-    told = not probed.table or probed.machines == 1
-    place, seconds = probed.place, message(0) * (probed.normed and not told)
+    place, seconds = probed.place, message(0) * (probed.normed and probed.machines > 1)
     if not probed.table or (place and place[0] == place[-1]):
         return seconds
     wire = max(link.seconds(probed.table, back) for back in (False, True))

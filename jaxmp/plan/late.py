@@ -129,8 +129,7 @@ def late_step(probed: Probed, link: Link, codecs: Codecs, count: int, delay: int
     for steps in (delay + 2, delay + 2 + STEADY):
         actions = stream(place, count, delay, steps, costs)
         ends.append(step(actions, times, messages, link.delay / 1e3))
-    # Norms are told beside the work; a tied table lets each stage wait for the others.
-    return (ends[1] - ends[0]) / STEADY + (meetings(probed, link) if probed.table else 0.0)
+    return (ends[1] - ends[0]) / STEADY + meetings(probed, link)
 
 
 def costs_of(times: Sequence[Times], messages: Mapping[Edge, Message], link: Link) -> Costs:

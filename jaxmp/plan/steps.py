@@ -44,7 +44,7 @@ class Trained(NamedTuple):
       rest: median seconds per stage of what follows: a tied table's exchange, clipping, the
         optimizer.
       batches: of those steps.
-      normed: whether what follows needs the norm of all gradients.
+      normed: whether what follows waits for the norm of all gradients.
       table: bytes of a tied table's gradient that the end stages send each other; 0 without one.
     """
 
@@ -89,7 +89,9 @@ def trained(exp: Experiment, clock: Clock) -> Trained:
     if (group := copied(rules.groups)) and group.between:
         likes = jax.tree.leaves(split(rules.groups, params)[group.homes[0], group])
         table = float(bytes_of(group.between, likes, 2)['sent'])
-    return Trained(ways, variables, gradients, rest / (n + 1), batches, rules.normed, table)
+    told = rules.clip_norm and not table  # the stages tell each other, before it is needed
+    waits = rules.normed and not told
+    return Trained(ways, variables, gradients, rest / (n + 1), batches, waits, table)
 
 
 class Gradients:

@@ -198,6 +198,9 @@ class OverColumns:
         """See `PlacedRuntime`; nothing is under way between two steps."""
         return [], state
 
+    def again(self) -> None:
+        """See `PlacedRuntime`; nothing is under way between two steps."""
+
     def compared(self, model: ModelState, step: int, say: Callable[[str], object]) -> ModelState:
         """The state in which both ends of a boundary remember alike, as those of one program do."""
         return model

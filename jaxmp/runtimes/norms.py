@@ -69,7 +69,3 @@ class Norms:
             return jnp.asarray(np.sum(row), jnp.result_type(float))
 
         return summed
-
-    def forget(self) -> None:
-        """Forgets what was told of batches that nobody asks for."""
-        self._here.clear()

@@ -209,6 +209,9 @@ class Replicated:
         """See `PlacedRuntime`; nothing is under way between two steps."""
         return [], state
 
+    def again(self) -> None:
+        """See `PlacedRuntime`; nothing is under way between two steps."""
+
     @functools.cached_property
     def _predict(self) -> Any:
         def run(then: Callable[..., Any], state: ModelState, batch: Batch, key: Array) -> Any:

@@ -191,6 +191,10 @@ class PlacedRuntime(Protocol):
         """Gradients of the batches whose own have not come, the oldest first; the state after."""
         ...
 
+    def again(self) -> None:
+        """Begins anew with the compiled programs; forgets what is under way."""
+        ...
+
     def predict(
         self, state: ModelState, batch: Batch, key: Array, then: Then = ...
     ) -> tuple[PyTree, Memory]:

@@ -66,7 +66,7 @@ def stream(
     count, late = len(home), delay * microbatches
 
     def choices(device: int, done: Counter[Any]) -> Iterator[Task]:
-        for s in [s for s in range(count) if home[s] == device]:
+        for s in [s for s in reversed(range(count)) if home[s] == device]:
             begun, ended = done['F', s], done['B', s]
             if ended < begun:
                 yield 'B', s, ended
@@ -84,7 +84,6 @@ class Passing(Worker):
         """``microbatches`` is M."""
         super().__init__(stage, state)
         self._count, self.means = microbatches, deque[Accumulator]()
-        self.squares: dict[int, Array] = {}
 
     def backward(self, m: int, message: Payload) -> Payload:
         """The message to the stage before; the sums of its batch grow, or end."""
@@ -93,7 +92,6 @@ class Passing(Worker):
             mean = self.stage.mean(self.total, np.float32(self._count))
             mean = mean._replace(grads=in_dtypes(mean.grads, self.stage.trained(self.params)))
             self.means.append(mean)
-            self.squares[m // self._count] = squared(mean.grads)
             self.total = None
         return out
 
@@ -199,8 +197,10 @@ class Unflushed(Driver):
             return [], dict(states)
         self._go(states, {}, (), 0)
         count = min(self.delay, (flight.end - flight.start) // self.num_microbatches)
-        if self.norms:  # gradients that wait are counted when they are used
-            self.norms.forget()
+        if self.norms:  # gradients that wait are counted when they are used; what was told is read
+            ended = flight.end // self.num_microbatches
+            for b in range(ended - count, ended):
+                self._norm(b)
         rows, after = [self._gradients() for _ in range(count)], self._states()
         flight.clear()
         return rows, after
@@ -262,7 +262,7 @@ class Unflushed(Driver):
                 if kind == 'F':
                     left[s][0].popleft()
                 else:
-                    self._ended(s, m, tell=late > 0)
+                    self._ended(s, m)
 
     def _next(self, s: int, forwards: Sequence[int], end: int) -> list[Task]:
         """What a stage may run next when its message is there, backwards first."""
@@ -281,13 +281,14 @@ class Unflushed(Driver):
                     return task
             wait_first([message for message in arriving.values() if message])
 
-    def _ended(self, s: int, m: int, tell: bool) -> None:
-        """Counts a backward; with the last one of a batch, others may be told the stage's norm."""
+    def _ended(self, s: int, m: int) -> None:
+        """Counts a backward; with the last one of a batch, others are told the stage's norm."""
         flight, n = self.flight, self.num_microbatches
         flight.ended[s] = m + 1
-        if (m + 1) % n == 0 and self.norms and tell:
+        if (m + 1) % n == 0 and self.norms:
             b = m // n
-            self.norms.tell(s, flight.workers[s].squares.pop(b), (flight.steps[b], b))
+            square = squared(flight.workers[s].means[-1].grads)
+            self.norms.tell(s, square, (flight.steps[b], b))
 
     def _messages(self, task: Task, known: Collection[int]) -> list[Message]:
         """What a task sends, and what it reads of another process."""

@@ -176,12 +176,13 @@ def updated(
     opt_state, exchange = by_home(groups, state.opt_state), by_home(groups, state.exchange)
 
     squares: Squares = {s: [] for s in runtime.stages}
+    asks = rules.normed and squares_sum is None
     for home in gradients:
         stage, group = home
         if across.follows(home):
             gradients[home] = gradients[group.homes[0], group]
             continue
-        share, stream = _exchanged(group.exchange, rules.normed), jnp.uint32(group.stream)
+        share, stream = _exchanged(group.exchange, asks), jnp.uint32(group.stream)
         alone = (0,) if len(group.homes) == 1 else ()  # copies may be one array
         row = runtime.at(stage, share, gradients[home], exchange[home], words, stream, spent=alone)
         gradients[home], exchange[home], square = parts(row)

@@ -55,8 +55,10 @@ def together(
     asked = deque[tuple[int, Callable[[], Agreed]]]()  # by the number of steps done
     while done < last:
         start, state, waiting = time.time(), None, []
-        # The first step may compile for long, which is no sign of a process that hangs.
-        with group.phase('training', 0) if done else contextlib.nullcontext():
+        # The first steps may compile for long, which is no sign of a process that hangs; where
+        # gradients are late, the first backward and the first update are in one of ``late``.
+        compiles = done < max(1, late)
+        with contextlib.nullcontext() if compiles else group.phase('training', 0):
             for step in itertools.islice(rows, min(gap, last - done)):
                 state, values = step
                 waiting.append(values)

@@ -122,6 +122,7 @@ class Trainer:
 
     def create(self) -> TrainState:
         """The state before the first step, of the stages of this process."""
+        self.again()  # a run before it may have ended between its steps
         exp, runtime = self.exp, self.training
         key = jax.random.key(exp.config.seed)
 
@@ -349,7 +350,7 @@ class Trainer:
         return state
 
     def again(self) -> None:
-        """Begins anew with the compiled programs, after another process was lost."""
+        """Begins anew with the compiled programs: another process was lost, or a run has ended."""
         for runtime in self._runtimes.values():
             runtime.again()
         self.sent = {'steps': 0, 'bytes': 0}
