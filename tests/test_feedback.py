@@ -831,3 +831,16 @@ def test_klt_refuses(text):
         ValueError, match=r'klt (bits|refresh|patch|by_gradient) [\d.True]+ is not a '
     ):
         jaxmp.parse(text)
+
+
+@pytest.mark.parametrize('rule', ['{}', 'ef({})', 'ef21({})'])
+def test_a_codec_that_loses_the_shape_is_named(rule):
+    """Arithmetic would give its one row to all samples, and train."""
+    narrow = jaxmp.Codec(lambda x, ctx: {'q': x[:1]}, lambda m, like, ctx: m['q'])
+    make = {'{}': jaxmp.direct, 'ef({})': jaxmp.ef, 'ef21({})': jaxmp.ef21}[rule]
+    channel, x = make(narrow), jnp.ones((8, 4))
+    _, rx = channel.init(jaxmp.like(x))
+    with pytest.raises(
+        ValueError, match=r'returned float32\[1, 4\] for a tensor float32\[8, 4\]; end'
+    ):
+        channel.recv({'q': x[:1]}, rx, jaxmp.like(x), Ctx())

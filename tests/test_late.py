@@ -1,5 +1,7 @@
 """Gradients that come late: the updates of a loop by hand, and known answers on a quadratic."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 from jaxmp.exchange import mean
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training import loop
 from jaxmp.training.across import within
@@ -15,6 +18,7 @@ from jaxmp.training.footprint import footprint
 from jaxmp.training.groups import rest
 from jaxmp.training.late import corrected
 from jaxmp.training.step import Rules, create, train_step
+from jaxmp.training.trainer import Trainer
 from tests.runs import config_of, records
 from tests.test_copies import TEXT
 from tests.test_pretrained import small, tiny
@@ -218,3 +222,27 @@ def test_memory_is_said_of_gradients_that_wait_and_weights_of_then():
 def test_what_late_gradients_do_not_go_with(changes, message):
     with pytest.raises(ValueError, match=message):
         experiment_of(digits(**changes))
+
+
+def test_a_seed_begins_with_nothing_of_the_run_before_it():
+    """It ended within an epoch whose boundaries are not those of the run, as if it diverged."""
+    with jax.enable_x64(False):
+        config = digits(delay=2, warmup_epochs=1, **MPMD)
+        config.probe = 'off'
+        trainer = Trainer(experiment_of(config), ProcessGroup())
+        other = config.copy_and_resolve_references()
+        other.seed = 5
+        order = np.arange(64)
+
+        def first_epoch():
+            state = trainer.create()
+            *_, (state, _, _) = trainer.epoch(0, state, order)
+            return trainer.drained(state)
+
+        clean = first_epoch()
+        of_other = trainer.of_seed(other)
+        list(itertools.islice(of_other.epoch(0, of_other.create(), order[::-1]), 2))
+        again = first_epoch()
+    assert len(again.waiting) == len(clean.waiting) == 2
+    for a, b in zip(*(jax.tree.leaves(s.model.params) for s in (clean, again)), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -287,6 +287,9 @@ def test_a_cause_ends_all(run):
     waits = [lambda g=g: g.peer.receive(g.view, 0, 1, 'x') for g in groups[:2]]
     text = 'process 2 (stages 2, 3): out of memory'
     assert together(*waits, lambda: groups[2].fail('out of memory')) == [text, text, None]
+    end = time.monotonic() + 5
+    while f'the run has ended: {text}' not in run.said and time.monotonic() < end:
+        time.sleep(0.01)  # the groups may hear of it first
     assert f'the run has ended: {text}' in run.said
 
 

@@ -20,6 +20,21 @@ def _buffer(like: Like) -> Array:
     return jnp.zeros(like.shape, compute_dtype(like))
 
 
+def decoded(codec: Codec, m: Payload, like: Like, ctx: Ctx) -> Array:
+    """The decoded message, of the shape and dtype that it stands for.
+
+    Raises:
+      ValueError: if the codec returns others, which arithmetic would broadcast or convert.
+    """
+    y, of = codec.decode(m, like, ctx), lambda a: f'{jnp.dtype(a.dtype).name}{list(a.shape)}'
+    if of(y) != of(like):
+        raise ValueError(
+            f'decode of {codec} returned {of(y)} for a tensor {of(like)}; '
+            'end it with .reshape(like.shape).astype(like.dtype)'
+        )
+    return y
+
+
 def read(codec: Codec, m: Payload, like: Like, ctx: Ctx) -> Array:
     """The decoded message, with the same bits at both ends, so that their states stay equal.
 
@@ -29,12 +44,12 @@ def read(codec: Codec, m: Payload, like: Like, ctx: Ctx) -> Array:
     which takes more than twice the time.
     """
     m = jax.lax.optimization_barrier(m)
-    return jax.lax.optimization_barrier(codec.decode(m, like, ctx))
+    return jax.lax.optimization_barrier(decoded(codec, m, like, ctx))
 
 
-def _decoded(codec: Codec) -> Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]:
+def _receiver(codec: Codec) -> Callable[[Payload, Rx, Like, Ctx], tuple[Array, Rx]]:
     """The receiver that decodes a message and keeps no state."""
-    return lambda m, rx, like, ctx: (codec.decode(m, like, ctx), rx)
+    return lambda m, rx, like, ctx: (decoded(codec, m, like, ctx), rx)
 
 
 @word
@@ -49,7 +64,7 @@ def direct(codec: Codec) -> Channel:
     """
     check_codec('direct', codec)
     send = lambda x, tx, ctx: (codec.encode(x, ctx), tx)
-    return Channel(codec, lambda like: ((), ()), send, _decoded(codec), state_of='')
+    return Channel(codec, lambda like: ((), ()), send, _receiver(codec), state_of='')
 
 
 @word
@@ -91,7 +106,7 @@ def ef(codec: Codec, decay: float = 1.0) -> Channel:
         m = codec.encode(p.astype(x.dtype), ctx)
         return m, p - read(codec, m, like(x), ctx)
 
-    return Channel(codec, lambda like: (_buffer(like), ()), send, _decoded(codec), _cleared)
+    return Channel(codec, lambda like: (_buffer(like), ()), send, _receiver(codec), _cleared)
 
 
 def _cleared(x: Array, state: EndState, ctx: Ctx) -> EndState:
@@ -175,7 +190,7 @@ def ef_mixed(codec: Codec, accumulate: bool = False) -> Channel:
         y = read(whole, m, like(x), ctx)
         return m, e + x - y if accumulate else x - (y - error_half)
 
-    return Channel(whole, lambda like: (_buffer(like), ()), send, _decoded(whole), _cleared)
+    return Channel(whole, lambda like: (_buffer(like), ()), send, _receiver(whole), _cleared)
 
 
 @word
