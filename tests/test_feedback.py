@@ -840,7 +840,5 @@ def test_a_codec_that_loses_the_shape_is_named(rule):
     make = {'{}': jaxmp.direct, 'ef({})': jaxmp.ef, 'ef21({})': jaxmp.ef21}[rule]
     channel, x = make(narrow), jnp.ones((8, 4))
     _, rx = channel.init(jaxmp.like(x))
-    with pytest.raises(
-        ValueError, match=r'returned float32\[1, 4\] for a tensor float32\[8, 4\]; end'
-    ):
+    with pytest.raises(ValueError, match=r'returned float32\[1, 4\] for .* float32\[8, 4\]; end'):
         channel.recv({'q': x[:1]}, rx, jaxmp.like(x), Ctx())

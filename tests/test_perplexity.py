@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -93,16 +94,22 @@ def test_blocks_are_whole_batches_and_begin_as_a_text(model, text):
         blocks(model._replace(positions=7), 8, 1000, 1)
 
 
-def test_the_command_tests_a_checkpoint_with_codecs(folder, text, tmp_path, capsys):
+def test_the_command_tests_a_checkpoint_with_codecs(folder, text, tmp_path, capsys, monkeypatch):
+    """One of them from a file, as text `FILE:CODEC`."""
+    monkeypatch.chdir(tmp_path)
+    Path('mine.py').write_text(
+        'import jaxmp\n\ndef mine() -> jaxmp.Codec:\n    return jaxmp.parse("fp16").codec\n'
+    )
     out = tmp_path / 'lost.png'
     crosstest.main([
         str(folder), f'--text={text}', '--tokenizer=bytes', '--block=8', '--codec=uniform(2)',
-        '--codec', 'fp16', 'nvfp4', f'--out={out}',
+        '--codec', 'fp16', 'nvfp4', 'mine.py:mine()', f'--out={out}',
     ])  # fmt: skip
     shown = capsys.readouterr().out
     saved = json.loads(out.with_suffix('.json').read_text())
     scores = saved['scores'][folder.name]
-    assert [*scores] == ['raw', 'uniform(2)', 'fp16', 'nvfp4']
+    assert [*scores] == ['raw', 'uniform(2)', 'fp16', 'nvfp4', 'mine.py:mine()']
+    assert scores['mine.py:mine()'] == scores['fp16']
     assert saved['models'][folder.name] == {'stages': 2, 'blocks': 4}
     assert all(f'{s["nats_lost"]:+.4f}' in shown for s in scores.values())
     assert scores['uniform(2)']['bits'] == pytest.approx(2, abs=0.2)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxmp import codecs, exchange, spec
 from jaxmp.config.plugins import module_of
+from jaxmp.feedback.channel import Channel
 from jaxmp.grammar.sinks import errors
 from jaxmp.spec import Names
 from jaxmp.wire import Ctx, bits, like
@@ -170,6 +171,26 @@ def own_words(text: str) -> dict[str, object]:
     places = [where.strip() for where in text.split(',') if where.strip()]
     modules = imported(places, f'config.codecs={text!r}: ')
     return {k: v for m in modules for k, v in own(m).items()}
+
+
+def parted(text: str) -> tuple[str, str]:
+    """A text and the Python file before it, or an empty one.
+
+    >>> parted('mine.py:ef(mine(2))'), parted('mx(4)')
+    (('ef(mine(2))', 'mine.py'), ('mx(4)', ''))
+    """
+    file, colon, rest = text.partition('.py:')
+    return (rest.strip(), f'{file.strip()}.py') if colon else (text.strip(), '')
+
+
+def channel_of(text: str, names: Names) -> Channel:
+    """The channel of a text, perhaps with the file of its words before it: ``mine.py:mine(2)``.
+
+    Raises:
+      ValueError: as `imported` and `jaxmp.spec.parse`.
+    """
+    rest, file = parted(text)
+    return spec.parse(rest, {**names, **own_words(file)})
 
 
 def imported(places: Iterable[str], says: str = '') -> list[ModuleType]:

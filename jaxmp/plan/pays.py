@@ -12,7 +12,11 @@ is the same batch on one machine. OUT.png has the picture, OUT.json the numbers.
 
 The first of these runs on a second machine, at its address. The other one measures that machine
 and the link through this port, encrypted (both have a secret, `JAXMP_TOKEN`), and divides the model
-between both machines by their speeds and memories.
+between both machines by their speeds and memories. A configuration's keys may follow, such as
+--config.model.path=DIR.
+
+This is about training. For generation compare tokens per second of `jaxmp generate --link=...`
+with and without --codec: a token is a small message, so that the delay counts, not the bytes.
 """
 
 from __future__ import annotations

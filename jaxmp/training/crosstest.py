@@ -32,13 +32,12 @@ from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.codecs import raw
 from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
-from jaxmp.grammar import own_words
+from jaxmp.grammar import channel_of, own_words
 from jaxmp.metrics import Metric
 from jaxmp.report import style
 from jaxmp.report.compare import picture
 from jaxmp.runtimes.local import Local, join, split
 from jaxmp.runtimes.types import Batch, ModelState
-from jaxmp.spec import parse
 from jaxmp.training import nats_table, perplexity, perplexity_page
 from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
@@ -84,7 +83,7 @@ def same(exp: Experiment, text: str) -> tuple[Boundary, ...]:
       ValueError: if ``text`` is not a channel.
     """
     names = {'examples': len(exp.data.train.y), **own_words(exp.config.codecs)}
-    codec = parse(text, names).codec
+    codec = channel_of(text, names).codec
     return (boundary(direct(codec), direct(raw)),) * len(exp.model.boundaries)
 
 
@@ -203,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     arguments.add_argument(
         '--codec', nargs='+', action='extend', default=[], metavar='CODEC',
-        help='codecs of the test, besides none and those that the runs were trained with',
+        help='codecs of the test, or own.py:mine(2), besides none and those of the training',
     )  # fmt: skip
     arguments.add_argument(
         '--batchnorm', action='store_true', help='also with statistics estimated again'

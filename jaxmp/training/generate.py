@@ -31,13 +31,13 @@ from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.data import chat
 from jaxmp.feedback import direct
+from jaxmp.grammar import channel_of
 from jaxmp.launch.launchers import placed
 from jaxmp.launch.signals import end_without_memory
 from jaxmp.net.address import is_loopback
 from jaxmp.net.connect import Address, connect, endpoint, owners
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.speed import parse as parse_link
-from jaxmp.spec import parse
 from jaxmp.training.language_model import (
     LanguageModel,
     config_of_run,
@@ -188,7 +188,7 @@ def boundaries_of(model: LanguageModel, codec: str = '') -> tuple[Boundary, ...]
       ValueError: if a channel of the run has components, which its folder model lacks.
     """
     if codec or model.boundaries is None:
-        channel = parse(codec or 'raw', {'vocabulary': model.tokenizer.size})
+        channel = channel_of(codec or 'raw', {'vocabulary': model.tokenizer.size})
         return (boundary(channel, direct(raw)),) * (len(model.stages) - 1)
     if any(b.fwd.state_of == 'channel' for b in model.boundaries):
         raise ValueError(
@@ -221,7 +221,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument('--tokenizer', default='', help="in place of the checkpoint's own")
     parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--codec', default='', help='between stages; default raw, of a run its own')
+    parser.add_argument(
+        '--codec',
+        default='',
+        help='between stages, such as own.py:mine(2); default raw, or of a run',
+    )
     parser.add_argument('--stages', type=int, default=0, help='of a checkpoint; default processes')
     parser.add_argument('--cuts', default='', help="blocks before each boundary, such as '8 16 23'")
     apart = parser.add_argument_group('several processes', 'jaxmp launch and Slurm say these')

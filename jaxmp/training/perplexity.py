@@ -24,9 +24,9 @@ from jaxmp.boundary import FeedbackState, init_feedback
 from jaxmp.boundary.pipeline import Variables, pipeline, run_stage
 from jaxmp.codecs import raw
 from jaxmp.feedback import Channel, direct
+from jaxmp.grammar import channel_of
 from jaxmp.models.layers import next_token_nats
 from jaxmp.models.pretrained import check_length
-from jaxmp.spec import parse
 from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
 from jaxmp.training.moments import Arrived
 from jaxmp.training.task import cuts_of
@@ -55,7 +55,7 @@ def prepared(
     trained = [str(b.fwd) for b in model.boundaries or ()]
     numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
     texts = dict.fromkeys(['raw', *trained, *args.codec])
-    return model, blocks, {text: parse(text, numbers) for text in texts}
+    return model, blocks, {text: channel_of(text, numbers) for text in texts}
 
 
 class Score(NamedTuple):

@@ -279,7 +279,7 @@ def _moved(summary: Summary) -> Table:
     sent = f'{summary["interface"]:,}' if summary['interface'] else 'not known'
     table = Table(
         title=f'bytes per step over {summary["processes"]} processes',
-        caption=f'sent on the network interfaces of process 0: {sent}',
+        caption=f'sent by the machine of process 0, other programs included: {sent}',
     )
     heads = [
         f'{what} {way}' for what in ('payload', 'collectives') for way in ('forward', 'backward')

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxmp.grammar import parted
+
 MISSING = (
     'Subspace networks (arXiv 2506.01260) and the residual bottleneck (arXiv 2604.11947) are not '
     'in the table: they change the model, and no text of the algebra does. The published subspace '
@@ -93,9 +95,3 @@ def entries_of(texts: Sequence[str], backward: str) -> list[Entry]:
         files = dict.fromkeys(f for f in (file, of_back) if f)
         entries.append(Entry(fwd, back or fwd, ','.join(files)))
     return list(dict.fromkeys(entries))
-
-
-def parted(text: str) -> tuple[str, str]:
-    """A text and the Python file before it, or an empty one."""
-    file, colon, rest = text.partition('.py:')
-    return (rest.strip(), f'{file.strip()}.py') if colon else (text.strip(), '')
