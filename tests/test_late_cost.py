@@ -144,9 +144,11 @@ def test_parameters_are_moved_once_a_step_and_a_tied_table_is_waited_for():
     given = probed()
     times = [t._replace(update=4e-3) for t in given.stages[8]]
     link, codecs = Link(8.0, 3.0), chosen(given, Link(8.0, 3.0)).codecs
-    moving = given._replace(stages={8: times}, normed=True)
+    moving = given._replace(stages={8: times})
     assert late.late_step(moving, link, codecs, 8, 1) == pytest.approx(28e-3)
-    tied = moving._replace(table=1e3)  # 3 and 1 ms, then the norm's 3
+    waits = moving._replace(normed=True)  # for a norm that nobody is told beside the work
+    assert late.late_step(waits, link, codecs, 8, 1) == pytest.approx(31e-3)
+    tied = waits._replace(table=1e3)  # 3 and 1 ms, then the norm's 3
     assert late.late_step(tied, link, codecs, 8, 1) == pytest.approx(35e-3)
 
 
