@@ -396,7 +396,7 @@ def test_a_killed_process_of_one_jax_is_named_in_a_line(tmp_path, part, keys, vi
 @pytest.mark.parametrize(
     ('given', 'problem'),
     [
-        (('h:1', 2, None), 'incomplete: give --coordinator'),
+        (('h:1', 2, None), 'give --process too; a process of several needs all three'),
         (('h:1', 2, 2), 'process 2 is not one of 2'),
         (('host', 2, 0), 'is not host:port'),
         (('h:65536', 2, 0), 'is not host:port.*up to 65535'),

@@ -265,7 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         '--restarts', type=int, default=3, help='of a killed process, with --elastic or --back'
     )
     parser.add_argument('command', nargs='+', help='-- python train.py ...')
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f'{unknown[0]} is no option of launch; write -- before the command')
     if args.processes < 1:
         parser.error(f'--processes {args.processes}: give 1 or more')
     if args.port is not None and not 0 < args.port < 65535:

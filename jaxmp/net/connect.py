@@ -89,7 +89,9 @@ def endpoint(address: Address) -> tuple[str, int]:
     """Host and port of the switch; raises ValueError if the address is invalid."""
     coordinator, processes, process = address[:3]
     if coordinator is None or processes is None or process is None:
-        raise ValueError(f'{address} is incomplete: give --coordinator, --processes and --process')
+        names = ('coordinator', 'processes', 'process')
+        lacking = [f'--{n}' for n, a in zip(names, address, strict=False) if a is None]
+        raise ValueError(f'give {" and ".join(lacking)} too; a process of several needs all three')
     if not 0 <= process < processes:
         raise ValueError(f'process {process} is not one of {processes}; give 0 to {processes - 1}')
     if not address.silent >= 1:

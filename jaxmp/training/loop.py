@@ -84,8 +84,9 @@ def process_group_of(config: Config, address: Address) -> ProcessGroup:
         check_alone(f'config.parallel.runtime={runtime!r} without replicas is one')
     elif address.processes != 1:
         raise ValueError(
-            f'config.parallel.runtime={runtime!r} is one process, got {address}; processes '
-            'need --config.parallel.runtime=mpmd or spmd, or --config.parallel.replicas=N'
+            f'config.parallel.runtime={runtime!r} is one process, and '
+            f'{address.processes or "several"} were started; processes need '
+            '--config.parallel.runtime=mpmd or spmd, or --config.parallel.replicas=N'
         )
     return ProcessGroup()
 
