@@ -113,3 +113,15 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
     rates = re.findall(r'(\S+) ex/s', capsys.readouterr().err)
     assert rates == ['5'] * 11
     assert len(released) == 12 + 3
+
+
+def test_a_loop_tells_the_time_left_after_what_compiles(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress, 'time', SimpleNamespace(time=lambda: now[0]))
+    seen = []
+    for item in progress.tracked(range(5), 'text'):
+        seen.append(item)
+        now[0] += 100 if item == 0 else 8
+    assert seen == [0, 1, 2, 3, 4]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ['text: 2 of 5, 0:24 left', 'text: 4 of 5, 0:08 left']

@@ -43,6 +43,7 @@ from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.locks import WorkdirError, write_json
 from jaxmp.training.moments import matched, opened_with
+from jaxmp.training.progress import tracked
 from jaxmp.training.saved import Run, load
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
@@ -141,10 +142,11 @@ def rows_of(run: Run, texts: Sequence[str], again: bool, moments: bool) -> Itera
       moments: whether to score open boundaries with the maps of `matched` too, which have no codec.
     """
     scorers = [scorer(run.exp, same(run.exp, text)) for text in texts]
-    yield run.name, [score(run.state) for score in scorers]
+    yield run.name, [score(run.state) for score in tracked(scorers, run.name)]
     if again:
         state = normalised_again(run).state
-        yield f'{run.name}, statistics again', [score(state) for score in scorers]
+        name = f'{run.name}, statistics again'
+        yield name, [score(state) for score in tracked(scorers, name)]
     if moments:
         maps = matched(run.exp, run.state.model, run.state.key)
         yield (

@@ -32,7 +32,7 @@ from jaxmp.training.language_model import LanguageModel, open_language_model
 from jaxmp.training.locks import locked, replacing, write
 from jaxmp.training.moments import Arrived
 from jaxmp.training.perplexity import Initial, before_first, blocks_of, context, score_of, tail
-from jaxmp.training.progress import duration
+from jaxmp.training.progress import duration, tracked
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Ctx, bits, like
 
@@ -202,7 +202,7 @@ def record(row: Row, setting: Setting, out: Path) -> Result:
     initial, step = tail(model, channels, _sides(row.learn or 'raw', model, blocks)[1])
     state = learned(row.cuts, row.learn, row.learned_tokens, setting) if row.learn else None
     parts, sizes = [], []
-    for ctx, x in arrivals(model, blocks, setting, row.cuts):
+    for ctx, x in arrivals(model, blocks, setting, row.cuts, row.name):
         state = initial(x) if state is None else state
         nats, state = step(model.variables[1:], state, x, ctx)
         parts.append(np.asarray(nats, np.float64).mean(1))
@@ -243,13 +243,16 @@ def opened(path: str, tokenizer: str, cuts: tuple[int, ...]) -> LanguageModel:
 
 
 def arrivals(
-    model: LanguageModel, blocks: Blocks, setting: Setting, cuts: tuple[int, ...]
+    model: LanguageModel, blocks: Blocks, setting: Setting, cuts: tuple[int, ...], name: str
 ) -> Iterator[tuple[Ctx, Array]]:
-    """What arrives at the first boundary, batch by batch, kept as files by their tokens."""
+    """What arrives at the first boundary, batch by batch, kept as files by their tokens.
+
+    A loop over them is shown by ``name``.
+    """
     folder, size = setting.work / f'{digest(setting.path)}-{cuts[0]}', setting.batch
     folder.mkdir(parents=True, exist_ok=True)
     start = before_first(model)
-    for i in range(0, len(blocks), size):
+    for i in tracked(range(0, len(blocks), size), name):
         tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
         file = folder / f'{hashlib.sha256(np.asarray(tokens).tobytes()).hexdigest()[:16]}.npy'
         if not file.is_file():
@@ -271,7 +274,7 @@ def learned(cuts: tuple[int, ...], text: str, tokens: int, setting: Setting) -> 
     blocks = blocks_of(model, setting.before, setting.block, tokens, setting.batch)
     initial, step = lesson(model, *_sides(text, model, blocks))
     state = None
-    for ctx, x in arrivals(model, blocks, setting, cuts):
+    for ctx, x in arrivals(model, blocks, setting, cuts, 'text to learn from'):
         state = step(model.variables, initial(x) if state is None else state, x, ctx)
     assert state is not None, 'there are blocks'
     return state

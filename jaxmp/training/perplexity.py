@@ -29,6 +29,7 @@ from jaxmp.models.layers import next_token_nats
 from jaxmp.models.pretrained import check_length
 from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
 from jaxmp.training.moments import Arrived
+from jaxmp.training.progress import tracked
 from jaxmp.training.task import cuts_of
 from jaxmp.wire import Ctx, Like, bits, like
 
@@ -142,7 +143,7 @@ def scores(
     by_codec: dict[str, list[np.ndarray]] = {text: [] for text in channels}
     memory: dict[str, FeedbackState] = {}
     message: Like | None = None
-    for i in range(0, len(blocks), size):
+    for i in tracked(range(0, len(blocks), size), 'text'):
         tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
         x, ctx = start(tokens), context(i, tokens)
         message = like(x)

@@ -1,15 +1,25 @@
-"""`Display`: the progress of a run, as a bar on a terminal or as lines in a log."""
+"""The progress of a run or of a loop, as a bar on a terminal or as lines in a log."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    track,
+)
 
 from jaxmp.metrics import Metric, Scores
+
+T = TypeVar('T')
 
 
 class Display:
@@ -74,6 +84,27 @@ class Display:
         """Removes the bar."""
         if self._console.is_terminal:
             self._bar.stop()
+
+
+def tracked(items: Sequence[T], name: str) -> Iterator[T]:
+    """The items, while standard error shows how far a loop over them is and the time left.
+
+    On a terminal it is a bar; elsewhere a line at most every ten seconds. The first item, which
+    compiles, tells nothing of the time that others take.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        yield from track(items, name, console=console, transient=True)
+        return
+    start = last = time.time()
+    for done, item in enumerate(items):
+        now = time.time()
+        start = now if done == 1 else start
+        if done > 1 and now - last > 10:
+            last, left = now, (len(items) - done) * (now - start) / (done - 1)
+            line = f'{name}: {done} of {len(items)}, {duration(left)} left'
+            console.print(line, highlight=False, soft_wrap=True)
+        yield item
 
 
 def duration(seconds: float) -> str:
