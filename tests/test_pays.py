@@ -33,7 +33,7 @@ def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block
         (
             verdict((20, 7.4, 1.5), (4.0, 1.64, 1.5), 40.0, 1.14),
             'It pays: alone a step takes 2 s, on 2 machines over 10 Mbit/s with 40 ms one way 3.70 '
-            'times as long with raw messages and 0.82 times with block(4). It pays above 7.8 '
+            'times as long with raw messages and 0.82 times with block(4). It pays above 8.6 '
             'Mbit/s, raw above 97 Mbit/s. Without the delay it would be 0.57 times.',
             'Next: `jaxmp plan` with the same flags writes the run.',
         ),
@@ -55,16 +55,16 @@ def verdict(raw, best, delay=0.0, still=None, needs=1, texts=('block(4)', 'block
         ),
         (
             verdict((20, 2.0, 1.5), (20, 2.0, 1.5)),
-            'It makes no difference: alone a step takes 2 s, on 2 machines over 10 Mbit/s 1.00 '
-            'times as long with raw messages. It pays above 16 Mbit/s, raw above 16 Mbit/s.',
-            'Next: train on one machine, or join them by a link of more than 16 Mbit/s; `jaxmp '
+            'It hardly makes a difference: alone a step takes 2 s, on 2 machines over 10 Mbit/s '
+            '1.00 times as long with raw messages. It pays above 25 Mbit/s, raw above 25 Mbit/s.',
+            'Next: train on one machine, or join them by a link of more than 25 Mbit/s; `jaxmp '
             'plan` with the same flags writes the run.',
         ),
         (
             verdict((20, 2.0, 1.5), (20, 2.0, 1.5), needs=9),
             'The model does not fit alone: it needs at least 9.0 GiB, this machine has 8.0 GiB. If '
             'it did, alone a step takes 2 s, on 2 machines over 10 Mbit/s 1.00 times as long with '
-            'raw messages. It pays above 16 Mbit/s, raw above 16 Mbit/s.',
+            'raw messages. It pays above 25 Mbit/s, raw above 25 Mbit/s.',
             'Next: `jaxmp plan` with the same flags writes the run.',
         ),
         (

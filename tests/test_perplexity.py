@@ -127,7 +127,7 @@ MISTAKES = {
     'a short text': (['--block=32'], 'make 1 blocks, and a standard error takes two; give'),
     'a block of one': (['--block=1'], 'give blocks of 2 tokens or more'),
     'BatchNorm': (['--batchnorm'], '--batchnorm and --moments are of a test split; leave --text'),
-    'no file': (['--text=nowhere.txt'], "No such file or directory: 'nowhere.txt'"),
+    'no file': (['--text=nowhere.txt'], '--text=nowhere.txt is not there, or no file; give a text'),
 }  # fmt: skip
 
 

@@ -274,6 +274,9 @@ def _by_text(args: argparse.Namespace) -> None:
             f'--block={args.block} --batch={args.batch}: give blocks of 2 tokens or more, and a '
             'batch of 1 or more'
         )
+    for flag, file in ('--text', args.text), ('--before', args.before):
+        if file and not file.is_file():
+            raise ValueError(f'{flag}={file} is not there, or no file; give a text in UTF-8')
     if args.study:
         return _by_study(args)
     scores_of, about = {}, {}
