@@ -44,7 +44,7 @@ def plain(words: list[Word]) -> str:
             lines = [f'bits: {cost}', w.line.replace('`', ''), *w.sources]
             parts.append('\n'.join([f'  {w.form}', *(f'      {s}' for s in lines if s)]))
         parts.append('')
-    return '\n'.join([OF, *parts])
+    return '\n'.join(parts)
 
 
 def table(words: list[Word], names: Names = KNOWN) -> str:
@@ -143,7 +143,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         modules = imported(args.module)
         mine = {k: v for m in modules for k, v in own(m).items()}
-        words = [*ours(), *words_of(mine, modules)]
+        known, yours = ours(), words_of(mine, modules)
+        words = [*known, *yours]
         for page in args.into:
             page.write_text(renew(page.read_text(), words))
     except (OSError, ValueError) as error:
@@ -153,7 +154,9 @@ def main(argv: list[str] | None = None) -> None:
         parts = (f'## {KINDS[k].title}\n\n{table(some, names)}\n' for k, some in rows)
         print(OF, *parts, sep='\n')
     elif not args.into:
-        print(plain(words))
+        print(OF, plain(known), sep='\n')
+        if yours:
+            print(f'----- {", ".join(args.module)} -----\n\n{plain(yours)}')
 
 
 if __name__ == '__main__':
