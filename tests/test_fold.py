@@ -71,6 +71,17 @@ def test_a_folded_run_scores_as_its_run_with_matched_moments(pair, case):
     assert {row['forward'] / row['uncompressed'] for row in summary['bytes']} == {1.0}
 
 
+def test_statistics_again_are_those_of_the_evaluation(pair, tmp_path):
+    """In place of entrances, and scored as the row of `jaxmp evaluate --batchnorm`."""
+    folder, out = pair('tiny')[0], tmp_path / 'again'
+    fold.main([str(folder), '--batchnorm', f'--out={out}'])
+    *_, (name, [wanted, *_]) = crosstest.rows_of(crosstest.load(folder), ['raw'], True, False)
+    assert name == 'run, statistics again'
+    assert raw_score(out) == pytest.approx(wanted, abs=1e-6)
+    assert abs(wanted['loss'] - raw_score(folder)['loss']) > 1e-4
+    assert all(NAME not in s for s in crosstest.load(out).state.model.model_state.values())
+
+
 def test_what_is_printed_are_the_scores_of_both_runs(pair, capsys, tmp_path):
     folder, out = pair('tiny')
     fold.main([str(folder), '--out', str(tmp_path / 'new')])
@@ -239,3 +250,12 @@ def test_one_stage_has_nothing_to_fold(pair):
     alone = run._replace(exp=run.exp._replace(model=model))
     with pytest.raises(ValueError, match='run has one stage, so nothing is sent'):
         fold.check(alone)
+
+
+def test_what_has_no_normaliser_has_no_statistics(pair):
+    run = crosstest.load(pair('tiny')[0])
+    model = run.state.model._replace(model_state=dict.fromkeys(run.state.model.model_state, {}))
+    bare = run._replace(state=run.state.replace(model=model))
+    fold.check(bare)
+    with pytest.raises(ValueError, match='run has no statistics of a normaliser; leave --batch'):
+        fold.check(bare, True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +25,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp import data
 from jaxmp.boundary import Boundary, boundary
-from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.codecs import raw
 from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
@@ -36,20 +33,17 @@ from jaxmp.grammar import channel_of, own_words
 from jaxmp.metrics import Metric
 from jaxmp.report import style
 from jaxmp.report.compare import picture
-from jaxmp.runtimes.local import Local, join, split
+from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.types import Batch, ModelState
 from jaxmp.training import nats_table, perplexity, perplexity_page
 from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.locks import WorkdirError, write_json
-from jaxmp.training.moments import matched, opened_with
+from jaxmp.training.moments import matched, normalised_again, opened_with
 from jaxmp.training.progress import tracked
 from jaxmp.training.saved import Run, load
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
-from jaxmp.wire import Ctx
-
-PASSES = 100  # after which the running means have forgotten where they began
 
 
 def named(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:
@@ -105,30 +99,6 @@ def scorer(exp: Experiment, cuts: tuple[Boundary, ...]) -> Callable[[TrainState]
     return score
 
 
-def normalised_again(run: Run) -> Run:
-    """The run with statistics of training batches that cross open boundaries.
-
-    Forward passes in the training mode, over whole epochs and at least `PASSES` batches. The
-    statistics are the means of the running ones over the second half. Parameters do not change.
-    """
-    exp, model = run.exp, run.state.model
-    pipe = Pipeline(exp.task.stages, exp.model.boundaries)
-
-    @jax.jit
-    def step(state: Tree, x: Array, key: Array) -> Tree:
-        x = exp.task.prepare(x, jax.random.fold_in(key, 0))
-        return split(pipe.apply(join(model.params, state), None, x, Ctx(key), train=True)[1])[1]
-
-    state, statistics, epochs = model.model_state, [], math.ceil(PASSES / exp.epoch_steps)
-    for epoch in range(epochs):
-        order = data.order(exp.config.seed, epoch, len(exp.data.train.y))
-        for batch in data.batches(exp.data.train, exp.config.batch_size, order):
-            state = step(state, batch['x'], jax.random.fold_in(run.state.key, len(statistics)))
-            statistics.append(jax.device_get(state))
-    mean = jax.tree.map(lambda *a: np.mean(a, 0), *statistics[len(statistics) // 2 :])
-    return run._replace(state=run.state.replace(model=model._replace(model_state=mean)))
-
-
 Scored = tuple[str, list[dict[str, float]]]
 
 
@@ -144,7 +114,8 @@ def rows_of(run: Run, texts: Sequence[str], again: bool, moments: bool) -> Itera
     scorers = [scorer(run.exp, same(run.exp, text)) for text in texts]
     yield run.name, [score(run.state) for score in tracked(scorers, run.name)]
     if again:
-        state = normalised_again(run).state
+        model = normalised_again(run.exp, run.state.model, run.state.key)
+        state = run.state.replace(model=model)
         name = f'{run.name}, statistics again'
         yield name, [score(state) for score in tracked(scorers, name)]
     if moments:

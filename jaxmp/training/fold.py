@@ -4,6 +4,8 @@ Each stage after a boundary gets two vectors at its entrance, a scale and a shif
 give an uncompressed activation the mean and the deviation that the stage knows from compressed
 ones, as estimated on training examples (see `jaxmp.training.moments`). Nothing is trained.
 
+With ``--batchnorm`` BatchNorm's statistics are estimated again instead, over open boundaries.
+
 The result is another run, RUN-folded by default, whose channels are raw. `jaxmp evaluate`,
 `jaxmp generate` and `jaxmp compare` take it as any other. Its scores beside those of RUN with
 compression on and off are printed.
@@ -27,7 +29,7 @@ from jaxmp.training.agreement import inputs
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.locks import WorkdirError, replacing, write
-from jaxmp.training.moments import Affine, matched
+from jaxmp.training.moments import Affine, matched, normalised_again
 from jaxmp.training.records import read
 from jaxmp.training.saved import Run, load
 from jaxmp.training.step import TrainState
@@ -37,19 +39,20 @@ from jaxmp.training.trainer import Trainer
 Scores = dict[str, float]
 
 
-def config_of(config: Config) -> Config:
-    """The configuration of a folded run: stages with an entrance, and nothing compressed."""
+def config_of(config: Config, entrance: bool) -> Config:
+    """The configuration of a folded run: nothing compressed, perhaps stages with an entrance."""
     made = config.copy_and_resolve_references().unlock()
     made.update(name=f'{config.name}-folded', fwd='raw', bwd='raw', phases='', warmup_epochs=0)
-    made.model.entrance = True
+    made.model.entrance |= entrance
     return made.lock()
 
 
-def check(run: Run) -> None:
+def check(run: Run, batchnorm: bool = False) -> None:
     """Checks that there is something to fold.
 
     Raises:
-      ValueError: if the run has no boundary, or its last steps sent activations uncompressed.
+      ValueError: if the run has no boundary, or its last steps sent activations uncompressed; or
+        no BatchNorm, whose statistics are wanted.
     """
     exp, step = run.exp, int(run.state.step)
     if not exp.model.boundaries:
@@ -59,6 +62,11 @@ def check(run: Run) -> None:
         raise ValueError(
             f'{run.name} was trained on uncompressed activations at the end (fwd '
             f'{exp.config.fwd}), so it serves without compression as it is'
+        )
+    states = run.state.model.model_state.values()
+    if batchnorm and not any({*state} - {NAME} for state in states):
+        raise ValueError(
+            f'{run.name} has no statistics of a normaliser; leave --batchnorm out'
         )
 
 
@@ -73,12 +81,13 @@ def folded(model: ModelState, maps: Sequence[Affine]) -> ModelState:
     return model._replace(model_state=states)
 
 
-def fold(run: Run, folder: Path) -> Scores:
+def fold(run: Run, folder: Path, batchnorm: bool = False) -> Scores:
     """Writes the folded run.
 
     Args:
       run: trained with compression.
       folder: of the new run; it does not exist.
+      batchnorm: estimate BatchNorm's statistics again, in place of entrances.
 
     Returns:
       Its scores.
@@ -87,9 +96,10 @@ def fold(run: Run, folder: Path) -> Scores:
       ValueError: as `check`.
       WorkdirError: if the folder cannot be written.
     """
-    check(run)
-    model = folded(run.state.model, matched(run.exp, run.state.model, run.state.key))
-    trainer = Trainer(experiment_of(config_of(run.exp.config)), ProcessGroup())
+    check(run, batchnorm)
+    known = run.exp, run.state.model, run.state.key
+    model = normalised_again(*known) if batchnorm else folded(run.state.model, matched(*known))
+    trainer = Trainer(experiment_of(config_of(run.exp.config, not batchnorm)), ProcessGroup())
     nothing = trainer.create().model.feedback  # open boundaries remember nothing
     state = run.state.replace(model=model._replace(feedback=nothing))
     scores = trainer.evaluate(state, False)
@@ -125,14 +135,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument('run', type=Path, metavar='RUN', help='workdir with a checkpoint')
     parser.add_argument('--out', type=Path, help='folder of the new run; default RUN-folded')
+    parser.add_argument(
+        '--batchnorm', action='store_true',
+        help="estimate BatchNorm's statistics again, in place of a scale and a shift per channel",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     try:
-        told(args.run, args.out)
+        told(args.run, args.out, args.batchnorm)
     except (OSError, ValueError, ImportError, WorkdirError) as error:
         sys.exit(f'jaxmp fold: {error}')
 
 
-def told(workdir: Path, out: Path | None) -> None:
+def told(workdir: Path, out: Path | None, batchnorm: bool) -> None:
     """Folds a run, and prints its scores beside those of the run.
 
     Raises:
@@ -143,7 +157,7 @@ def told(workdir: Path, out: Path | None) -> None:
     if folder.exists():
         raise ValueError(f'{folder} exists; give another --out, or remove it')
     run = load(workdir)
-    scores = fold(run, folder)
+    scores = fold(run, folder, batchnorm)
     trainer, metric = Trainer(run.exp, ProcessGroup()), run.exp.task.metric
     tests = {mode: trainer.evaluate(run.state, mode == 'on') for mode in ('on', 'off')}
     said = (f'{name} {metric.format(s)}' for name, s in {**tests, 'folded': scores}.items())

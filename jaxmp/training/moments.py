@@ -12,24 +12,29 @@ gives the open activation the moments that the next stage knows. Nothing is trai
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp import data
 from jaxmp.boundary import Boundary, FeedbackState, boundary
+from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.codecs import raw
+from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
-from jaxmp.runtimes.local import Local
+from jaxmp.runtimes.local import Local, join, split
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training.evaluate import evaluation_key, model_of
 from jaxmp.training.experiment import Experiment
 from jaxmp.wire import Codec, Ctx, Like, Payload
 
 BATCHES = 40  # of training examples, from which moments are estimated
+PASSES = 100  # after which BatchNorm's running means have forgotten where they began
 LEAST = 1e-6  # deviation at which a channel is a constant, and is only shifted
 
 
@@ -74,6 +79,34 @@ def matched(exp: Experiment, trained: ModelState, key: Array) -> list[Affine]:
         opened = *map(opened_with, maps), boundary(direct(raw), direct(raw))
         maps.append(affine(wanted, moments(exp, forgetful, key, opened)))
     return maps
+
+
+def normalised_again(exp: Experiment, trained: ModelState, key: Array) -> ModelState:
+    """The state with BatchNorm's statistics of training batches that cross open boundaries.
+
+    Forward passes in the training mode, over whole epochs and at least `PASSES` batches. The
+    statistics are the means of the running ones over the second half. Parameters do not change.
+
+    Args:
+      exp: the experiment of a run.
+      trained: its state.
+      key: of the run.
+    """
+    pipe = Pipeline(exp.task.stages, exp.model.boundaries)
+
+    @jax.jit
+    def step(state: Tree, x: Array, key: Array) -> Tree:
+        x = exp.task.prepare(x, jax.random.fold_in(key, 0))
+        return split(pipe.apply(join(trained.params, state), None, x, Ctx(key), train=True)[1])[1]
+
+    state, statistics, epochs = trained.model_state, [], math.ceil(PASSES / exp.epoch_steps)
+    for epoch in range(epochs):
+        order = data.order(exp.config.seed, epoch, len(exp.data.train.y))
+        for batch in data.batches(exp.data.train, exp.config.batch_size, order):
+            state = step(state, batch['x'], jax.random.fold_in(key, len(statistics)))
+            statistics.append(jax.device_get(state))
+    mean = jax.tree.map(lambda *a: np.mean(a, 0), *statistics[len(statistics) // 2 :])
+    return trained._replace(model_state=mean)
 
 
 Moments = tuple[Float[Array, ' C'], Float[Array, ' C']]  # mean and deviation by channel
