@@ -254,7 +254,7 @@ def test_one_stage_has_nothing_to_fold(pair):
 
 def test_what_has_no_normaliser_has_no_statistics(pair):
     run = crosstest.load(pair('tiny')[0])
-    model = run.state.model._replace(model_state=dict.fromkeys(run.state.model.model_state, {}))
+    model = run.state.model._replace(model_state={s: {} for s in run.state.model.model_state})
     bare = run._replace(state=run.state.replace(model=model))
     fold.check(bare)
     with pytest.raises(ValueError, match='run has no statistics of a normaliser; leave --batch'):
