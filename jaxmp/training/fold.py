@@ -65,9 +65,7 @@ def check(run: Run, batchnorm: bool = False) -> None:
         )
     states = run.state.model.model_state.values()
     if batchnorm and not any({*state} - {NAME} for state in states):
-        raise ValueError(
-            f'{run.name} has no statistics of a normaliser; leave --batchnorm out'
-        )
+        raise ValueError(f'{run.name} has no statistics of a normaliser; leave --batchnorm out')
 
 
 def folded(model: ModelState, maps: Sequence[Affine]) -> ModelState:
