@@ -244,16 +244,12 @@ def test_a_folded_run_is_not_folded_again_nor_replaced(pair):
         fold.main([str(folder)])
 
 
-def test_one_stage_has_nothing_to_fold(pair):
+def test_what_has_one_stage_or_no_statistics_is_refused(pair):
     run = crosstest.load(pair('tiny')[0])
     model = dataclasses.replace(run.exp.model, stages=run.exp.model.stages[:1], boundaries=())
     alone = run._replace(exp=run.exp._replace(model=model))
     with pytest.raises(ValueError, match='run has one stage, so nothing is sent'):
         fold.check(alone)
-
-
-def test_what_has_no_normaliser_has_no_statistics(pair):
-    run = crosstest.load(pair('tiny')[0])
     model = run.state.model._replace(model_state={s: {} for s in run.state.model.model_state})
     bare = run._replace(state=run.state.replace(model=model))
     fold.check(bare)

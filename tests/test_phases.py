@@ -8,7 +8,7 @@ from jaxmp.metrics import by_phases
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training import experiment, sizes
 from jaxmp.training.trainer import Trainer
-from tests.runs import config_of, known_model
+from tests.runs import config_of, known_model, slow
 from tests.test_portable import RUNTIMES, Flat, steps
 
 
@@ -33,11 +33,12 @@ def losses(exp):
     return np.array(rows)
 
 
-def test_a_phase_replaces_the_channels_in_its_epochs():
+@pytest.mark.parametrize('runtimes', slow([['local'], list(RUNTIMES)], lambda r: len(r) > 1))
+def test_a_phase_replaces_the_channels_in_its_epochs(runtimes):
     """Like a run without it until then, and alike in every runtime."""
     own, *weaned = (
         losses(made(phases=p, runtime=r))
-        for p, r in (('', 'local'), *(('raw@-1:', r) for r in RUNTIMES))
+        for p, r in (('', 'local'), *(('raw@-1:', r) for r in runtimes))
     )
     for found in weaned:
         np.testing.assert_allclose(found, weaned[0], rtol=1e-4)

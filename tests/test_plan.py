@@ -16,7 +16,18 @@ from jaxmp.config import complete, plugins
 from jaxmp.grammar import sinks
 from jaxmp.net.speed import Link, parse
 from jaxmp.plan import __main__ as command
-from jaxmp.plan import candidates, choose, loss, planned, predict, show, stages, steps, write
+from jaxmp.plan import (
+    candidates,
+    choose,
+    crossings,
+    loss,
+    planned,
+    predict,
+    show,
+    stages,
+    steps,
+    write,
+)
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
 from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.crossings import handover, measured
@@ -263,6 +274,7 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(steps, 'STEPS', 2)
     monkeypatch.setattr(stages, 'MOST', 2)
     monkeypatch.setattr(planned, 'EACH', 1)
+    monkeypatch.setattr(crossings, 'HANDOVERS', 3)
     out = tmp_path / 'plan.py'
     command.main(
         ['--config.model.name=tiny', '--config.batch_size=16', '--link=0.1mbit,5ms', '--seconds=9',

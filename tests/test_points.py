@@ -74,7 +74,7 @@ def small_text(**changes):
 
 
 @pytest.mark.parametrize('make', [small, pytest.param(small_text, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('runtime', slow(schema.KEYS['parallel.runtime'].words, 'mpmd'.__ne__))
+@pytest.mark.parametrize('runtime', slow(schema.KEYS['parallel.runtime'].words, 'local'.__ne__))
 def test_a_run_that_is_killed_inside_an_epoch_ends_like_another(
     make, runtime, tmp_path, monkeypatch
 ):

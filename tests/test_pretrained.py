@@ -126,7 +126,10 @@ def moved(before, after):
 
 @pytest.mark.parametrize(
     ('train', 'first', 'leaf'),
-    [('lora(2)', 0, ('lora_a', 'lora_b')), ('stage1.*mlp*', 1, ('weight',))],
+    slow(
+        [('lora(2)', 0, ('lora_a', 'lora_b')), ('stage1.*mlp*', 1, ('weight',))],
+        lambda case: case[1] == 1,
+    ),
 )
 def test_a_plan_times_the_gradients_of_what_is_trained_alone(
     tmp_path, monkeypatch, train, first, leaf

@@ -83,17 +83,12 @@ def kept(*run):
 
 
 TWICE = ('spmd', 'direct', 1, 1), ('mpmd', 'ef21', 4, 1)
-ALIKE = ('spmd', 'direct', 4, 1), ('spmd', 'ef_mixed', 4, 1), ('mpmd', 'direct', 4, 1)
+MAIN = *TWICE, ('spmd', 'ef21', 4, 1), ('mpmd', 'rounds', 4, 2)
 
 
 def beside_main(run):
-    """One micro-batch where there are cases of four; rules beside which there are others.
-
-    And local ones, which compile longest, and are nearest to what they are compared with.
-    """
-    kind, case, n, replicas = run
-    beside = n == 1 or (replicas == 2 and case in ('ef_mixed', 'reuse')) or run in ALIKE
-    return kind == 'local' or (run not in TWICE and beside)
+    """All runs but those in which each of feedback, micro-batches and replicas is there once."""
+    return run not in MAIN
 
 
 @pytest.mark.parametrize(('kind', 'case', 'n', 'replicas'), slow(RUNS, beside_main))

@@ -11,7 +11,7 @@ import pytest
 import jaxmp
 from jaxmp.grammar import sinks
 from jaxmp.training import dry_run, experiment, loop
-from tests.runs import config_of
+from tests.runs import config_of, slow
 
 # Text: bounds of the errors of the median token, the worst and the sink; None: the word breaks.
 REAL = {
@@ -49,7 +49,10 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize('text', REAL)
+OTHERS = 'rotate(lloyd(2))', 'rotate(trellis(2))', 'rotate(lloyd(1))', 'rotate(trellis(3))'
+
+
+@pytest.mark.parametrize('text', slow(REAL, OTHERS.__contains__))
 def test_errors_on_real_activations(text):
     found = sinks.errors(jaxmp.parse(text).codec)
     assert found.breaks == (REAL[text] is None), found
