@@ -18,7 +18,7 @@ from jaxmp.runtimes.placement import Elsewhere
 from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import loop
-from tests.runs import ENV, SMALL, command, config_of, records
+from tests.runs import ENV, SMALL, command, config_of, records, slow
 
 X = (8, 3, 6)
 CTX = Ctx(jax.random.key(0), ids=jnp.arange(8), tokens=jnp.arange(24).reshape(8, 3), microbatch=0)
@@ -47,7 +47,7 @@ def crossed(channel, count):
     yield tx, rx
 
 
-@pytest.mark.parametrize('text', RULES)
+@pytest.mark.parametrize('text', slow(RULES, lambda text: 'uniform' in text))
 def test_the_sender_knows_what_the_receiver_remembers(text):
     """With a state per micro-batch, as runs have them; also in the middle of a basis of klt."""
     channel = feedback.per_microbatch(parse(text), 2)

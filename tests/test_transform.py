@@ -74,7 +74,11 @@ def trained_by_hand(text, n, optimizer):
 
 
 @pytest.mark.parametrize(
-    'text', ['mean', 'all_gather(ef21(raw))', 'scatter_gather(ef(raw), ef(raw))', 'local_sgd(1)']
+    'text',
+    slow(
+        ['mean', 'all_gather(ef21(raw))', 'scatter_gather(ef(raw), ef(raw))', 'local_sgd(1)'],
+        lambda text: text in ('mean', 'all_gather(ef21(raw))'),
+    ),
 )
 def test_exact_exchanges_are_one_replica_on_the_joined_batch(text):
     with jax.enable_x64(True):
@@ -98,12 +102,15 @@ def alike(a, b):
 
 @pytest.mark.parametrize(
     ('text', 'chained'),
-    [
-        ('all_gather(ef(one_bit))', True),
-        ('all_gather(qsgd(4))', True),  # draws anew in every step
-        ('power_sgd(2)', False),
-        ('local_sgd(2)', False),
-    ],
+    slow(
+        [
+            ('all_gather(ef(one_bit))', True),
+            ('all_gather(qsgd(4))', True),  # draws anew in every step
+            ('power_sgd(2)', False),
+            ('local_sgd(2)', False),
+        ],
+        lambda case: case[0].startswith(('power', 'all_gather(ef')),
+    ),
 )
 def test_a_transformation_is_the_loop_written_by_hand(text, chained):
     with jax.enable_x64(True):
