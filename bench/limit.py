@@ -88,7 +88,7 @@ def moments(model, setting, file, tokens):
             found.append((rows.T @ rows / len(rows), g.T @ g / light.sum()))
         return found
 
-    arrivals = nats_table.arrivals(model, blocks, setting, CUTS)
+    arrivals = nats_table.arrivals(model, blocks, setting, CUTS, 'matrices')
     found = [jax.tree.map(np.asarray, of_batch(x, ctx)) for ctx, x in arrivals]
     sums = functools.reduce(functools.partial(jax.tree.map, np.add), found)
     return [[np.asarray(a, np.float64) / len(found) for a in pair] for pair in sums]
@@ -225,7 +225,7 @@ def score(model, blocks, setting, runs):
     """A row per try: predicted and measured nats."""
     plain = jax.jit(lambda v, x, ctx: behind(model)(v, x, [jnp.zeros_like(x)] * 3, ctx)[0].mean(1))
     base, nats, predicted = [], {t: [] for t in runs}, {t: [] for t in runs}
-    for ctx, x in nats_table.arrivals(model, blocks, setting, CUTS):
+    for ctx, x in nats_table.arrivals(model, blocks, setting, CUTS, 'tries'):
         base.append(np.asarray(plain(model.variables[1:], x, ctx)))
         for text, (_, run) in runs.items():
             for parts, part in zip((nats, predicted), run(x, ctx), strict=True):

@@ -232,7 +232,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     apart.add_argument('--coordinator', help='host:port of process 0')
     apart.add_argument('--processes', type=int)
     apart.add_argument('--process', type=int, help='number of this process, from 0')
-    apart.add_argument('--token-file', help='with the secret of all; default $JAXMP_TOKEN')
+    apart.add_argument(
+        '--token_file', '--token-file', help='with the secret of all; default $JAXMP_TOKEN'
+    )
     apart.add_argument('--silent', type=float, default=60.0, help='seconds until one has failed')
     apart.add_argument('--link', default='', help='emulated between processes, such as 20mbit,40ms')
     args = parser.parse_args(argv)
