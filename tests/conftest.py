@@ -32,7 +32,7 @@ collect_ignore = ['outside/stages.py', 'outside/replicas.py']
 TESTS = itertools.count()
 LONG = (  # files by the worker that begins with them, of the three in CI
     ('test_runtimes',),
-    ('test_train.py', 'test_team', 'test_probe', 'test_grammar'),
+    ('test_stage_faults', 'test_train.py', 'test_team', 'test_probe', 'test_grammar'),
     ('test_dataparallel', 'test_sweep', 'test_portable', 'test_nnx', 'test_gpt2', 'test_notebooks'),
 )
 

@@ -15,6 +15,7 @@ import pytest
 from jaxmp import config, exchange
 from jaxmp.config import KEYS
 from jaxmp.net.group import ProcessGroup
+from jaxmp.plan import candidates, crossings, planned, stages, steps
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.testing import QUICK
 from jaxmp.training import evaluate, groups, step, task
@@ -49,6 +50,15 @@ def known_model(monkeypatch, name, build):
     key = config.KEYS['model.name']
     monkeypatch.setitem(config.KEYS, 'model.name', key._replace(words=(*key.words, name)))
     monkeypatch.setitem(task.MODELS, name, lambda classes, model: build(classes, model.width))
+
+
+def hurry_the_probe(monkeypatch):
+    """Lets `jaxmp plan` and `jaxmp pays` take few turns of few candidates."""
+    monkeypatch.setattr(candidates, 'ALIKE', ('uniform(8)', 'ef21(uniform(4))'))
+    monkeypatch.setattr(crossings, 'HANDOVERS', 3)
+    monkeypatch.setattr(steps, 'STEPS', 2)
+    monkeypatch.setattr(stages, 'MOST', 2)
+    monkeypatch.setattr(planned, 'EACH', 1)
 
 
 def slow(cases, which):

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from jaxmp.net.speed import Link
-from jaxmp.plan import candidates, crossings, pays, planned, stages, steps
+from jaxmp.plan import pays
 from jaxmp.plan import verdict as verdicts
 from jaxmp.plan.choose import Candidate, Choice, Order
+from tests.runs import hurry_the_probe
 
 EDGES = (0, 1), (1, 0)
 
@@ -104,11 +105,7 @@ def test_the_command_tells_the_verdict_first(tmp_path, monkeypatch, capsys):
     """Of the digits over a link of 1 kbit/s, which never pays."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pays, 'RATES', (1, 1000))
-    monkeypatch.setattr(crossings, 'HANDOVERS', 3)
-    monkeypatch.setattr(candidates, 'ALIKE', ('uniform(8)', 'uniform(4)'))
-    monkeypatch.setattr(steps, 'STEPS', 2)
-    monkeypatch.setattr(stages, 'MOST', 2)
-    monkeypatch.setattr(planned, 'EACH', 1)
+    hurry_the_probe(monkeypatch)
     pays.main([
         '--config=digits_resnet', '--link=1kbit', '--seconds=1', '--config.model.width=2',
         '--config.model.name=tests.tiny_stages:build', '--config.batch_size=8',

@@ -19,7 +19,6 @@ from jaxmp.plan import __main__ as command
 from jaxmp.plan import (
     candidates,
     choose,
-    crossings,
     loss,
     planned,
     predict,
@@ -37,7 +36,7 @@ from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.runtimes.schedules import SCHEDULES, named
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.parallel import actions_of
-from tests.runs import config_of, known_model, slow
+from tests.runs import config_of, hurry_the_probe, known_model, slow
 
 EDGES = (0, 1), (1, 2), (2, 1), (1, 0)
 LINK = Link(rate=8.0)  # a byte per microsecond
@@ -269,12 +268,8 @@ def test_it_is_said_why_a_plan_is_not_the_fastest(other, text):
 def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     """The whole command on a tiny network: errors fall with bits, and the file is a run."""
     known_model(monkeypatch, 'tiny', lambda classes, width: (Flat(24), Flat(classes)))
-    monkeypatch.setattr(candidates, 'ALIKE', ('uniform(8)', 'ef21(uniform(4))'))
     monkeypatch.setattr(command, 'UNIFORM', (('raw', 'raw'), ('uniform(8)', 'uniform(8)')))
-    monkeypatch.setattr(steps, 'STEPS', 2)
-    monkeypatch.setattr(stages, 'MOST', 2)
-    monkeypatch.setattr(planned, 'EACH', 1)
-    monkeypatch.setattr(crossings, 'HANDOVERS', 3)
+    hurry_the_probe(monkeypatch)
     out = tmp_path / 'plan.py'
     command.main(
         ['--config.model.name=tiny', '--config.batch_size=16', '--link=0.1mbit,5ms', '--seconds=9',

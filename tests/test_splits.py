@@ -18,7 +18,7 @@ from jaxmp.plan.choose import Candidate, Order, Probed, actions_of, predicted
 from jaxmp.plan.predict import Message, Times
 from jaxmp.plan.splits import Machine, Parts
 from jaxmp.training.parallel import parallel_of, placed
-from tests.runs import ENV, LAUNCH, config_of, records
+from tests.runs import ENV, LAUNCH, config_of, hurry_the_probe, records
 from tests.runs import command as training
 
 SMALL = (
@@ -204,6 +204,9 @@ def test_a_machine_with_a_share_of_its_processor_is_as_fast_as_its_share(monkeyp
 def test_a_plan_for_two_machines_is_written(tmp_path, monkeypatch, capsys):
     """Both are measured, and are alike; the file has the cut and the place."""
     monkeypatch.chdir(tmp_path)
+    hurry_the_probe(monkeypatch)
+    monkeypatch.setattr(command, 'UNIFORM', (('raw', 'raw'), ('uniform(8)', 'uniform(8)')))
+    monkeypatch.setattr(machines.between, 'LONG', 0.1)
     port = free_port()
     thread = listening(port, monkeypatch, (0, 0))
     command.main([*SMALL, f'--peer=127.0.0.1:{port}', '--seconds=1'])

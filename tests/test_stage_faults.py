@@ -184,7 +184,6 @@ def stopped(i, seconds):
 FAULTS = {
     'a process killed': killed(2),
     'the first process, and the switch in it, killed': killed(0),
-    'the second process killed': killed(1),
     'the last process killed': killed(3),
     'two neighbours killed': killed(1, 2),
     'the first and the last killed': killed(0, 3),
