@@ -339,6 +339,22 @@ def test_who_has_left_owes_nothing_but_what_is_missing(run):
         b.peer.receive(b.view, 0, 3, 'y')
 
 
+def test_who_leaves_waits_for_what_is_about_to_be_sent(run, monkeypatch):
+    """The other may hear that it has left before a message that it had begun to send."""
+    a, _ = run.groups(TWO)
+    send, closing = Delivery.send, []
+
+    def slow_send(self, words, parts):
+        time.sleep(0.3)
+        closing.append(a.peer._closing)
+        send(self, words, parts)
+
+    monkeypatch.setattr(Delivery, 'send', slow_send)
+    a.peer.send(a.view, 1, 3, 'x', b'last')
+    a.peer.close()
+    assert closing == [False]
+
+
 def test_processes_come_and_go(run):
     """Fewer than all make a view: who leaves ends it, and so does who comes, when it is ready."""
     terms = TERMS._replace(least=1)

@@ -260,7 +260,8 @@ class Peer:
                     else:
                         self._take(socket, name, frames)
                 while self._tasks:
-                    self._tasks.popleft()()
+                    self._tasks[0]()  # it is under way until it is done: `close` waits for it
+                    self._tasks.popleft()
         except Exception as error:  # or all who wait would wait for ever
             self._stop(f'{self.terms.names[self.process]}: its network thread failed: {error!r}')
         with self._changed:
