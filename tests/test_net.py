@@ -355,6 +355,23 @@ def test_who_leaves_waits_for_what_is_about_to_be_sent(run, monkeypatch):
     assert closing == [False]
 
 
+def test_what_a_connection_without_a_name_says_is_dropped(run):
+    """libzmq names one so whose own name a later connection has; its switch goes on."""
+    context = zmq.Context()
+    guests = [context.socket(zmq.DEALER) for _ in range(8)]
+    for guest in guests:
+        guest.linger, guest.curve_serverkey = 1000, KEYS.server.public
+        guest.curve_publickey, guest.curve_secretkey = KEYS.client
+        guest.connect(f'tcp://127.0.0.1:{run.switch.port}')
+        guest.send_multipart([b'no JSON'])
+    a, b = run.groups(TWO)
+    assert together(lambda: a.share(1), lambda: b.share(2)) == [[1, 2], [1, 2]]
+    assert run.switch.thread.is_alive()
+    for guest in guests:
+        guest.close(0)
+    context.term()
+
+
 def test_processes_come_and_go(run):
     """Fewer than all make a view: who leaves ends it, and so does who comes, when it is ready."""
     terms = TERMS._replace(least=1)

@@ -22,6 +22,9 @@ HANDSHAKE = 5000  # ms after which a connection without the key is closed
 PIECE = 1 << 17  # bytes of a frame
 LINGER = 1000  # ms for which what was sent last may still leave
 SWITCH = 'switch'  # the name of the switch
+# Begins what libzmq calls a connection whose name a later one has taken over. What it left is
+# dropped, as with a connection that is lost: it goes again.
+UNNAMED = b'\0'
 COMMON = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
 KEEP = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
 CONNECT = {'handshake_ivl': HANDSHAKE, 'connect_timeout': HANDSHAKE, 'reconnect_ivl': 200}
@@ -120,7 +123,10 @@ class Sockets:
         self.door.send_multipart([version, request, *status, b'', b''])
 
     def arrived(self, seconds: float) -> Iterator[tuple[zmq.Socket, str, list[zmq.Frame]]]:
-        """The messages that come within some seconds: socket, name of the sender, and frames."""
+        """The messages that come within some seconds: socket, name of the sender, and frames.
+
+        Those of a connection that has lost its name to a later one are not among them.
+        """
         for socket, _ in self.poller.poll(round(1e3 * seconds)):
             if socket is self.door:
                 self._answer()
@@ -129,7 +135,8 @@ class Sockets:
             else:
                 with contextlib.suppress(zmq.Again):  # an earlier message may have led to its end
                     name, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                    yield socket, name.bytes.decode(), frames
+                    if name.bytes[:1] != UNNAMED:
+                        yield socket, name.bytes.decode(), frames
 
     def close(self) -> None:
         """Closes all sockets, after what was sent has left or `LINGER` is over."""
