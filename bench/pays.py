@@ -40,7 +40,7 @@ from jaxmp.net.speed import parse
 from jaxmp.plan.asked import changed
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
 from jaxmp.plan.pays import alone, by_itself
-from jaxmp.plan.verdict import MARGIN, paying
+from jaxmp.plan.verdict import ALIKE, paying
 from jaxmp.plan.write import text as written
 
 HERE, PORT = Path(__file__).parent, 7079
@@ -166,7 +166,7 @@ def right(predicted: float, found: float) -> bool:
     >>> right(0.8, 0.9), right(0.8, 1.2), right(0.99, 1.2)
     (True, False, True)
     """
-    near = any(abs(ratio - 1) <= MARGIN for ratio in (predicted, found))
+    near = any(abs(ratio - 1) <= ALIKE for ratio in (predicted, found))
     return near or (predicted < 1) == (found < 1)
 
 

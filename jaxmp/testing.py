@@ -13,7 +13,6 @@ peeks at the sender's data fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 import jax
@@ -173,7 +172,6 @@ class Ends(NamedTuple):
         return m, np.asarray(y), tx, rx
 
 
-@lru_cache(64)
 def ends(channel: Channel, like: jax.ShapeDtypeStruct) -> Ends:
     """Sender and receiver for tensors like ``like``, each compiled by itself."""
     recv = jax.jit(lambda m, rx, ctx: channel.recv(m, rx, like, ctx), compiler_options=QUICK)

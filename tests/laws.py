@@ -1,7 +1,7 @@
 """The codecs and rules of the package as laws over a table SPECS x INPUTS; see `jaxmp.testing`."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp import Channel, Codec, Ctx, Like, parse
+from jaxmp import Channel, Codec, Ctx, Like, parse, testing
 from jaxmp.feedback import direct
 from jaxmp.testing import *  # noqa: F403
 from jaxmp.testing import (
@@ -29,6 +29,8 @@ from jaxmp.testing import (
     tensor,
 )
 from jaxmp.wire import Need
+
+ends = lru_cache(64)(testing.ends)  # tests of one channel share its programs
 
 EPS = 2.0**-23
 # Error bounds. Each adds the rounding of its own float32 arithmetic.

@@ -33,7 +33,9 @@ def losses(exp):
     return np.array(rows)
 
 
-@pytest.mark.parametrize('runtimes', slow([['local'], list(RUNTIMES)], lambda r: len(r) > 1))
+@pytest.mark.parametrize(
+    'runtimes', slow([['local', 'mpmd'], list(RUNTIMES)], lambda r: len(r) > 2)
+)
 def test_a_phase_replaces_the_channels_in_its_epochs(runtimes):
     """Like a run without it until then, and alike in every runtime."""
     own, *weaned = (

@@ -109,7 +109,7 @@ def alike(a, b):
             ('power_sgd(2)', False),
             ('local_sgd(2)', False),
         ],
-        lambda case: case[0].startswith(('power', 'all_gather(ef')),
+        lambda case: case[0].startswith(('power', 'all_gather(qsgd')),
     ),
 )
 def test_a_transformation_is_the_loop_written_by_hand(text, chained):

@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('command', nargs='+', help='-- python train.py ...')
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(f'{unknown[0]} is no option of launch; write -- before the command')
+        parser.error(f'{unknown[0]} is no option of launch; those of the command stand behind --')
     if args.processes < 1:
         parser.error(f'--processes {args.processes}: give 1 or more')
     if args.port is not None and not 0 < args.port < 65535:

@@ -246,7 +246,7 @@ def _by_text(args: argparse.Namespace) -> None:
             'batch of 1 or more'
         )
     for flag, file in ('--text', args.text), ('--before', args.before):
-        if file and not file.is_file():
+        if file and (file.is_dir() or not file.exists()):
             raise ValueError(f'{flag}={file} is not there, or no file; give a text in UTF-8')
     if args.study:
         return _by_study(args)

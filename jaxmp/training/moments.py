@@ -105,7 +105,9 @@ def normalised_again(exp: Experiment, trained: ModelState, key: Array) -> ModelS
         for batch in data.batches(exp.data.train, exp.config.batch_size, order):
             state = step(state, batch['x'], jax.random.fold_in(key, len(statistics)))
             statistics.append(jax.device_get(state))
-    mean = jax.tree.map(lambda *a: np.mean(a, 0), *statistics[len(statistics) // 2 :])
+    real = lambda a: np.issubdtype(a.dtype, np.floating)  # a count of steps has no mean
+    mean_of = lambda *a: np.mean(a, 0).astype(a[0].dtype) if real(a[0]) else a[-1]
+    mean = jax.tree.map(mean_of, *statistics[len(statistics) // 2 :])
     return trained._replace(model_state=mean)
 
 

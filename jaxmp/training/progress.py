@@ -14,7 +14,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
-    track,
 )
 
 from jaxmp.metrics import Metric, Scores
@@ -94,7 +93,11 @@ def tracked(items: Sequence[T], name: str) -> Iterator[T]:
     """
     console = Console(stderr=True)
     if console.is_terminal:
-        yield from track(items, name, console=console, transient=True)
+        columns = TextColumn('{task.description}'), BarColumn(), TimeElapsedColumn()
+        left = TextColumn('left'), TimeRemainingColumn()
+        with Progress(*columns, *left, console=console, transient=True,
+                      speed_estimate_period=1e9) as bar:  # fmt: skip
+            yield from bar.track(items, description=name)
         return
     start = last = time.time()
     for done, item in enumerate(items):
