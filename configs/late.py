@@ -3,7 +3,7 @@
 Table 1, SmolLM2-135M fine-tuned, 64 steps of 4 x 256 new tokens of WikiText-2 v1:
 jaxmp sweep configs/late.py --scale=study --tables=1 --set data.dir=TEXT \
     --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf
-Table 2, a GPT of a few million parameters from nothing, two epochs of the same text:
+Table 2, a GPT-2 of 1.3 million parameters from nothing, one pass over the same text:
 jaxmp sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
 The scale smoke takes Alice, two epochs: that everything runs. A row is a training, a delay and a
 correction, such as muon-late1-predict; `-2bit` sends two bits and a third both ways.
@@ -40,6 +40,7 @@ def from_nothing(scale: str, optimizer: str) -> Config:
     """A GPT-2 of width 128 in four stages."""
     c = load('wikitext_gpt2_small:pretrain')
     c.optimizer.name = optimizer
+    c.epochs = 1
     c.eval_every = '10%'
     if scale == 'smoke':
         c.data.update(name='alice', tokenizer='bytes', sequence_length=32, train_examples=64)

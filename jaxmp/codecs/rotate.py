@@ -26,9 +26,8 @@ SIDE = 32  # of the matrix of a product, which a core multiplies as fast as it r
 
 def _level(x: Float[Array, 'rows n'], level: int) -> Float[Array, 'rows n']:
     """Sums and differences of the elements that lie ``2**level`` apart."""
-    halves = x.reshape(len(x), -1, 2, 2**level)
-    a, b = halves[:, :, 0], halves[:, :, 1]
-    return jnp.stack([a + b, a - b], 2).reshape(x.shape)
+    a, b = jnp.split(x.reshape(-1, 2 * 2**level), 2, 1)
+    return jnp.concatenate([a + b, a - b], 1).reshape(x.shape)
 
 
 def _level_of_elements(x: Float[Array, 'rows n'], level: int) -> Float[Array, 'rows n']:
@@ -73,7 +72,7 @@ def _across(x: Float[Array, 'rows n'], level: Level = _level) -> Float[Array, 'r
     if n > 4 * SIDE:
         columns = x.reshape(rows, -1, SIDE).swapaxes(1, 2).reshape(-1, n // SIDE)
         return _across(_within(columns)).reshape(rows, SIDE, -1).swapaxes(1, 2).reshape(rows, n)
-    for number in range(SIDE.bit_length() - 1, n.bit_length() - 1):
+    for number in reversed(range(SIDE.bit_length() - 1, n.bit_length() - 1)):
         x = level(x, number)
     return x
 
@@ -145,7 +144,7 @@ def rotate(codec: Codec, block: int = 1024) -> Codec:
             return hadamard(codec.decode(m, rows, ctx))
         levels, scale = codec.levels(m, rows, ctx)
         most = jnp.finfo(rows.dtype).max
-        return jnp.clip(_across(_within(levels)) * (scale * block**-0.5), -most, most)
+        return jnp.clip(_within(_across(levels)) * (scale * block**-0.5), -most, most)
 
     def decode(m: Payload, like: Like, ctx: Ctx) -> Array:
         rows = jax.ShapeDtypeStruct((-(-like.size // block), block), compute_dtype(like))
