@@ -126,7 +126,7 @@ def three(
     return Row(name, fwd, learn, THREE, learned_tokens=LEARNED_BOTH_WAYS if weighed else LEARNED)
 
 
-MIDDLE, WEIGHED = ', middle=True', ', by_gradient=0.3'
+MIDDLE, WEIGHED, TRELLIS = ', middle=True', ', by_gradient=0.3', ', trellis=True'
 
 
 def get_rows() -> list[Row]:
@@ -137,6 +137,9 @@ def get_rows() -> list[Row]:
         one('klt0.7-middle', 0.7, MIDDLE),
         *(three(f'three-weighed{bits}', bits, weighed=WEIGHED) for bits in BARS[:3]),
         three('three-weighed1.3-fewer', 1.3, MIDDLE, WEIGHED, FEWER),
+        *(one(f'trellis{bits}', bits, TRELLIS) for bits in BARS),
+        *(three(f'three-trellis{bits}', bits, TRELLIS, WEIGHED) for bits in BARS[:3]),
+        three('three-trellis1.3', 1.3, TRELLIS, WEIGHED, FEWER),
     ]
     return [
         Row('none', 'raw', tokens=LONG),

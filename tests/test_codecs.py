@@ -628,7 +628,7 @@ def test_rans_takes_what_its_tables_say():
     most = ((t.frequency > 0).sum(1) // 2)[table]
     stream, states, used = jax.jit(rans.encode, static_argnums=2)(x, table, 8000)
     want = np.clip(x, -most, most)
-    np.testing.assert_array_equal(jax.jit(rans.decode)(stream, states, table), want)
+    np.testing.assert_array_equal(jax.jit(rans.decode)(stream, states, table)[0], want)
     assert (want != x).mean() < 1e-3
     share = t.frequency[table, want + rans.LARGEST] / 4096
     bits = -np.log2(share).sum()
@@ -644,7 +644,7 @@ def test_rans_says_that_a_stream_was_too_short():
     x, table = logistic(8, 300)
     stream, states, used = rans.encode(x, table, 20)
     assert int(used) > 20 == len(stream)
-    assert rans.decode(stream, states, table).shape == x.shape
+    assert rans.decode(stream, states, table)[0].shape == x.shape
 
 
 def test_rans_has_the_same_tables_everywhere():

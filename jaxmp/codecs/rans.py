@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -28,14 +29,18 @@ LENGTH = 1024  # numbers of a lane, whose state takes 32 bits
 
 
 class Tables(NamedTuple):
-    """The distributions, one per row.
+    """The distributions: `TABLES` rows of rounded numbers, and as many of a second quantiser.
+
+    The second one's cells lie a half nearer to zero but for that of zero itself, as in
+    `jaxmp.codecs.dependent`.
 
     Attributes:
       frequency: of each number from -255 to 255, of 4096.
       start: the sum of those before it.
       number: for each of the 4096 the number plus 255.
       entropy: bits per number.
-      centre: of a cell, how much nearer to zero than its middle the mean lies, in cells.
+      centre: of a cell, how much nearer to zero than its middle the mean lies, in cells; of the
+        first `TABLES`.
     """
 
     frequency: np.ndarray
@@ -43,6 +48,21 @@ class Tables(NamedTuple):
     number: np.ndarray
     entropy: np.ndarray
     centre: np.ndarray
+
+
+class Machine(NamedTuple):
+    """Which of the two quantisers a number of a lane belongs to, by the parities of those before.
+
+    Attributes:
+      after: by state, the next one after an even and after an odd number; the first is 0.
+      quantiser: by state, 0 or 1.
+    """
+
+    after: tuple[tuple[int, int], ...]
+    quantiser: tuple[int, ...]
+
+
+ROUNDED = Machine(((0, 0),), (0,))
 
 
 @functools.cache
@@ -54,12 +74,14 @@ def tables() -> Tables:
     """
     one, rows = 1 << PRECISION, []
     numbers = np.arange(-LARGEST, LARGEST + 1)
-    for i in range(TABLES):
+    for quantiser, i in itertools.product((0, 1), range(TABLES)):
         scale = 2 ** (SMALLEST + i / STEPS) / (2 * math.log(2))
-        tail = 1 / (1 + np.exp(np.minimum((np.abs(numbers) - 0.5) / scale, 700)))
-        beyond = 1 / (1 + np.exp(np.minimum((np.abs(numbers) + 0.5) / scale, 700)))
+        end = np.abs(numbers) + 0.5 * (1 - quantiser)  # of a cell
+        end[LARGEST] = 0.5 / (1 + quantiser)
+        start = np.where(np.abs(numbers) == 1, end[LARGEST], end - 1)
+        tail, beyond = (1 / (1 + np.exp(np.minimum(x / scale, 700))) for x in (start, end))
         p = np.where(numbers == 0, 1 - 2 * beyond, tail - beyond)
-        used = (tail * one > 0.25) | (np.abs(numbers) <= 1)
+        used = ((numbers != 0) & (tail * one > 0.25)) | (np.abs(numbers) <= 1)
         row = np.where(used, 1 + np.floor(p / p[used].sum() * (one - used.sum())), 0).astype(int)
         row[LARGEST] += one - row.sum()
         rows.append(row)
@@ -82,13 +104,18 @@ def table_of(size: Array) -> UInt8[Array, '...']:
     return jnp.clip(jnp.round(number), 0, TABLES - 1).astype(jnp.uint8)
 
 
+def bits_of(size: Array) -> Array:
+    """The bits of a number of a mean size, in cells."""
+    return jnp.asarray(tables().entropy)[table_of(size).astype(int)]
+
+
 def lanes(count: int) -> tuple[int, int]:
     """Numbers of a lane, and lanes, for so many numbers."""
     width = max(1, count // LENGTH)
     return -(-count // width), width
 
 
-def _grid(x: Array) -> Array:
+def grid(x: Array) -> Array:
     """Numbers in rows, of which a lane is a column; the last ones are zeros."""
     length, width = lanes(x.size)
     return jnp.pad(x.reshape(-1), (0, length * width - x.size)).reshape(length, width)
@@ -107,7 +134,7 @@ def encode(
     t = tables()
     most = jnp.asarray((t.frequency > 0).sum(1) // 2)[table.astype(int)]
     cell = table.astype(int), jnp.clip(numbers, -most, most) + LARGEST
-    of = lambda rows: _grid(jnp.asarray(rows)[cell].astype(jnp.uint32))
+    of = lambda rows: grid(jnp.asarray(rows)[cell].astype(jnp.uint32))
     frequency, start = of(t.frequency), of(t.start)
     frequency = jnp.where(frequency == 0, (1 << PRECISION) - 1, frequency)  # beyond the last one
     limit = LEAST >> PRECISION << 16
@@ -127,14 +154,27 @@ def encode(
 
 
 def decode(
-    stream: UInt16[Array, ' words'], states: UInt32[Array, ' lanes'], table: UInt8[Array, '...']
-) -> Int[Array, '...']:
-    """The numbers of a stream, for the table of each; inverse of `encode`."""
+    stream: UInt16[Array, ' words'],
+    states: UInt32[Array, ' lanes'],
+    table: UInt8[Array, '...'],
+    machine: Machine = ROUNDED,
+) -> tuple[Int[Array, '...'], Int[Array, '...']]:
+    """The numbers of a stream, for the table of each, and their quantisers; inverse of `encode`.
+
+    Args:
+      stream: of `encode`, whose tables were these, `TABLES` further for the second quantiser.
+      states: likewise.
+      table: the index of each number's table of the first quantiser.
+      machine: what says which quantiser a number belongs to.
+    """
     t = tables()
     frequency, start, number = (jnp.asarray(rows) for rows in (t.frequency, t.start, t.number))
+    after, quantiser = (jnp.asarray(rows) for rows in machine)
 
-    def pop(state: tuple[Array, Array], row: Array) -> tuple[tuple[Array, Array], Array]:
-        x, used = state
+    def pop(state: tuple[Array, Array, Array], row: Array) -> tuple[tuple, tuple[Array, Array]]:
+        x, used, at = state
+        q = quantiser[at]
+        row = row + q * TABLES
         slot = (x & ((1 << PRECISION) - 1)).astype(jnp.uint16)
         index = number[row, slot]
         f, s = (rows[row, index].astype(jnp.uint32) for rows in (frequency, start))
@@ -142,12 +182,14 @@ def decode(
         small = x < LEAST
         order = _sums(small)
         word = stream[jnp.minimum(used + order - 1, len(stream) - 1)]
-        return (jnp.where(small, x << 16 | word, x), used + order[-1]), index
+        at = after[at, (index - LARGEST) & 1]
+        return (jnp.where(small, x << 16 | word, x), used + order[-1], at), (index, q)
 
-    rows = _grid(table.astype(jnp.int32))
-    _, indices = jax.lax.scan(pop, (states, jnp.int32(0)), rows)
-    indices = indices.reshape(-1)[: table.size].reshape(table.shape)
-    return indices.astype(jnp.int32) - LARGEST
+    rows = grid(table.astype(jnp.int32))
+    first = jnp.zeros(rows.shape[1], jnp.int32)
+    _, found = jax.lax.scan(pop, (states, jnp.int32(0), first), rows)
+    indices, quantisers = (a.reshape(-1)[: table.size].reshape(table.shape) for a in found)
+    return indices.astype(jnp.int32) - LARGEST, quantisers
 
 
 def _sums(x: Bool[Array, ' n']) -> Int[Array, ' n']:
