@@ -49,15 +49,19 @@ def from_nothing(scale: str, optimizer: str) -> Config:
     return c
 
 
-# Each training by its name, and its table. Muon's updates have the RMS of AdamW's: one rate serves.
+# Each training by its name, and its table.
 TRAININGS = {
     'lora': (1, lambda scale: finetuned(scale, 'lora(8)', 2e-3)),
     'full': (1, lambda scale: finetuned(scale, 'no_table', 2e-4)),
     'adamw': (2, lambda scale: from_nothing(scale, 'adamw')),
     'muon': (2, lambda scale: from_nothing(scale, 'muon')),
 }
-# Tuned on seed 100, for each delay without a correction, from 5e-4, 1e-3 and 2e-3.
-RATES = {('lora', 4): 1e-3}
+# Tuned on seed 100, for each delay: LoRA uncorrected, from 5e-4, 1e-3 and 2e-3; from nothing on a
+# quarter of the text, late ones by `predict`, among powers of two.
+RATES = {
+    **{('lora', 4): 1e-3, ('muon', 0): 8e-3, ('muon', 1): 8e-3, ('muon', 4): 2e-3},
+    **{('adamw', 0): 2e-3, ('adamw', 1): 1e-3},
+}
 CASES = [(0, 'none'), *itertools.product(DELAYS, CORRECTIONS)]
 
 

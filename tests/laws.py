@@ -176,6 +176,7 @@ SPECS: dict[str, Law] = {
     'aqsgd(max_scaled(6), examples=9)': Law(scaled(6), feature),
     'klt(3, refresh=2)': Law(),
     'klt(2, refresh=2, entropy=True)': Law(),
+    'klt(2, refresh=2, entropy=True, trellis=True)': Law(),
     'outliers(lloyd(4))': Law(alone=True),
     'outliers(klt(2, refresh=2), scaled=False)': Law(),
 }

@@ -630,8 +630,24 @@ def test_klt_decodes_the_mean_of_a_cell_or_its_middle():
     some = np.abs(middle) > 0.1
     assert (np.abs(mean)[some] < np.abs(middle)[some]).all()
     assert np.square(mean - x).mean() < np.square(middle - x).mean()
-    with pytest.raises(jaxmp.SpecError, match='middle=True is of cells by entropy'):
-        jaxmp.parse('klt(2, middle=True)')
+    for name in 'middle', 'trellis':
+        with pytest.raises(jaxmp.SpecError, match=f'{name}=True is of numbers by entropy'):
+            jaxmp.parse(f'klt(2, {name}=True)')
+    with pytest.raises(jaxmp.SpecError, match='middle=True or trellis=True'):
+        jaxmp.parse('klt(2, entropy=True, middle=True, trellis=True)')
+
+
+@pytest.mark.parametrize('bits', [0.6, 2.2])
+def test_klt_by_a_trellis_errs_less_in_messages_of_the_same_size(bits):
+    """By a tenth or more, with as much room; the least of messages are alike too."""
+    x = np.random.default_rng(0).standard_normal((2, 3000, 8)) * 2.0 ** -np.arange(8)
+    x, errors, sizes = np.float32(x), [], []
+    for text in '', ', trellis=True':
+        m, y, _ = klt_run(f'klt({bits}, refresh=1, entropy=True{text})', x)[-1]
+        errors.append(np.square(y - x[-1]).mean())
+        sizes.append(jaxmp.nbytes(m))
+    assert errors[1] < 0.9 * errors[0]
+    assert sizes[0] == sizes[1]
 
 
 def test_klt_of_patches_codes_what_neighbours_have_in_common():
@@ -744,11 +760,12 @@ def test_klt_by_entropy_errs_less_in_as_many_bits(bits):
     assert sizes[1] < sizes[0]
 
 
-def test_klt_by_entropy_fits_whatever_comes():
+@pytest.mark.parametrize('trellis', [False, True])
+def test_klt_by_entropy_fits_whatever_comes(trellis):
     """An outlier, zeros, equal numbers, then a tensor again: all within one size, none infinite."""
     xs = coloured(7)
     xs[1, 0, 0, 0], xs[2], xs[3], xs[4, :, 0] = 1e9, 0, -7, 300
-    rows = klt_run('klt(1.5, refresh=1, entropy=True)', xs)
+    rows = klt_run(f'klt(1.5, refresh=1, entropy=True, trellis={trellis})', xs)
     assert len({jaxmp.nbytes(m) for m, *_ in rows}) == 1
     assert np.isfinite([y for _, y, _ in rows]).all()
     assert not rows[2][1].any()
