@@ -91,7 +91,8 @@ def chosen(x: Float[Array, '...'], table: UInt8[Array, '...']) -> tuple[Array, A
       table: of each number, by which its bits are counted.
     """
     x = jnp.where(jnp.isfinite(x), x, 0)
-    rows, of = rans.grid(jnp.abs(x)), rans.grid(jnp.broadcast_to(table, x.shape).astype(jnp.int32))
+    size = jnp.minimum(jnp.abs(x), 2.0 * rans.LARGEST)  # whose square is finite
+    rows, of = rans.grid(size), rans.grid(jnp.broadcast_to(table, x.shape).astype(jnp.int32))
     bits, largest = (jnp.asarray(a) for a in _bits())
     states, kinds = range(len(MACHINE.after)), [(q, p) for q in (0, 1) for p in (0, 1)]
     ways: list[list[tuple[int, int]]] = [[] for _ in states]  # by next state: state, parity
@@ -99,6 +100,8 @@ def chosen(x: Float[Array, '...'], table: UInt8[Array, '...']) -> tuple[Array, A
         for parity in (0, 1):
             ways[MACHINE.after[s][parity]].append((s, parity))
 
+    # A path costs sum (x - y)^2 + PRICE bits(y). Two states lead to each next one, and the cheaper
+    # way survives. Of the numbers of a quantiser and a parity the nearest one is tried.
     def number(size: Array, table: Array, q: int, parity: int) -> Array:
         return _nearest(size, q, parity, largest[table + q * rans.TABLES])
 
