@@ -30,6 +30,7 @@ MACHINE = rans.Machine(
     after=((0, 4), (4, 0), (1, 5), (5, 1), (6, 2), (2, 6), (7, 3), (3, 7)),
     quantiser=(0, 0, 1, 1, 0, 0, 1, 1),
 )
+FIRST = rans.TABLES  # table of the first quantiser; the second has as many further on
 ERROR = 0.0575  # squared, of a number in steps, where all numbers are large
 SHRUNK = 0.06  # steps: by simulation, tables cost as few bits as those chosen afterwards
 # Bits of a number of a mean size of 2^-3, 2^-2.75, ... 2^2, in normal and logistic data.
@@ -50,8 +51,8 @@ def _bits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def table_of(size: Array) -> UInt8[Array, '...']:
-    """The index of the table for numbers of a mean size, in steps, which bits make smaller."""
-    return rans.table_of(size * size / (size + SHRUNK))
+    """The first quantiser's table for numbers of a mean size in steps, which bits make smaller."""
+    return FIRST + rans.table_of(size * size / (size + SHRUNK))
 
 
 def bits_of(size: Array) -> Array:
@@ -88,7 +89,7 @@ def chosen(x: Float[Array, '...'], table: UInt8[Array, '...']) -> tuple[Array, A
 
     Args:
       x: what is not finite counts as 0.
-      table: of each number, by which its bits are counted.
+      table: of each number, the first quantiser's, by which its bits are counted.
     """
     x = jnp.where(jnp.isfinite(x), x, 0)
     size = jnp.minimum(jnp.abs(x), 2.0 * rans.LARGEST)  # whose square is finite

@@ -29,10 +29,10 @@ LENGTH = 1024  # numbers of a lane, whose state takes 32 bits
 
 
 class Tables(NamedTuple):
-    """The distributions: `TABLES` rows of rounded numbers, and as many of a second quantiser.
+    """The distributions: `TABLES` rows of rounded numbers, then of two quantisers as many each.
 
     The second one's cells lie a half nearer to zero but for that of zero itself, as in
-    `jaxmp.codecs.dependent`.
+    `jaxmp.codecs.dependent`. Both have further numbers than rounding has.
 
     Attributes:
       frequency: of each number from -255 to 255, of 4096.
@@ -74,14 +74,15 @@ def tables() -> Tables:
     """
     one, rows = 1 << PRECISION, []
     numbers = np.arange(-LARGEST, LARGEST + 1)
-    for quantiser, i in itertools.product((0, 1), range(TABLES)):
+    kinds = (0, 0.25), (0, 0.01), (1, 0.01)  # the quantiser, and the least chance beyond a number
+    for (quantiser, least), i in itertools.product(kinds, range(TABLES)):
         scale = 2 ** (SMALLEST + i / STEPS) / (2 * math.log(2))
         end = np.abs(numbers) + 0.5 * (1 - quantiser)  # of a cell
         end[LARGEST] = 0.5 / (1 + quantiser)
         start = np.where(np.abs(numbers) == 1, end[LARGEST], end - 1)
         tail, beyond = (1 / (1 + np.exp(np.minimum(x / scale, 700))) for x in (start, end))
         p = np.where(numbers == 0, 1 - 2 * beyond, tail - beyond)
-        used = ((numbers != 0) & (tail * one > 0.25)) | (np.abs(numbers) <= 1)
+        used = ((numbers != 0) & (tail * one > least)) | (np.abs(numbers) <= 1)
         row = np.where(used, 1 + np.floor(p / p[used].sum() * (one - used.sum())), 0).astype(int)
         row[LARGEST] += one - row.sum()
         rows.append(row)
@@ -162,7 +163,7 @@ def decode(
     """The numbers of a stream, for the table of each, and their quantisers; inverse of `encode`.
 
     Args:
-      stream: of `encode`, whose tables were these, `TABLES` further for the second quantiser.
+      stream: of `encode`, whose tables were these, `TABLES` further on for the second quantiser.
       states: likewise.
       table: the index of each number's table of the first quantiser.
       machine: what says which quantiser a number belongs to.

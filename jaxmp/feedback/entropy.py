@@ -3,8 +3,10 @@
 `jaxmp.feedback.klt` says which components a position has. Here each is a row of numbers, centred,
 and rounded to multiples of one step, so that none has a larger error than another; what varies more
 takes more bits. `jaxmp.codecs.rans` writes them. A message has its size whatever it holds: the
-step is about the least with which all numbers fit. With a trellis the numbers of a lane are chosen
-together (`jaxmp.codecs.dependent`), for an error about a sixth less.
+step is about the least with which all numbers fit.
+
+With a trellis the numbers of a lane are chosen together (`jaxmp.codecs.dependent`), and a position
+has a size too, by which its numbers are as much larger than those of others: tokens differ.
 """
 
 from __future__ import annotations
@@ -16,15 +18,51 @@ from jaxtyping import Array
 from jaxmp.codecs import dependent, rans
 from jaxmp.codecs.lloyd import scale_of, scale_words, scaled, unit_rms
 from jaxmp.feedback.components import centred, placed
-from jaxmp.wire import Like, Payload
+from jaxmp.wire import Like, Payload, pack, unpack
 
 FINENESS, FINEST, COARSEST = 64, -640, 640  # steps of 2^(k / 64) times the components' RMS
 FINER = 2  # steps below the one that fits by the distributions' entropies, tried first
+WIDTH, EVEN = 4, 8  # bits of a position's size, in quarters of an octave; the number of size 1
+LEAST = 128  # components, of which a position's size takes few bits each
+SAVED = 32  # steps that positions' sizes make finer at most
 
 
-def words_of(size: int, bits: float) -> int:
-    """Words of the stream of so many numbers, which with the lanes' states takes the bits."""
-    return max(1, round(bits * size / 16) - 2 * rans.lanes(size)[1])
+def words_of(components: int, positions: int, bits: float, sizes: bool) -> int:
+    """Words of the stream, which takes the bits with the lanes' states and the positions' sizes."""
+    size = components * positions
+    beside = 2 * rans.lanes(size)[1] + sizes * -(-WIDTH * positions // 16)
+    return max(1, round(bits * size / 16) - beside)
+
+
+def _has_sizes(components: int, trellis: bool) -> bool:
+    return trellis and components >= LEAST
+
+
+def _even(positions: int) -> Array:
+    """Positions of equal sizes."""
+    return jnp.zeros((1, positions), jnp.int32)
+
+
+def _louder(a: Array, size: Array, step: Array) -> Array:
+    """How many quarters of an octave the positions' numbers are larger than their components'.
+
+    Components of half a step or more have a say, by the mean of what they are over their size.
+    """
+    counts = size > step / 2
+    ratio = jnp.where(counts, jnp.abs(a) / jnp.where(counts, size, 1), 0).sum(0, keepdims=True)
+    quarters = jnp.round(rans.STEPS * jnp.log2(jnp.maximum(ratio, 1e-30) / counts.sum()))
+    return jnp.clip(jnp.where(jnp.any(counts), quarters, 0), -EVEN, EVEN - 1).astype(jnp.int32)
+
+
+def _times(quarters: Array, dtype: jnp.dtype) -> Array:
+    return 2 ** (quarters.astype(dtype) / rans.STEPS)
+
+
+def _table(rows: Array, quarters: Array, trellis: bool) -> Array:
+    """The table of each number, by its component's and its position's size."""
+    first = dependent.FIRST if trellis else 0
+    rows = jnp.clip(rows.astype(jnp.int32) + quarters, first, first + rans.TABLES - 1)
+    return rows.astype(jnp.uint8)
 
 
 def coded(z: Array, widths: Array, bits: float, trellis: bool = False) -> dict[str, Array]:
@@ -34,48 +72,54 @@ def coded(z: Array, widths: Array, bits: float, trellis: bool = False) -> dict[s
       z: a component per row, a position per column.
       widths: one per component, as in `jaxmp.feedback.components`; only their number counts.
       bits: mean number of bits per element, of which the message has the size.
-      trellis: whether numbers are chosen together.
+      trellis: whether numbers are chosen together, and positions have sizes.
     """
     z, mean = centred(z)
-    words = words_of(z.size, bits)
+    sizes = _has_sizes(len(z), trellis)
+    words = words_of(*z.shape, bits, sizes)
     unit, rms = unit_rms(z.reshape(1, -1))
     a = z * (1 / unit)
     size = jnp.mean(jnp.abs(a), 1, keepdims=True)
     steps = rms[0] * 2 ** (jnp.arange(FINEST, COARSEST + 1, dtype=z.dtype) / FINENESS)
-    bits_of = dependent.bits_of if trellis else rans.bits_of
-    needs = bits_of(size / steps).sum(0)
-    fits = needs * z.shape[1] <= 16 * words
-    first = jnp.where(jnp.any(fits), jnp.argmax(fits) - FINER, len(steps) - 1)
+    model = dependent if trellis else rans
+    fits = model.bits_of(size / steps).sum(0) * z.shape[1] <= 16 * words
+    first = jnp.where(jnp.any(fits), jnp.argmax(fits), len(steps) - 1)
+    quarters = _even(z.shape[1])
+    if sizes:
+        quarters = _louder(a, size, steps[first])
+        size = jnp.mean(jnp.abs(a) / _times(quarters, a.dtype), 1, keepdims=True)
+        often = jnp.stack([jnp.mean(quarters == k) for k in range(-EVEN, EVEN)])
+        near = jnp.maximum(first - SAVED + jnp.arange(SAVED + 1), 0)
+        of = size * _times(jnp.arange(-EVEN, EVEN), a.dtype)
+        needs = often @ model.bits_of(of[..., None] / steps[near]).sum(0) * z.shape[1]
+        first = near[
+            jnp.where(jnp.any(needs <= 16 * words), jnp.argmax(needs <= 16 * words), SAVED)
+        ]
 
     def at(k: Array) -> tuple[Array, dict[str, Array], Array]:
         word = scale_words(steps[k], jnp.ones_like(rms), unit, rms)
         step = scale_of(word, Like(z.shape, z.dtype)) / unit
-        numbers, quantisers, table = (_together if trellis else _rounded)(a / step, size / step)
-        tables = table + quantisers.astype(table.dtype) * rans.TABLES
-        stream, states, used = rans.encode(numbers, jnp.broadcast_to(tables, z.shape), words)
+        rows = model.table_of(size / step)
+        table = jnp.broadcast_to(_table(rows, quarters, trellis), z.shape)
+        if trellis:
+            numbers, quantisers = dependent.chosen(a / step, table)
+            table = table + quantisers.astype(table.dtype) * rans.TABLES
+        else:
+            numbers = jnp.clip(jnp.round(a / step), -rans.LARGEST, rans.LARGEST)
+            numbers = jnp.where(jnp.isfinite(numbers), numbers, 0).astype(jnp.int32)
+        stream, states, used = rans.encode(numbers, table, words)
         states = jax.lax.bitcast_convert_type(states, jnp.uint16)
-        return k, {'codes': stream, 'states': states, 'table': table, 'step': word}, used
+        return k, {'codes': stream, 'states': states, 'table': rows, 'step': word}, used
 
     _, message, _ = jax.lax.while_loop(
         lambda trial: (trial[2] > words) & (trial[0] < len(steps) - 1),
         # A finer step by 1 / FINENESS of an octave takes at most as many bits of each number.
         lambda trial: at(trial[0] + jnp.maximum(1, 16 * FINENESS * (trial[2] - words) // z.size)),
-        at(jnp.maximum(first, 0)),
+        at(jnp.maximum(first - FINER, 0)),
     )
+    if sizes:
+        message['sizes'] = pack((quarters[0] + EVEN).astype(jnp.uint8), WIDTH)
     return {**message, 'mean': mean}
-
-
-def _rounded(x: Array, size: Array) -> tuple[Array, Array, Array]:
-    """The numbers of components in steps, their quantiser, and each row's table."""
-    numbers = jnp.clip(jnp.round(x), -rans.LARGEST, rans.LARGEST)
-    numbers = jnp.where(jnp.isfinite(numbers), numbers, 0).astype(jnp.int32)
-    return numbers, jnp.zeros((1, 1), int), rans.table_of(size)
-
-
-def _together(x: Array, size: Array) -> tuple[Array, Array, Array]:
-    """The same with two quantisers."""
-    table = dependent.table_of(size)
-    return *dependent.chosen(x, table), table
 
 
 def decoded(
@@ -86,7 +130,11 @@ def decoded(
     A number is decoded as the mean of its cell, or in the cell's middle; with a trellis as its
     level, for which `jaxmp.codecs.dependent.PRICE` has made the level the mean.
     """
-    table = jnp.broadcast_to(m['table'], (len(widths), like.size // len(widths)))
+    positions = like.size // len(widths)
+    quarters = _even(positions)
+    if _has_sizes(len(widths), trellis):
+        quarters = unpack(m['sizes'], WIDTH, positions).astype(jnp.int32)[None] - EVEN
+    table = jnp.broadcast_to(_table(m['table'], quarters, trellis), (len(widths), positions))
     states = jax.lax.bitcast_convert_type(m['states'], jnp.uint32)
     machine = dependent.MACHINE if trellis else rans.ROUNDED
     numbers, quantisers = rans.decode(m['codes'], states, table, machine)
