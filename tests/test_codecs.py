@@ -688,7 +688,7 @@ def test_dependent_numbers_err_less_than_rounded_ones(dependent_numbers):
         found.append(-np.log2(np.maximum(share, 1e-9)).mean(1))
         loss.append(10 * np.log10(error) + 6.02 * found[-1])
     assert (loss[0] - loss[1] > 0.6).all()
-    np.testing.assert_allclose(dependent.bits_of(size), found[1], atol=0.06)
+    np.testing.assert_allclose(dependent.bits_of(size), found[1], rtol=0.02)
 
 
 def test_no_path_is_cheaper_than_that_of_dependent_numbers():

@@ -637,17 +637,21 @@ def test_klt_decodes_the_mean_of_a_cell_or_its_middle():
         jaxmp.parse('klt(2, entropy=True, middle=True, trellis=True)')
 
 
-@pytest.mark.parametrize('bits', [0.6, 2.2])
-def test_klt_by_a_trellis_errs_less_in_messages_of_the_same_size(bits):
-    """By a tenth or more, with as much room; the least of messages are alike too."""
-    x = np.random.default_rng(0).standard_normal((2, 3000, 8)) * 2.0 ** -np.arange(8)
-    x, errors, sizes = np.float32(x), [], []
+@pytest.mark.parametrize(
+    ('channels', 'bits', 'most'), [(8, 0.6, 0.9), (8, 2.2, 0.9), (128, 2.2, 0.75)]
+)
+def test_klt_by_a_trellis_errs_less_in_messages_of_the_same_size(channels, bits, most):
+    """The less if there are many components, as positions of several sizes send theirs then."""
+    r = np.random.default_rng(0)
+    x = r.standard_normal((2, 3000, channels)) * 2.0 ** (-np.arange(channels) * 8 / channels)
+    x, errors, sizes = np.float32(x * 2 ** r.standard_normal((2, 3000, 1))), [], []
     for text in '', ', trellis=True':
         m, y, _ = klt_run(f'klt({bits}, refresh=1, entropy=True{text})', x)[-1]
         errors.append(np.square(y - x[-1]).mean())
         sizes.append(jaxmp.nbytes(m))
-    assert errors[1] < 0.9 * errors[0]
-    assert sizes[0] == sizes[1]
+    assert errors[1] < most * errors[0]
+    assert 0 <= sizes[0] - sizes[1] < 2
+    assert ('sizes' in m) == (channels == 128)
 
 
 def test_klt_of_patches_codes_what_neighbours_have_in_common():

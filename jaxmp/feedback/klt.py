@@ -114,7 +114,8 @@ def klt(
         mean. The error is larger, but large components do not shrink, of which a language model
         at less than one bit makes more than of the error.
       trellis: with entropy, whether the numbers are chosen together, as `jaxmp.codecs.dependent`
-        says: as many bits have a sixth less error, and the sender takes several times as long.
+        says. Where there are 128 components or more a position has a size too, in 4 bits. As many
+        bits have an error 10 to 25 % smaller, and the sender takes three to four times as long.
 
     Raises:
       TypeError: if ``by_sample`` or another choice is not a bool.
