@@ -638,20 +638,21 @@ def test_klt_decodes_the_mean_of_a_cell_or_its_middle():
 
 
 @pytest.mark.parametrize(
-    ('channels', 'bits', 'most'), [(8, 0.6, 0.9), (8, 2.2, 0.9), (128, 2.2, 0.75)]
+    ('channels', 'spread', 'bits', 'most'),
+    [(8, 1, 0.6, 0.9), (8, 1, 2.2, 0.9), (128, 1, 2.2, 0.75), (128, 0, 0.3, 0.95)],
 )
-def test_klt_by_a_trellis_errs_less_in_messages_of_the_same_size(channels, bits, most):
+def test_klt_by_a_trellis_errs_less_in_messages_of_the_same_size(channels, spread, bits, most):
     """The less if there are many components, as positions of several sizes send theirs then."""
     r = np.random.default_rng(0)
     x = r.standard_normal((2, 3000, channels)) * 2.0 ** (-np.arange(channels) * 8 / channels)
-    x, errors, sizes = np.float32(x * 2 ** r.standard_normal((2, 3000, 1))), [], []
+    x, errors, sizes = np.float32(x * 2 ** (spread * r.standard_normal((2, 3000, 1)))), [], []
     for text in '', ', trellis=True':
         m, y, _ = klt_run(f'klt({bits}, refresh=1, entropy=True{text})', x)[-1]
         errors.append(np.square(y - x[-1]).mean())
         sizes.append(jaxmp.nbytes(m))
     assert errors[1] < most * errors[0]
     assert 0 <= sizes[0] - sizes[1] < 2
-    assert ('sizes' in m) == (channels == 128)
+    assert ('sizes' in m) == (channels * bits > 100)
 
 
 def test_klt_of_patches_codes_what_neighbours_have_in_common():
@@ -764,17 +765,38 @@ def test_klt_by_entropy_errs_less_in_as_many_bits(bits):
     assert sizes[1] < sizes[0]
 
 
-@pytest.mark.parametrize('trellis', [False, True])
-def test_klt_by_entropy_fits_whatever_comes(trellis):
+@pytest.mark.parametrize(('copies', 'trellis'), [(1, False), (1, True), (32, True)])
+def test_klt_by_entropy_fits_whatever_comes(copies, trellis):
     """An outlier, zeros, equal numbers, then a tensor again: all within one size, none infinite."""
-    xs = coloured(7)
+    xs = np.tile(coloured(7), copies)
     xs[1, 0, 0, 0], xs[2], xs[3], xs[4, :, 0] = 1e9, 0, -7, 300
     rows = klt_run(f'klt(1.5, refresh=1, entropy=True, trellis={trellis})', xs)
+    assert ('sizes' in rows[0][0]) == (copies > 1)
     assert len({jaxmp.nbytes(m) for m, *_ in rows}) == 1
     assert np.isfinite([y for _, y, _ in rows]).all()
     assert not rows[2][1].any()
     np.testing.assert_array_equal(rows[3][1], rows[3][1][0, 0] * np.ones_like(xs[3]))
     assert np.mean((rows[6][1] - xs[6]) ** 2) < 0.05 * np.var(xs[6])
+
+
+@pytest.mark.parametrize('trellis', [False, True])
+def test_klt_by_entropy_errs_no_more_with_more_bits(trellis):
+    """Where one component has all energy: its numbers go up to 255, and a finer step cuts more."""
+    r, errors = np.random.default_rng(0), []
+    x = np.float32(np.multiply.outer(r.standard_normal((2, 1000)), r.standard_normal(8)))
+    for bits in 0.8, 2, 4:
+        y = klt_run(f'klt({bits}, refresh=1, entropy=True, trellis={trellis})', x)[-1][1]
+        errors.append(np.mean((y - x[-1]) ** 2) / np.var(x[-1]))
+    assert max(errors) < 2e-3
+
+
+@pytest.mark.parametrize('channels', [8, 128])
+def test_klt_by_entropy_crosses_in_float64(channels):
+    x = np.random.default_rng(0).standard_normal((2, 20, channels))
+    with jax.enable_x64(True):
+        for text in '', ', trellis=True':
+            _, y, _ = klt_run(f'klt(3, refresh=1, entropy=True{text})', jnp.asarray(x))[-1]
+            assert np.mean((y - x[-1]) ** 2) < 0.05
 
 
 def test_klt_after_a_message_of_zeros_has_equal_widths():

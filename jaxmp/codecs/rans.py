@@ -74,7 +74,11 @@ def tables() -> Tables:
     """
     one, rows = 1 << PRECISION, []
     numbers = np.arange(-LARGEST, LARGEST + 1)
-    kinds = (0, 0.25), (0, 0.01), (1, 0.01)  # the quantiser, and the least chance beyond a number
+    kinds = (
+        (0, 0.25),
+        (0, 0.01),
+        (1, 0.01),
+    )  # the quantiser; of 4096, how many are left from the last number on
     for (quantiser, least), i in itertools.product(kinds, range(TABLES)):
         scale = 2 ** (SMALLEST + i / STEPS) / (2 * math.log(2))
         end = np.abs(numbers) + 0.5 * (1 - quantiser)  # of a cell
@@ -82,7 +86,7 @@ def tables() -> Tables:
         start = np.where(np.abs(numbers) == 1, end[LARGEST], end - 1)
         tail, beyond = (1 / (1 + np.exp(np.minimum(x / scale, 700))) for x in (start, end))
         p = np.where(numbers == 0, 1 - 2 * beyond, tail - beyond)
-        used = ((numbers != 0) & (tail * one > least)) | (np.abs(numbers) <= 1)
+        used = (tail * one > least) | (np.abs(numbers) <= 1)
         row = np.where(used, 1 + np.floor(p / p[used].sum() * (one - used.sum())), 0).astype(int)
         row[LARGEST] += one - row.sum()
         rows.append(row)
@@ -170,7 +174,7 @@ def decode(
     """
     t = tables()
     frequency, start, number = (jnp.asarray(rows) for rows in (t.frequency, t.start, t.number))
-    after, quantiser = (jnp.asarray(rows) for rows in machine)
+    after, quantiser = (jnp.asarray(rows, jnp.int32) for rows in machine)
 
     def pop(state: tuple[Array, Array, Array], row: Array) -> tuple[tuple, tuple[Array, Array]]:
         x, used, at = state

@@ -5,8 +5,8 @@ and rounded to multiples of one step, so that none has a larger error than anoth
 takes more bits. `jaxmp.codecs.rans` writes them. A message has its size whatever it holds: the
 step is about the least with which all numbers fit.
 
-With a trellis the numbers of a lane are chosen together (`jaxmp.codecs.dependent`), and a position
-has a size too, by which its numbers are as much larger than those of others: tokens differ.
+With a trellis the numbers of a lane are chosen together (`jaxmp.codecs.dependent`). A position then
+has a size too, where that is few bits: the numbers of a token may all be larger than another's.
 """
 
 from __future__ import annotations
@@ -23,19 +23,25 @@ from jaxmp.wire import Like, Payload, pack, unpack
 FINENESS, FINEST, COARSEST = 64, -640, 640  # steps of 2^(k / 64) times the components' RMS
 FINER = 2  # steps below the one that fits by the distributions' entropies, tried first
 WIDTH, EVEN = 4, 8  # bits of a position's size, in quarters of an octave; the number of size 1
-LEAST = 128  # components, of which a position's size takes few bits each
+SHARE = 0.03  # of a message, which the positions' sizes take at most
+LOUDEST = 2**5.75  # steps of the largest component: beyond 255 a number is cut
 SAVED = 32  # steps that positions' sizes make finer at most
 
 
 def words_of(components: int, positions: int, bits: float, sizes: bool) -> int:
-    """Words of the stream, which takes the bits with the lanes' states and the positions' sizes."""
+    """Words of the stream; the lanes' states and the positions' sizes take the other bits."""
     size = components * positions
     beside = 2 * rans.lanes(size)[1] + sizes * -(-WIDTH * positions // 16)
     return max(1, round(bits * size / 16) - beside)
 
 
-def _has_sizes(components: int, trellis: bool) -> bool:
-    return trellis and components >= LEAST
+def _has_sizes(components: int, bits: float, trellis: bool) -> bool:
+    return trellis and SHARE * bits * components >= WIDTH
+
+
+def _first(fits: Array) -> Array:
+    """The number of the first that fits, or the last."""
+    return jnp.where(jnp.any(fits), jnp.argmax(fits), len(fits) - 1)
 
 
 def _even(positions: int) -> Array:
@@ -75,15 +81,15 @@ def coded(z: Array, widths: Array, bits: float, trellis: bool = False) -> dict[s
       trellis: whether numbers are chosen together, and positions have sizes.
     """
     z, mean = centred(z)
-    sizes = _has_sizes(len(z), trellis)
+    sizes = _has_sizes(len(z), bits, trellis)
     words = words_of(*z.shape, bits, sizes)
     unit, rms = unit_rms(z.reshape(1, -1))
     a = z * (1 / unit)
     size = jnp.mean(jnp.abs(a), 1, keepdims=True)
     steps = rms[0] * 2 ** (jnp.arange(FINEST, COARSEST + 1, dtype=z.dtype) / FINENESS)
     model = dependent if trellis else rans
-    fits = model.bits_of(size / steps).sum(0) * z.shape[1] <= 16 * words
-    first = jnp.where(jnp.any(fits), jnp.argmax(fits), len(steps) - 1)
+    uncut = jnp.max(size) <= LOUDEST * steps
+    first = _first(uncut & (model.bits_of(size / steps).sum(0) * z.shape[1] <= 16 * words))
     quarters = _even(z.shape[1])
     if sizes:
         quarters = _louder(a, size, steps[first])
@@ -92,9 +98,7 @@ def coded(z: Array, widths: Array, bits: float, trellis: bool = False) -> dict[s
         near = jnp.maximum(first - SAVED + jnp.arange(SAVED + 1), 0)
         of = size * _times(jnp.arange(-EVEN, EVEN), a.dtype)
         needs = often @ model.bits_of(of[..., None] / steps[near]).sum(0) * z.shape[1]
-        first = near[
-            jnp.where(jnp.any(needs <= 16 * words), jnp.argmax(needs <= 16 * words), SAVED)
-        ]
+        first = near[_first(uncut[near] & (needs <= 16 * words))]
 
     def at(k: Array) -> tuple[Array, dict[str, Array], Array]:
         word = scale_words(steps[k], jnp.ones_like(rms), unit, rms)
@@ -113,7 +117,7 @@ def coded(z: Array, widths: Array, bits: float, trellis: bool = False) -> dict[s
 
     _, message, _ = jax.lax.while_loop(
         lambda trial: (trial[2] > words) & (trial[0] < len(steps) - 1),
-        # A finer step by 1 / FINENESS of an octave takes at most as many bits of each number.
+        # A step coarser by 1 / FINENESS of an octave saves about as many bits of a number, or less.
         lambda trial: at(trial[0] + jnp.maximum(1, 16 * FINENESS * (trial[2] - words) // z.size)),
         at(jnp.maximum(first - FINER, 0)),
     )
@@ -127,12 +131,12 @@ def decoded(
 ) -> Array:
     """The components of a message for a tensor like ``like``; inverse of `coded`.
 
-    A number is decoded as the mean of its cell, or in the cell's middle; with a trellis as its
-    level, for which `jaxmp.codecs.dependent.PRICE` has made the level the mean.
+    A number is decoded as the mean of its cell, or in the cell's middle. With a trellis it is
+    decoded as its level, which `jaxmp.codecs.dependent.PRICE` makes about the mean.
     """
     positions = like.size // len(widths)
     quarters = _even(positions)
-    if _has_sizes(len(widths), trellis):
+    if _has_sizes(len(widths), bits, trellis):
         quarters = unpack(m['sizes'], WIDTH, positions).astype(jnp.int32)[None] - EVEN
     table = jnp.broadcast_to(_table(m['table'], quarters, trellis), (len(widths), positions))
     states = jax.lax.bitcast_convert_type(m['states'], jnp.uint32)

@@ -95,7 +95,7 @@ def klt(
     By entropy, Q rounds all components to multiples of one step, the least with which the message
     has room: `jaxmp.codecs.rans` writes each number in as many bits as its logistic distribution
     says, of which a component's mean size is sent in 8 bits. ``bits`` count the coder's states,
-    32 per 1024 numbers, too.
+    32 per 1024 numbers, and the sizes of positions, too.
 
     Args:
       bits: mean number of bits per element, at least ``1 / C`` and at most 5.
@@ -114,8 +114,9 @@ def klt(
         mean. The error is larger, but large components do not shrink, of which a language model
         at less than one bit makes more than of the error.
       trellis: with entropy, whether the numbers are chosen together, as `jaxmp.codecs.dependent`
-        says. Where there are 128 components or more a position has a size too, in 4 bits. As many
-        bits have an error 10 to 25 % smaller, and the sender takes three to four times as long.
+        says. Where that takes 3 % of a message at most, a position has a size too, in 4 bits. From
+        half a bit on, as many bits have an error 10 to 25 % smaller. The sender takes three to four
+        times as long.
 
     Raises:
       TypeError: if ``by_sample`` or another choice is not a bool.
