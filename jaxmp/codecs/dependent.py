@@ -62,7 +62,7 @@ def bits_of(size: Array) -> Array:
     return jnp.interp(log, nodes, jnp.array(BITS)) + jnp.maximum(log - 2, 0)
 
 
-def level_of(numbers: Array, quantiser: Array) -> Array:
+def level_of(numbers: Array, quantiser: Array | int) -> Array:
     """The levels of numbers, in steps.
 
     >>> level_of(jnp.array([-2, -1, 0, 1, 2]), jnp.ones(5, int)).tolist()

@@ -82,7 +82,7 @@ def coded(z: Array, widths: Array, bits: float, trellis: bool = False) -> dict[s
     """
     z, mean = centred(z)
     sizes = _has_sizes(len(z), bits, trellis)
-    words = words_of(*z.shape, bits, sizes)
+    words = words_of(z.shape[0], z.shape[1], bits, sizes)
     unit, rms = unit_rms(z.reshape(1, -1))
     a = z * (1 / unit)
     size = jnp.mean(jnp.abs(a), 1, keepdims=True)
