@@ -490,15 +490,6 @@ def sooner(kind, link, order='1 late, predict'):
     return in_time(kind, link, order)[-1]
 
 
-def of_the_time(kind, link, order='1 late, predict'):
-    """Seconds of a step over those of the best order that waits."""
-    return in_time(kind, link, order)[0] / in_time(kind, link, 'eager_1f1b')[0]
-
-
-def as_many(kind, link, order='1 late, predict'):
-    """Steps to a loss over those of the best order that waits."""
-    return of_the_time(kind, link, order) ** -1 / sooner(kind, link, order)
-
 
 def twice(mode):
     """Percent that AQ-SGD over two bits loses of texts that are seen twice, over none."""
