@@ -490,7 +490,6 @@ def sooner(kind, link, order='1 late, predict'):
     return in_time(kind, link, order)[-1]
 
 
-
 def twice(mode):
     """Percent that AQ-SGD over two bits loses of texts that are seen twice, over none."""
     return residuals.estimate(
