@@ -341,4 +341,4 @@ def test_a_row_of_late_gradients_runs(tmp_path, row):
     with pytest.raises(SystemExit, match='0'):
         runner.main(words[: -1 if 'muon' in row else None])
     found = json.loads((tmp_path / 'smoke' / f'{row}-s0.json').read_text())
-    assert found['steps'] == 8
+    assert found['steps'] == (4 if 'muon' in row else 8)  # an epoch from nothing, or two
