@@ -100,6 +100,11 @@ BEST = [
 ]
 PRETRAINED = [
     *BEST,
+    *(
+        Row(f'trellis-{r.name[5:]}', r.fwd.replace('=True)', '=True, trellis=True)', 1), r.bwd)
+        for r in BEST[1:]
+    ),
+    Row('default', 'outliers(rotate(lloyd(4), 64), causal=True)', 'nvfp4'),  # of configs/finetune
     Row('nvfp4', 'nvfp4', 'nvfp4'),
     Row('lora-none', 'raw', 'raw', changes=LOW_RANK),
     *(r._replace(name=f'lora-{r.name}', changes=LOW_RANK) for r in BEST),
