@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jaxmp.codecs import rans
+from jaxmp.codecs.viterbi import cheapest
 
 # Ungerboeck's code of eight states, as `jaxmp.codecs.trellis` has it, by a number's parity.
 MACHINE = rans.Machine(
@@ -95,43 +94,26 @@ def chosen(x: Float[Array, '...'], table: UInt8[Array, '...']) -> tuple[Array, A
     size = jnp.minimum(jnp.abs(x), 2.0 * rans.LARGEST)  # whose square is finite
     rows, of = rans.grid(size), rans.grid(jnp.broadcast_to(table, x.shape).astype(jnp.int32))
     bits, largest = (jnp.asarray(a) for a in _bits())
-    states, kinds = range(len(MACHINE.after)), [(q, p) for q in (0, 1) for p in (0, 1)]
-    ways: list[list[tuple[int, int]]] = [[] for _ in states]  # by next state: state, parity
-    for s in states:
-        for parity in (0, 1):
-            ways[MACHINE.after[s][parity]].append((s, parity))
+    kinds = [(q, p) for q in (0, 1) for p in (0, 1)]  # by label, 2 q + p
+    leads = [
+        (after, (state, 2 * MACHINE.quantiser[state] + parity))
+        for state, both in enumerate(MACHINE.after)
+        for parity, after in enumerate(both)
+    ]
+    ways = [[way for to, way in leads if to == state] for state in range(len(MACHINE.after))]
 
-    # A path costs sum (x - y)^2 + PRICE bits(y). Two states lead to each next one, and the cheaper
-    # way survives. Of the numbers of a quantiser and a parity the nearest one is tried.
+    # A path costs sum (x - y)^2 + PRICE bits(y). Of the numbers of a quantiser and a parity the
+    # nearest one is tried.
     def number(size: Array, table: Array, q: int, parity: int) -> Array:
         return _nearest(size, q, parity, largest[table + q * rans.TABLES])
 
-    def forward(cost: tuple[Array, ...], row: tuple[Array, Array]) -> tuple[tuple, Array]:
-        size, table = row
-        price = {}
-        for q, parity in kinds:
-            k = number(size, table, q, parity)
-            more = PRICE * bits[table + q * rans.TABLES, k]
-            price[q, parity] = jnp.square(size - level_of(k, q)) + more
-        after, survivors = [], []
-        for s in states:
-            a, b = (cost[t] + price[MACHINE.quantiser[t], p] for t, p in ways[s])
-            after.append(jnp.minimum(a, b))
-            survivors.append((b < a).astype(jnp.uint8) << s)
-        return tuple(after), functools.reduce(operator.or_, survivors)
+    def price(row: tuple[Array, Array], q: int, parity: int) -> Array:
+        k = number(*row, q, parity)
+        more = PRICE * bits[row[1] + q * rans.TABLES, k]
+        return jnp.square(row[0] - level_of(k, q)) + more
 
-    before = jnp.asarray(np.array(ways), jnp.int32)  # by next state and way: state, parity
-    quantiser = jnp.asarray(MACHINE.quantiser)
-
-    def backward(state: Array, survivors: Array) -> tuple[Array, Array]:
-        came = before[state, survivors >> state & 1]
-        return came[:, 0], (2 * quantiser[came[:, 0]] + came[:, 1]).astype(jnp.uint8)
-
-    first = jnp.zeros(rows.shape[1], x.dtype)
-    start = (first, *[first + jnp.inf] * (len(states) - 1))
-    cost, survivors = jax.lax.scan(forward, start, (rows, of))
-    last = jnp.argmin(jnp.stack(cost), 0).astype(jnp.int32)
-    kind = jax.lax.scan(backward, last, survivors, reverse=True)[1]
+    prices = lambda row: [price(row, *kind) for kind in kinds]
+    kind = cheapest(prices, (rows, of), ways, rows.shape[1])
     picks = [number(rows, of, q, p) for q, p in kinds]
     magnitude = functools.reduce(
         lambda y, i: jnp.where(kind == i, picks[i], y), range(1, len(picks)), picks[0]

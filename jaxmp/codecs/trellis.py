@@ -13,7 +13,6 @@ import operator
 from collections.abc import Sequence
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
@@ -29,6 +28,7 @@ from jaxmp.codecs.lloyd import (
     unit_rms,
 )
 from jaxmp.codecs.uniform import check_bits
+from jaxmp.codecs.viterbi import cheapest
 from jaxmp.wire import Codec, Ctx, Like, elements, pack, samples, unpack, wide
 from jaxmp.wire.words import check_bools, word
 
@@ -60,32 +60,23 @@ def _path(u: Float[Array, 'rows n'], levels: Sequence[float], states: int) -> UI
 
     The first bit of its code is added as ``4 * bit``.
 
-    A state is the bits before an element, the newest as the highest. Two states lead to each next
-    one and differ in the bit that is dropped; a survivor is that of the nearer way.
+    A state is the bits before an element, the newest as the highest. The two that lead to one
+    differ in the bit that is dropped.
     """
     memory, half = states.bit_length() - 1, states // 2
-    word = jnp.uint8 if states <= 8 else jnp.uint16 if states == 16 else jnp.uint32
-    edges = [[w >> (memory - k) & 1 for k in range(memory + 1)] for w in range(2 * states)]
-    subset = [_subset(bits, states) for bits in edges]  # of a bit above a state
 
-    def forward(cost: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array]:
-        errors = [[jnp.square(x - level) for level in levels[s::4]] for s in range(4)]
-        error = [functools.reduce(jnp.minimum, rows) for rows in errors]
-        ways = [cost[w % states] + error[subset[w]] for w in range(2 * states)]
-        pairs = list(zip(ways[::2], ways[1::2], strict=True))
-        survivors = [(b < a).astype(word) << i for i, (a, b) in enumerate(pairs)]
-        return tuple(jnp.minimum(*p) for p in pairs), functools.reduce(operator.or_, survivors)
-
-    def backward(state: Array, survivors: Array) -> tuple[Array, Array]:
-        first, before = state // half, state << 1 & (states - 1) | survivors >> state & 1
+    def way(after: int, dropped: int) -> tuple[int, int]:
+        """The state before, and the label of the step: its bit and its subset."""
+        before, first = 2 * after % states + dropped, after // half
         bits = [first, *(before >> k & 1 for k in reversed(range(memory)))]
-        return before, (4 * first + _subset(bits, states)).astype(jnp.uint8)
+        return before, 4 * first + _subset(bits, states)
 
-    first = jnp.zeros(len(u), u.dtype)
-    start = (first, *[first + jnp.inf] * (states - 1))
-    cost, survivors = jax.lax.scan(forward, start, u.T)
-    last = jnp.argmin(jnp.stack(cost), 0).astype(word)
-    return jax.lax.scan(backward, last, survivors, reverse=True)[1].T
+    def prices(x: Array) -> list[Array]:
+        errors = [[jnp.square(x - level) for level in levels[s::4]] for s in range(4)]
+        return 2 * [functools.reduce(jnp.minimum, rows) for rows in errors]
+
+    ways = [(way(after, 0), way(after, 1)) for after in range(states)]
+    return cheapest(prices, u.T, ways, len(u)).T
 
 
 @word
