@@ -11,7 +11,7 @@ import ast
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxmp import codecs, feedback
 from jaxmp.feedback import Channel, direct
@@ -28,6 +28,12 @@ NAMES: Names = {
     **{name: getattr(feedback, name) for name in RULES},
     'outliers': feedback.outliers,  # a codec over a codec, a rule over a rule
 }
+
+
+class NoWord(NamedTuple):
+    """Among names, what no text may name, and why."""
+
+    reason: str
 
 
 class SpecError(ValueError):
@@ -132,11 +138,15 @@ def _build(node: ast.expr, names: Names) -> object:
 
 
 def _look_up(name: str, names: Names) -> object:
+    found = names.get(name)
+    if isinstance(found, NoWord):
+        raise SpecError(f'{name!r} is no word: {found.reason}')
     if name in names:
-        return names[name]
-    near = difflib.get_close_matches(name, names, n=1)
+        return found
+    allowed = sorted(k for k, thing in names.items() if not isinstance(thing, NoWord))
+    near = difflib.get_close_matches(name, allowed, n=1)
     hint = f' (did you mean {near[0]}?)' if near else ''
-    raise SpecError(f'unknown word {name!r}{hint}; allowed are {", ".join(sorted(names))}')
+    raise SpecError(f'unknown word {name!r}{hint}; allowed are {", ".join(allowed)}')
 
 
 def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], names: Names) -> object:

@@ -154,23 +154,42 @@ def words_of(names: Names, modules: Iterable[ModuleType]) -> list[Word]:
 
 def own(module: ModuleType) -> dict[str, object]:
     """The words that a module lists in ``__all__`` or, without one, defines."""
+    return {name: thing for name, thing in _public(module).items() if kind_of(thing)}
+
+
+def _unsaid(module: ModuleType) -> dict[str, object]:
+    """A module's functions that do not say what they return, which may have been meant as words."""
+    return {
+        name: spec.NoWord(
+            f'{module.__file__} does not say what it returns; write '
+            f'def {name}{inspect.signature(thing)} -> jaxmp.Codec'
+        )
+        for name, thing in _public(module).items()
+        if inspect.isfunction(thing) and 'return' not in thing.__annotations__
+    }
+
+
+def _public(module: ModuleType) -> dict[str, object]:
+    """What a module lists in ``__all__`` or, without one, defines."""
     assigned = _assigned(module)
     home = lambda thing: inspect.isfunction(thing) and thing.__module__
     here = lambda name, thing: name in assigned or home(thing) == module.__name__
     listed = getattr(module, '__all__', None) or [k for k, v in vars(module).items() if here(k, v)]
-    public = {name: vars(module)[name] for name in listed if not name.startswith('_')}
-    return {name: thing for name, thing in public.items() if kind_of(thing)}
+    return {name: vars(module)[name] for name in listed if not name.startswith('_')}
 
 
 def own_words(text: str) -> dict[str, object]:
     """The words of ``config.codecs``: modules or files, with commas between them.
+
+    What they have besides is `jaxmp.spec.NoWord` where it may have been meant as a word.
 
     Raises:
       ValueError: as `imported`.
     """
     places = [where.strip() for where in text.split(',') if where.strip()]
     modules = imported(places, f'config.codecs={text!r}: ')
-    return {k: v for m in modules for k, v in own(m).items()}
+    unsaid = {k: v for m in modules for k, v in _unsaid(m).items() if k not in KNOWN}
+    return unsaid | {k: v for m in modules for k, v in own(m).items()}
 
 
 def parted(text: str) -> tuple[str, str]:

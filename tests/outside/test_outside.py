@@ -198,6 +198,7 @@ WRONG = {
     'all gradients': ({'optimizer.name': 'tests.outside.parts:levelled'},
                       'levelled. moves .* of other stages.*take config.optimizer.clip_norm to'),
     'no word': ({'codecs': 'json.decoder', 'fwd': 'raw', 'exchange': 'mean'}, 'has no words; a w'),
+    'no annotation': ({'fwd': 'margin(1, 2)'}, r'no word.*def margin\(output, y\) -> jaxmp.Codec'),
     'an unknown word': ({'fwd': 'sings'}, r'unknown word .sings. \(did you mean signs'),
     'no schedule': ({'parallel.schedule': 'gpipe'}, "read by config.parallel.runtime='mpmd'"),
 }  # fmt: skip

@@ -40,7 +40,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('text', nargs='*', help='forward channels; default those of the table')
     parser.add_argument('--backward', default='', help='their backward channel; default the same')
     parser.add_argument('--seeds', type=int, default=3, help='runs of each; default 3')
-    parser.add_argument('--link', default=LINK, choices=LINKS, help=f'that ranks; default {LINK}')
+    parser.add_argument(
+        '--link', default=LINK, choices=LINKS, metavar='LINK',
+        help=f'that ranks: {" or ".join(LINKS)}; default {LINK}',
+    )  # fmt: skip
     parser.add_argument('--out', type=Path, default=Path('runs/bench'), help='default runs/bench')
     args = parser.parse_args(argv)
     if args.backward and not args.text:
