@@ -197,7 +197,7 @@ def test_all_lists_what_is_there():
     assert set(public.split()) <= set(jaxmp.__all__)
 
 
-UNDECLARED = {'importlib-resources', 'pillow'}  # tensorflow-datasets imports them
+UNDECLARED = {'importlib-resources'}  # tensorflow-datasets imports them
 
 
 def test_every_dependency_is_imported_where_the_page_says():
