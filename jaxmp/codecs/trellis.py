@@ -102,7 +102,7 @@ def trellis(bits: int, states: int = 8, unbiased: bool = False) -> Codec:
       TypeError: if ``unbiased`` is not a truth value.
       ValueError: if an argument is out of range or the tensor has no axis besides the samples.
 
-    >>> import jaxmp
+    >>> import jax, jaxmp
     >>> C, x = trellis(2), jax.random.normal(jax.random.key(0), (1, 4096))
     >>> error = C.decode(C.encode(x, jaxmp.Ctx()), jaxmp.like(x), jaxmp.Ctx()) - x
     >>> 0.08 < float(jnp.mean(error**2)) < 0.09  # Shannon's bound is 0.0625
