@@ -38,7 +38,6 @@ APART = (  # a few heavy tokens or channels: they are sent apart, or no scale is
 COMPONENTS = (  # most of the energy in few components, beside heavy tokens or channels
     'outliers(klt(3, entropy=True), channels=2, scaled=False)',
     'outliers(klt(2, entropy=True), channels=2, scaled=False)',
-    'outliers(klt(2, entropy=True, trellis=True), channels=2, scaled=False)',  # a slower sender
 )
 
 
