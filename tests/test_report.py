@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxmp import config
 from jaxmp.report import __main__ as report
@@ -598,6 +599,8 @@ def test_no_two_names_overlap_and_a_file_is_the_same_each_time(tmp_path):
     assert all(b.x1 <= axes.bbox.x1 for b in boxes)
     assert contents[0] == contents[1]
     assert style.holds(tmp_path / 'a.png', 'mark')
+    with Image.open(tmp_path / 'a.png') as drawn:
+        assert drawn.mode == 'P', 'a byte a pixel, for the few colours of a picture'
     (tmp_path / 'a.svg').unlink()
     assert not style.holds(tmp_path / 'a.png', 'mark')
 
