@@ -180,6 +180,14 @@ class Lab:
             for stage, device in ((s, 'tun-right'), (s + 1, 'tun-left')):
                 self._ip(stage, f'link set {device} up mtu {self.mtu} txqueuelen 30000')
 
+    def seconds(self) -> float:
+        """CPU-seconds of the relays until now."""
+        ticks = 0
+        for relay in self.relays:
+            after = Path(f'/proc/{relay.pid}/stat').read_text().rsplit(')', 1)[1].split()
+            ticks += int(after[11]) + int(after[12])
+        return ticks / os.sysconf('SC_CLK_TCK')
+
     def _stop_relays(self) -> None:
         for relay in self.relays:
             relay.kill()

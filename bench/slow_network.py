@@ -47,21 +47,26 @@ import slow_report
 from emulated_network import LINKS, Lab
 from slow_models import CODECS, TASKS
 from timing import stem
-from workers import Crew, Rows, steady, workers
+from workers import Crew, Rows, machine_seconds, steady, workers
 
 HERE = Path(__file__).parent
 LOSS_STEPS, WARM, REPEATS = 50, 4, 30
 
 
-def measure(made: Crew, n: int, most: int, late: bool) -> dict[str, Any]:
+def measure(made: Crew, lab: Lab, n: int, most: int, late: bool) -> dict[str, Any]:
     """Step time and bytes of what is built, over the link that is up."""
     made.ask('steps', n=WARM)
     windows: list[float] = []
     busy: list[float] = []
+    links: list[float] = []
+    machine: list[float] = []
     # Counters are read when all stages are done: what one has sent is then out of its buffers.
     before, answers = made.sent(), []
     while not steady(windows) and len(windows) < most:
+        since = lab.seconds(), machine_seconds()
         answers = made.ask('steps', n=n)
+        links.append((lab.seconds() - since[0]) / n)
+        machine.append((machine_seconds() - since[1]) / n)
         # Where the pipeline stays full, the first stage begins a window with gradients at hand.
         first = answers[0]['seconds'], *(a['seconds'] for a in answers if late)
         windows.append(max(map(sum, first)) / n)
@@ -72,6 +77,8 @@ def measure(made: Crew, n: int, most: int, late: bool) -> dict[str, Any]:
         'windows': windows,
         'steady': steady(windows),
         'cpu_s': sum(busy[-3:]) / len(busy[-3:]),
+        'links_cpu_s': sum(links[-3:]) / len(links[-3:]),
+        'machine_cpu_s': sum(machine[-3:]) / len(machine[-3:]),
         'payload': sum(map(sum, moved.values())),
         'moved': moved,
         'interface': (made.sent() - before) / n / len(windows),
@@ -136,7 +143,7 @@ def work(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace) -> None:
             text = start(made, lab, rows, (model, codec), pipeline(args))
         else:
             lab.use(LINKS[link])
-            found = measure(made, args.steps, args.windows, bool(args.delay))
+            found = measure(made, lab, args.steps, args.windows, bool(args.delay))
             rows.add(kind='step', model=model, codec=codec, link=link, **found)
             text = (
                 f'{1e3 * found["step_s"]:8.1f} ms a step, '

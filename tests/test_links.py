@@ -173,13 +173,17 @@ def test_late_gradients_run_what_has_its_message_backwards_first():
     backward, forward = tasks = [('B', 0, 0), ('F', 0, 8)]
     coming, next_one = Future(), Future()
     late.flight.arriving.update({backward: coming})
-    assert late._arrived(tasks) == forward  # the first stage waits for no message forwards
+    assert late._arrived(tasks, ()) == forward  # the first stage waits for no message forwards
     late.flight.arriving.update({forward: next_one})
     next_one.set_result((None, time.monotonic() + 0.05))  # arrived over a slow link, in 50 ms
-    assert late._arrived(tasks) == forward
+    assert late._arrived(tasks, ()) == forward
+    told = Future()  # of the norm of all gradients, which a step may end with
+    told.set_result((None, 0.0))
+    late.flight.arriving.update({forward: Future()})
+    assert late._arrived(tasks, [told]) is None
     coming.set_result((None, 0.0))
-    assert late._arrived(tasks) == backward
+    assert late._arrived(tasks, [told]) == backward
     late.flight.arriving[backward] = Future()
     late.flight.arriving[backward].set_exception(RuntimeError('lost'))
     with pytest.raises(RuntimeError, match='lost'):
-        late._arrived(tasks)
+        late._arrived(tasks, ())

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections import defaultdict
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
 
@@ -18,6 +20,7 @@ from jaxmp.feedback import per_microbatch
 from jaxmp.launch.__main__ import free_port
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.mpmd import Mpmd
+from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedules import SCHEDULES, gpipe, named
 from jaxmp.runtimes.spmd import Spmd
@@ -332,6 +335,34 @@ def test_a_pipeline_that_stays_full_keeps_what_it_has_begun():
     rows, state = runtime.drain(state)
     assert [*map(sorted, rows)] == [[0, 1]] * 2
     assert not runtime.drain(state)[0]
+
+
+def test_a_pipeline_that_stays_full_goes_on_while_it_waits_for_a_norm():
+    """Else its gradients come too late by the way of the norm, and the next step with them."""
+
+    class Far(Norms):
+        """Another process tells the norm of a batch once it knows of the batch after."""
+
+        def __init__(self, *where):
+            super().__init__(*where)
+            self.waited = defaultdict(Future)
+
+        def tell(self, stage, square, batch):
+            super().tell(stage, square, batch)
+            if stage == 0:
+                self.waited[batch[1] - 1].set_result((square, 0.0))
+
+        def coming(self, batch, first):
+            return {9: self.waited[batch[1]]}
+
+    columns = Columns([jax.devices()[:2]])
+    runtime = Mpmd(table_model(2), columns, options=pipelines.OPTIONS, delay=1, clips=True)
+    runtime.drivers[0] = replace(runtime.drivers[0], norms=Far(columns.devices[0], columns.group))
+    state, key = runtime.init(jax.random.key(0)), jax.random.key(1)
+    for step in range(3):
+        _, gradients, state = runtime.value_and_grad(state, batch_of(2), key)
+        assert (gradients is None) == (step < 1)
+        assert step < 1 or runtime.drivers[0].flight.ended[0] == 2 * (step + 1)
 
 
 def made_of(jaxpr, shape):

@@ -184,7 +184,8 @@ class Driver:
         if self.norms:
             for s, g in grads.items():
                 self.norms.tell(s, squared(g), self.norms.now)
-            square = self.norms.total(self.norms.now, self.first)
+            coming = self.norms.coming(self.norms.now, self.first)
+            square = self.norms.total(self.norms.now, coming)
         grads |= {s: {} for s in frozen}
         last = totals.get(len(self.devices) - 1)
         return Result(

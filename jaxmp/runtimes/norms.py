@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,14 +58,17 @@ class Norms:
                 message.set_result(square)
                 lane.carry(message, batch)
 
-    def total(self, batch: Batch, first: int) -> Callable[[], Array]:
-        """What gives the sum over the stages from ``first``, which have told their own or will."""
-        stages, mine = range(first, self._count), self._here
-        here = {s: mine.pop((s, batch)) for s in stages if (s, batch) in mine}
-        told = {s: self._lanes[s, self._index].carry(None, batch) for s in stages if s not in here}
+    def coming(self, batch: Batch, first: int) -> dict[int, Future[Any]]:
+        """What other processes tell of their stages from ``first``, once it is there."""
+        elsewhere = [s for s, to in self._lanes if to == self._index and s >= first]
+        return {s: self._lanes[s, self._index].carry(None, batch) for s in elsewhere}
+
+    def total(self, batch: Batch, coming: Mapping[int, Future[Any]]) -> Callable[[], Array]:
+        """What gives the sum of what `coming` tells and the stages here have told."""
+        here = {s: self._here.pop((s, b)) for s, b in list(self._here) if b == batch}
 
         def summed() -> Array:
-            squares = here | {s: arrived.result()[0] for s, arrived in told.items()}
+            squares = here | {s: arrived.result()[0] for s, arrived in coming.items()}
             row = [float(squares.get(s, 0.0)) for s in range(self._count)]
             return jnp.asarray(np.sum(row), jnp.result_type(float))
 

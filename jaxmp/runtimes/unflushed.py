@@ -1,7 +1,8 @@
 r"""`Unflushed`: a driver whose pipeline stays full from one step to the next.
 
 A step of a stage runs the forwards of its batch, and backwards of earlier ones: whichever has its
-message, backwards first. It ends when the batch N steps before has its gradients. So a stage has at
+message, backwards first. It ends when the batch N steps before has its gradients, and their norm
+over all stages where that is needed; until then, backwards of this batch run too. So a stage has at
 most :math:`(N + 1) M` micro-batches under way, the last stage one, and a step takes
 
 .. math:: \max\Big(c,\ \frac{d + c}{N + 1}\Big)
@@ -14,7 +15,8 @@ keeps N + 1 versions. The order within a stage changes no number.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -169,19 +171,21 @@ class Unflushed(Driver):
         out, arriving = self._post(sent)
         flight.leaving |= out
         flight.arriving |= arriving
-        self._go(states, parts, known, late)
+        full = flight.end - flight.start > late
+        used = begin // n - self.delay  # the batch whose gradients are due
+        norms = self._coming(used) if full else {}
+        self._go(states, parts, known, late, norms.values())
         if self.kept:
             self.kept.seen[ids] = True
         last = flight.workers.get(len(self.devices) - 1)
         mean = last.means[-1] if last else None  # the last stage ends a batch in its own step
-        full = flight.end - flight.start > late
         return Result(
             mean.loss if mean else None,
             mean.aux if mean else None,
             self._gradients() if full else None,
             self._states(),
             self.moved(sent),
-            self._norm(begin // n - self.delay) if self.norms and full else None,
+            self.norms.total(self._batch(used), norms) if self.norms and full else None,
         )
 
     def drain(
@@ -195,12 +199,12 @@ class Unflushed(Driver):
         flight = self.flight
         if flight.start == flight.end:
             return [], dict(states)
-        self._go(states, {}, (), 0)
+        self._go(states, {}, (), 0, ())
         count = min(self.delay, (flight.end - flight.start) // self.num_microbatches)
         if self.norms:  # gradients that wait are counted when they are used; what was told is read
             ended = flight.end // self.num_microbatches
             for b in range(ended - count, ended):
-                self._norm(b)
+                self.norms.total(self._batch(b), self._coming(b))
         rows, after = [self._gradients() for _ in range(count)], self._states()
         flight.clear()
         return rows, after
@@ -228,6 +232,7 @@ class Unflushed(Driver):
         parts: Mapping[int, Mapping[int, MicroBatch]],
         known: Collection[int],
         late: int,
+        norms: Collection[Future[Any]],
     ) -> None:
         """Runs the stages here to the end of a step, from their states.
 
@@ -236,6 +241,7 @@ class Unflushed(Driver):
           parts: of each the micro-batches of the batch that begins, if one does.
           known: micro-batches whose messages are kept here.
           late: the most micro-batches that end in a later step.
+          norms: what others tell, and the step ends with.
         """
         flight, count = self.flight, len(self.devices)
         for s, program in self.stages.items():
@@ -254,8 +260,15 @@ class Unflushed(Driver):
             end = flight.start + due(s, count, begun, late) if trains else flight.ended[s]
             left[s] = forwards, end
         with told(flight.leaving):
-            while tasks := [task for s, (f, end) in left.items() for task in self._next(s, f, end)]:
-                kind, s, m = self._arrived(tasks)
+            while True:
+                tasks = [task for s, (f, end) in left.items() for task in self._next(s, f, end)]
+                missing = [] if tasks else [told for told in norms if not usable(told)]
+                if not tasks and not missing:
+                    break
+                ahead = [task for s in left for task in self._next(s, (), flight.end)]
+                if (next_ := self._arrived(tasks or ahead, missing)) is None:
+                    continue
+                kind, s, m = next_
                 made = self._one(Action(float(m), s, m, kind, s, m + 1.0), under)
                 if len(left) == 1:  # what may run next is asked when the device is free
                     jax.block_until_ready((made, flight.workers[s].total))
@@ -272,14 +285,16 @@ class Unflushed(Driver):
         backwards = [('B', s, m)] if s >= self.first and m < begun else []
         return backwards + ([('F', s, begun)] if forwards else [])
 
-    def _arrived(self, tasks: Sequence[Task]) -> Task:
-        """The first of some tasks whose message is there, once there is one."""
+    def _arrived(self, tasks: Sequence[Task], others: Sequence[Future[Any]]) -> Task | None:
+        """The first of some tasks whose message is there, or None once one of ``others`` is."""
         arriving = {task: self.flight.arriving.get(task) for task in tasks}
         while True:
             for task, message in arriving.items():
                 if message is None or usable(message):
                     return task
-            wait_first([message for message in arriving.values() if message])
+            if any(map(usable, others)):
+                return None
+            wait_first([*others, *(message for message in arriving.values() if message)])
 
     def _ended(self, s: int, m: int) -> None:
         """Counts a backward; with the last one of a batch, others are told the stage's norm."""
@@ -301,10 +316,12 @@ class Unflushed(Driver):
         pairs = [(before, s)] * reads + [(s, after)] * sends
         return [Message(0.0, source, target, m, kind) for source, target in pairs]
 
-    def _norm(self, batch: int) -> Callable[[], Any]:
-        """That of all gradients of a batch."""
-        assert self.norms
-        return self.norms.total((self.flight.steps[batch], batch), self.first)
+    def _batch(self, number: int) -> tuple[int, int]:
+        return self.flight.steps[number], number
+
+    def _coming(self, number: int) -> dict[int, Future[Any]]:
+        """What other processes tell of the norm of a batch's gradients."""
+        return self.norms.coming(self._batch(number), self.first) if self.norms else {}
 
     def _gradients(self) -> dict[int, Any]:
         workers = self.flight.workers
