@@ -22,6 +22,9 @@ the pipeline stays full from step to step, and there is no fill.
 **Busy**: CPU-seconds of a step in the stages' own processes, together, over the cores: what it
 would take if no core ever waited. **Plan**: what the schedule's order would take if nothing cost
 but these and the bytes (`slow_plan.py`).
+**Machine**: CPU-seconds of a step in all the machine, over the cores: the kernel's, and those of
+the emulated links, which a real network does not take. **Limit**: max(machine, bytes over one
+direction of a link).
 **Codec**: what the codec adds to such a step in one process, raw and coded steps taken in turn;
 *alone*: sending and receiving at each cut, both ways, each a program by itself, summed.
 **Wire**: the rest of the step time.

@@ -59,6 +59,11 @@ class Results:
         mtu = self.runs[0]['mtu']
         return 8 * (mtu + ETHERNET) / (mtu - TCP) / rate if rate else 0.0
 
+    def wire(self, model: str, codec: str, link: str) -> float:
+        """Seconds for which the bytes of a step occupy the busiest direction of a link."""
+        ways = self.steps[model, codec, link]['moved'].values()
+        return self.head(self.links[link]['nominal'][0]) * max(map(max, ways))
+
     def bound(self, model: str, codec: str, link: str) -> float:
         """See `slow_network.py`; of a step whose stages compute and send at the same time."""
         run, row, (rate, delay) = (
@@ -70,7 +75,7 @@ class Results:
         head = self.head(rate)
         ways = list(self.steps[model, codec, link]['moved'].values())
         busy = row['coded_s'] / stages, row.get('coded_cpu_s', 0.0) / run.get('cores', stages)
-        busiest = max(*busy, max(head * max(w) for w in ways))
+        busiest = max(*busy, self.wire(model, codec, link))
         if run.get('delay'):
             return busiest
         once = row['coded_s'] / m + sum(2 * delay + head * sum(w) / m for w in ways)
@@ -174,6 +179,7 @@ def _bounds(found: Results, model: str) -> Iterator[str]:
     """Each step beside its bound, and beside the work of the processes where it was counted."""
     rows = [(k, r) for k, r in found.steps.items() if k[0] == model]
     counted = all('cpu_s' in r for _, r in rows)
+    watched = all('machine_cpu_s' in r for _, r in rows)
     cores = min(found.runs[0].get('cores', 1), found.runs[0]['stages'])
     titles = (
         'link',
@@ -182,6 +188,7 @@ def _bounds(found: Results, model: str) -> Iterator[str]:
         'bound ms',
         'step / bound',
         *('busy ms', 'plan ms') * counted,
+        *('machine ms', 'step / limit') * watched,
     )
     yield from ('', f'| {" | ".join(titles)} |', '|---|---|' + '--:|' * (len(titles) - 2))
     for (_, codec, link), r in rows:
@@ -191,6 +198,10 @@ def _bounds(found: Results, model: str) -> Iterator[str]:
             planned = found.planned(model, codec, link)
             plan = '-' if planned is None else f'{1e3 * planned:.0f}'
             line += f' {1e3 * r["cpu_s"] / cores:.0f} | {plan} |'
+        if watched:
+            machine = r['machine_cpu_s'] / cores
+            limit = max(machine, found.wire(model, codec, link))
+            line += f' {1e3 * machine:.0f} | {own / limit:.2f} |'
         yield line
 
 

@@ -65,6 +65,23 @@ def test_an_evaluation_draws_from_no_training_steps_stream(runtime, monkeypatch)
     assert not shared & set(seen)
 
 
+@pytest.mark.parametrize(
+    ('fwd', 'wanted'), [('bf16', ['asked', 'asked', 'read', 'read']), ('raw', ['asked', 'read'])]
+)
+def test_both_tests_of_a_point_wait_for_others_once(fwd, wanted, monkeypatch):
+    """Over 150 ms each wait takes .9 s; of raw messages, one test is both."""
+    made, seen = Trainer(experiment.experiment_of(config_of(**SMALL, fwd=fwd)), ProcessGroup()), []
+
+    def totalled(values):
+        seen.append('asked')
+        return lambda: (seen.append('read'), values)[1]
+
+    monkeypatch.setattr(made.group, 'totalled', totalled)
+    scores = made.tested(made.create())
+    assert seen == wanted
+    assert (scores['on'] == scores['off']) == (fwd == 'raw')
+
+
 def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
     """A step of 100 examples takes 20 s, a test 1,000 s: 5 a second from the first to the last.
 
@@ -86,9 +103,9 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
                 False,
             )
 
-    def evaluate(state, compressed):
-        now[0] += 500
-        return {'loss': 1.0, 'accuracy': 0.5}
+    def tested(state):
+        now[0] += 1000
+        return {mode: {'loss': 1.0, 'accuracy': 0.5} for mode in ('off', 'on')}
 
     config = ml_collections.ConfigDict({'seed': 0, 'batch_size': 100, 'fwd': 'raw', 'bwd': 'raw'})
     s = SimpleNamespace(
@@ -99,7 +116,7 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
     r = SimpleNamespace(
         exp=s, signals=[], probe=None,
         trainer=SimpleNamespace(
-            epoch=steps, evaluate=evaluate, group=ProcessGroup(),
+            epoch=steps, tested=tested, group=ProcessGroup(),
             drained=lambda state: state, **dict.fromkeys(('check', 'export'), lambda state: None)),
         checkpoints=SimpleNamespace(save=lambda *given: None),
         records=records.Records(None, 0),

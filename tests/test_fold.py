@@ -88,7 +88,7 @@ def test_what_is_printed_are_the_scores_of_both_runs(pair, capsys, tmp_path):
     said = capsys.readouterr().out
     tests = [json.loads((f / 'summary.json').read_text())['test'] for f in (folder, out)]
     score = lambda i, mode: f'{tests[i][mode]["last"]["accuracy"]:.2%}'
-    assert f'on {score(0, "on")}, off {score(0, "off")}, folded {score(1, "on")}' in said
+    assert f'off {score(0, "off")}, on {score(0, "on")}, folded {score(1, "on")}' in said
     assert f'the folded run: {tmp_path / "new"}' in said
 
 

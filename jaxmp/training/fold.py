@@ -157,8 +157,8 @@ def told(workdir: Path, out: Path | None, batchnorm: bool) -> None:
     run = load(workdir)
     scores = fold(run, folder, batchnorm)
     trainer, metric = Trainer(run.exp, ProcessGroup()), run.exp.task.metric
-    tests = {mode: trainer.evaluate(run.state, mode == 'on') for mode in ('on', 'off')}
-    said = (f'{name} {metric.format(s)}' for name, s in {**tests, 'folded': scores}.items())
+    scores = {**trainer.tested(run.state), 'folded': scores}
+    said = (f'{name} {metric.format(s)}' for name, s in scores.items())
     print(f'test {metric.name}: {", ".join(said)}')
     print(f'the folded run: {folder}')
 

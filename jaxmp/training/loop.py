@@ -360,11 +360,11 @@ def record(r: Run, state: TrainState, place: Place) -> None:
     if r.probe and base['epoch'] >= r.exp.config.warmup_epochs:
         for row in r.probe(r.trainer.export(state)):
             r.records.write({'kind': 'boundary', **base, **row})
-    metric, tests = r.exp.task.metric, {}
-    for mode in ('off', 'on'):
-        with r.trainer.group.phase('testing'):
-            tests[mode] = r.trainer.evaluate(state, mode == 'on')
-        r.records.write({'kind': 'test', **base, 'compression': mode, **tests[mode]})
+    metric = r.exp.task.metric
+    with r.trainer.group.phase('testing'):
+        tests = r.trainer.tested(state)
+    for mode, scores in tests.items():
+        r.records.write({'kind': 'test', **base, 'compression': mode, **scores})
     labels = modes(len(r.exp.task.stages) - 1, r.exp.config)
     scores = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
     r.display.say(

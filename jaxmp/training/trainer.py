@@ -278,6 +278,17 @@ class Trainer:
 
     def evaluate(self, state: TrainState, compressed: bool) -> dict[str, float]:
         """Mean scores on the whole test split, of the first replica's feedback states."""
+        return self.scored_later(state, compressed)()
+
+    def tested(self, state: TrainState) -> dict[str, dict[str, float]]:
+        """Those with compression off and on, waited for together; of raw messages, one test's."""
+        off = self.scored_later(state, False)
+        on = None if self.exp.config.fwd == 'raw' else self.scored_later(state, True)
+        scores = off()
+        return {'off': scores, 'on': on() if on else scores}
+
+    def scored_later(self, state: TrainState, compressed: bool) -> Callable[[], dict[str, float]]:
+        """What gives `evaluate` when it is called; until then no process waits for another."""
         exp, training = self.exp, self.training
         runtime = self.during(cuts_to_score(exp, compressed), train=False)
         feedback = feedback_to_score(exp, compressed, training.unpack(state.model.feedback))
@@ -290,7 +301,8 @@ class Trainer:
         params, statistics, feedback = ({s: t[i] for s, t in stages.items()} for i in range(3))
         start = ModelState(params, statistics, runtime.pack(feedback))
         predict = functools.partial(runtime.predict, then=self._sums)
-        return means(exp, self.group.total(totals(exp, start, portable.key_here(state), predict)))
+        total = self.group.totalled(totals(exp, start, portable.key_here(state), predict))
+        return lambda: means(exp, total())
 
     def check(self, state: TrainState) -> None:
         """Raises DriftError if replicas that must be equal differ."""
