@@ -1,7 +1,7 @@
 """Time to a loss over a slow link: gradients that come late beside the best order that waits.
 
 Run as root on Linux: python bench/late_time.py [MODEL] [--links 200m+50ms 200m+150ms]
-     [--steps=N] [--tokens=N] [--fwd=CODEC --bwd=CODEC] [--out=RESULT]
+     [--steps=N] [--tokens=N] [--microbatches=N] [--fwd=CODEC --bwd=CODEC] [--out=RESULT]
 With a checkpoint of a decoder it is fine-tuned by low-rank updates, without one a decoder of four
 blocks learns from nothing: bytes of the package's Alice, by Muon, no table tied. Each of four
 stages is a process of `jaxmp train` in a namespace (bench/emulated_network.py). A row is written as
@@ -107,7 +107,7 @@ def table(rows):
         f'{run["hardware"]}, jax {run["versions"]["jax"]}, commit {commits}; {STAGES} '
         f'stages, a process and a namespace each; forward `{run["fwd"]}`, backward `{run["bwd"]}`; '
         f'load {min(r["load"][0] for r in timed):.1f} to {max(r["load"][0] for r in timed):.1f} at '
-        'the ends of runs. Definitions: `bench/late_time.py`.', '',
+        'the ends of runs. Definitions: `bench/late_time.py`.', '', f'`{run["command"]}`', '',
         '| link | order | seconds a step | last test | to the loss | steps | seconds | faster |',
         '|---|---|--:|--:|--:|--:|--:|--:|',
     ]  # fmt: skip
@@ -129,6 +129,7 @@ def arguments():
     parser.add_argument('--orders', nargs='+', default=['eager_1f1b', '3 late', '3 late, predict'])
     parser.add_argument('--steps', type=int, default=0)
     parser.add_argument('--tokens', type=int, default=0, help='of an example')
+    parser.add_argument('--microbatches', type=int, default=0)
     parser.add_argument('--fwd', default='raw')
     parser.add_argument('--bwd', default='raw')
     parser.add_argument('--seed', type=int, default=0)
@@ -142,7 +143,9 @@ def main(a):
         return print(f'skipped: {why}')
     task = 'fine-tuning' if a.model else 'from nothing'
     settings = {'task': task, 'fwd': a.fwd, 'bwd': a.bwd, 'seed': a.seed, 'steps': a.steps}
-    settings |= {'tokens': a.tokens} if a.tokens else {}
+    own = {'data.sequence_length': a.tokens, 'parallel.num_microbatches': a.microbatches}
+    own = {k: v for k, v in own.items() if v}
+    settings |= {k.rpartition('.')[2]: v for k, v in own.items()}
     out = a.out or Path(__file__).parent / 'results' / stem(f'late_time_{task.replace(" ", "_")}')
     rows = Rows(out.with_suffix('.jsonl'), a.fresh)
     rows.start(**settings)
@@ -153,8 +156,7 @@ def main(a):
                 continue
             lab.use(LINKS[link])
             words = {**TASKS[task], **({'steps': a.steps} if a.steps else {}), **ORDERS[order]}
-            words |= {'data.sequence_length': a.tokens} if a.tokens else {}
-            words |= {'model.path': path, 'fwd': a.fwd, 'bwd': a.bwd, 'seed': a.seed}
+            words |= own | {'model.path': path, 'fwd': a.fwd, 'bwd': a.bwd, 'seed': a.seed}
             words |= {'parallel.runtime': 'mpmd', 'optimizer.warmup': '5%'}
             records = trained(lab, words, f'{folder}/{len(rows.rows)}')
             rows.add(
