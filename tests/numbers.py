@@ -346,9 +346,9 @@ def bench(file, kind, **key):
     return [r for r in rows if all(r.get(k) == v for k, v in {'kind': kind, **key}.items())]
 
 
-def in_the_lab(kind):
-    """Milliseconds of a step of four processes over 200 Mbit/s + 50 ms, raw and in two bits."""
-    rows = bench(f'epyc_2026-11-26_network_late_{kind}', 'step')
+def in_the_lab(file, delay):
+    """Milliseconds of a step of four processes over 200 Mbit/s and a delay, raw and in two bits."""
+    rows = bench(f'epyc_2026-11-{file}', 'step', link=f'200m+{delay}ms')
     return [
         1e3 * r['step_s'] for codec in ('raw', 'aqsgd2-bw2') for r in rows if r['codec'] == codec
     ]
@@ -478,16 +478,16 @@ def late_picture():
     return plugins.module(ROOT / 'docs' / 'late.py')
 
 
-def in_time(kind, link, order):
+def in_time(kind, link, order, day):
     """Seconds a step, last test, loss, steps and seconds to it, how many times sooner it comes."""
-    page = f'bench/results/epyc_2026-11-27_late_time{kind}.md'
+    page = f'bench/results/epyc_2026-11-{day}_late_time{kind}.md'
     cells = found(page, rf'\| 200m\+{link}ms \| {order} \| (.*) \|\n')
     return [float(cell) for cell in cells.split(' | ')]
 
 
-def sooner(kind, link, order='1 late, predict'):
+def sooner(kind, link, order='1 late, predict', day=28):
     """How many times sooner a loss comes than by the best order that waits."""
-    return in_time(kind, link, order)[-1]
+    return in_time(kind, link, order, day)[-1]
 
 
 def twice(mode):
