@@ -53,7 +53,7 @@ def test_a_loss_comes_as_much_sooner_as_steps_are_faster(bench):
     worse = run('3 late', 0.5, [3, 2.5, 1.5])
     assert late_time.compared(worse, waits) == (1.5, 30, 15, 50 / 15)
     assert late_time.reached(waits['curve'], 3.5) == (10, 20)
-    about = dict.fromkeys(('task', 'hardware', 'commit', 'fwd', 'bwd'), 'a')
+    about = dict.fromkeys(('task', 'hardware', 'commit', 'fwd', 'bwd', 'command'), 'a')
     about['versions'] = {'jax': 'j'}
     assert '| a | 3 late | 0.500 | 1.5000 | 1.5000 | 30 | 15.0 | 3.33 |' in late_time.table(
         [about | {'kind': 'run'}, waits, same, worse]
