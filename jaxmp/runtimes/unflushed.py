@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -173,8 +174,7 @@ class Unflushed(Driver):
         flight.arriving |= arriving
         full = flight.end - flight.start > late
         used = begin // n - self.delay  # the batch whose gradients are due
-        norms = self._coming(used) if full else {}
-        self._go(states, parts, known, late, norms.values())
+        norms = self._go(states, parts, known, late, used if full else None)
         if self.kept:
             self.kept.seen[ids] = True
         last = flight.workers.get(len(self.devices) - 1)
@@ -199,7 +199,7 @@ class Unflushed(Driver):
         flight = self.flight
         if flight.start == flight.end:
             return [], dict(states)
-        self._go(states, {}, (), 0, ())
+        self._go(states, {}, (), 0, None)
         count = min(self.delay, (flight.end - flight.start) // self.num_microbatches)
         if self.norms:  # gradients that wait are counted when they are used; what was told is read
             ended = flight.end // self.num_microbatches
@@ -232,8 +232,8 @@ class Unflushed(Driver):
         parts: Mapping[int, Mapping[int, MicroBatch]],
         known: Collection[int],
         late: int,
-        norms: Collection[Future[Any]],
-    ) -> None:
+        used: int | None,
+    ) -> dict[int, Future[Any]]:
         """Runs the stages here to the end of a step, from their states.
 
         Args:
@@ -241,7 +241,10 @@ class Unflushed(Driver):
           parts: of each the micro-batches of the batch that begins, if one does.
           known: micro-batches whose messages are kept here.
           late: the most micro-batches that end in a later step.
-          norms: what others tell, and the step ends with.
+          used: the batch whose gradients are due; the step ends with what others tell of it.
+
+        Returns:
+          That, by stage.
         """
         flight, count = self.flight, len(self.devices)
         for s, program in self.stages.items():
@@ -259,10 +262,14 @@ class Unflushed(Driver):
             forwards = deque(m for m in sorted(parts.get(s, ())) if trains or m not in known)
             end = flight.start + due(s, count, begun, late) if trains else flight.ended[s]
             left[s] = forwards, end
+        norms: dict[int, Future[Any]] | None = None
         with told(flight.leaving):
             while True:
                 tasks = [task for s, (f, end) in left.items() for task in self._next(s, f, end)]
-                missing = [] if tasks else [told for told in norms if not usable(told)]
+                if not tasks and norms is None:  # to wait earlier would hide who hangs: `net.blame`
+                    norms = {} if used is None else self._coming(used)
+                    wait_futures(norms.values(), 1e-3)  # one that is there comes before a backward
+                missing = [] if tasks else [f for f in (norms or {}).values() if not usable(f)]
                 if not tasks and not missing:
                     break
                 ahead = [task for s in left for task in self._next(s, (), flight.end)]
@@ -276,6 +283,7 @@ class Unflushed(Driver):
                     left[s][0].popleft()
                 else:
                     self._ended(s, m)
+        return norms or {}
 
     def _next(self, s: int, forwards: Sequence[int], end: int) -> list[Task]:
         """What a stage may run next when its message is there, backwards first."""
