@@ -144,8 +144,8 @@ def main(a):
     task = 'fine-tuning' if a.model else 'from nothing'
     settings = {'task': task, 'fwd': a.fwd, 'bwd': a.bwd, 'seed': a.seed, 'steps': a.steps}
     own = {'data.sequence_length': a.tokens, 'parallel.num_microbatches': a.microbatches}
-    own = {k: v for k, v in own.items() if v}
     settings |= {k.rpartition('.')[2]: v for k, v in own.items()}
+    own = {k: v for k, v in own.items() if v}
     out = a.out or Path(__file__).parent / 'results' / stem(f'late_time_{task.replace(" ", "_")}')
     rows = Rows(out.with_suffix('.jsonl'), a.fresh)
     rows.start(**settings)

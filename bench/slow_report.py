@@ -199,7 +199,7 @@ def _bounds(found: Results, model: str) -> Iterator[str]:
             plan = '-' if planned is None else f'{1e3 * planned:.0f}'
             line += f' {1e3 * r["cpu_s"] / cores:.0f} | {plan} |'
         if watched:
-            machine = r['machine_cpu_s'] / cores
+            machine = r['machine_cpu_s'] / found.runs[0]['cores']
             limit = max(machine, found.wire(model, codec, link))
             line += f' {1e3 * machine:.0f} | {own / limit:.2f} |'
         yield line

@@ -29,6 +29,8 @@ UNSAID = {
     'microbatches': 1,
     'schedule': '1f1b',
     'cores': 2,
+    'sequence_length': 0,
+    'num_microbatches': 0,
 }  # of rows from before these were settings
 
 

@@ -338,7 +338,11 @@ def test_a_pipeline_that_stays_full_keeps_what_it_has_begun():
 
 
 def test_a_pipeline_that_stays_full_goes_on_while_it_waits_for_a_norm():
-    """Else its gradients come too late by the way of the norm, and the next step with them."""
+    """Else its gradients come too late by the way of the norm, and the next step with them.
+
+    It waits for others once it has done what they wait for: else who hangs is not told apart.
+    """
+    asked = []
 
     class Far(Norms):
         """Another process tells the norm of a batch once it knows of the batch after."""
@@ -353,6 +357,7 @@ def test_a_pipeline_that_stays_full_goes_on_while_it_waits_for_a_norm():
                 self.waited[batch[1] - 1].set_result((square, 0.0))
 
         def coming(self, batch, first):
+            asked.append(runtime.drivers[0].flight.ended[0])
             return {9: self.waited[batch[1]]}
 
     columns = Columns([jax.devices()[:2]])
@@ -363,6 +368,7 @@ def test_a_pipeline_that_stays_full_goes_on_while_it_waits_for_a_norm():
         _, gradients, state = runtime.value_and_grad(state, batch_of(2), key)
         assert (gradients is None) == (step < 1)
         assert step < 1 or runtime.drivers[0].flight.ended[0] == 2 * (step + 1)
+    assert all(ended >= 2 * step for step, ended in enumerate(asked, 1))
 
 
 def made_of(jaxpr, shape):
