@@ -200,7 +200,7 @@ def parts_of(feedback, s, links, once=False):
 def built(kind, case, n, replicas, group=ALONE, schedule='1f1b', remat=False, **options):
     """The runtime of a kind, of this process."""
     stages = STAGES if replicas == 1 else SHORT
-    whole = model(case, n, stages)._replace(remat=remat)
+    whole = model(case, n, stages)._replace(remat=remat, normed=bool(options.get('delay')))
     if kind == 'local':
         return Replicated(whole, device_mesh(replica=replicas) if replicas > 1 else None)
     if kind == 'spmd':
@@ -218,7 +218,7 @@ def built(kind, case, n, replicas, group=ALONE, schedule='1f1b', remat=False, **
 
 def run(kind, case, n, replicas, group=ALONE, late=0, **options):
     """Three steps by `built`: means, what they leave, the runtime, and the seconds of each."""
-    options |= {'delay': late, 'clips': bool(late)} if kind == 'mpmd' else {}
+    options |= {'delay': late} if kind == 'mpmd' else {}
     runtime = built(kind, case, n, replicas, group, **options)
     return (*steps(runtime, case, n, group, late), runtime)
 

@@ -18,6 +18,7 @@ from jaxmp.net.connect import processes
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.training import checkpoint, crosstest, experiment, locks, parallel, sizes, summary
+from jaxmp.training.evaluate import model_of
 from jaxmp.training.trainer import Trainer
 from tests.laws import QUICK
 from tests.runs import config_of
@@ -119,6 +120,16 @@ def small(**changes):
 def tables(state):
     """The copies that the stages hold."""
     return [np.asarray(state.model.params[i][0]['wte']) for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ('name', 'norm', 'told'),
+    [('text_gpt2', 1.0, False), ('digits_resnet', 1.0, True), ('digits_resnet', 0.0, False)],
+)
+def test_stages_tell_each_other_the_norm_that_clips(name, norm, told):
+    """With a trained table in two stages that is the norm after its copies are summed."""
+    exp = experiment.experiment_of(config_of(name, runtime='mpmd', **{'optimizer.clip_norm': norm}))
+    assert model_of(exp, exp.model.boundaries).normed is told
 
 
 @pytest.mark.slow

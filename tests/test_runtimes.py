@@ -288,11 +288,11 @@ def test_what_travels_over_a_mesh_is_the_payload():
     assert (8 * runtime.payload() / pipelines.STEPS / 4 == sizes).all()
 
 
-def table_model(n):
+def table_model(n, **more):
     rules = (parse('aqsgd(uniform(4), 21)'), parse('ef21(uniform(4))'))
     cut = boundary(*(per_microbatch(c, n) for c in rules))
     x = jax.ShapeDtypeStruct((pipelines.SAMPLES, 9), float)
-    return Model(pipelines.SHORT, (cut,), lambda x, key: x, pipelines.loss, x, n)
+    return Model(pipelines.SHORT, (cut,), lambda x, key: x, pipelines.loss, x, n, **more)
 
 
 def batch_of(n):
@@ -319,7 +319,7 @@ def test_a_step_writes_its_states_in_place_and_a_prediction_takes_none():
 def test_a_pipeline_that_stays_full_keeps_what_it_has_begun():
     """Backwards that are to come are at the weights of their forward."""
     columns = Columns([jax.devices()[:2]])
-    runtime = Mpmd(table_model(2), columns, options=pipelines.OPTIONS, delay=2, clips=True)
+    runtime = Mpmd(table_model(2, normed=True), columns, options=pipelines.OPTIONS, delay=2)
     state, key, used = runtime.init(jax.random.key(0)), jax.random.key(1), []
     for step in range(4):
         used.append(state.params[0][0])
@@ -361,7 +361,7 @@ def test_a_pipeline_that_stays_full_goes_on_while_it_waits_for_a_norm():
             return {9: self.waited[batch[1]]}
 
     columns = Columns([jax.devices()[:2]])
-    runtime = Mpmd(table_model(2), columns, options=pipelines.OPTIONS, delay=1, clips=True)
+    runtime = Mpmd(table_model(2, normed=True), columns, options=pipelines.OPTIONS, delay=1)
     runtime.drivers[0] = replace(runtime.drivers[0], norms=Far(columns.devices[0], columns.group))
     state, key = runtime.init(jax.random.key(0)), jax.random.key(1)
     for step in range(3):

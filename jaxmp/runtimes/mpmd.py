@@ -53,7 +53,6 @@ class Mpmd(OverColumns):
         options: tuple[tuple[str, Any], ...] = (),
         emulated: tuple[float, float] = (0.0, 0.0),
         delay: int = 0,
-        clips: bool = False,
     ) -> None:
         """Compiles nothing yet.
 
@@ -65,7 +64,6 @@ class Mpmd(OverColumns):
           options: those of `jax.jit`'s compiler.
           emulated: rate and delay of the links; see `jaxmp.runtimes.links.Lane`.
           delay: steps that the gradients of a batch come later (`jaxmp.runtimes.unflushed`).
-          clips: whether they are clipped by their norm over all stages.
 
         Raises:
           ValueError: if the schedule is not one of as many stages and micro-batches.
@@ -87,7 +85,7 @@ class Mpmd(OverColumns):
                 model.first,
                 model.kept if train else 0,
             )
-            if clips and self.replicas == 1:
+            if model.normed and self.replicas == 1:
                 driver = replace(driver, norms=Norms(devices, columns.group))
             self.drivers[r] = unflushed(driver, delay, columns.group) if delay else driver
         self.prepare = jax.jit(model.prepare)

@@ -77,6 +77,7 @@ class Model(NamedTuple):
       first: number of the first stage with such parameters; those before it run no backward.
       kept: number of the training examples, if what the stage ``first`` receives of each never
         changes (`jaxmp.runtimes.kept`); 0 where it does, or is to be sent each time.
+      normed: whether the norm over all stages of the gradients, as they come, is used.
     """
 
     stages: tuple[Stage, ...]
@@ -89,6 +90,7 @@ class Model(NamedTuple):
     trained: Select = everything
     first: int = 0
     kept: int = 0
+    normed: bool = False
 
 
 class ModelState(NamedTuple):

@@ -17,6 +17,7 @@ from jaxmp.feedback import direct, per_microbatch
 from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import Batch, Model, ModelState, each
 from jaxmp.training.experiment import Experiment, microbatch_like
+from jaxmp.training.groups import copied
 
 FeedbackByStage = dict[int, PyTree]  # a `Feedback`, or of several replicas a `ByReplica` of them
 Predict = Callable[[ModelState, Batch, Array], tuple[Array | None, PyTree]]
@@ -96,9 +97,9 @@ def model_of(exp: Experiment, cuts: tuple[Boundary, ...]) -> Model:
         return scores['loss'], scores
 
     remat, x, task = exp.config.parallel.remat, microbatch_like(exp), exp.task
-    return Model(
-        task.stages, cuts, task.prepare, loss, x, n, remat, task.trained, exp.first, exp.kept
-    )
+    normed = bool(exp.config.optimizer.clip_norm) and not copied(exp.groups)  # copies are summed
+    model = Model(task.stages, cuts, task.prepare, loss, x, n, remat, task.trained)
+    return model._replace(first=exp.first, kept=exp.kept, normed=normed)
 
 
 def evaluation_key(key: Array, batch: int) -> Array:

@@ -188,10 +188,7 @@ class ByStage(Parallel):
             emulated = (c.link_rate, c.link_delay) if train else (0.0, 0.0)
             over = columns if train else first
             delay = self.config.optimizer.delay if train else 0
-            clips = bool(self.config.optimizer.clip_norm)
-            return Mpmd(
-                model, over, actions, train=train, emulated=emulated, delay=delay, clips=clips
-            )
+            return Mpmd(model, over, actions, train=train, emulated=emulated, delay=delay)
 
         return build
 
