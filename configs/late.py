@@ -5,7 +5,8 @@ jaxmp sweep configs/late.py --scale=study --tables=1 --set data.dir=TEXT \
     --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf
 Table 2, a GPT-2 of 1.3 million parameters from nothing, one pass over the same text:
 jaxmp sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
-The scale smoke takes Alice, two epochs: that everything runs. A row is a training, a delay and a
+The scale long fine-tunes for four times as many steps. The scale smoke takes Alice, two epochs:
+that everything runs. A row is a training, a delay and a
 correction, such as muon-late1-predict; `-2bit` sends two bits and a third both ways.
 """
 
@@ -19,16 +20,17 @@ from jaxmp.config.plugins import find, load, module
 DELAYS, CORRECTIONS = (1, 4), ('none', 'predict', 'scale', 'compensate')
 BASE = 'BASE/model'  # Table 1 fine-tunes: where there is no such folder, it is asked for
 TWO_BITS = {row.name: row for row in module(find('paper_tables')).BEST}['best-2.3']
-SEEDS = {'smoke': 1, 'study': 3}
+SEEDS = {'smoke': 1, 'study': 3, 'long': 3}
 
 
 def finetuned(scale: str, train: str, rate: float) -> Config:
     """SmolLM2-135M in four stages; ``train`` as config.model.train."""
     c = load('finetune')
-    c.data.update(name='wikitext-2', train_examples=256, test_examples=32)
+    steps = 256 if scale == 'long' else 64
+    c.data.update(name='wikitext-2', train_examples=4 * steps, test_examples=32)
     c.model.update(path=BASE, train=train)
     c.optimizer.update(lr=rate, warmup='5%')
-    c.eval_every = '16 steps'
+    c.eval_every = f'{steps // 4} steps'
     if scale == 'smoke':
         c.data.update(name='alice', sequence_length=32, train_examples=16, test_examples=4)
         c.update(epochs=2)
@@ -83,16 +85,16 @@ def get_study(scale: str, tables: tuple[int, ...] = (1, 2)) -> list[tuple[int, C
     """The runs, as seeds and configurations: all rows with the first seed, then with the second.
 
     Args:
-      scale: smoke, or study.
+      scale: smoke, study or long.
       tables: 1, 2 or both.
 
     Raises:
       ValueError: for another scale or table.
     """
-    if scale not in SEEDS or not {*tables} <= {1, 2}:
+    if scale not in SEEDS or not {*tables} <= {1, 2} or (scale == 'long' and 2 in tables):
         raise ValueError(
             f'no scale {scale!r} with tables {tables}; there are the scales {", ".join(SEEDS)} '
-            'and the tables 1, 2'
+            'and the tables 1, 2, of which long has 1'
         )
     rows = [(*case, '') for case in CASES]
     rows += [(delay, word, '-2bit') for delay, word in CASES if delay <= 1]

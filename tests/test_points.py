@@ -197,10 +197,8 @@ def test_a_command_gives_a_length_as_a_number_or_a_text(monkeypatch, tmp_path):
 def rates(steps, **changes):
     """The rate of every step of a run with 10 steps an epoch."""
     config = schema.complete({})
-    config.update_from_flattened_dict(
-        {f'optimizer.{k}' if k in ('schedule', 'lr', 'warmup', 'decay', 'cosine_epochs') else k: v
-         for k, v in changes.items()} | {'optimizer.lr': 0.5, 'steps': steps}
-    )  # fmt: skip
+    config.update(steps=steps)
+    config.optimizer.update(changes, lr=0.5)
     schema.check(config)
     rate = rate_of(config, 10)
     return np.array([float(rate(i)) for i in range(steps)])
@@ -228,12 +226,22 @@ def test_the_rate_warms_up_and_falls():
                                [*up, *plain], atol=1e-6)  # fmt: skip
 
 
+@pytest.mark.parametrize('schedule', ['linear', 'cosine', 'wsd'])
+def test_the_rate_of_late_gradients_falls_to_0_with_the_last_update(schedule):
+    """A run of 44 steps, of which the first four move nothing, has the rates of one of 40."""
+    found, on_time = (
+        rates(steps, schedule=schedule, warmup='10%', delay=steps - 40) for steps in (44, 40)
+    )
+    np.testing.assert_array_equal(found[:40], on_time)
+
+
 def test_a_run_that_is_too_short_for_its_rate():
     for changes, said in (
         ({'warmup': '40 steps'}, r"warmup='40 steps' are 40 steps and the run has 40; shorten"),
         ({'warmup': 5}, r'warmup=5 are 50 steps and the run has 40'),
         ({'warmup': '50%', 'decay': '21 steps', 'schedule': 'wsd'},
          r"warmup='50%' and config.optimizer.decay='21 steps' are 41 steps and the run has 40"),
+        ({'delay': 40}, r"warmup='0 steps' are 0 .* has 40, of which .*delay=40 move nothing; sho"),
         ({'decay': '10%', 'schedule': 'linear'}, r"decay='10%' is read by .*schedule='wsd' alone"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f'^config.optimizer.{said}') as caught:

@@ -329,6 +329,10 @@ def test_rows_of_late_gradients_differ_by_what_their_names_say():
     assert (rate(0), rate(1), rate(4)) == (2e-3, 2e-3, 1e-3)  # as tuned, each by itself
     with pytest.raises(ValueError, match=r"no scale 'cpu' .*; there are the scales smoke, study"):
         late.get_study('cpu')
+    long = {c.name: c for _, c in late.get_study('long', (1,))}
+    assert all(c.data.train_examples == 1024 for c in long.values())
+    with pytest.raises(ValueError, match=r"'long' with tables \(2,\); .* of which long has 1"):
+        late.get_study('long', (2,))
 
 
 @pytest.mark.slow

@@ -28,20 +28,23 @@ STACKED = ('weight', 'lora_a', 'lora_b')  # names of the matrices of a decoder's
 def rate_of(config: Config, epoch_steps: int) -> Rate:
     """The learning rate as a function of the step.
 
-    It rises from 0 in a straight line over ``warmup``, and then follows ``schedule``.
+    It rises from 0 in a straight line over ``warmup``, and then follows ``schedule``. Steps are
+    those that move the parameters: with late gradients the first ``delay`` of a run do not.
 
     Raises:
       ValueError: if the run is too short for its parts.
     """
-    c, end = config.optimizer, points_of(config, epoch_steps).end
+    c, steps = config.optimizer, points_of(config, epoch_steps).end
+    end = steps - c.delay
     warmup = steps_of(c.warmup, epoch_steps, end)
     decay = steps_of(c.decay, epoch_steps, end) if c.schedule == 'wsd' else 0
     if warmup + max(decay, 1) > end:
         parts = f'config.optimizer.warmup={c.warmup!r}'
         parts += f' and config.optimizer.decay={c.decay!r}' * bool(decay)
+        late = f', of which config.optimizer.delay={c.delay} move nothing' * bool(c.delay)
         raise ValueError(
-            f'{parts} are {warmup + decay} steps and the run has {end}; shorten them, or give more '
-            'config.steps or config.epochs'
+            f'{parts} are {warmup + decay} steps and the run has {steps}{late}; shorten them, or '
+            'give more config.steps or config.epochs'
         )
     rate = _schedule(config, epoch_steps, end - warmup, decay)
     if not warmup:
