@@ -345,6 +345,27 @@ def test_a_sentence_says_that_one_of_two_does_not_come_back(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('late', [0, 1])
+def test_a_sentence_says_which_stage_hangs(tmp_path, late):
+    """And not the one before, which waits for it."""
+    changes = {**CHANGES, 'model': 'tests.tiny_stages:stuck', 'clip_norm': 1.0, 'delay': late}
+    changes |= {'eval_every': f'{STEPS} steps', 'checkpoint_every': f'{STEPS} steps'}
+    env = {**ENV, 'JAXMP_TOKEN': 'secret'}
+    run = Run(tmp_path, env, changes, processes=3, back=4)
+    try:
+        lost = run.running.pop(1)
+        said = run.endings(60)
+    finally:
+        lost.kill()
+        lost.wait()
+        run.close()
+    idle = lambda i: f'process {i} (stage {i}) has done nothing since'
+    for text in said:  # the next one may be named too, if each of them waits for the other
+        assert idle(1) in text
+        assert idle(0) not in text
+
+
+@pytest.mark.slow
 def test_the_launcher_starts_a_stage_again(tmp_path):
     """One of the runs is not disturbed."""
     folders, running = [tmp_path / name for name in ('a', 'b')], []
