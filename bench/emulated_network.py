@@ -6,7 +6,9 @@ go: a link can be changed while connections are open. A rate is set by a token b
 both ends of the pair; a link with a delay goes through `relay.py` instead, because not every
 kernel has netem, and so may one without (`Lab.use`). Buffers are deep: no link here loses packets.
 TCP is reno (cubic may be refused in a namespace) with windows up to 32 MB and no slow start after
-idle, as on a host that was tuned for long links. Frames are jumbo, 9,000 bytes, unless asked
+idle, as on a host that was tuned for long links. It waits 3 s before it sends again: a link that
+becomes longer under an open connection would otherwise seem to have lost packets, after which reno
+takes minutes to use it. Frames are jumbo, 9,000 bytes, unless asked
 otherwise: headers and acknowledgements then are about 1 % and not 7 %, of raw and of compressed
 messages alike.
 
@@ -39,6 +41,7 @@ PREFIX = 'jaxmp-lab-'
 NETNS = Path('/etc/netns')
 PORT = 7077
 MTU = 9000
+PATIENCE = 'rto_min 3s'
 TUNING = (
     'net.ipv4.tcp_congestion_control=reno',
     'net.ipv4.tcp_slow_start_after_idle=0',
@@ -134,7 +137,8 @@ class Lab:
                 device, hop = (f'{kind}left', s - 1) if t < s else (f'{kind}right', s + 1)
                 via = '' if hop == t else f'via {address(hop)} '
                 on = ' onlink' if via else ''
-                self._ip(s, f'route replace {address(t)} {via}dev {device} src {address(s)}{on}')
+                words = f'{address(t)} {via}dev {device} src {address(s)}{on} {PATIENCE}'
+                self._ip(s, f'route replace {words}')
 
     def use(self, link: Link, relayed: bool = False) -> None:
         """Makes every hop such a link, under connections that stay open.
