@@ -348,7 +348,7 @@ def bench(file, kind, **key):
 
 def in_the_lab(file, delay):
     """Milliseconds of a step of four processes over 200 Mbit/s and a delay, raw and in two bits."""
-    rows = bench(f'epyc_2026-11-{file}', 'step', link=f'200m+{delay}ms')
+    rows = bench(f'xeon_2026-11-28_network_late_{file}', 'step', link=f'200m+{delay}ms')
     return [
         1e3 * r['step_s'] for codec in ('raw', 'aqsgd2-bw2') for r in rows if r['codec'] == codec
     ]
