@@ -82,6 +82,19 @@ def test_each_delay_has_a_rate_of_its_own(study, tmp_path):
         results.load(where)
 
 
+def test_the_planner_reads_the_shortest_of_two_trainings(study, tmp_path):
+    """Late gradients cost less in a longer one."""
+    where = tmp_path / 'long'
+    where.mkdir()
+    for run in (RUNS[0], summary('late1', [4.0, 3.0, 2.0, 1.0], delay=1)):
+        (where / f'{run["name"]}.json').write_text(json.dumps({**run, 'steps': 160}))
+    [long] = results.load(where)
+    assert [row.length for row in cost.rows(long)] == [160, 160]
+    short = cost.record([study])
+    assert short[0]['steps'] > 1.0
+    assert cost.record([long, study]) == cost.record([study, long]) == short
+
+
 def test_a_study_without_late_rows_has_no_table_of_them(study):
     assert cost.rows(study._replace(rows={'late0': study.rows['late0']})) == []
 
@@ -90,7 +103,7 @@ def test_a_report_shows_the_loss_by_delay(study, tmp_path):
     page = tmp_path / 'page.md'
     page.write_text('<!-- late -->\n<!-- /late -->')
     report.main([str(tmp_path), '--out', str(tmp_path / 'out'), '--into', str(page)])
-    row = '| LoRA, adamw | raw | predict | 4 | 4.0000 | 300.00 | 4.000 | 1 |'
+    row = '| LoRA, adamw | 40 | raw | predict | 4 | 4.0000 | 300.00 | 4.000 | 1 |'
     assert row in page.read_text()
     assert row in (tmp_path / 'out' / 'report.md').read_text()
     assert cost.lines(cost.rows(study)) == {

@@ -41,6 +41,7 @@ from jaxmp.training import (
     task,
     trained,
 )
+from jaxmp.training.ahead import compile_ahead
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.sizes import residual_rows
 from jaxmp.training.trainer import Trainer
@@ -228,7 +229,7 @@ def test_step_and_tests_are_compiled_before_parameters_are_read(tmp_path, train)
     """Then none is compiled again; a channel with a state and one without."""
     config = small(tiny(tmp_path), train=train, fwd='ef21(uniform(4))', bwd='mx(4)')
     trainer = loop.prepare(config, ProcessGroup())
-    trainer.compile_ahead()
+    compile_ahead(trainer)
     state, batch = trainer.create(), next(trainer.batches(np.arange(4)))
     step, compiled = trainer.bound(trainer.training, trainer.rules(0)), []
 

@@ -26,8 +26,8 @@ from jaxmp.report.tables import NONE, markdown, plain, with_error
 
 TITLE = 'Loss by the delay of gradients'
 HEADS = (
-    'training', 'messages', 'correction', 'steps late', 'loss, nats', 'more than on time, %',
-    'times the steps to a loss', 'seeds',
+    'training', 'steps', 'messages', 'correction', 'steps late', 'loss, nats',
+    'more than on time, %', 'times the steps to a loss', 'seeds',
 )  # fmt: skip
 
 
@@ -37,6 +37,7 @@ class Late(NamedTuple):
     Attributes:
       training: see `training_of`.
       optimizer: its name.
+      length: steps of the training.
       delay: steps.
       correction: the word of `config.optimizer.correction`.
       compressed: whether messages are.
@@ -47,6 +48,7 @@ class Late(NamedTuple):
 
     training: str
     optimizer: str
+    length: int
     delay: int
     correction: str
     compressed: bool
@@ -110,8 +112,8 @@ def compared(row: Row, on_time: Row) -> list[Late]:
     end = lambda run: score(run, row.judged, 'last')
     more = estimate([end(run) / end(first) - 1 for run, first in pairs])
     steps = estimate([ratio(run, first, row.judged) for run, first in pairs])
-    compressed = codecs != ('raw', 'raw')
-    return [Late(*kind, delay, correction, compressed, last(row, row.judged), more, steps)]
+    compressed, length = codecs != ('raw', 'raw'), row.runs[0]['steps']
+    return [Late(*kind, length, delay, correction, compressed, last(row, row.judged), more, steps)]
 
 
 def ratio(late: Summary, on_time: Summary, mode: str) -> float:
@@ -162,9 +164,9 @@ def line(late: Late) -> list[str]:
         [with_error(percent(late.more)), with_error(late.steps, 3)] if late.delay else [NONE] * 2
     )
     return [
-        f'{late.training}, {late.optimizer}', 'compressed' if late.compressed else 'raw',
-        late.correction if late.delay else NONE, str(late.delay), plain(late.loss.mean, 4), *costs,
-        str(late.loss.seeds),
+        f'{late.training}, {late.optimizer}', f'{late.length:,}',
+        'compressed' if late.compressed else 'raw', late.correction if late.delay else NONE,
+        str(late.delay), plain(late.loss.mean, 4), *costs, str(late.loss.seeds),
     ]  # fmt: skip
 
 
@@ -210,7 +212,7 @@ def seeds(late: Sequence[Late]) -> str:
     """How many seeds the rows have.
 
     >>> counts = (1, 3)
-    >>> seeds([Late('', '', 0, '', False, *[estimate([1.0] * n)] * 3) for n in counts])
+    >>> seeds([Late('', '', 9, 0, '', False, *[estimate([1.0] * n)] * 3) for n in counts])
     '1 to 3 seeds'
     """
     counts = sorted({r.loss.seeds for r in late})
@@ -231,14 +233,21 @@ def lines(late: Sequence[Late]) -> dict[str, list[tuple[int, float]]]:
 
 
 def record(studies: Iterable[Study]) -> list[dict[str, Any]]:
-    """What `jaxmp plan` reads: a row per training, delay, correction and kind of message."""
+    """What `jaxmp plan` reads: a row per training, delay, correction and kind of message.
+
+    Where trainings of several lengths were measured it is of the shortest, which loses most.
+    """
+    shortest: dict[tuple[Any, ...], Late] = {}
+    for r in (r for study in studies for r in rows(study) if r.delay):
+        case = r.training, r.optimizer, r.delay, r.correction, r.compressed
+        shortest[case] = min(r, shortest.get(case, r), key=lambda r: r.length)
     return [
         {
             'training': r.training, 'optimizer': r.optimizer, 'delay': r.delay,
             'correction': r.correction, 'compressed': r.compressed, 'steps': round(r.steps.mean, 4),
             'more': round(r.more.mean, 5), 'seeds': r.steps.seeds,
         }
-        for study in studies for r in rows(study) if r.delay
+        for r in shortest.values()
     ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from jaxmp.runtimes.kept import Kept
 from jaxmp.runtimes.links import Lane, wait
+from jaxmp.runtimes.microbatches import microbatches
 from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.placement import Device, is_here
 from jaxmp.runtimes.schedule import Action, Message, Task, check, messages, size
@@ -229,32 +230,14 @@ class Driver:
         if self.kept:
             self.kept.seen[:] = False
 
-    def _cut(self, s: int, batch: tuple[Any, Any, Ctx]) -> list[MicroBatch]:
-        """The micro-batches of a stage; what is on the host is taken by its programs from there."""
-        x, y, ctx = batch
-        n, program = self.num_microbatches, self.stages[s].program
-        size = program.x.shape[0]
-        for name, a in (('x', x), ('y', y), ('ids', ctx.ids)):
-            if a is not None and len(a) != n * size:
-                raise ValueError(
-                    f'{name} of a batch of {len(a)} came to a pipeline built for '
-                    f'{n} micro-batches of {size}; feedback states are per '
-                    f'position, so give {n * size}'
-                )
-        used = x if s == 0 else None, y if program.loss else None, ctx.ids, ctx.tokens
-        whole = [_near(a, self.devices[s]) for a in used]
-        rows = lambda m: (None if a is None else a[m * size : (m + 1) * size] for a in whole)
-        key, parts = jax.device_put(ctx.key, self.devices[s]), []
-        for m in range(n):
-            x, y, ids, tokens = rows(m)
-            parts.append(MicroBatch(x, y, Ctx(key, ids, microbatch=np.int32(m), tokens=tokens)))
-        return parts
-
     def _cut_all(
         self, stages: Iterable[int], batch: tuple[Any, Any, Ctx], first: int = 0
     ) -> dict[int, dict[int, MicroBatch]]:
         """The micro-batches of stages, by their numbers, which begin at ``first``."""
-        return {s: dict(enumerate(self._cut(s, batch), first)) for s in stages}
+        rows = lambda s: microbatches(
+            self.stages[s].program, self.devices[s], self.num_microbatches, batch
+        )
+        return {s: dict(enumerate(rows(s), first)) for s in stages}
 
     def _run(
         self,
@@ -334,14 +317,6 @@ class Driver:
         return {task: own for task, own in out.items() if own is not None}, arriving
 
 
-def _near(a: Any, device: Device) -> Any:
-    """An array whose rows cost little: on the host, or on a device that is no CPU."""
-    if a is None:
-        return None
-    far = isinstance(a, jax.Array) and device.platform != 'cpu'
-    return jax.device_put(a, device) if far else np.asarray(a)
-
-
 def sent_by(actions: Sequence[Action], first: int) -> list[Message]:
     """The messages of a schedule whose stages before ``first`` run no backwards."""
     return [m for m in messages(actions) if m.kind == 'F' or m.target >= first]
@@ -375,11 +350,11 @@ def drive(
     if n != len(devices):
         raise ValueError(f'{n} stages need a device each, got {len(devices)} devices')
     check(actions)
-    scheduled, microbatches, _ = size(actions)
+    scheduled, count, _ = size(actions)
     if scheduled != n:
         raise ValueError(
-            f'{n} stages and {microbatches} micro-batches need a schedule of as many, got '
-            f'{scheduled} and {microbatches}'
+            f'{n} stages and {count} micro-batches need a schedule of as many, got '
+            f'{scheduled} and {count}'
         )
     actions = [a for a in actions if a.kind == 'F' or a.stage >= first]
     here = [s for s, d in enumerate(devices) if is_here(d)]
@@ -401,4 +376,4 @@ def drive(
             lambda t: jax.ShapeDtypeStruct((1, *t.shape), t.dtype), cut.messages(x)[0]
         )
         store = Kept(kept, x.shape[0], framed if first in stages else None)
-    return Driver(stages, devices, lanes, sizes, tuple(actions), microbatches, first, kept=store)
+    return Driver(stages, devices, lanes, sizes, tuple(actions), count, first, kept=store)

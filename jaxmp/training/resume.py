@@ -12,6 +12,7 @@ from types import FrameType
 from jaxmp.config import KEYS, Config, Summary, complete, flat
 from jaxmp.launch.signals import leave_closed_terminal, stopping
 from jaxmp.net.views import ViewChangedError
+from jaxmp.training.ahead import compile_ahead
 from jaxmp.training.checkpoint import Checkpoints, Place
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.locks import WorkdirError
@@ -59,7 +60,7 @@ def begin(trainer: Trainer, checkpoints: Checkpoints, workdir: Path) -> tuple[Tr
       WorkdirError: if the run is longer than the configuration says, as `check_length`, or as
         described in `Checkpoints.restore`.
     """
-    trainer.compile_ahead()
+    compile_ahead(trainer)
     exp, state = trainer.exp, trainer.create()
     place = {**dict.fromkeys(exp.task.scores, 0.0), 'steps': 0, 'missed': 0, 'seconds': 0.0}
     if (saved := checkpoints.restore(trainer.export(state))) is not None:

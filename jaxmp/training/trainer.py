@@ -31,7 +31,6 @@ from jaxmp.training import portable, replicas
 from jaxmp.training.across import Across, Between, Traffic, within
 from jaxmp.training.evaluate import cuts_to_score, feedback_to_score, means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.footprint import parameters
 from jaxmp.training.groups import exchanged
 from jaxmp.training.parallel import Build
 from jaxmp.training.portable import Portable, StageTree
@@ -77,7 +76,7 @@ class Trainer:
         self.training = self.during(exp.model.boundaries)
         self.across = self._across()
         self.sent = {'steps': 0, 'bytes': 0}
-        self._sums = functools.partial(sums, exp)
+        self.sums = functools.partial(sums, exp)
 
     def _across(self) -> Across:
         self.between = None
@@ -137,32 +136,6 @@ class Trainer:
         )
         step, key = runtime.numbered(0, jax.random.key_data(key))
         return state.replace(step=step, key=key)
-
-    def compile_ahead(self) -> None:
-        """Compiles step and tests before parameters are read: memory holds one or the other.
-
-        It does so where one program has all stages and reads their parameters.
-        """
-        exp, key = self.exp, jax.random.key(self.exp.config.seed)
-        runtime: Any = self.training
-        one = isinstance(self.training, Replicated) and self.group.count == 1
-        if not one or runtime.mesh or exp.task.read is None or self.scans:
-            return
-
-        def start(key: Array, params: Params) -> TrainState:
-            model = runtime.init(key, draw=False)._replace(params=params)
-            return create(Trainer.rules(self, 0), runtime, self.across, key, model)
-
-        state, size = jax.eval_shape(start, key, parameters(exp)), exp.config.batch_size
-        if self.during(exp.boundaries(0)) is runtime:
-            step: Any = self.bound(runtime, self.rules(0))
-            step.lower(state, next(self.batches(np.arange(size)))).compile()
-        batch, feedback = next(data.batches(exp.data.test, size, pad=True)), state.model.feedback
-        for compressed in self._tests:
-            test: Any = self.during(cuts_to_score(exp, compressed), train=False)
-            states = feedback_to_score(exp, compressed, runtime.unpack(feedback))
-            model = state.model._replace(feedback=jax.eval_shape(test.pack, states))
-            test.predict_ahead(self._sums, model, batch, key)
 
     def _params(self, stage: int, drawn: Params, key: Array) -> Params:
         """Those of a replica of a stage before the first step."""
@@ -282,12 +255,12 @@ class Trainer:
 
     def tested(self, state: TrainState) -> dict[str, dict[str, float]]:
         """Those with compression off and on, waited for together; of raw messages, one test's."""
-        later = {mode: self.scored_later(state, mode) for mode in self._tests}
+        later = {mode: self.scored_later(state, mode) for mode in self.tests}
         scores = {mode: score() for mode, score in later.items()}
         return {'off': scores[False], 'on': scores.get(True, scores[False])}
 
     @property
-    def _tests(self) -> tuple[bool, ...]:
+    def tests(self) -> tuple[bool, ...]:
         """Whether each test of a point compresses: one is enough where forwards stay raw."""
         off, on = (cuts_to_score(self.exp, compressed) for compressed in (False, True))
         alike = all(a.fwd == b.fwd for a, b in zip(off, on, strict=True))
@@ -306,7 +279,7 @@ class Trainer:
                 stages[s] = runtime.join(s, tree, {0: rows[self.scored]})
         params, statistics, feedback = ({s: t[i] for s, t in stages.items()} for i in range(3))
         start = ModelState(params, statistics, runtime.pack(feedback))
-        predict = functools.partial(runtime.predict, then=self._sums)
+        predict = functools.partial(runtime.predict, then=self.sums)
         total = self.group.totalled(totals(exp, start, portable.key_here(state), predict))
         return lambda: means(exp, total())
 
