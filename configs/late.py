@@ -59,14 +59,17 @@ TRAININGS = {
     'muon': (2, lambda scale: from_nothing(scale, 'muon')),
 }
 # Tuned on seed 100, for each delay: LoRA uncorrected, from 5e-4, 1e-3 and 2e-3; from nothing on a
-# quarter of the text, late ones by `predict`, among powers of two.
+# quarter of the text, late ones by `predict`, among powers of two; all parameters four late by
+# `predict`, among 1e-4, 1.5e-4 and 2e-4 with warm-ups of 5, 30 and 50 %.
 RATES = {
     ('lora', 4): 1e-3,
+    ('full', 4): 1.5e-4,
     ('muon', 0): 8e-3,
     ('muon', 1): 8e-3,
     ('muon', 4): 2e-3,
     ('adamw', 1): 1e-3,  # on time 2e-3, the default; four late not tuned
 }
+WARMUPS = {('full', 4): '50%'}
 CASES = [(0, 'none'), *itertools.product(DELAYS, CORRECTIONS)]
 
 
@@ -77,6 +80,7 @@ def row(training: str, scale: str, delay: int, correction: str, bits: str) -> Co
     c.name = f'{training}-late{delay}{word}{bits}'
     c.optimizer.update(delay=delay, correction=correction)
     c.optimizer.lr = RATES.get((training, delay), c.optimizer.lr)
+    c.optimizer.warmup = WARMUPS.get((training, delay), c.optimizer.warmup)
     c.fwd, c.bwd = (TWO_BITS.fwd, TWO_BITS.bwd) if bits else ('raw', 'raw')
     return c
 
