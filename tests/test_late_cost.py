@@ -103,7 +103,7 @@ def test_a_report_shows_the_loss_by_delay(study, tmp_path):
     page = tmp_path / 'page.md'
     page.write_text('<!-- late -->\n<!-- /late -->')
     report.main([str(tmp_path), '--out', str(tmp_path / 'out'), '--into', str(page)])
-    row = '| LoRA, adamw | 40 | raw | predict | 4 | 4.0000 | 300.00 | 4.000 | 1 |'
+    row = '| LoRA, adamw | raw | predict | 40 | 4 | 4.0000 | 300.00 | 4.000 | 1 |'
     assert row in page.read_text()
     assert row in (tmp_path / 'out' / 'report.md').read_text()
     assert cost.lines(cost.rows(study)) == {

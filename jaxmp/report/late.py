@@ -26,7 +26,7 @@ from jaxmp.report.tables import NONE, markdown, plain, with_error
 
 TITLE = 'Loss by the delay of gradients'
 HEADS = (
-    'training', 'steps', 'messages', 'correction', 'steps late', 'loss, nats',
+    'training', 'messages', 'correction', 'steps', 'steps late', 'loss, nats',
     'more than on time, %', 'times the steps to a loss', 'seeds',
 )  # fmt: skip
 
@@ -164,9 +164,9 @@ def line(late: Late) -> list[str]:
         [with_error(percent(late.more)), with_error(late.steps, 3)] if late.delay else [NONE] * 2
     )
     return [
-        f'{late.training}, {late.optimizer}', f'{late.length:,}',
-        'compressed' if late.compressed else 'raw', late.correction if late.delay else NONE,
-        str(late.delay), plain(late.loss.mean, 4), *costs, str(late.loss.seeds),
+        f'{late.training}, {late.optimizer}', 'compressed' if late.compressed else 'raw',
+        late.correction if late.delay else NONE, f'{late.length:,}', str(late.delay),
+        plain(late.loss.mean, 4), *costs, str(late.loss.seeds),
     ]  # fmt: skip
 
 
@@ -216,7 +216,8 @@ def seeds(late: Sequence[Late]) -> str:
     '1 to 3 seeds'
     """
     counts = sorted({r.loss.seeds for r in late})
-    return ' to '.join(map(str, counts[:1] + counts[1:][-1:])) + ' seeds'
+    one = 's' * (counts != [1])
+    return ' to '.join(map(str, counts[:1] + counts[1:][-1:])) + f' seed{one}'
 
 
 def lines(late: Sequence[Late]) -> dict[str, list[tuple[int, float]]]:
