@@ -71,7 +71,7 @@ def test_each_delay_has_a_rate_of_its_own(study, tmp_path):
     """Rows of one delay have one."""
     where = tmp_path / 'rates'
     where.mkdir()
-    slow = summary('late1', [4.5, 3.5, 2.5, 1.5], delay=1, lr=1e-3)
+    slow = summary('late1', [4.5, 3.5, 2.5, 1.5], delay=1, lr=1e-3, warmup='50%')
     for run in (RUNS[0], slow):
         (where / f'{run["name"]}.json').write_text(json.dumps(run))
     [found] = results.load(where)

@@ -216,8 +216,8 @@ def seeds(late: Sequence[Late]) -> str:
     '1 to 3 seeds'
     """
     counts = sorted({r.loss.seeds for r in late})
-    one = 's' * (counts != [1])
-    return ' to '.join(map(str, counts[:1] + counts[1:][-1:])) + f' seed{one}'
+    ending = 's' * (counts != [1])
+    return ' to '.join(map(str, counts[:1] + counts[1:][-1:])) + f' seed{ending}'
 
 
 def lines(late: Sequence[Late]) -> dict[str, list[tuple[int, float]]]:

@@ -183,8 +183,8 @@ def check_same(home: Path, runs: list[tuple[Summary, dict[str, Any]]], row: Row)
         if run.get('measure') != first.get('measure'):
             continue
         tuned = TUNED if 'exchange' in first and 'exchange' in run else ()
-        if a.get('optimizer.delay') != b.get('optimizer.delay'):  # each has a rate of its own
-            tuned = (*tuned, 'optimizer.lr')
+        if a.get('optimizer.delay') != b.get('optimizer.delay'):  # each has rates of its own
+            tuned = (*tuned, 'optimizer.lr', 'optimizer.warmup')
         free = ('seed',) if run['name'] == first['name'] else (*VARIES, *tuned)
         if clash := [k for k in a if k in b and k not in free and a[k] != b[k]]:
             raise ValueError(
