@@ -60,7 +60,7 @@ TRAININGS = {
 }
 # Tuned on seed 100, for each delay: LoRA uncorrected, from 5e-4, 1e-3 and 2e-3; from nothing on a
 # quarter of the text, late ones by `predict`, among powers of two; all parameters four late by
-# `predict`, among 1e-4, 1.5e-4 and 2e-4 with warm-ups of 5, 30 and 50 %.
+# `predict`, of 1e-4 with a warm-up of 5 and 30 %, 1.5e-4 and 2e-4 with 50 %.
 RATES = {
     ('lora', 4): 1e-3,
     ('full', 4): 1.5e-4,

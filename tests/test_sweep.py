@@ -331,6 +331,9 @@ def test_rows_of_late_gradients_differ_by_what_their_names_say():
         late.get_study('cpu')
     long = {c.name: c for _, c in late.get_study('long', (1,))}
     assert all(c.data.train_examples == 1024 for c in long.values())
+    assert long['lora-late4-predict'].optimizer.lr == long['lora-late0'].optimizer.lr
+    assert long['full-late4-predict'].optimizer.warmup == '50%'
+    assert long['full-late1-predict'].optimizer.warmup == long['full-late0'].optimizer.warmup
     with pytest.raises(ValueError, match=r"'long' with tables \(2,\); .* of which long has 1"):
         late.get_study('long', (2,))
 
