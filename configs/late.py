@@ -7,8 +7,7 @@ Table 2, a GPT-2 of 1.3 million parameters from nothing, one pass over the same 
 jaxmp sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
 The scale long fine-tunes for four times as many steps. The scale smoke takes Alice, two epochs:
 that everything runs. A row is a training, a delay and a
-correction, such as muon-late1-predict; `-2bit` sends two bits and a third both ways, `-after`
-begins with gradients on time.
+correction, such as muon-late1-predict; `-2bit` sends two bits and a third both ways.
 """
 
 from __future__ import annotations
@@ -73,22 +72,19 @@ RATES = {
 # Over four times as many steps, selected on seed 0 from 1e-3 and 2e-3.
 LONG = RATES | {('lora', 4): 2e-3}
 WARMUPS = {('full', 4): '50%'}
-# The first steps of all whose gradients are on time. Of a tenth and none, seed 100, a quarter.
-AFTER = {('muon', 1): '5%'}
 CASES = [(0, 'none'), *itertools.product(DELAYS, CORRECTIONS)]
 
 
-def row(training: str, scale: str, delay: int, correction: str, more: str) -> Config:
+def row(training: str, scale: str, delay: int, correction: str, bits: str) -> Config:
     """A run of a row."""
     c = TRAININGS[training][1](scale)
     word = f'-{correction}' * (correction != 'none')
-    c.name = f'{training}-late{delay}{word}{more}'
+    c.name = f'{training}-late{delay}{word}{bits}'
     c.optimizer.update(delay=delay, correction=correction)
-    c.optimizer.delay_after = AFTER[training, delay] if more == '-after' else '0 steps'
     rates = LONG if scale == 'long' else RATES
     c.optimizer.lr = rates.get((training, delay), c.optimizer.lr)
     c.optimizer.warmup = WARMUPS.get((training, delay), c.optimizer.warmup)
-    c.fwd, c.bwd = (TWO_BITS.fwd, TWO_BITS.bwd) if more == '-2bit' else ('raw', 'raw')
+    c.fwd, c.bwd = (TWO_BITS.fwd, TWO_BITS.bwd) if bits else ('raw', 'raw')
     return c
 
 
@@ -110,11 +106,9 @@ def get_study(scale: str, tables: tuple[int, ...] = (1, 2)) -> list[tuple[int, C
     rows = [(*case, '') for case in CASES]
     rows += [(delay, word, '-2bit') for delay, word in CASES if delay <= 1]
     trainings = [name for name, (table, _) in TRAININGS.items() if table in tables]
-    named = [(training, *case) for training in trainings for case in rows]
-    named += [(of, delay, 'predict', '-after') for of, delay in AFTER if of in trainings]
     runs = []
-    for seed, (training, delay, word, more) in itertools.product(range(SEEDS[scale]), named):
-        c = row(training, scale, delay, word, more)
+    for seed, training, case in itertools.product(range(SEEDS[scale]), trainings, rows):
+        c = row(training, scale, *case)
         c.seed = seed
         runs.append((seed, c))
     return runs

@@ -1,7 +1,7 @@
 """Three steps of a small uneven pipeline by any runtime; also run as one of several processes.
 
 python -m tests.pipelines address process processes kind case count replicas schedule delay late
-on_time out.npz
+out.npz
 """
 
 import functools
@@ -116,20 +116,19 @@ def model(case, n, stages=STAGES):
 
 
 @functools.cache
-def rules(case, replicas, late=0, on_time=0):
+def rules(case, replicas, late=0):
     """One object each, of which runs of the same network share the compiled updates."""
     text = 'all_gather(ef(top_k(0.3)))' if replicas > 1 else 'mean'
     text = ROUNDS if case == 'rounds' else text
     stages = len(STAGES if replicas == 1 else SHORT)
-    word = 'predict(0.5)' if late else 'none'
-    optimizer = corrected(optax.sgd(0.1, 0.9), late, word, on_time)
-    return Rules(rest(stages, optimizer, exchange.parse(text)), 1.0, late, on_time)
+    optimizer = corrected(optax.sgd(0.1, 0.9), late, 'predict(0.5)' if late else 'none')
+    return Rules(rest(stages, optimizer, exchange.parse(text)), 1.0, late)
 
 
-def batches(n, replicas, more=0):
+def batches(n, replicas, late=0):
     """So many that three move parameters."""
     r = np.random.default_rng(n)
-    for _ in range(STEPS + more):
+    for _ in range(STEPS + late):
         rows = SAMPLES * n * replicas
         x, y = (r.standard_normal((rows, k)) for k in (9, 4))
         yield {'x': x, 'y': y, 'id': r.permutation(EXAMPLES)[:rows].astype(np.int32)}
@@ -145,10 +144,10 @@ def scanned(body, carry, parts):
 
 
 @mock.patch('jaxmp.runtimes.local.loop', scanned)
-def local(case, n, replicas, late=0, on_time=0):
+def local(case, n, replicas, late=0):
     """Means, and what a step leaves of each stage and replica, by the runtime of one program."""
     stages = STAGES if replicas == 1 else SHORT
-    cut, rule, key = model(case, n, stages), rules(case, replicas, late, on_time), jax.random.key(0)
+    cut, rule, key = model(case, n, stages), rules(case, replicas, late), jax.random.key(0)
     total = lambda squares: sum(x for row in squares.values() for x in row)
     across = Across(total, lambda grads, held, key: (grads, held), together=True)
     found = []
@@ -158,7 +157,7 @@ def local(case, n, replicas, late=0, on_time=0):
         step = jax.jit(
             lambda s, b: train_step(rule, own(None), across, (s, b)), compiler_options=QUICK
         )
-        for batch in batches(n, 1, late + on_time):
+        for batch in batches(n, 1, late):
             state, means = step(state, batch)
             found.append([flat(means)])
         return found, [jax.device_get(state.model)]
@@ -176,7 +175,7 @@ def local(case, n, replicas, late=0, on_time=0):
 
     state = jax.jit(whole(first, in_specs=P()), compiler_options=QUICK)(key)
     step = jax.jit(whole(one, in_specs=(rows, P(), P(), rows)), compiler_options=QUICK)
-    for i, batch in enumerate(batches(n, replicas, late + on_time)):
+    for i, batch in enumerate(batches(n, replicas, late)):
         state, means = step(state, jnp.int32(i), key, batch)
         found.append([flat(jax.tree.map(operator.itemgetter(r), means)) for r in range(replicas)])
     at = lambda r: jax.device_get(jax.tree.map(lambda a: a[r], state.model))
@@ -217,14 +216,14 @@ def built(kind, case, n, replicas, group=ALONE, schedule='1f1b', remat=False, **
     return Mpmd(whole, columns, plan, options=OPTIONS, **options)
 
 
-def run(kind, case, n, replicas, group=ALONE, late=0, on_time=0, **options):
+def run(kind, case, n, replicas, group=ALONE, late=0, **options):
     """Three steps by `built`: means, what they leave, the runtime, and the seconds of each."""
     options |= {'delay': late} if kind == 'mpmd' else {}
     runtime = built(kind, case, n, replicas, group, **options)
-    return (*steps(runtime, case, n, group, late, on_time), runtime)
+    return (*steps(runtime, case, n, group, late), runtime)
 
 
-def steps(runtime, case, n, group=ALONE, late=0, on_time=0):
+def steps(runtime, case, n, group=ALONE, late=0):
     """Means, what is left once nothing is under way, and the seconds of each step."""
     replicas, stages = runtime.replicas, range(runtime.last + 1)
 
@@ -238,7 +237,7 @@ def steps(runtime, case, n, group=ALONE, late=0, on_time=0):
         sums = jnp.sum(jnp.asarray(group.total(mine)), -1)
         return sums if replicas > 1 else sums[0]
 
-    rule = rules(case, replicas, late, on_time)
+    rule = rules(case, replicas, late)
     across = Across(total, lambda grads, held, key: (grads, held), together=runtime.together)
     key = jax.random.key(0)
     state, found, seconds = create(rule, runtime, across, key), [], []
@@ -246,7 +245,7 @@ def steps(runtime, case, n, group=ALONE, late=0, on_time=0):
     state = state.replace(step=number, key=key)
     one = lambda runtime, *given: train_step(rule, runtime, across, given)
     step = runtime.bind(one, PER_REPLICA)
-    for batch in batches(n, replicas, late + on_time):
+    for batch in batches(n, replicas, late):
         start = time.perf_counter()
         state, means = jax.block_until_ready(step(state, batch))
         seconds.append(time.perf_counter() - start)
@@ -255,7 +254,7 @@ def steps(runtime, case, n, group=ALONE, late=0, on_time=0):
     return found, left._replace(feedback=runtime.unpack(left.feedback)), seconds
 
 
-def main(address, process, processes, kind, case, n, replicas, schedule, delay, late, on_time, out):
+def main(address, process, processes, kind, case, n, replicas, schedule, delay, late, out):
     signal.alarm(300)  # whatever becomes of the parent
     jax.config.update('jax_enable_x64', True)
     place = Address(address, int(processes), int(process))
@@ -265,9 +264,8 @@ def main(address, process, processes, kind, case, n, replicas, schedule, delay, 
     if kind == 'spmd':
         jax.config.update('jax_num_cpu_devices', 4 // int(processes))
     slow = {'emulated': (0.0, float(delay))} if kind == 'mpmd' else {}
-    late = {'late': int(late), 'on_time': int(on_time)}
     found, state, seconds, runtime = run(
-        kind, case, int(n), int(replicas), group, schedule=schedule, **late, **slow
+        kind, case, int(n), int(replicas), group, late=int(late), schedule=schedule, **slow
     )
     arrays = {
         f'{name}/{s}/{r}/{i}': a

@@ -53,10 +53,9 @@ class Quadratic:
         return f(None, *trees)
 
 
-def places(optimizer, steps, delay, on_time=0):
+def places(optimizer, steps, delay):
     """The parameters before each step."""
-    rules = Rules(rest(1, optimizer, mean), delay=delay, on_time=on_time)
-    across = within(())
+    rules, across = Rules(rest(1, optimizer, mean), delay=delay), within(())
     state, seen = create(rules, Quadratic(), across, jax.random.key(0)), []
     step = jax.jit(lambda state, number: train_step(rules, Quadratic(), across, (state, number))[0])
     for number in range(steps):
@@ -65,7 +64,7 @@ def places(optimizer, steps, delay, on_time=0):
     return [*seen, state.model.params[0]]
 
 
-def by_hand(delay, steps, word, strength, on_time=0):
+def by_hand(delay, steps, word, strength):
     """The same by a list of gradients."""
     optimizer = optax.adam(RATE)
     params, seen, due = FIRST, [], []
@@ -73,24 +72,22 @@ def by_hand(delay, steps, word, strength, on_time=0):
     for step in range(steps):
         seen.append(params)
         due.append(gradient(params, step))
-        if on_time <= step < on_time + delay:
+        if step < delay:
             continue
-        late = 0 if step < on_time else delay
-        g, then = due[step - late], seen[step - late]
-        if word == 'compensate' and late:
+        g, then = due[step - delay], seen[step - delay]
+        if word == 'compensate':
             guess = lambda g, p, old: g + strength * g * g * (p - old)
             g = jax.tree.map(guess, g, params, then)
         u, state = optimizer.update(g, state, params)
         moved = {
             'predict': lambda u, last: u + strength * (u - last),
             'scale': lambda u, last: strength * u,
-        }.get(word if late else 'none', lambda u, last: u)
+        }.get(word, lambda u, last: u)
         params = optax.apply_updates(params, jax.tree.map(moved, u, before))
-        before = u if late else before
+        before = u
     return [*seen, params]
 
 
-@pytest.mark.parametrize('on_time', [0, 4])
 @pytest.mark.parametrize('delay', [1, 3])
 @pytest.mark.parametrize(
     ('text', 'word', 'strength'),
@@ -101,9 +98,9 @@ def by_hand(delay, steps, word, strength, on_time=0):
         ('compensate(0.1)', 'compensate', 0.1),
     ],
 )
-def test_updates_are_those_of_a_list_of_gradients(delay, text, word, strength, on_time):
-    found = places(corrected(optax.adam(RATE), delay, text, on_time), 12, delay, on_time)
-    for a, b in zip(found, by_hand(delay, 12, word, strength, on_time), strict=True):
+def test_updates_are_those_of_a_list_of_gradients(delay, text, word, strength):
+    found = places(corrected(optax.adam(RATE), delay, text), 8, delay)
+    for a, b in zip(found, by_hand(delay, 8, word, strength), strict=True):
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-12)
 
@@ -158,16 +155,11 @@ MPMD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    'changes',
-    [
-        {'correction': 'predict(0.5)'},
-        {'correction': 'compensate', **MPMD},
-        {'correction': 'predict', 'delay_after': '2 steps', 'delay': 1, **MPMD},
-    ],
+    'changes', [{'correction': 'predict(0.5)'}, {'correction': 'compensate', **MPMD}]
 )
 def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path, changes):
     with jax.enable_x64(False):
-        config, begun = (digits(**{'delay': 3, 'clip_norm': 0.5, **changes}) for _ in 'ab')
+        config, begun = (digits(delay=3, clip_norm=0.5, **changes) for _ in 'ab')
         begun.epochs = 1
         whole = loop.train_and_evaluate(config, tmp_path / 'whole', quiet=True, draw=False)
         loop.train_and_evaluate(begun, tmp_path / 'parts', quiet=True, draw=False)
@@ -224,12 +216,6 @@ def test_memory_is_said_of_gradients_that_wait_and_weights_of_then():
         ),
         ({'parallel.schedule': 'async(delay=1)', **MPMD}, 'stays full is config.optimizer.delay=N'),
         ({'delay': -1}, 'delay=-1 is not a whole number from 0'),
-        ({'delay_after': '2 steps'}, "delay_after='2 steps' is of late gradients, .*give a delay"),
-        (
-            {'delay': 2, 'delay_after': '10 steps'},
-            "delay_after='10 steps' is 10 of the 12 steps .*delay=2 none is left .*; shorten it",
-        ),
-        ({'delay': 2, 'delay_after': 'some'}, "delay_after='some' is no length of training"),
         ({'delay': 1, 'correction': 'predict(x)'}, r"correction='predict\(x\)'"),
     ],
 )

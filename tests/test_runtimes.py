@@ -43,16 +43,16 @@ def _double():
 
 
 @cache
-def wanted(case, n, replicas, *late):
-    return pipelines.local(case, n, replicas, *late)
+def wanted(case, n, replicas, late=0):
+    return pipelines.local(case, n, replicas, late)
 
 
-def assert_equal(leaves, case, n, replicas, once=False, late=()):
+def assert_equal(leaves, case, n, replicas, once=False, late=0):
     """``(name, stage, replica) -> leaves`` equal the one-program runtime's; all are there.
 
     ``once``: a state that both ends share is at its sender alone.
     """
-    _, states = wanted(case, n, replicas, *late)
+    _, states = wanted(case, n, replicas, late)
     stages = pipelines.STAGES if replicas == 1 else pipelines.SHORT
     links = pipelines.cuts(case, n, len(stages) - 1)
     seen = 0
@@ -108,25 +108,18 @@ def test_a_runtime_equals_one_program(kind, case, n, replicas):
             assert all(a.devices() == {device} for a in jax.tree.leaves(tree))
 
 
-LATES = [(1, (2,)), (4, (1,)), (4, (2, 2))]  # steps late, and steps on time before
-LATE = [('mpmd', case, n, 1, late) for case in pipelines.CASES for n, late in LATES]
-LATE += [('mpmd', case, 4, 2, (1,)) for case in pipelines.REPLICATED]
-LATE += [
-    ('spmd', 'ef21', 4, 1, (1, 2)),
-    ('spmd', 'rounds', 4, 2, (1,)),
-    ('local', 'rounds', 4, 2, (1, 1)),
-]
+LATE = [('mpmd', case, n, 1, late) for case in pipelines.CASES for n, late in [(1, 2), (4, 1)]]
+LATE += [('mpmd', case, 4, 2, 1) for case in pipelines.REPLICATED]
+LATE += [('spmd', 'ef21', 4, 1, 1), ('spmd', 'rounds', 4, 2, 1), ('local', 'rounds', 4, 2, 1)]
 
 
 @pytest.mark.parametrize(
-    ('kind', 'case', 'n', 'replicas', 'late'),
-    slow(LATE, lambda c: c != ('mpmd', 'ef21', 4, 1, (2, 2))),
+    ('kind', 'case', 'n', 'replicas', 'late'), slow(LATE, lambda c: c != ('mpmd', 'ef21', 4, 1, 1))
 )
 def test_late_gradients_equal_those_of_one_program(kind, case, n, replicas, late):
     """Under mpmd they come late; elsewhere they wait."""
-    given = dict(zip(('late', 'on_time'), late, strict=False))
-    found, model, _, runtime = pipelines.run(kind, case, n, replicas, **given)
-    close(np.array(found), np.array(wanted(case, n, replicas, *late)[0]))
+    found, model, _, runtime = pipelines.run(kind, case, n, replicas, late=late)
+    close(np.array(found), np.array(wanted(case, n, replicas, late)[0]))
     leaves = lambda name, s, r: jax.tree.leaves(runtime.rows(getattr(model, name)[s])[r])
     assert assert_equal(leaves, case, n, replicas, runtime.together, late)
 
@@ -246,21 +239,16 @@ SPREAD += [('spmd', 2, case, 4, 2) for case in REPLICATED]
     ('kind', 'processes', 'case', 'n', 'replicas', 'schedule', 'delay', 'late'),
     slow(
         [
-            ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0, (0, 0)),
-            ('mpmd', 4, 'ef21', 1, 1, '1f1b', 80, (0, 0)),
-            ('mpmd', 4, 'rounds', 4, 2, 'zb_h2', 0, (0, 0)),
-            *(
-                ('mpmd', p, case, 4, 1, '1f1b', 0, late)
-                for late in [(1, 0), (2, 2)]
-                for p in (2, 4)
-                for case in pipelines.CASES
-            ),
-            ('mpmd', 4, 'rounds', 4, 2, '1f1b', 0, (2, 0)),
-            ('local', 2, 'direct', 4, 2, '1f1b', 0, (0, 0)),
-            ('spmd', 4, 'direct', 4, 2, '1f1b', 0, (0, 0)),
-            *((*case, '1f1b', 0, (0, 0)) for case in SPREAD),
+            ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0, 0),
+            ('mpmd', 4, 'ef21', 1, 1, '1f1b', 80, 0),
+            ('mpmd', 4, 'rounds', 4, 2, 'zb_h2', 0, 0),
+            *(('mpmd', p, case, 4, 1, '1f1b', 0, 1) for p in (2, 4) for case in pipelines.CASES),
+            ('mpmd', 4, 'rounds', 4, 2, '1f1b', 0, 2),
+            ('local', 2, 'direct', 4, 2, '1f1b', 0, 0),
+            ('spmd', 4, 'direct', 4, 2, '1f1b', 0, 0),
+            *((*case, '1f1b', 0, 0) for case in SPREAD),
         ],
-        lambda case: case != ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0, (0, 0)),
+        lambda case: case != ('mpmd', 2, 'direct', 4, 1, 'zb_v', 0, 0),
     ),
 )
 def test_processes_equal_one_program(
@@ -270,13 +258,13 @@ def test_processes_equal_one_program(
 
     Of spmd a replica over two processes, each in one of its own, and a process for every device.
     """
-    saved = run_processes(tmp_path, processes, kind, case, n, replicas, schedule, delay, *late)
+    saved = run_processes(tmp_path, processes, kind, case, n, replicas, schedule, delay, late)
     waits = 2 * (processes - 1) * delay / 1e3
     assert min(saved[0]['seconds'][1:]) >= waits  # the first step compiles
     extra = 'means', 'seconds'
     found = {k: a for one in saved for k, a in one.items() if k not in extra}
     means = [one['means'] for one in saved if 'means' in one]
-    close(np.concatenate(means, 1), np.array(wanted(case, n, replicas, *late)[0]))
+    close(np.concatenate(means, 1), np.array(wanted(case, n, replicas, late)[0]))
 
     def leaves(name, s, r):
         keys = [k for k in found if k.startswith(f'{name}/{s}/{r}/')]

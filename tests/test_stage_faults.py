@@ -244,24 +244,6 @@ def test_late_gradients_go_on_to_the_same_bits(tmp_path, compiled, undisturbed_a
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_gradients_are_on_time_goes_on_to_the_same_bits(tmp_path, compiled):
-    runs = []
-    try:
-        for name in ('whole', 'disturbed'):
-            (tmp_path / name).mkdir()
-            changes = {**LATE, 'delay_after': f'{EVERY + 1} steps'}
-            runs.append(Run(tmp_path / name, compiled, changes))
-            runs[0].end()
-        runs[1].reach(EVERY)
-        runs[1].kill(1)
-        runs[1].end()
-    finally:
-        for run in runs:
-            run.close()
-    assert outcome(runs[0].workdir) == outcome(runs[1].workdir)
-
-
-@pytest.mark.slow
 def test_a_spare_process_takes_the_part_of_one_that_does_not_come_back(
     tmp_path, compiled, undisturbed
 ):

@@ -316,14 +316,13 @@ def test_the_digest_of_a_checkpoint_in_one_file(tmp_path):
 def test_rows_of_late_gradients_differ_by_what_their_names_say():
     late = study.study_of(str(ROOT / 'configs' / 'late.py'))
     rows = {c.name: c for seed, c in late.get_study('study') if seed == 2}
-    assert len(rows) == 4 * (1 + 2 * 4 + 1 + 4) + 1
+    assert len(rows) == 4 * (1 + 2 * 4 + 1 + 4)
     for name, c in rows.items():
-        training, delay, *rest = name.removesuffix('-2bit').removesuffix('-after').split('-')
+        training, delay, *rest = name.removesuffix('-2bit').split('-')
         assert delay == f'late{c.optimizer.delay}'
         assert [c.optimizer.correction] == (rest or ['none'])
         assert (c.optimizer.name == 'muon') == (training == 'muon')
         assert (c.model.train == 'lora(8)') == (training == 'lora')
-        assert name.endswith('-after') == (c.optimizer.delay_after != '0 steps')
         assert name.endswith('-2bit') == (c.fwd != 'raw') == (c.bwd != 'raw')
     assert {c.optimizer.delay for c in rows.values()} == {0, 1, 4}
     rate = lambda n: rows[f'lora-late{n}'].optimizer.lr
@@ -340,7 +339,7 @@ def test_rows_of_late_gradients_differ_by_what_their_names_say():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('row', ['muon-late1-predict-after', 'lora-late4-compensate'])
+@pytest.mark.parametrize('row', ['muon-late1-predict', 'lora-late4-compensate'])
 def test_a_row_of_late_gradients_runs(tmp_path, row):
     model = tiny(tmp_path / 'model', num_hidden_layers=4)
     places = f'--out={tmp_path}', f'--work={tmp_path / "work"}', f'--set=model.path={model}'

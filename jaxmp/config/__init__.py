@@ -160,8 +160,6 @@ KEYS: Mapping[str, Key] = {
     'optimizer.clip_norm': Key(0.0, 'largest global norm of the gradients; 0: not clipped'),
     'optimizer.delay': Key(
         0, 'steps that gradients come late; under mpmd the pipeline is then never emptied'),
-    'optimizer.delay_after': Key(
-        '0 steps', 'over which gradients are on time first, likewise', length=True),
     'optimizer.correction': Key(
         'none', 'of late gradients, perhaps with its strength, `predict(0.5)`',
         words=('none', 'predict', 'scale', 'compensate'),

@@ -17,14 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.config import KEYS, Summary, settings
+from jaxmp.config import Summary, settings
 from jaxmp.metrics import positions
 from jaxmp.report import style
 from jaxmp.report.residuals import Estimate, estimate
 from jaxmp.report.results import Row, Study, last, load, score
 from jaxmp.report.tables import NONE, markdown, plain, with_error
 
-NEVER = KEYS['optimizer.delay_after'].default
 TITLE = 'Loss by the delay of gradients'
 HEADS = (
     'training', 'messages', 'correction', 'steps', 'steps late', 'loss, nats',
@@ -40,7 +39,6 @@ class Late(NamedTuple):
       optimizer: its name.
       length: steps of the training.
       delay: steps.
-      after: how long the gradients are on time first; empty: not at all.
       correction: the word of `config.optimizer.correction`.
       compressed: whether messages are.
       loss: of the last test.
@@ -52,7 +50,6 @@ class Late(NamedTuple):
     optimizer: str
     length: int
     delay: int
-    after: str
     correction: str
     compressed: bool
     loss: Estimate
@@ -78,37 +75,36 @@ def training_of(model: Mapping[str, Any]) -> str:
 def rows(study: Study) -> list[Late]:
     """The rows of a study by delay, where there are late ones beside those on time."""
     by_case = {case_of(row.runs[0]): row for row in study.rows.values()}
-    if not any(delay for _, delay, *_ in by_case):
+    if not any(delay for _, delay, _, _ in by_case):
         return []
     found = []
     for case in sorted(by_case, key=key):
-        codecs, *_, kind = case
-        if on_time := by_case.get((codecs, 0, '', 'none', kind)):
+        codecs, _, _, kind = case
+        if on_time := by_case.get((codecs, 0, 'none', kind)):
             found += compared(by_case[case], on_time)
     return found
 
 
-Case = tuple[tuple[str, str], int, str, str, tuple[str, str]]
+Case = tuple[tuple[str, str], int, str, tuple[str, str]]
 
 
 def case_of(run: Summary) -> Case:
-    """Channels of a run, its delay, after what, its correction, and the kind of its training."""
+    """The channels of a run, its delay, its correction, and the kind of its training."""
     values = settings(run['config'])
     kind = training_of(run['config']['model']), values['optimizer.name']
-    after = values['optimizer.delay_after']
-    late = values['optimizer.delay'], after * (after != NEVER), values['optimizer.correction']
+    late = values['optimizer.delay'], values['optimizer.correction']
     return (run['fwd'], run['bwd']), *late, kind
 
 
 def key(case: Case) -> tuple[Any, ...]:
     """Raw messages before compressed ones, then by correction and delay."""
-    codecs, delay, after, correction, kind = case
-    return kind, codecs != ('raw', 'raw'), codecs, correction != 'none', correction, delay, after
+    codecs, delay, correction, kind = case
+    return kind, codecs != ('raw', 'raw'), codecs, correction != 'none', correction, delay
 
 
 def compared(row: Row, on_time: Row) -> list[Late]:
     """A row beside the one on time, seed by seed; none without a common seed."""
-    codecs, delay, after, correction, kind = case_of(row.runs[0])
+    codecs, delay, correction, kind = case_of(row.runs[0])
     by_seed = {run['seed']: run for run in on_time.runs}
     pairs = [(run, by_seed[run['seed']]) for run in row.runs if run['seed'] in by_seed]
     if not pairs:
@@ -117,8 +113,7 @@ def compared(row: Row, on_time: Row) -> list[Late]:
     more = estimate([end(run) / end(first) - 1 for run, first in pairs])
     steps = estimate([ratio(run, first, row.judged) for run, first in pairs])
     compressed, length = codecs != ('raw', 'raw'), row.runs[0]['steps']
-    how = delay, after, correction, compressed
-    return [Late(*kind, length, *how, last(row, row.judged), more, steps)]
+    return [Late(*kind, length, delay, correction, compressed, last(row, row.judged), more, steps)]
 
 
 def ratio(late: Summary, on_time: Summary, mode: str) -> float:
@@ -170,8 +165,7 @@ def line(late: Late) -> list[str]:
     )
     return [
         f'{late.training}, {late.optimizer}', 'compressed' if late.compressed else 'raw',
-        late.correction if late.delay else NONE, f'{late.length:,}',
-        f'{late.delay} after {late.after}' if late.after else str(late.delay),
+        late.correction if late.delay else NONE, f'{late.length:,}', str(late.delay),
         plain(late.loss.mean, 4), *costs, str(late.loss.seeds),
     ]  # fmt: skip
 
@@ -202,7 +196,7 @@ def draw(study: Study, out: Path) -> str:
 
 def title(late: Sequence[Late]) -> str:
     """What the least delay costs with raw messages, by the best correction and by none."""
-    first = [r for r in late if r.delay and not (r.after or r.compressed)]
+    first = [r for r in late if r.delay and not r.compressed]
     own = [r for r in first if r.delay == min(r.delay for r in first)]
     if not own:
         return TITLE
@@ -218,7 +212,7 @@ def seeds(late: Sequence[Late]) -> str:
     """How many seeds the rows have.
 
     >>> counts = (1, 3)
-    >>> seeds([Late('', '', 9, 0, '', '', False, *[estimate([1.0] * n)] * 3) for n in counts])
+    >>> seeds([Late('', '', 9, 0, '', False, *[estimate([1.0] * n)] * 3) for n in counts])
     '1 to 3 seeds'
     """
     counts = sorted({r.loss.seeds for r in late})
@@ -227,10 +221,10 @@ def seeds(late: Sequence[Late]) -> str:
 
 
 def lines(late: Sequence[Late]) -> dict[str, list[tuple[int, float]]]:
-    """Loss by delay from the first step, of each correction and kind of message."""
+    """Loss by delay, from the row on time, of each correction and kind of message."""
     found: dict[str, list[tuple[int, float]]] = {}
     for compressed in (False, True):
-        own = [r for r in late if r.compressed == compressed and not r.after]
+        own = [r for r in late if r.compressed == compressed]
         for word in dict.fromkeys(r.correction for r in own if r.delay):
             label = ('uncorrected' if word == 'none' else word) + ', compressed' * compressed
             found[label] = [
@@ -242,11 +236,10 @@ def lines(late: Sequence[Late]) -> dict[str, list[tuple[int, float]]]:
 def record(studies: Iterable[Study]) -> list[dict[str, Any]]:
     """What `jaxmp plan` reads: a row per training, delay, correction and kind of message.
 
-    The gradients of all steps are late.
     Where trainings of several lengths were measured it is of the shortest, which loses most.
     """
     shortest: dict[tuple[Any, ...], Late] = {}
-    for r in (r for study in studies for r in rows(study) if r.delay and not r.after):
+    for r in (r for study in studies for r in rows(study) if r.delay):
         case = r.training, r.optimizer, r.delay, r.correction, r.compressed
         shortest[case] = min(r, shortest.get(case, r), key=lambda r: r.length)
     return [

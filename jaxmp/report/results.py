@@ -36,7 +36,6 @@ VARIES = (
     'model.bottleneck',
     'model.embed_every_stage',
     'optimizer.delay',
-    'optimizer.delay_after',
     'optimizer.correction',
 )
 TUNED = (

@@ -195,7 +195,7 @@ class OverColumns:
         return np.asarray(step, np.int32), jax.random.wrap_key_data(jnp.asarray(words))
 
     def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
-        """See `Runtime`; nothing is under way between two steps."""
+        """See `PlacedRuntime`; nothing is under way between two steps."""
         return [], state
 
     def again(self) -> None:

@@ -116,10 +116,6 @@ class Local:
         fwd = tuple((a.right_tx, b.left_rx) for a, b in pairs)
         return FeedbackState(fwd, tuple((b.left_tx, a.right_rx) for a, b in pairs))
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
-        """See `Runtime`; nothing is under way between two steps."""
-        return [], state
-
     def at(
         self, stage: int, f: Callable[..., Tree], *trees: Tree, spent: tuple[int, ...] = ()
     ) -> Tree:

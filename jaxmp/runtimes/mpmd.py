@@ -116,7 +116,7 @@ class Mpmd(OverColumns):
         return means, grads if due else None, self._gathered(states)
 
     def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
-        """See `Runtime`."""
+        """See `PlacedRuntime`."""
         rows: list[dict[int, Grads]] = []
         states = {}
         for r, driver in self.drivers.items():

@@ -206,7 +206,7 @@ class Replicated:
         return on_all(f, self.mesh)(*trees)
 
     def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
-        """See `Runtime`; nothing is under way between two steps."""
+        """See `PlacedRuntime`; nothing is under way between two steps."""
         return [], state
 
     def again(self) -> None:

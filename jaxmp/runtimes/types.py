@@ -140,10 +140,6 @@ class Runtime(Protocol):
         """
         ...
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
-        """Gradients of the batches whose own have not come, the oldest first; the state after."""
-        ...
-
     def at(
         self, stage: int, f: Callable[..., Tree], *trees: Tree, spent: tuple[int, ...] = ()
     ) -> Tree:
@@ -194,7 +190,7 @@ class PlacedRuntime(Protocol):
         ...
 
     def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
-        """See `Runtime`."""
+        """Gradients of the batches whose own have not come, the oldest first; the state after."""
         ...
 
     def again(self) -> None:

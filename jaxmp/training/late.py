@@ -2,9 +2,8 @@ r"""`corrected`: an optimizer whose gradients come N steps late, as in a pipelin
 
 Step t computes the gradient :math:`g_t` at the parameters :math:`p_t`, and moves them by
 :math:`g_{t-N}` (`jaxmp.training.step`), so that N + 1 batches are under way at once and no stage
-waits for a message. N steps move nothing, and the gradients of the last N are not used. N = 1 is
-PipeDream-2BW. The first steps of a run, in which the loss falls fastest, may be on time
-(``delay_after``), as in PipeMare.
+waits for a message. The first N steps move nothing, and the gradients of the last N are not used.
+N = 1 is PipeDream-2BW.
 
 A correction makes up for it. With :math:`u_t`, the optimizer's update by :math:`g_{t-N}`:
 
@@ -22,12 +21,11 @@ References:
   PipeDream-2BW, arXiv 2006.09503. Gradients one step late, and error feedback: arXiv 2606.30634, of
   which the abstract alone was at hand, so that the equation is ours. SpecTrain, arXiv 1809.02839.
   XPipe, arXiv 1911.04610. Nesterov's method for pipelines, arXiv 2505.01099. Delay-compensated
-  ASGD, arXiv 1609.08326. Rates by delay, and first steps on time: PipeMare, arXiv 1910.05124.
+  ASGD, arXiv 1609.08326. Rates by delay: PipeMare, arXiv 1910.05124.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -37,29 +35,26 @@ import jax.numpy as jnp
 import optax
 
 from jaxmp.boundary import Boundary
-from jaxmp.config import KEYS, Config, length_of
+from jaxmp.config import KEYS, Config
 from jaxmp.exchange.collectives import Grads, Params
-from jaxmp.training.points import points_of, steps_of
 
 
 class Corrected(NamedTuple):
     """The state of an optimizer whose gradients are late.
 
     Attributes:
-      updates: their number so far.
       places: the parameters of the last N steps, the oldest first, where a correction needs them.
       last: the last update, likewise.
       state: of the optimizer.
     """
 
-    updates: jax.Array
     places: tuple[Any, ...]
     last: Any
     state: Any
 
 
 def corrected(
-    optimizer: optax.GradientTransformation, delay: int, correction: str = 'none', on_time: int = 0
+    optimizer: optax.GradientTransformation, delay: int, correction: str = 'none'
 ) -> optax.GradientTransformation:
     """``optimizer``, which makes up for gradients that come ``delay`` steps late.
 
@@ -67,7 +62,6 @@ def corrected(
       optimizer: what moves the parameters.
       delay: N; the first update is by the gradient at the parameters of `init`.
       correction: 'none', or a word of the module's table, perhaps with its number.
-      on_time: updates before those, by gradients that are not late, which nothing corrects.
 
     >>> optimizer = corrected(optax.sgd(1.0), 1, 'predict')
     >>> state, seen = optimizer.init(8.0), [8.0, 8.0]
@@ -86,30 +80,21 @@ def corrected(
         last = jax.tree.map(jnp.zeros_like, params) if word == 'predict' else ()
         copies = delay if word == 'compensate' else 0  # a step may donate each
         places = tuple(jax.tree.map(jnp.copy, params) for _ in range(copies))
-        return Corrected(jnp.zeros((), jnp.int32), places, last, optimizer.init(params))
+        return Corrected(places, last, optimizer.init(params))
 
     def update(updates: Grads, state: Any, params: Params = None) -> tuple[Any, Corrected]:
         due, places, last = updates, state.places, state.last
-        late = state.updates >= on_time
-        c = jnp.where(late, strength, 1.0 if word == 'scale' else 0.0)
         if word == 'compensate':
             then, *later = places
-            guess = lambda g, p, old: g + c * g * g * (p - old)
+            guess = lambda g, p, old: g + strength * g * g * (p - old)
             due, places = jax.tree.map(guess, due, params, then), (*later, params)
         updates, inner = optimizer.update(due, state.state, params)
-        if word == 'compensate' and on_time:  # the first late gradients are of those it leads to
-            to = optax.apply_updates(params, updates)
-            pick = functools.partial(jnp.where, late)
-            places = tuple(jax.tree.map(pick, place, to) for place in places)
-        elif word == 'predict':
-            ahead = lambda u, before: u + c * (u - before)
-            last, updates = (
-                jax.tree.map(lambda u: late * u, updates),
-                jax.tree.map(ahead, updates, last),
-            )
+        if word == 'predict':
+            ahead = lambda u, before: u + strength * (u - before)
+            last, updates = updates, jax.tree.map(ahead, updates, last)
         elif word == 'scale':
-            updates = jax.tree.map(lambda u: c * u, updates)
-        return updates, Corrected(state.updates + 1, places, last, inner)
+            updates = jax.tree.map(lambda u: strength * u, updates)
+        return updates, Corrected(places, last, inner)
 
     return optax.GradientTransformation(init, update)
 
@@ -123,11 +108,6 @@ def check_delay(config: Config, cuts: Iterable[Boundary]) -> None:
     """
     c, parallel = config.optimizer, config.parallel
     if not c.delay:
-        if length_of(c.delay_after) != (0, 'steps'):
-            raise ValueError(
-                f'config.optimizer.delay_after={c.delay_after!r} is of late gradients, and '
-                'config.optimizer.delay=0; give a delay, or leave it out'
-            )
         if c.correction != 'none':
             raise ValueError(
                 f'config.optimizer.correction={c.correction!r} is of late gradients, and '
@@ -157,23 +137,6 @@ def check_delay(config: Config, cuts: Iterable[Boundary]) -> None:
                 f'{cut.fwd} weighs activations by the last gradients, which with {late} have not '
                 'come; take by_gradient=0, or no delay'
             )
-
-
-def on_time_of(config: Config, epoch_steps: int) -> int:
-    """Steps of a run whose gradients are on time, before they are late.
-
-    Raises:
-      ValueError: if no late gradient would move the parameters.
-    """
-    c, end = config.optimizer, points_of(config, epoch_steps).end
-    steps = steps_of(c.delay_after, epoch_steps, end)
-    if steps and steps + c.delay >= end:
-        raise ValueError(
-            f'config.optimizer.delay_after={c.delay_after!r} is {steps} of the {end} steps of the '
-            f'run, and with config.optimizer.delay={c.delay} none is left for late gradients; '
-            'shorten it, or leave both out'
-        )
-    return steps
 
 
 def strength_of(correction: str, delay: int) -> tuple[str, float]:

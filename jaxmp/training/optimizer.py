@@ -15,7 +15,7 @@ from jaxmp.config import KEYS, Config
 from jaxmp.config.plugins import called
 from jaxmp.exchange.collectives import Params, Tree
 from jaxmp.training.clipping import WholeNorm, of_stage
-from jaxmp.training.late import corrected, on_time_of
+from jaxmp.training.late import corrected
 from jaxmp.training.masters import with_masters
 from jaxmp.training.points import points_of, steps_of
 
@@ -96,7 +96,7 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
       ValueError: as `rate_of` and `of_stage`, and if an own function returns no optimizer.
     """
     c, whole = config.optimizer, _whole(config, rate_of(config, epoch_steps))
-    whole = corrected(whole, c.delay, c.correction, on_time_of(config, epoch_steps))
+    whole = corrected(whole, c.delay, c.correction)
     if config.model.param_dtype != 'float32':
         whole = with_masters(whole)
     return of_stage(whole, c.name) if ':' in c.name else whole

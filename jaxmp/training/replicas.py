@@ -34,13 +34,13 @@ def gathered_checksums(via: Collectives | None, tree: Tree) -> UInt32[Array, 'n 
     return sums[None] if via is None else via.all_gather(sums)
 
 
-def alike(exchange: Exchange, state: TrainState, updates: int) -> dict[int, Tree]:
-    """By stage what must be equal in all replicas after so many updates, perhaps nothing."""
+def alike(exchange: Exchange, state: TrainState, delay: int = 0) -> dict[int, Tree]:
+    """By stage what must be equal in all replicas now, perhaps nothing between two averages."""
     if exchange.shared:
         some = lambda states: [x for x in states if x != ()]  # a group that follows has no state
         trees = {s: [each(exchange.shared, x) for x in some(t)] for s, t in state.exchange.items()}
     else:
-        trees = state.model.params if updates % exchange.period == 0 else {}
+        trees = state.model.params if (int(state.step) - delay) % exchange.period == 0 else {}
     return {s: tree for s, tree in trees.items() if jax.tree.leaves(tree)}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -74,27 +74,17 @@ class Rules(NamedTuple):
       groups: the parameters that are trained, and how each group is exchanged and updated.
       clip_norm: largest global norm over all stages; 0 does not clip.
       delay: steps after which gradients move the parameters. All that follows from them, such as
-        their norm, is then computed in that step; N steps do none of it.
-      on_time: steps at the start of the run without that delay.
+        their norm, is then computed in that step; the first N steps do none of it.
     """
 
     groups: Groups
     clip_norm: float = 0.0
     delay: int = 0
-    on_time: int = 0
 
     @property
     def normed(self) -> bool:
         """Whether a step needs the global norm."""
         return bool(self.clip_norm) or any(isinstance(g.optimizer, WholeNorm) for g in self.groups)
-
-    def updates(self, steps: int) -> int:
-        """How many of the first steps of a run move the parameters.
-
-        >>> [Rules((), delay=2, on_time=3).updates(steps) for steps in range(2, 8)]
-        [2, 3, 3, 3, 4, 5]
-        """
-        return max(min(steps, self.on_time), steps - self.delay)
 
 
 def create(
@@ -147,25 +137,15 @@ def train_step(
     # The norm of gradients that have just come may be known, if nothing changes them until here.
     unchanged = not (state.waiting or across.together or copied(rules.groups))
     square = runtime.square if unchanged else None
-    early = state.step < rules.on_time
-    if new is None and early:  # a pipeline that stays full is emptied
-        (new,), model = runtime.drain(model)
     grads, *waiting = (*state.waiting, *(() if new is None else (new,)))
-    if rules.on_time:
-        now: Any = (new, *state.waiting)
-        then = (grads, *waiting)
-        pick = functools.partial(jnp.where, early)
-        both = jax.tree.map(pick, now, then) if across.together else now if early else then
-        grads, *waiting = both
     state = state.replace(model=model, waiting=tuple(waiting))
     apply = functools.partial(updated, rules, runtime, across, (key, square))
-    moves = early | (state.step >= rules.on_time + rules.delay)
     if not rules.delay:
         state = apply(state, grads)
     elif across.together:
         idle = lambda state, grads: state
-        state = jax.lax.cond(moves, apply, idle, state, grads)
-    elif moves:
+        state = jax.lax.cond(state.step < rules.delay, idle, apply, state, grads)
+    elif state.step >= rules.delay:
         state = apply(state, grads)
     return state.replace(step=state.step + 1), means
 

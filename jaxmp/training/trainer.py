@@ -32,7 +32,6 @@ from jaxmp.training.across import Across, Between, Traffic, within
 from jaxmp.training.evaluate import cuts_to_score, feedback_to_score, means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.groups import exchanged
-from jaxmp.training.late import on_time_of
 from jaxmp.training.parallel import Build
 from jaxmp.training.portable import Portable, StageTree
 from jaxmp.training.step import PER_REPLICA, Rules, TrainState, create, train_step
@@ -112,8 +111,7 @@ class Trainer:
         """What a step of an epoch does with the gradients."""
         exp = self.exp
         groups = tuple(g._replace(exchange=g.exchange.phase(epoch)) for g in exp.groups)
-        c, on_time = exp.config.optimizer, on_time_of(exp.config, exp.epoch_steps)
-        return Rules(groups, c.clip_norm, c.delay, on_time)
+        return Rules(groups, exp.config.optimizer.clip_norm, exp.config.optimizer.delay)
 
     def shapes(self) -> dict[int, Params]:
         """Those of the parameters of all stages."""
@@ -288,8 +286,8 @@ class Trainer:
     def check(self, state: TrainState) -> None:
         """Raises DriftError if replicas that must be equal differ."""
         if self.training.replicas > 1:
-            updates = self.rules(0).updates(int(state.step))
-            for s, tree in replicas.alike(self.exp.exchange, state, updates).items():
+            delay = self.exp.config.optimizer.delay
+            for s, tree in replicas.alike(self.exp.exchange, state, delay).items():
                 rows = self.training.rows(self.training.at(s, replicas.gathered_checksums, tree))
                 first = next(iter(self.training.rows(tree).values()))
                 checksums = np.asarray(next(iter(rows.values())))
