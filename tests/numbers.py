@@ -502,6 +502,16 @@ def late_run(study, row):
     return runs(study, row)[0]
 
 
+def late_of_seed(study, late_name, on_time, seed):
+    """How much higher the loss of a late run is than on time, as a share, of one seed."""
+    end = lambda name: next(
+        results.score(run, 'off', 'last')
+        for run in studies()[study].rows[name].runs
+        if run['seed'] == seed
+    )
+    return end(late_name) / end(on_time) - 1
+
+
 def late_row(study, delay, correction='none', compressed=False):
     """What late gradients cost in a study, as the page's table has it."""
     [row] = [
