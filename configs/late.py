@@ -30,11 +30,10 @@ def finetuned(scale: str, train: str, rate: float) -> Config:
     c.data.update(name='wikitext-2', train_examples=4 * steps, test_examples=32)
     c.model.update(path=BASE, train=train)
     c.optimizer.update(lr=rate, warmup='5%')
-    c.eval_every = f'{steps // 4} steps'
+    c.eval_every = c.checkpoint_every = f'{steps // 4} steps'
     if scale == 'smoke':
         c.data.update(name='alice', sequence_length=32, train_examples=16, test_examples=4)
-        c.update(epochs=2)
-        c.eval_every = 1
+        c.update(epochs=2, eval_every=1, checkpoint_every=1)
     return c
 
 

@@ -331,6 +331,7 @@ def test_rows_of_late_gradients_differ_by_what_their_names_say():
         late.get_study('cpu')
     long = {c.name: c for _, c in late.get_study('long', (1,))}
     assert all(c.data.train_examples == 1024 for c in long.values())
+    assert {c.checkpoint_every for c in long.values()} == {'64 steps'}  # a kill loses a quarter
     assert long['lora-late4-predict'].optimizer.lr == long['lora-late0'].optimizer.lr
     assert long['full-late4-predict'].optimizer.warmup == '50%'
     assert long['full-late1-predict'].optimizer.warmup == long['full-late0'].optimizer.warmup
