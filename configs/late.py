@@ -6,8 +6,9 @@ jaxmp sweep configs/late.py --scale=study --tables=1 --set data.dir=TEXT \
 Table 2, a GPT-2 of 1.3 million parameters from nothing, one pass over the same text:
 jaxmp sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
 The scale long fine-tunes for four times as many steps. The scale smoke takes Alice, two epochs:
-that everything runs. A row is a training, a delay and a
-correction, such as muon-late1-predict; `-2bit` sends two bits and a third both ways.
+that everything runs. A row is a training, a delay and a correction, such as muon-late1-predict;
+`-2bit` sends two bits and a third both ways, and in `-stage` each stage is only as late as its own
+way takes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ TRAININGS = {
 }
 # Tuned on seed 100, for each delay: LoRA uncorrected, from 5e-4, 1e-3 and 2e-3; from nothing on a
 # quarter of the text, late ones by `predict`, among powers of two; all parameters four late by
-# `predict`, of 1e-4 with a warm-up of 5 and 30 %, 1.5e-4 and 2e-4 with 50 %.
+# `predict`, of 1e-4 with a warm-up of 5 and 30 %, 1.5e-4 and 2e-4 with 50 %. By stage, LoRA has the
+# rate on time, all parameters that of four late.
 RATES = {
     ('lora', 4): 1e-3,
     ('full', 4): 1.5e-4,
@@ -74,16 +76,17 @@ WARMUPS = {('full', 4): '50%'}
 CASES = [(0, 'none'), *itertools.product(DELAYS, CORRECTIONS)]
 
 
-def row(training: str, scale: str, delay: int, correction: str, bits: str) -> Config:
-    """A run of a row."""
+def row(training: str, scale: str, delay: int, correction: str, ending: str = '') -> Config:
+    """A run of a row; its name's ``ending`` is -2bit, -stage or nothing."""
     c = TRAININGS[training][1](scale)
     word = f'-{correction}' * (correction != 'none')
-    c.name = f'{training}-late{delay}{word}{bits}'
-    c.optimizer.update(delay=delay, correction=correction)
-    rates = LONG if scale == 'long' else RATES
+    c.name = f'{training}-late{delay}{word}{ending}'
+    by_stage = ending == '-stage'
+    c.optimizer.update(delay=delay, correction=correction, delay_by_stage=by_stage)
+    rates = LONG if scale == 'long' or by_stage else RATES
     c.optimizer.lr = rates.get((training, delay), c.optimizer.lr)
     c.optimizer.warmup = WARMUPS.get((training, delay), c.optimizer.warmup)
-    c.fwd, c.bwd = (TWO_BITS.fwd, TWO_BITS.bwd) if bits else ('raw', 'raw')
+    c.fwd, c.bwd = (TWO_BITS.fwd, TWO_BITS.bwd) if ending == '-2bit' else ('raw', 'raw')
     return c
 
 
@@ -104,10 +107,11 @@ def get_study(scale: str, tables: tuple[int, ...] = (1, 2)) -> list[tuple[int, C
         )
     rows = [(*case, '') for case in CASES]
     rows += [(delay, word, '-2bit') for delay, word in CASES if delay <= 1]
-    trainings = [name for name, (table, _) in TRAININGS.items() if table in tables]
+    by_stage = {1: [(4, 'predict', '-stage')], 2: []}  # a table of two stages is late in both
     runs = []
-    for seed, training, case in itertools.product(range(SEEDS[scale]), trainings, rows):
-        c = row(training, scale, *case)
-        c.seed = seed
-        runs.append((seed, c))
+    for seed, (training, (table, _)) in itertools.product(range(SEEDS[scale]), TRAININGS.items()):
+        for case in [*rows, *by_stage[table]] if table in tables else []:
+            c = row(training, scale, *case)
+            c.seed = seed
+            runs.append((seed, c))
     return runs

@@ -32,7 +32,7 @@ def flushed(name: str) -> list[Task]:
 def actions(name: str) -> tuple[Action, ...]:
     """All steps of a schedule, each action as early as it can."""
     if name == 'late':
-        return stream(range(DEVICES), MICROBATCHES, DELAY, STEPS, COSTS)
+        return stream(range(DEVICES), MICROBATCHES, (DELAY,) * DEVICES, STEPS, COSTS)
     tasks = flushed(name)
     orders = {d: [task for task in tasks if task[1] == d] for d in range(DEVICES)}
     return timed(orders, COSTS)

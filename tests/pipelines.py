@@ -4,6 +4,7 @@ python -m tests.pipelines address process processes kind case count replicas sch
 out.npz
 """
 
+import ast
 import functools
 import operator
 import signal
@@ -115,20 +116,29 @@ def model(case, n, stages=STAGES):
     return Model(stages, cuts(case, n, len(stages) - 1), prepare, loss, x, n)
 
 
+def delays(late, stages):
+    """Of each stage: ``late`` for all, or by stage as it says."""
+    return late if isinstance(late, tuple) else (late,) * stages if late else ()
+
+
 @functools.cache
 def rules(case, replicas, late=0):
     """One object each, of which runs of the same network share the compiled updates."""
     text = 'all_gather(ef(top_k(0.3)))' if replicas > 1 else 'mean'
     text = ROUNDS if case == 'rounds' else text
     stages = len(STAGES if replicas == 1 else SHORT)
-    optimizer = corrected(optax.sgd(0.1, 0.9), late, 'predict(0.5)' if late else 'none')
-    return Rules(rest(stages, optimizer, exchange.parse(text)), 1.0, late)
+    steps = delays(late, stages)
+    made = {n: corrected(optax.sgd(0.1, 0.9), n, 'predict(0.5)') for n in {0, *steps}}
+    groups = rest(stages, made[0], exchange.parse(text))
+    if steps:
+        groups = tuple(g._replace(optimizer=made[n]) for g, n in zip(groups, steps, strict=True))
+    return Rules(groups, 1.0, steps)
 
 
 def batches(n, replicas, late=0):
     """So many that three move parameters."""
     r = np.random.default_rng(n)
-    for _ in range(STEPS + late):
+    for _ in range(STEPS + max(delays(late, 1), default=0)):
         rows = SAMPLES * n * replicas
         x, y = (r.standard_normal((rows, k)) for k in (9, 4))
         yield {'x': x, 'y': y, 'id': r.permutation(EXAMPLES)[:rows].astype(np.int32)}
@@ -197,10 +207,12 @@ def parts_of(feedback, s, links, once=False):
     return (*left, *right)
 
 
-def built(kind, case, n, replicas, group=ALONE, schedule='1f1b', remat=False, **options):
+def built(kind, case, n, replicas, group=ALONE, late=0, schedule='1f1b', remat=False, **options):
     """The runtime of a kind, of this process."""
     stages = STAGES if replicas == 1 else SHORT
-    whole = model(case, n, stages)._replace(remat=remat, normed=bool(options.get('delay')))
+    steps = delays(late, len(stages))
+    normed = len({*steps}) == 1  # else each group clips by its own norm
+    whole = model(case, n, stages)._replace(remat=remat, normed=normed, delays=steps)
     if kind == 'local':
         return Replicated(whole, device_mesh(replica=replicas) if replicas > 1 else None)
     if kind == 'spmd':
@@ -218,8 +230,7 @@ def built(kind, case, n, replicas, group=ALONE, schedule='1f1b', remat=False, **
 
 def run(kind, case, n, replicas, group=ALONE, late=0, **options):
     """Three steps by `built`: means, what they leave, the runtime, and the seconds of each."""
-    options |= {'delay': late} if kind == 'mpmd' else {}
-    runtime = built(kind, case, n, replicas, group, **options)
+    runtime = built(kind, case, n, replicas, group, late, **options)
     return (*steps(runtime, case, n, group, late), runtime)
 
 
@@ -264,9 +275,8 @@ def main(address, process, processes, kind, case, n, replicas, schedule, delay, 
     if kind == 'spmd':
         jax.config.update('jax_num_cpu_devices', 4 // int(processes))
     slow = {'emulated': (0.0, float(delay))} if kind == 'mpmd' else {}
-    found, state, seconds, runtime = run(
-        kind, case, int(n), int(replicas), group, late=int(late), schedule=schedule, **slow
-    )
+    options = {'late': ast.literal_eval(late), 'schedule': schedule, **slow}
+    found, state, seconds, runtime = run(kind, case, int(n), int(replicas), group, **options)
     arrays = {
         f'{name}/{s}/{r}/{i}': a
         for name, part in state._asdict().items()

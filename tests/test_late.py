@@ -55,7 +55,7 @@ class Quadratic:
 
 def places(optimizer, steps, delay):
     """The parameters before each step."""
-    rules, across = Rules(rest(1, optimizer, mean), delay=delay), within(())
+    rules, across = Rules(rest(1, optimizer, mean), delays=(delay,)), within(())
     state, seen = create(rules, Quadratic(), across, jax.random.key(0)), []
     step = jax.jit(lambda state, number: train_step(rules, Quadratic(), across, (state, number))[0])
     for number in range(steps):
@@ -155,7 +155,12 @@ MPMD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    'changes', [{'correction': 'predict(0.5)'}, {'correction': 'compensate', **MPMD}]
+    'changes',
+    [
+        {'correction': 'predict(0.5)'},
+        {'correction': 'compensate', **MPMD},
+        {'correction': 'predict', 'delay_by_stage': True, **MPMD},
+    ],
 )
 def test_a_run_with_late_gradients_is_resumed_to_the_bit(tmp_path, changes):
     with jax.enable_x64(False):
@@ -215,6 +220,7 @@ def test_memory_is_said_of_gradients_that_wait_and_weights_of_then():
             'with .*delay=2 have not',
         ),
         ({'parallel.schedule': 'async(delay=1)', **MPMD}, 'stays full is config.optimizer.delay=N'),
+        ({'delay_by_stage': True}, 'delay_by_stage=True is of late gradients, .*give a delay'),
         ({'delay': -1}, 'delay=-1 is not a whole number from 0'),
         ({'delay': 1, 'correction': 'predict(x)'}, r"correction='predict\(x\)'"),
     ],
@@ -243,6 +249,6 @@ def test_a_seed_begins_with_nothing_of_the_run_before_it():
         of_other = trainer.of_seed(other)
         list(itertools.islice(of_other.epoch(0, of_other.create(), order[::-1]), 2))
         again = first_epoch()
-    assert len(again.waiting) == len(clean.waiting) == 2
+    assert all(len(row) == 2 for s in (again, clean) for row in s.waiting.values())
     for a, b in zip(*(jax.tree.leaves(s.model.params) for s in (clean, again)), strict=True):
         np.testing.assert_array_equal(a, b)

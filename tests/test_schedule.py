@@ -350,9 +350,10 @@ def test_late_gradients_keep_the_rules_and_the_activations_that_are_said(
 ):
     for message in (0.0, 30.0):
         costs = Costs(1, 1, 1, message)
-        actions = stream(range(stages), microbatches, delay, 5, costs)
+        delays = (delay,) * stages
+        actions = stream(range(stages), microbatches, delays, 5, costs)
         schedule.check(actions)
-        kept, said = schedule.most_kept(actions), most_kept(stages, microbatches, delay)
+        kept, said = schedule.most_kept(actions), most_kept(microbatches, delays)
         assert all(k <= most for k, most in zip(kept, said, strict=True))
     assert kept == said  # over a long way all of them are
 
@@ -363,7 +364,7 @@ def test_late_gradients_keep_the_rules_and_the_activations_that_are_said(
 def test_late_gradients_hide_a_part_of_the_way_for_each_step(message, delay):
     """A step computes, or takes a part of the time from its first forward to its last backward."""
     stages, microbatches, steps = 4, 8, 6 * (delay + 1)
-    actions = stream(range(stages), microbatches, delay, steps, Costs(1, 1, 1, message))
+    actions = stream(range(stages), microbatches, (delay,) * stages, steps, Costs(1, 1, 1, message))
     ends = {a.microbatch: a.end for a in actions if (a.stage, a.kind) == (0, 'B')}
     end = lambda batch: ends[microbatches * (batch + 1) - 1]
     step = (end(5 * (delay + 1)) - end(2 * (delay + 1))) / (3 * (delay + 1))

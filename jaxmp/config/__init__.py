@@ -160,6 +160,8 @@ KEYS: Mapping[str, Key] = {
     'optimizer.clip_norm': Key(0.0, 'largest global norm of the gradients; 0: not clipped'),
     'optimizer.delay': Key(
         0, 'steps that gradients come late; under mpmd the pipeline is then never emptied'),
+    'optimizer.delay_by_stage': Key(
+        False, 'a stage only as late as its own way takes; each group then clips by its own norm'),
     'optimizer.correction': Key(
         'none', 'of late gradients, perhaps with its strength, `predict(0.5)`',
         words=('none', 'predict', 'scale', 'compensate'),

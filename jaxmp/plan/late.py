@@ -34,6 +34,7 @@ class Measured(NamedTuple):
     training: str
     optimizer: str
     delay: int
+    by_stage: bool
     correction: str
     compressed: bool
     steps: float
@@ -81,9 +82,9 @@ def proposal(
     if not known:
         return unknown(probed, choice, link, f'{training} with {optimizer}')
     options = [
-        Proposed(row, count, late_step(probed, link, choice.codecs, count, row.delay))
+        Proposed(row, n, late_step(probed, link, choice.codecs, n, row.delay, row.by_stage))
         for row in known
-        for count in probed.stages
+        for n in probed.stages
     ]
     least = min(option.weighed for option in options)
     fast = [option for option in options if option.weighed <= ALIKE * least]
@@ -98,9 +99,9 @@ def best_of(
 ) -> list[Measured]:
     """Of each delay the correction with the fewest steps, with such messages, or else with raw."""
     own = [row for row in rows if (row.training, row.optimizer) == (training, optimizer)]
-    by_delay: dict[int, list[Measured]] = {}
+    by_delay: dict[tuple[int, bool], list[Measured]] = {}
     for row in own:
-        by_delay.setdefault(row.delay, []).append(row)
+        by_delay.setdefault((row.delay, row.by_stage), []).append(row)
     found = []
     for _, alike in sorted(by_delay.items()):
         such = [row for row in alike if row.compressed == compressed]
@@ -109,7 +110,9 @@ def best_of(
     return found
 
 
-def late_step(probed: Probed, link: Link, codecs: Codecs, count: int, delay: int) -> float:
+def late_step(
+    probed: Probed, link: Link, codecs: Codecs, count: int, delay: int, by_stage: bool = False
+) -> float:
     """Predicted seconds of a step of a pipeline that stays full, with gradients ``delay`` late.
 
     The time of some steps more, with which neither fill nor emptying is counted. A stage moves its
@@ -118,6 +121,7 @@ def late_step(probed: Probed, link: Link, codecs: Codecs, count: int, delay: int
     from jaxmp.plan.choose import meetings, messages_of
     from jaxmp.plan.predict import step
     from jaxmp.runtimes.unflushed import stream
+    from jaxmp.training.late import delays_of
 
     times = [
         t._replace(backward=t.backward + t.update / count, update=0.0) for t in probed.stages[count]
@@ -125,9 +129,9 @@ def late_step(probed: Probed, link: Link, codecs: Codecs, count: int, delay: int
     messages = messages_of(probed, link, codecs, count)
     place = probed.place or tuple(range(len(times)))
     costs = costs_of(times, messages, link)
-    ends = []
+    delays, ends = delays_of(delay, by_stage, len(times), bool(probed.table)), []
     for steps in (delay + 2, delay + 2 + STEADY):
-        actions = stream(place, count, delay, steps, costs)
+        actions = stream(place, count, delays, steps, costs)
         ends.append(step(actions, times, messages, link.delay / 1e3))
     return (ends[1] - ends[0]) / STEADY + meetings(probed, link)
 
@@ -158,10 +162,13 @@ def covering(probed: Probed, link: Link, codecs: Codecs, count: int) -> tuple[in
 def said(best: Proposed, choice: Choice) -> str:
     """What is proposed, what it is weighed by, and what it costs."""
     row, gain = best.row, choice.seconds / best.weighed
-    flags = {'optimizer.delay': row.delay, 'optimizer.correction': row.correction}
+    flags = {'optimizer.delay': row.delay, 'optimizer.delay_by_stage': row.by_stage}
+    flags |= {'optimizer.correction': row.correction}
     flags |= {'parallel.schedule': '1f1b', 'parallel.num_microbatches': best.microbatches}
     if row.correction == 'none':
         del flags['optimizer.correction']
+    if not row.by_stage:
+        del flags['optimizer.delay_by_stage']
     if best.microbatches == choice.order.microbatches:
         del flags['parallel.num_microbatches']
     words = ' '.join(f'--config.{key}={value}' for key, value in flags.items())

@@ -39,6 +39,7 @@ class Late(NamedTuple):
       optimizer: its name.
       length: steps of the training.
       delay: steps.
+      by_stage: whether a stage is only as late as its own way takes.
       correction: the word of `config.optimizer.correction`.
       compressed: whether messages are.
       loss: of the last test.
@@ -50,6 +51,7 @@ class Late(NamedTuple):
     optimizer: str
     length: int
     delay: int
+    by_stage: bool
     correction: str
     compressed: bool
     loss: Estimate
@@ -75,36 +77,37 @@ def training_of(model: Mapping[str, Any]) -> str:
 def rows(study: Study) -> list[Late]:
     """The rows of a study by delay, where there are late ones beside those on time."""
     by_case = {case_of(row.runs[0]): row for row in study.rows.values()}
-    if not any(delay for _, delay, _, _ in by_case):
+    if not any(delay for _, delay, *_ in by_case):
         return []
     found = []
     for case in sorted(by_case, key=key):
-        codecs, _, _, kind = case
-        if on_time := by_case.get((codecs, 0, 'none', kind)):
+        codecs, *_, kind = case
+        if on_time := by_case.get((codecs, 0, False, 'none', kind)):
             found += compared(by_case[case], on_time)
     return found
 
 
-Case = tuple[tuple[str, str], int, str, tuple[str, str]]
+Case = tuple[tuple[str, str], int, bool, str, tuple[str, str]]
 
 
 def case_of(run: Summary) -> Case:
-    """The channels of a run, its delay, its correction, and the kind of its training."""
+    """The channels of a run, its delay and whether it is by stage, its correction, its training."""
     values = settings(run['config'])
     kind = training_of(run['config']['model']), values['optimizer.name']
-    late = values['optimizer.delay'], values['optimizer.correction']
+    late = (values[f'optimizer.{key}'] for key in ('delay', 'delay_by_stage', 'correction'))
     return (run['fwd'], run['bwd']), *late, kind
 
 
 def key(case: Case) -> tuple[Any, ...]:
     """Raw messages before compressed ones, then by correction and delay."""
-    codecs, delay, correction, kind = case
-    return kind, codecs != ('raw', 'raw'), codecs, correction != 'none', correction, delay
+    codecs, delay, by_stage, correction, kind = case
+    late = correction != 'none', correction, delay, by_stage
+    return kind, codecs != ('raw', 'raw'), codecs, *late
 
 
 def compared(row: Row, on_time: Row) -> list[Late]:
     """A row beside the one on time, seed by seed; none without a common seed."""
-    codecs, delay, correction, kind = case_of(row.runs[0])
+    codecs, *delay, correction, kind = case_of(row.runs[0])
     by_seed = {run['seed']: run for run in on_time.runs}
     pairs = [(run, by_seed[run['seed']]) for run in row.runs if run['seed'] in by_seed]
     if not pairs:
@@ -113,7 +116,8 @@ def compared(row: Row, on_time: Row) -> list[Late]:
     more = estimate([end(run) / end(first) - 1 for run, first in pairs])
     steps = estimate([ratio(run, first, row.judged) for run, first in pairs])
     compressed, length = codecs != ('raw', 'raw'), row.runs[0]['steps']
-    return [Late(*kind, length, delay, correction, compressed, last(row, row.judged), more, steps)]
+    case = *kind, length, *delay, correction, compressed
+    return [Late(*case, last(row, row.judged), more, steps)]
 
 
 def ratio(late: Summary, on_time: Summary, mode: str) -> float:
@@ -165,7 +169,8 @@ def line(late: Late) -> list[str]:
     )
     return [
         f'{late.training}, {late.optimizer}', 'compressed' if late.compressed else 'raw',
-        late.correction if late.delay else NONE, f'{late.length:,}', str(late.delay),
+        late.correction if late.delay else NONE, f'{late.length:,}',
+        f'{late.delay}{", by stage" * late.by_stage}',
         plain(late.loss.mean, 4), *costs, str(late.loss.seeds),
     ]  # fmt: skip
 
@@ -212,7 +217,7 @@ def seeds(late: Sequence[Late]) -> str:
     """How many seeds the rows have.
 
     >>> counts = (1, 3)
-    >>> seeds([Late('', '', 9, 0, '', False, *[estimate([1.0] * n)] * 3) for n in counts])
+    >>> seeds([Late('', '', 9, 0, False, '', False, *[estimate([1.0] * n)] * 3) for n in counts])
     '1 to 3 seeds'
     """
     counts = sorted({r.loss.seeds for r in late})
@@ -225,11 +230,10 @@ def lines(late: Sequence[Late]) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for compressed in (False, True):
         own = [r for r in late if r.compressed == compressed]
-        for word in dict.fromkeys(r.correction for r in own if r.delay):
-            label = ('uncorrected' if word == 'none' else word) + ', compressed' * compressed
-            found[label] = [
-                (r.delay, r.loss.mean) for r in own if not r.delay or r.correction == word
-            ]
+        for how in dict.fromkeys((r.correction, r.by_stage) for r in own if r.delay):
+            word = ('uncorrected' if how[0] == 'none' else how[0]) + ' by stage' * how[1]
+            rows = [r for r in own if not r.delay or (r.correction, r.by_stage) == how]
+            found[word + ', compressed' * compressed] = [(r.delay, r.loss.mean) for r in rows]
     return found
 
 
@@ -240,13 +244,14 @@ def record(studies: Iterable[Study]) -> list[dict[str, Any]]:
     """
     shortest: dict[tuple[Any, ...], Late] = {}
     for r in (r for study in studies for r in rows(study) if r.delay):
-        case = r.training, r.optimizer, r.delay, r.correction, r.compressed
+        case = r.training, r.optimizer, r.delay, r.by_stage, r.correction, r.compressed
         shortest[case] = min(r, shortest.get(case, r), key=lambda r: r.length)
     return [
         {
             'training': r.training, 'optimizer': r.optimizer, 'delay': r.delay,
-            'correction': r.correction, 'compressed': r.compressed, 'steps': round(r.steps.mean, 4),
-            'more': round(r.more.mean, 5), 'seeds': r.steps.seeds,
+            'by_stage': r.by_stage, 'correction': r.correction, 'compressed': r.compressed,
+            'steps': round(r.steps.mean, 4), 'more': round(r.more.mean, 5),
+            'seeds': r.steps.seeds,
         }
         for r in shortest.values()
     ]  # fmt: skip

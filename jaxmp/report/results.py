@@ -36,6 +36,7 @@ VARIES = (
     'model.bottleneck',
     'model.embed_every_stage',
     'optimizer.delay',
+    'optimizer.delay_by_stage',
     'optimizer.correction',
 )
 TUNED = (
@@ -183,7 +184,8 @@ def check_same(home: Path, runs: list[tuple[Summary, dict[str, Any]]], row: Row)
         if run.get('measure') != first.get('measure'):
             continue
         tuned = TUNED if 'exchange' in first and 'exchange' in run else ()
-        if a.get('optimizer.delay') != b.get('optimizer.delay'):  # each has rates of its own
+        late = 'optimizer.delay', 'optimizer.delay_by_stage'
+        if any(a.get(k) != b.get(k) for k in late):  # each has rates of its own
             tuned = (*tuned, 'optimizer.lr', 'optimizer.warmup')
         free = ('seed',) if run['name'] == first['name'] else (*VARIES, *tuned)
         if clash := [k for k in a if k in b and k not in free and a[k] != b[k]]:

@@ -194,9 +194,9 @@ class OverColumns:
         """See `PlacedRuntime`; the number is one of numpy, which no device computes."""
         return np.asarray(step, np.int32), jax.random.wrap_key_data(jnp.asarray(words))
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
+    def drain(self, state: ModelState) -> tuple[dict[int, tuple[Grads, ...]], ModelState]:
         """See `PlacedRuntime`; nothing is under way between two steps."""
-        return [], state
+        return {}, state
 
     def again(self) -> None:
         """See `PlacedRuntime`; nothing is under way between two steps."""

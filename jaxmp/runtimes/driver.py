@@ -41,8 +41,8 @@ class Result(NamedTuple):
     Attributes:
       loss: mean over micro-batches; None in a process without the last stage.
       aux: means of what comes with the loss; None in a process without the last stage.
-      grads: gradients of the parameters of each stage here; None where those of a batch come
-        steps later, and none has come.
+      grads: gradients of the parameters of each stage here, without stages where those of a batch
+        come steps later, and none has come.
       states: the next state of each stage here, its parameters unchanged.
       moved: payload bytes ``(forward, backward)`` of each link that ends here.
       square: gives the squared norm of the gradients of all stages, if stages tell each other.
@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
     loss: Array | None
     aux: Any
-    grads: dict[int, Any] | None
+    grads: dict[int, Any]
     states: dict[int, StageState]
     moved: Traffic
     square: Callable[[], Any] | None = None

@@ -52,7 +52,6 @@ class Mpmd(OverColumns):
         train: bool = True,
         options: tuple[tuple[str, Any], ...] = (),
         emulated: tuple[float, float] = (0.0, 0.0),
-        delay: int = 0,
     ) -> None:
         """Compiles nothing yet.
 
@@ -63,7 +62,6 @@ class Mpmd(OverColumns):
           train: passed to the stages.
           options: those of `jax.jit`'s compiler.
           emulated: rate and delay of the links; see `jaxmp.runtimes.links.Lane`.
-          delay: steps that the gradients of a batch come later (`jaxmp.runtimes.unflushed`).
 
         Raises:
           ValueError: if the schedule is not one of as many stages and micro-batches.
@@ -87,7 +85,8 @@ class Mpmd(OverColumns):
             )
             if model.normed and self.replicas == 1:
                 driver = replace(driver, norms=Norms(devices, columns.group))
-            self.drivers[r] = unflushed(driver, delay, columns.group) if delay else driver
+            late = train and model.delays
+            self.drivers[r] = unflushed(driver, late, columns.group) if late else driver
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))
@@ -98,9 +97,9 @@ class Mpmd(OverColumns):
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Array
-    ) -> tuple[Means, dict[int, Grads] | None, ModelState]:
+    ) -> tuple[Means, dict[int, Grads], ModelState]:
         """See `Runtime`."""
-        states, grads, means, due = {}, {s: ByReplica() for s in self.stages}, ByReplica(), True
+        states, grads, means = {}, dict[int, ByReplica](), ByReplica()
         for r, driver in self.drivers.items():
             part = one_replica(batch, r, self.replicas)
             keys = StepKeys.of(key, part['id'], r if self.replicas > 1 else None)
@@ -108,25 +107,25 @@ class Mpmd(OverColumns):
             result = driver.step(self._of(state, r), x, part['y'], keys.model)
             states[r] = result.states
             self._count(r, result.moved)
-            due, self.square = result.grads is not None, result.square
-            for s, g in (result.grads or {}).items():
-                grads[s][r] = g
+            self.square = result.square
+            for s, g in result.grads.items():
+                grads.setdefault(s, ByReplica())[r] = g
             if result.loss is not None:
                 means[r] = result.loss, result.aux
-        return means, grads if due else None, self._gathered(states)
+        return means, grads, self._gathered(states)
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
+    def drain(self, state: ModelState) -> tuple[dict[int, tuple[Grads, ...]], ModelState]:
         """See `PlacedRuntime`."""
-        rows: list[dict[int, Grads]] = []
+        rows: dict[int, tuple[ByReplica, ...]] = {}
         states = {}
         for r, driver in self.drivers.items():
             if not isinstance(driver, Unflushed):
-                return [], state
+                return {}, state
             batches, states[r] = driver.drain(self._of(state, r))
-            rows = rows or [{s: ByReplica() for s in self.stages} for _ in batches]
-            for row, gradients in zip(rows, batches, strict=True):
-                for s, g in gradients.items():
-                    row[s][r] = g
+            for s, row in batches.items():
+                rows.setdefault(s, tuple(ByReplica() for _ in row))
+                for of_batch, gradients in zip(rows[s], row, strict=True):
+                    of_batch[r] = gradients
         return rows, self._gathered(states)
 
     def _count(self, r: int, moved: Traffic) -> None:

@@ -205,9 +205,9 @@ class Replicated:
             return on_one(f, self.via)(*trees)
         return on_all(f, self.mesh)(*trees)
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
+    def drain(self, state: ModelState) -> tuple[dict[int, tuple[Grads, ...]], ModelState]:
         """See `PlacedRuntime`; nothing is under way between two steps."""
-        return [], state
+        return {}, state
 
     def again(self) -> None:
         """See `PlacedRuntime`; nothing is under way between two steps."""

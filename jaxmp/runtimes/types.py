@@ -78,6 +78,7 @@ class Model(NamedTuple):
       kept: number of the training examples, if what the stage ``first`` receives of each never
         changes (`jaxmp.runtimes.kept`); 0 where it does, or is to be sent each time.
       normed: whether the norm over all stages of the gradients, as they come, is used.
+      delays: steps that the gradients of a batch come later, by stage; none where none do.
     """
 
     stages: tuple[Stage, ...]
@@ -91,6 +92,7 @@ class Model(NamedTuple):
     first: int = 0
     kept: int = 0
     normed: bool = False
+    delays: tuple[int, ...] = ()
 
 
 class ModelState(NamedTuple):
@@ -132,11 +134,11 @@ class Runtime(Protocol):
 
     def value_and_grad(
         self, state: ModelState, batch: Batch, key: Array
-    ) -> tuple[Means, dict[int, Grads] | None, ModelState]:
+    ) -> tuple[Means, dict[int, Grads], ModelState]:
         """Means of each replica (perhaps none here), gradients per stage, and the next state.
 
         Gradients are those of the parameters that are trained. Where a pipeline stays full, they
-        are those of an earlier batch, or None before the first.
+        are those of an earlier batch, and a stage has none before the first.
         """
         ...
 
@@ -189,8 +191,8 @@ class PlacedRuntime(Protocol):
         """
         ...
 
-    def drain(self, state: ModelState) -> tuple[list[dict[int, Grads]], ModelState]:
-        """Gradients of the batches whose own have not come, the oldest first; the state after."""
+    def drain(self, state: ModelState) -> tuple[dict[int, tuple[Grads, ...]], ModelState]:
+        """By stage the gradients that have not come, the oldest first; the state after."""
         ...
 
     def again(self) -> None:

@@ -2,8 +2,9 @@ r"""`Unflushed`: a driver whose pipeline stays full from one step to the next.
 
 A step of a stage runs the forwards of its batch, and backwards of earlier ones: whichever has its
 message, backwards first. It ends when the batch N steps before has its gradients, and their norm
-over all stages where that is needed; until then, backwards of this batch run too. So a stage has at
-most :math:`(N + 1) M` micro-batches under way, the last stage one, and a step takes
+over all stages where that is needed; until then, backwards of this batch run too. N may be less of
+a stage that is nearer to the last one. So a stage has at most :math:`(N + 1) M` micro-batches under
+way, the last stage one, and a step takes
 
 .. math:: \max\Big(c,\ \frac{d + c}{N + 1}\Big)
 
@@ -34,47 +35,55 @@ from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload
 
 
-def most_kept(stages: int, microbatches: int, delay: int) -> tuple[int, ...]:
+def most_kept(microbatches: int, delays: Sequence[int]) -> tuple[int, ...]:
     """The most micro-batches that each stage keeps at once.
 
-    >>> most_kept(4, 8, 1), most_kept(1, 2, 3)
-    ((16, 16, 16, 1), (1,))
+    >>> most_kept(8, (1, 1, 1, 1)), most_kept(8, (4, 3, 2, 0)), most_kept(2, (3,))
+    ((16, 16, 16, 1), (40, 32, 24, 1), (1,))
     """
-    return ((delay + 1) * microbatches,) * (stages - 1) + (1,)
+    return (*((n + 1) * microbatches for n in delays[:-1]), 1)
 
 
-def due(stage: int, stages: int, begun: int, late: int) -> int:
-    """The number of backwards with which a stage ends a step, of so many forwards begun.
+def due(begun: int, late: int) -> int:
+    """The number of backwards with which a stage ends a step, of so many forwards begun."""
+    return max(0, begun - late)
 
-    The last stage, which waits for nobody, has run all; another one all but ``late``.
+
+def late_of(microbatches: int, delays: Sequence[int]) -> tuple[int, ...]:
+    """The micro-batches that each stage ends in a later step; the last one, which waits for nobody,
+    has none.
     """
-    return begun if stage == stages - 1 else max(0, begun - late)
+    return (*(n * microbatches for n in delays[:-1]), 0)
 
 
 def stream(
-    home: Sequence[int], microbatches: int, delay: int, steps: int, costs: Costs = UNIT
+    home: Sequence[int],
+    microbatches: int,
+    delays: Sequence[int],
+    steps: int,
+    costs: Costs = UNIT,
 ) -> tuple[Action, ...]:
     """The actions of a pipeline that is filled and emptied once, at such costs.
 
     Args:
       home: device of each stage.
       microbatches: M.
-      delay: N.
+      delays: N of each stage.
       steps: batches.
       costs: of actions and messages.
 
-    >>> [(a.kind, a.microbatch) for a in stream((0, 1), 1, 1, 3) if not a.stage]
+    >>> [(a.kind, a.microbatch) for a in stream((0, 1), 1, (1, 1), 3) if not a.stage]
     [('F', 0), ('F', 1), ('B', 0), ('F', 2), ('B', 1), ('B', 2)]
     """
-    count, late = len(home), delay * microbatches
+    late = late_of(microbatches, delays)
 
     def choices(device: int, done: Counter[Any]) -> Iterator[Task]:
-        for s in [s for s in reversed(range(count)) if home[s] == device]:
+        for s in [s for s in reversed(range(len(home))) if home[s] == device]:
             begun, ended = done['F', s], done['B', s]
             if ended < begun:
                 yield 'B', s, ended
             whole = begun - begun % microbatches  # those of the steps before
-            if begun < steps * microbatches and ended >= due(s, count, whole, late):
+            if begun < steps * microbatches and ended >= due(whole, late[s]):
                 yield 'F', s, begun
 
     return earliest(dict(enumerate(home)), choices, costs, lambda s, m: False)
@@ -137,12 +146,12 @@ class Unflushed(Driver):
     """A driver that begins a batch before it has ended the last ones.
 
     Attributes:
-      delay: N.
+      delays: N of each stage.
       group: the processes, which count the steps.
       flight: what is under way.
     """
 
-    delay: int = 1
+    delays: tuple[int, ...] = ()
     group: ProcessGroup = field(default_factory=ProcessGroup)
     flight: Flight = field(default_factory=Flight)
 
@@ -152,17 +161,17 @@ class Unflushed(Driver):
         """Runs a batch forwards, and backwards what is due; see `Driver.step`.
 
         Returns:
-          The loss of this batch, and the gradients of the batch N steps before. They are None in
-          the first N steps after the pipeline was empty.
+          The loss of this batch, and the gradients of the batch N steps before. A stage has none
+          in the first N steps after the pipeline was empty.
         """
-        flight, n, late = self.flight, self.num_microbatches, self.delay * self.num_microbatches
+        flight, n, delay = self.flight, self.num_microbatches, max(self.delays)
         batch = x, y, (Ctx() if ctx is None else ctx).reading(x)
         begin, ids = flight.end, np.asarray(batch[2].ids)
         known = {begin + m for m in self.kept.known(ids)} if self.kept else set[int]()
         parts = self._cut_all(self.stages, batch, begin)
         flight.end += n
         flight.steps[begin // n] = self.group.step
-        flight.steps.pop(begin // n - self.delay - 1, None)
+        flight.steps.pop(begin // n - delay - 1, None)
         sent = [
             message
             for m in range(begin, flight.end)
@@ -172,9 +181,9 @@ class Unflushed(Driver):
         out, arriving = self._post(sent)
         flight.leaving |= out
         flight.arriving |= arriving
-        full = flight.end - flight.start > late
-        used = begin // n - self.delay  # the batch whose gradients are due
-        norms = self._go(states, parts, known, late, used if full else None)
+        begun = (flight.end - flight.start) // n
+        used = begin // n - delay if begun > delay else None  # the batch whose norm is due
+        norms = self._go(states, parts, known, late_of(n, self.delays), used)
         if self.kept:
             self.kept.seen[ids] = True
         last = flight.workers.get(len(self.devices) - 1)
@@ -182,30 +191,31 @@ class Unflushed(Driver):
         return Result(
             mean.loss if mean else None,
             mean.aux if mean else None,
-            self._gradients() if full else None,
+            {s: self._oldest(s) for s in self.stages if begun > self.delays[s]},
             self._states(),
             self.moved(sent),
-            self.norms.total(self._batch(used), norms) if self.norms and full else None,
+            self.norms.total(self._batch(used), norms) if self.norms and used is not None else None,
         )
 
     def drain(
         self, states: Mapping[int, StageState]
-    ) -> tuple[list[dict[int, Any]], dict[int, StageState]]:
+    ) -> tuple[dict[int, tuple[Any, ...]], dict[int, StageState]]:
         """Ends all that is under way.
 
         Returns:
-          The gradients of each batch that had none, the oldest first; the states after.
+          By stage the gradients of each batch that had none, the oldest first; the states after.
         """
-        flight = self.flight
+        flight, n = self.flight, self.num_microbatches
         if flight.start == flight.end:
-            return [], dict(states)
-        self._go(states, {}, (), 0, None)
-        count = min(self.delay, (flight.end - flight.start) // self.num_microbatches)
+            return {}, dict(states)
+        self._go(states, {}, (), (0,) * len(self.devices), None)
         if self.norms:  # gradients that wait are counted when they are used; what was told is read
-            ended = flight.end // self.num_microbatches
-            for b in range(ended - count, ended):
+            first = max(flight.start, flight.end - max(self.delays) * n)
+            for b in range(first // n, flight.end // n):
                 self.norms.total(self._batch(b), self._coming(b))
-        rows, after = [self._gradients() for _ in range(count)], self._states()
+        begun, after = (flight.end - flight.start) // n, self._states()
+        count = {s: min(self.delays[s], begun) for s in self.stages}
+        rows = {s: tuple(self._oldest(s) for _ in range(c)) for s, c in count.items()}
         flight.clear()
         return rows, after
 
@@ -231,7 +241,7 @@ class Unflushed(Driver):
         states: Mapping[int, StageState],
         parts: Mapping[int, Mapping[int, MicroBatch]],
         known: Collection[int],
-        late: int,
+        late: Sequence[int],
         used: int | None,
     ) -> dict[int, Future[Any]]:
         """Runs the stages here to the end of a step, from their states.
@@ -240,13 +250,13 @@ class Unflushed(Driver):
           states: of the stages here.
           parts: of each the micro-batches of the batch that begins, if one does.
           known: micro-batches whose messages are kept here.
-          late: the most micro-batches that end in a later step.
+          late: of each stage the most micro-batches that end in a later step.
           used: the batch whose gradients are due; the step ends with what others tell of it.
 
         Returns:
           That, by stage.
         """
-        flight, count = self.flight, len(self.devices)
+        flight = self.flight
         for s, program in self.stages.items():
             if s not in flight.workers:
                 trains = s >= self.first
@@ -260,7 +270,7 @@ class Unflushed(Driver):
         for s in sorted(self.stages, reverse=True):
             trains, begun = s >= self.first, flight.end - flight.start
             forwards = deque(m for m in sorted(parts.get(s, ())) if trains or m not in known)
-            end = flight.start + due(s, count, begun, late) if trains else flight.ended[s]
+            end = flight.start + due(begun, late[s]) if trains else flight.ended[s]
             left[s] = forwards, end
         norms: dict[int, Future[Any]] | None = None
         with told(flight.leaving):
@@ -331,15 +341,15 @@ class Unflushed(Driver):
         """What other processes tell of the norm of a batch's gradients."""
         return self.norms.coming(self._batch(number), self.first) if self.norms else {}
 
-    def _gradients(self) -> dict[int, Any]:
-        workers = self.flight.workers
-        return {s: w.gradients() if s >= self.first else {} for s, w in workers.items()}
+    def _oldest(self, s: int) -> Any:
+        """The gradients of a stage that have waited longest."""
+        return self.flight.workers[s].gradients() if s >= self.first else {}
 
     def _states(self) -> dict[int, StageState]:
         return {s: w.state() for s, w in self.flight.workers.items()}
 
 
-def unflushed(driver: Driver, delay: int, group: ProcessGroup) -> Unflushed:
-    """``driver`` with gradients that come ``delay`` steps later."""
+def unflushed(driver: Driver, delays: Sequence[int], group: ProcessGroup) -> Unflushed:
+    """``driver`` with gradients of each stage that come ``delays`` steps later."""
     values = {f.name: getattr(driver, f.name) for f in fields(driver)}
-    return Unflushed(**values, delay=delay, group=group)
+    return Unflushed(**values, delays=tuple(delays), group=group)

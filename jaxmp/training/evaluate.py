@@ -18,6 +18,7 @@ from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import Batch, Model, ModelState, each
 from jaxmp.training.experiment import Experiment, microbatch_like
 from jaxmp.training.groups import copied
+from jaxmp.training.late import mixed
 
 FeedbackByStage = dict[int, PyTree]  # a `Feedback`, or of several replicas a `ByReplica` of them
 Predict = Callable[[ModelState, Batch, Array], tuple[Array | None, PyTree]]
@@ -98,8 +99,9 @@ def model_of(exp: Experiment, cuts: tuple[Boundary, ...]) -> Model:
 
     remat, x, task = exp.config.parallel.remat, microbatch_like(exp), exp.task
     normed = bool(exp.config.optimizer.clip_norm) and not copied(exp.groups)  # copies are summed
+    normed = normed and not mixed(exp.delays)
     model = Model(task.stages, cuts, task.prepare, loss, x, n, remat, task.trained)
-    return model._replace(first=exp.first, kept=exp.kept, normed=normed)
+    return model._replace(first=exp.first, kept=exp.kept, normed=normed, delays=exp.delays)
 
 
 def evaluation_key(key: Array, batch: int) -> Array:

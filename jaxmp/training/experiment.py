@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from jaxmp.grammar.sinks import warnings_of
 from jaxmp.runtimes.trained import everything, of_stage, part
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
-from jaxmp.training.late import check_delay
+from jaxmp.training.late import check_delay, delays_of
 from jaxmp.training.optimizer import Optimizer, optimizer_of
 from jaxmp.training.parallel import Parallel, actions_of, apart, parallel_of
 from jaxmp.training.phases import Phase, phases_of
@@ -72,6 +73,12 @@ class Experiment(NamedTuple):
         return parallel_of(self.config, len(self.task.stages))
 
     @property
+    def delays(self) -> tuple[int, ...]:
+        """Steps that the gradients of each stage are late; none where all are on time."""
+        c, task = self.config.optimizer, self.task
+        return delays_of(c.delay, c.delay_by_stage, len(task.stages), bool(task.copied))
+
+    @property
     def points(self) -> Points:
         """The steps at which the run is tested, saved and ends."""
         return points_of(self.config, self.epoch_steps)
@@ -112,10 +119,14 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     epoch_steps = count // config.batch_size
     epochs = points_of(config, epoch_steps).epochs
     phases = phases_of(config, epochs, model.boundaries, names)
-    check_delay(config, [*model.boundaries, *(cut for p in phases for cut in p.boundaries)])
-    groups = groups_of(task, optimizer_of(config, epoch_steps), shared, between)
-    exp = Experiment(config, task, examples, model, phases, groups, epoch_steps, shared)
-    return exp._replace(first=first_trained(exp) if exp.parallel.skips else 0)
+    cuts = [*model.boundaries, *(cut for p in phases for cut in p.boundaries)]
+    check_delay(config, cuts, len(task.stages))
+    exp = Experiment(config, task, examples, model, phases, (), epoch_steps, shared)
+    delays = exp.delays or (0,) * len(task.stages)
+    made = {n: optimizer_of(config, epoch_steps, n) for n in {*delays}}
+    groups = groups_of(task, [made[n] for n in delays], shared, between)
+    first = first_trained(exp) if exp.parallel.skips else 0
+    return exp._replace(groups=groups, first=first)
 
 
 def first_trained(exp: Experiment) -> int:
@@ -145,19 +156,22 @@ def variables_like(model: Pipeline, x: Like) -> tuple[Variables, FeedbackState]:
     return jax.eval_shape(functools.partial(model.init, train=True), jax.random.key(0), x)
 
 
-def groups_of(task: Task, optimizer: Optimizer, shared: Exchange, between: Exchange) -> Groups:
+def groups_of(
+    task: Task, optimizers: Sequence[Optimizer], shared: Exchange, between: Exchange
+) -> Groups:
     """The groups of a task: a tied table, if it is trained, and the rest of each stage.
 
     Args:
       task: says what is tied, and what is trained.
-      optimizer: of each group.
+      optimizers: of each stage; the table has that of the first.
       shared: how replicas exchange.
       between: how the two stages of a tied table exchange.
     """
     n, tied = len(task.stages), task.copied
-    groups = rest(n, optimizer, shared, task.trained)
+    own = rest(n, optimizers[0], shared, task.trained)
+    groups = tuple(g._replace(optimizer=o) for g, o in zip(own, optimizers, strict=True))
     if tied:
-        table = Group((0, n - 1), tied.selects, n, optimizer, shared, between)
+        table = Group((0, n - 1), tied.selects, n, optimizers[0], shared, between)
         groups = (table, *groups)
     return groups
 

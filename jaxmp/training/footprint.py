@@ -35,12 +35,11 @@ def footprint(exp: Experiment, stages: Iterable[int]) -> dict[str, int]:
     params = parameters(exp)
     parts = split(exp.groups, params)
     residuals, feedback = residual_rows(exp), feedback_of_stages(exp)
-    late = exp.config.optimizer.delay
     total = dict.fromkeys(('parameters', 'gradients', 'optimizer', 'exchange'), 0)
     total |= {'activations': 0, 'feedback': 0}
     for s in (stages := list(stages)):
         trees = {group: part for (stage, group), part in parts.items() if stage == s}
-        trained = nbytes(list(trees.values()))
+        trained, late = nbytes(list(trees.values())), exp.delays[s] if exp.delays else 0
         # Late gradients wait; in a pipeline that stays full their backwards have weights of then.
         total['parameters'] += nbytes(params[s]) + trained * late * (not exp.parallel.joined)
         total['gradients'] += trained * (1 + late)

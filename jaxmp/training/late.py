@@ -3,7 +3,10 @@ r"""`corrected`: an optimizer whose gradients come N steps late, as in a pipelin
 Step t computes the gradient :math:`g_t` at the parameters :math:`p_t`, and moves them by
 :math:`g_{t-N}` (`jaxmp.training.step`), so that N + 1 batches are under way at once and no stage
 waits for a message. The first N steps move nothing, and the gradients of the last N are not used.
-N = 1 is PipeDream-2BW.
+N = 1 is PipeDream-2BW. With `delay_by_stage`, as in PipeDream, stage s of S waits only as long as
+its own way to the last stage and back takes, with the last one on time:
+
+.. math:: N_s = \lceil N (S - 1 - s) / (S - 1) \rceil
 
 A correction makes up for it. With :math:`u_t`, the optimizer's update by :math:`g_{t-N}`:
 
@@ -27,7 +30,7 @@ References:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,21 +102,53 @@ def corrected(
     return optax.GradientTransformation(init, update)
 
 
-def check_delay(config: Config, cuts: Iterable[Boundary]) -> None:
+def delays_of(delay: int, by_stage: bool, stages: int, copied: bool) -> tuple[int, ...]:
+    """Steps that the gradients of each stage are late; none where all are on time.
+
+    Args:
+      delay: N, the largest.
+      by_stage: whether a stage waits only as long as its own way takes.
+      stages: their number.
+      copied: whether the first and the last stage have copies of a table, which move together.
+
+    >>> delays_of(4, True, 4, False), delays_of(1, True, 4, True), delays_of(1, False, 2, False)
+    ((4, 3, 2, 0), (1, 1, 1, 1), (1, 1))
+    """
+    if not delay:
+        return ()
+    if not by_stage:
+        return (delay,) * stages
+    row = [-(-delay * (stages - 1 - s) // (stages - 1)) for s in range(stages)]
+    return (*row[:-1], delay if copied else 0)
+
+
+def mixed(delays: Sequence[int]) -> bool:
+    """Whether a step has gradients of several batches; each group then clips by its own norm."""
+    return len({*delays}) > 1
+
+
+def check_delay(config: Config, cuts: Sequence[Boundary], stages: int) -> None:
     """Raises ValueError for what late gradients do not go with.
 
     Args:
       config: of the run.
       cuts: all boundaries that it uses.
+      stages: their number.
     """
     c, parallel = config.optimizer, config.parallel
     if not c.delay:
-        if c.correction != 'none':
-            raise ValueError(
-                f'config.optimizer.correction={c.correction!r} is of late gradients, and '
-                'config.optimizer.delay=0; give a delay, or leave it out'
-            )
+        for key, idle in ('correction', 'none'), ('delay_by_stage', False):
+            if c[key] != idle:
+                raise ValueError(
+                    f'config.optimizer.{key}={c[key]!r} is of late gradients, and '
+                    'config.optimizer.delay=0; give a delay, or leave it out'
+                )
         return
+    if c.delay_by_stage and stages == 1:
+        raise ValueError(
+            'config.optimizer.delay_by_stage=True of one stage, whose gradients would be on time; '
+            'leave it out, or cut the model'
+        )
     # Each of these needs in a step what with late gradients comes in a later one.
     late = f'config.optimizer.delay={c.delay}'
     if parallel.elastic:

@@ -81,7 +81,7 @@ def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Rate:
     return cosine
 
 
-def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
+def optimizer_of(config: Config, epoch_steps: int, delay: int = 0) -> Optimizer:
     r"""The optimizer of one stage's parameters; where those have 16 bits, with float32 copies.
 
     ``sgd``: momentum, weight decay on all parameters. ``adamw``: decoupled weight decay.
@@ -92,14 +92,29 @@ def optimizer_of(config: Config, epoch_steps: int) -> Optimizer:
 
     .. math:: W \leftarrow W - 0.2\,\eta\,\sqrt{\max(m, n)}\; U V^\top
 
+    Args:
+      config: of the run.
+      epoch_steps: steps per epoch.
+      delay: steps that the stage's gradients are late.
+
     Raises:
-      ValueError: as `rate_of` and `of_stage`, and if an own function returns no optimizer.
+      ValueError: as `rate_of` and `of_stage`, if an own function returns no optimizer, or if it
+        clips by the norm of all stages where these are late by stage.
     """
     c, whole = config.optimizer, _whole(config, rate_of(config, epoch_steps))
-    whole = corrected(whole, c.delay, c.correction)
+    whole = corrected(whole, delay, c.correction)
     if config.model.param_dtype != 'float32':
         whole = with_masters(whole)
-    return of_stage(whole, c.name) if ':' in c.name else whole
+    if ':' not in c.name:
+        return whole
+    own = of_stage(whole, c.name)
+    if c.delay_by_stage and isinstance(own, WholeNorm):
+        raise ValueError(
+            f'config.optimizer.name={c.name!r} clips by the norm over all stages, and with '
+            'config.optimizer.delay_by_stage=True a step has gradients of several batches; take '
+            'config.optimizer.clip_norm, which then clips each group, or leave delay_by_stage out'
+        )
+    return own
 
 
 def _whole(config: Config, rate: Rate) -> optax.GradientTransformation:

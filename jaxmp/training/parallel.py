@@ -93,11 +93,12 @@ class Parallel:
         """Bytes of the feedback states of one replica, given those of the ends of each boundary."""
         return sum(map(sum, ends))
 
-    def residuals(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    def residuals(self, sizes: Sequence[int], delays: Sequence[int] = ()) -> list[tuple[int, int]]:
         """For each stage the bytes of a micro-batch's residuals, and how many it keeps at once.
 
         Args:
           sizes: bytes of the residuals of each stage.
+          delays: steps that its gradients are late.
         """
         return [(size, 1) for size in sizes]
 
@@ -134,7 +135,7 @@ class OverMesh(Parallel):
         """See `Parallel`."""
         return self.stages * sum(max(column) for column in zip(*ends, strict=True))
 
-    def residuals(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    def residuals(self, sizes: Sequence[int], delays: Sequence[int] = ()) -> list[tuple[int, int]]:
         """See `Parallel`."""
         slots = min(self.config.parallel.num_microbatches, 2 * self.stages - 1)
         return [(max(sizes), slots)] * self.stages
@@ -187,16 +188,14 @@ class ByStage(Parallel):
         def build(model: Model, train: bool) -> PlacedRuntime:
             emulated = (c.link_rate, c.link_delay) if train else (0.0, 0.0)
             over = columns if train else first
-            delay = self.config.optimizer.delay if train else 0
-            return Mpmd(model, over, actions, train=train, emulated=emulated, delay=delay)
+            return Mpmd(model, over, actions, train=train, emulated=emulated)
 
         return build
 
-    def residuals(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    def residuals(self, sizes: Sequence[int], delays: Sequence[int] = ()) -> list[tuple[int, int]]:
         """See `Parallel`."""
-        c = self.config
-        if n := c.optimizer.delay:
-            most = most_kept(self.stages, c.parallel.num_microbatches, n)
+        if delays:
+            most = most_kept(self.config.parallel.num_microbatches, delays)
         else:
             most = schedule.most_kept(self.actions)
         return list(zip(sizes, most, strict=True))

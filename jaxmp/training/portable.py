@@ -75,7 +75,7 @@ def stages_of(state: TrainState, feedback: Mapping[int, Tree]) -> dict[int, Stag
             'exchange': state.exchange[s],
             'feedback': feedback[s],
             COPIES: state.copies.get(s, ()) if state.copies else (),
-            WAITING: tuple(gradients[s] for gradients in state.waiting),
+            WAITING: state.waiting.get(s, ()),
         }
         for s in model.params
     }
@@ -91,8 +91,7 @@ def state_of(
     by = lambda name: {s: tree[name] for s, tree in stages.items()}
     model = ModelState(by('params'), by('model_state'), pack(by('feedback')))
     copies = {s: tree for s, tree in by(COPIES).items() if jax.tree.leaves(tree)}
-    rows = zip(*by(WAITING).values(), strict=True)  # of each batch, by stage
-    waiting = tuple(dict(zip(stages, row, strict=True)) for row in rows)
+    waiting = {s: row for s, row in by(WAITING).items() if row}
     return TrainState(step, model, by('opt_state'), by('exchange'), key, copies or (), waiting)
 
 

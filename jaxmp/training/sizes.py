@@ -87,7 +87,7 @@ def residual_rows(exp: Experiment) -> list[tuple[int, int]]:
         ctx = Ctx(ids=ids).reading(stages[0].x)
         batch = MicroBatch(None if p.left else p.x, None if p.right else y, ctx)
         sizes.append(nbytes(jax.eval_shape(functools.partial(_residuals, p), batch)))
-    return exp.parallel.residuals(sizes)
+    return exp.parallel.residuals(sizes, exp.delays)
 
 
 def _residuals(p: StageProgram, batch: MicroBatch) -> Residuals:

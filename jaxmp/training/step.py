@@ -37,6 +37,7 @@ from jaxmp.training.groups import (
     of_groups,
     split,
 )
+from jaxmp.training.late import mixed
 from jaxmp.training.optimizer import Optimizer
 
 
@@ -50,7 +51,7 @@ class TrainState(flax.struct.PyTreeNode):
       exchange: of each stage's exchange between replicas.
       key: of the whole run.
       copies: of the sum of the gradients of a group's copies, where they are apart; by stage.
-      waiting: the gradients of the last N steps by stage, the oldest first, where they move the
+      waiting: by stage the gradients of the last N steps, the oldest first, where they move its
         parameters N steps later; without those that a runtime has not computed yet.
     """
 
@@ -60,7 +61,7 @@ class TrainState(flax.struct.PyTreeNode):
     exchange: dict[int, list[State]]
     key: Array
     copies: State = ()
-    waiting: tuple[dict[int, Grads], ...] = ()
+    waiting: dict[int, tuple[Grads, ...]] = flax.struct.field(default_factory=dict)
 
 
 _BY_REPLICA: PyTree = dict.fromkeys(('model', 'opt_state', 'exchange', 'copies', 'waiting'), True)
@@ -73,17 +74,30 @@ class Rules(NamedTuple):
     Attributes:
       groups: the parameters that are trained, and how each group is exchanged and updated.
       clip_norm: largest global norm over all stages; 0 does not clip.
-      delay: steps after which gradients move the parameters. All that follows from them, such as
-        their norm, is then computed in that step; the first N steps do none of it.
+      delays: steps after which gradients move the parameters, by stage; none where all are on time.
+        All that follows from them, such as their norm, is then computed in that step; the first N
+        steps, of the largest one, do none of it.
     """
 
     groups: Groups
     clip_norm: float = 0.0
-    delay: int = 0
+    delays: tuple[int, ...] = ()
+
+    @property
+    def delay(self) -> int:
+        """N, the largest one."""
+        return max(self.delays, default=0)
+
+    @property
+    def apart(self) -> bool:
+        """Whether a step has gradients of several batches, so that each group clips its own."""
+        return mixed(self.delays)
 
     @property
     def normed(self) -> bool:
         """Whether a step needs the global norm."""
+        if self.apart:
+            return False
         return bool(self.clip_norm) or any(isinstance(g.optimizer, WholeNorm) for g in self.groups)
 
 
@@ -115,8 +129,9 @@ def create(
         exchange[home] = () if across.follows(home) else runtime.at(stage, init, params)
     states = by_stage(opt_state), by_stage(exchange)
     form = of_groups(rules.groups, model.params) if rules.delay else {}
-    zeros = lambda: {s: runtime.at(s, _zeros, tree) for s, tree in form.items()}
-    waiting = tuple(zeros() for _ in range(rules.delay))  # arrays of their own: a step donates them
+    zeros = lambda s, tree: runtime.at(s, _zeros, tree)  # arrays of their own: a step donates them
+    late = {s: rules.delays[s] for s in form if rules.delays[s]}
+    waiting = {s: tuple(zeros(s, form[s]) for _ in range(n)) for s, n in late.items()}
     return TrainState(jnp.zeros((), jnp.int32), model, *states, key, across.init(), waiting)
 
 
@@ -135,10 +150,12 @@ def train_step(
     key = jax.random.fold_in(state.key, state.step + 1)
     means, new, model = runtime.value_and_grad(state.model, batch, key)
     # The norm of gradients that have just come may be known, if nothing changes them until here.
-    unchanged = not (state.waiting or across.together or copied(rules.groups))
+    unchanged = not (any(state.waiting.values()) or across.together or copied(rules.groups))
     square = runtime.square if unchanged else None
-    grads, *waiting = (*state.waiting, *(() if new is None else (new,)))
-    state = state.replace(model=model, waiting=tuple(waiting))
+    own = {s: (new[s],) if s in new else () for s in model.params}
+    rows = {s: (*state.waiting.get(s, ()), *row) for s, row in own.items()}
+    grads = {s: row[0] for s, row in rows.items()}
+    state = state.replace(model=model, waiting={s: rows[s][1:] for s in state.waiting})
     apply = functools.partial(updated, rules, runtime, across, (key, square))
     if not rules.delay:
         state = apply(state, grads)
@@ -192,7 +209,7 @@ def updated(
     scale, square = np.float32(1), np.float32(0)
     if rules.normed:
         square = across.total(squares) if squares_sum is None else squares_sum()
-    if rules.clip_norm:
+    if rules.clip_norm and not rules.apart:
         scale = clip_scale(rules.clip_norm, square)
 
     earlier: Tree = ()
@@ -200,7 +217,8 @@ def updated(
         stage, group = home
         if across.together and group.exchange.shares_params:
             params[home] = known_after(params[home], earlier)
-        update = _updated(group.optimizer, None if across.follows(home) else group.exchange)
+        own = rules.clip_norm if rules.apart else 0.0
+        update = _updated(group.optimizer, None if across.follows(home) else group.exchange, own)
         trees = params[home], opt_state[home], gradients[home], exchange[home]
         stream = jnp.uint32(group.stream)
         row = runtime.at(stage, update, *trees, (scale, square), words, stream, spent=(1,))
@@ -253,14 +271,20 @@ def _exchanged(exchange: Exchange, norm: bool) -> Callable[..., tuple[Grads, Sta
 
 @functools.lru_cache(maxsize=16)
 def _updated(
-    optimizer: Optimizer, exchange: Exchange | None
+    optimizer: Optimizer, exchange: Exchange | None, own: float = 0.0
 ) -> Callable[..., tuple[Params, OptState, State]]:
-    """The next parameters, optimizer state and exchange state; None leaves the exchange out."""
+    """The next parameters, optimizer state and exchange state.
+
+    Args:
+      optimizer: of the group.
+      exchange: None leaves it out.
+      own: largest norm of the group by itself; 0 takes the scale of all groups.
+    """
 
     def run(via: Collectives | None, *operands: PyTree) -> tuple[Params, OptState, State]:
         params, opt_state, grads, memory, norm, words, stream = operands
         scale, square = (a[via.index] if via and a.ndim else a for a in norm)
-        grads = scaled(grads, scale)
+        grads = scaled(grads, clip_scale(own, squared_norm(grads)) if own else scale)
         if isinstance(optimizer, WholeNorm):
             others = jnp.sqrt(jnp.maximum(0, square * scale**2 - squared_norm(grads)))
             updates, opt_state = optimizer.update(grads, others, opt_state, params)

@@ -111,7 +111,7 @@ class Trainer:
         """What a step of an epoch does with the gradients."""
         exp = self.exp
         groups = tuple(g._replace(exchange=g.exchange.phase(epoch)) for g in exp.groups)
-        return Rules(groups, exp.config.optimizer.clip_norm, exp.config.optimizer.delay)
+        return Rules(groups, exp.config.optimizer.clip_norm, exp.delays)
 
     def shapes(self) -> dict[int, Params]:
         """Those of the parameters of all stages."""
@@ -225,9 +225,10 @@ class Trainer:
     def drained(self, state: TrainState) -> TrainState:
         """The state once all batches under way have gradients, as a checkpoint holds it."""
         for runtime in self._runtimes.values():
-            gradients, model = runtime.drain(state.model)
-            if gradients:
-                state = state.replace(model=model, waiting=(*state.waiting, *gradients))
+            rows, model = runtime.drain(state.model)
+            if rows:
+                waiting = {s: (*row, *rows[s]) for s, row in state.waiting.items()}
+                state = state.replace(model=model, waiting=waiting)
         return state
 
     def share(self, values: PyTree) -> dict[str, float] | None:
