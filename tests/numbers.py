@@ -512,10 +512,11 @@ def late_of_seed(study, late_name, on_time, seed):
     return end(late_name) / end(on_time) - 1
 
 
-def late_row(study, delay, correction='none', compressed=False):
+def late_row(study, delay, correction='none', compressed=False, by_stage=False):
     """What late gradients cost in a study, as the page's table has it."""
     [row] = [
         r for r in late.rows(studies()[study])
-        if (r.delay, r.correction, r.compressed) == (delay, correction, compressed)
+        if (r.delay, r.correction, r.compressed, r.by_stage)
+        == (delay, correction, compressed, by_stage)
     ]  # fmt: skip
     return row

@@ -153,6 +153,16 @@ def test_more_epochs_than_the_steps_so_far_were_made_for(tmp_path, changes, key)
     assert '\n' not in str(caught.value)
 
 
+def test_rates_that_late_gradients_have_not_used_may_change(tmp_path):
+    """Of 10 steps the first 8 made 6 updates, and the rate falls with the eighth."""
+    words = {'optimizer.schedule': 'wsd', 'optimizer.decay': '2 steps', 'delay': 2}
+    (tmp_path / 'config.json').write_text(json.dumps(small(epochs=2, **words).to_dict()))
+    exp = experiment.experiment_of(small(epochs=6, **words))
+    resume.check_length(exp, tmp_path, 9)
+    with pytest.raises(WorkdirError, match="schedule='wsd' would have made its first 10 steps"):
+        resume.check_length(exp, tmp_path, 10)
+
+
 TYPOS = {
     'lr': 'optimizer.lr', 'model.lr': 'optimizer.lr', 'optimiser.lr': 'optimizer.lr',
     'learning_rate': 'optimizer.lr', 'optimizer.learning_rate': 'optimizer.lr',
@@ -466,7 +476,7 @@ def test_a_dry_run_writes_nothing_and_says_what_does_not_fit(tmp_path, monkeypat
     dry_run.dry_run(small(fwd='ef21(uniform(4))'), loop.ProcessGroup())
     said = capsys.readouterr().out
     assert re.search(r'stage.*parameters(.|\n)*boundary.*uncompressed.*feedback', said)
-    assert 'compiles, and its first step runs' in said
+    assert 'compiles, and its first update runs' in said
     assert not list(tmp_path.iterdir())
     y = np.zeros(50_000, np.int32)
     images = np.broadcast_to(np.uint8(0), (50_000, 32, 32, 3))

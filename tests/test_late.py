@@ -196,13 +196,24 @@ def test_both_ways_to_be_late_learn_the_same(tmp_path, kind):
         assert found[mode]['last']['loss'] == pytest.approx(wanted[mode]['last']['loss'], rel=1e-5)
 
 
-def test_memory_is_said_of_gradients_that_wait_and_weights_of_then():
-    sizes = lambda **changes: footprint(experiment_of(digits(**changes)), [0])
-    for runtime, versions in ({}, 1), (MPMD, 3):
-        on_time, late = sizes(**runtime), sizes(delay=2, **runtime)
-        assert late['gradients'] == 3 * on_time['gradients']
-        assert late['parameters'] == versions * on_time['parameters']
-    assert late['activations'] == 3 * on_time['activations']  # six micro-batches for two
+def test_memory_is_said_of_gradients_that_wait_or_weights_of_then():
+    """In a pipeline a stage but the last has weights of then, in place of their gradients."""
+    sizes = lambda stage, **changes: footprint(experiment_of(digits(**changes)), [stage])
+    last = len(experiment_of(digits()).task.stages) - 1
+    for stage, changes, weights, gradients in (
+        (0, {}, 1, 3), (0, MPMD, 3, 1), (last, MPMD, 1, 3),
+        (0, {'delay_by_stage': True}, 1, 3), (last, {'delay_by_stage': True, **MPMD}, 1, 1),
+    ):  # fmt: skip
+        on_time = sizes(stage, **{k: v for k, v in changes.items() if k != 'delay_by_stage'})
+        late = sizes(stage, delay=2, **changes)
+        assert late['parameters'] == weights * on_time['parameters']
+        assert late['gradients'] == gradients * on_time['gradients']
+        micro_batches = 3 if changes == MPMD and stage == 0 else 1  # six for two
+        assert late['activations'] == micro_batches * on_time['activations']
+
+
+def clipped(config, rate):
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +233,18 @@ def test_memory_is_said_of_gradients_that_wait_and_weights_of_then():
         ({'parallel.schedule': 'async(delay=1)', **MPMD}, 'stays full is config.optimizer.delay=N'),
         ({'delay_by_stage': True}, 'delay_by_stage=True is of late gradients, .*give a delay'),
         ({'delay': -1}, 'delay=-1 is not a whole number from 0'),
-        ({'delay': 1, 'correction': 'predict(x)'}, r"correction='predict\(x\)'"),
+        (
+            {'delay': 1, 'correction': 'predict(x)'},
+            r"correction='predict\(x\)' .*, nor one with a strength .*, such as 'predict\(0.5\)'",
+        ),
+        (
+            {'delay': 1, 'correction': 'compensate', 'optimizer.name': f'{__name__}:clipped'},
+            "clipped' clips .*correction='compensate' changes the gradients .*take another",
+        ),
+        (
+            {'delay': 1, 'delay_by_stage': True, 'optimizer.name': f'{__name__}:clipped'},
+            "clipped' clips .*delay_by_stage=True a step has .*take config.optimizer.clip_norm",
+        ),
     ],
 )
 def test_what_late_gradients_do_not_go_with(changes, message):

@@ -44,6 +44,9 @@ RUNS = (
     summary('late4', [6.0, 5.0, 4.5, 4.0], delay=4, correction='predict'),
     summary('late1-2bit', [4.0, 3.0, 2.0, 1.0], fwd='uniform(2)', delay=1),
 )
+BY_STAGE = summary(
+    'late4-stage', [4.0, 3.0, 2.5, 2.0], delay=4, correction='predict', delay_by_stage=True, lr=1e-3
+)
 
 
 @pytest.fixture
@@ -80,6 +83,18 @@ def test_each_delay_has_a_rate_of_its_own(study, tmp_path):
     (where / 'predict.json').write_text(json.dumps(predicted))
     with pytest.raises(ValueError, match=r'late1 and late1-predict .* optimizer.lr=0.001 and'):
         results.load(where)
+
+
+def test_a_row_by_stage_is_one_of_its_own(tmp_path):
+    for run in (*RUNS[:2], RUNS[4], BY_STAGE):
+        (tmp_path / f'{run["name"]}-s{run["seed"]}.json').write_text(json.dumps(run))
+    [found] = results.load(tmp_path)
+    _, late4, by_stage = cost.rows(found)
+    assert (late4.by_stage, by_stage.by_stage, by_stage.delay) == (False, True, 4)
+    assert (late4.more.mean, by_stage.more.mean) == (3.0, 1.0)
+    assert '| predict | 40 | 4, by stage | 2.0000 | 100.00 |' in cost.table([found])
+    assert [row['by_stage'] for row in cost.record([found])] == [False, True]
+    assert cost.lines(cost.rows(found))['predict by stage'] == [(0, 1.0), (4, 2.0)]
 
 
 def test_the_planner_reads_the_shortest_of_two_trainings(study, tmp_path):
@@ -165,7 +180,7 @@ def test_parameters_are_moved_once_a_step_and_a_tied_table_is_waited_for():
     assert late.late_step(tied, link, codecs, 8, 1) == pytest.approx(35e-3)
 
 
-ROW = Measured('from nothing', 'sgd', 1, 'none', False, 1.25, 0.01, 3)
+ROW = Measured('from nothing', 'sgd', 1, False, 'none', False, 1.25, 0.01, 3)
 ROWS = (
     ROW,
     ROW._replace(correction='scale', steps=1.5),
@@ -191,6 +206,10 @@ def test_predicted_steps_are_weighed_by_the_measured_ratio():
         '1.300 as many steps to a loss (measured: from nothing with sgd, raw messages, 1 seed), so '
         f'{step / 24e-3 / 1.3:.2f} times faster to a loss. A stage keeps 5 versions of its weights.'
     )
+    sooner = ROWS[2]._replace(by_stage=True, steps=1.1)  # a step takes as long
+    text = proposed(link, (*ROWS, sooner))
+    assert '=4 --config.optimizer.delay_by_stage=True --config.optimizer.correction=' in text
+    assert 'predicted step 24 ms ' in text
     few = ROWS[0]._replace(delay=4, steps=9.0)
     assert 'delay=1 ' in proposed(link, (few, *ROWS[:2]))
 
@@ -199,6 +218,18 @@ def test_of_alike_ones_the_least_delay_with_the_best_correction_is_proposed():
     text = proposed(Link(8.0, 3.0), (ROW._replace(steps=1.0), *ROWS[1:], ROW._replace(delay=2)))
     assert 'optimizer.delay=1 --config.parallel.schedule=1f1b`' in text
     assert '1.000 as many' in proposed(Link(8.0, 3.0), (ROW._replace(steps=0.9),))
+
+
+def test_the_least_delay_is_one_that_pays(monkeypatch):
+    """One that gains less than 5 % does not hide one that gains more."""
+    link = Link(8.0, 3.0)
+    seconds = chosen(probed(), link).seconds
+    shares = {1: 0.953, 4: 0.945}
+    step = lambda probed, link, codecs, count, delay, by_stage: shares[delay] * seconds
+    monkeypatch.setattr(late, 'late_step', step)
+    rows = [ROW._replace(steps=1.0, delay=n) for n in shares]
+    assert 'optimizer.delay=4 ' in proposed(link, rows)
+    assert proposed(link, rows[:1]) == ''
 
 
 def test_nothing_is_proposed_that_gains_nothing_or_was_not_measured():

@@ -241,7 +241,8 @@ def test_a_run_that_is_too_short_for_its_rate():
         ({'warmup': 5}, r'warmup=5 are 50 steps and the run has 40'),
         ({'warmup': '50%', 'decay': '21 steps', 'schedule': 'wsd'},
          r"warmup='50%' and config.optimizer.decay='21 steps' are 41 steps and the run has 40"),
-        ({'delay': 40}, r"warmup='0 steps' are 0 .* has 40, of which .*delay=40 move nothing; sho"),
+        ({'delay': 40}, r'delay=40 leaves none of 40 steps .*; give a delay of 39 at most'),
+        ({'delay': 30, 'warmup': 2}, r'warmup=2 are 20 .* 40, of which .*delay=30 move nothing'),
         ({'decay': '10%', 'schedule': 'linear'}, r"decay='10%' is read by .*schedule='wsd' alone"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f'^config.optimizer.{said}') as caught:

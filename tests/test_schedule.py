@@ -11,6 +11,7 @@ from jaxmp.runtimes.schedule import Action, Costs, timed
 from jaxmp.runtimes.schedules import SCHEDULES, Plan
 from jaxmp.runtimes.timeline import draw
 from jaxmp.runtimes.unflushed import most_kept, stream
+from jaxmp.training.late import delays_of
 from tests.runs import ROOT
 
 DEVICES = (1, 2, 3, 4, 5, 8)
@@ -358,13 +359,18 @@ def test_late_gradients_keep_the_rules_and_the_activations_that_are_said(
     assert kept == said  # over a long way all of them are
 
 
+@pytest.mark.parametrize('by_stage', [False, True])
 @pytest.mark.parametrize(
     ('message', 'delay'), [(0.5, 1), (10, 1), (10, 2), (30, 1), (30, 2), (30, 4)]
 )
-def test_late_gradients_hide_a_part_of_the_way_for_each_step(message, delay):
-    """A step computes, or takes a part of the time from its first forward to its last backward."""
+def test_late_gradients_hide_a_part_of_the_way_for_each_step(message, delay, by_stage):
+    """A step computes, or takes a part of the time from its first forward to its last backward.
+
+    That later stages are less late costs no time.
+    """
     stages, microbatches, steps = 4, 8, 6 * (delay + 1)
-    actions = stream(range(stages), microbatches, (delay,) * stages, steps, Costs(1, 1, 1, message))
+    delays = delays_of(delay, by_stage, stages, copied=False)
+    actions = stream(range(stages), microbatches, delays, steps, Costs(1, 1, 1, message))
     ends = {a.microbatch: a.end for a in actions if (a.stage, a.kind) == (0, 'B')}
     end = lambda batch: ends[microbatches * (batch + 1) - 1]
     step = (end(5 * (delay + 1)) - end(2 * (delay + 1))) / (3 * (delay + 1))

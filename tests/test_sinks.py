@@ -79,7 +79,7 @@ def test_a_run_on_text_is_warned_and_no_other():
 
 
 def test_a_dry_run_of_text_warns_and_one_of_images_does_not(monkeypatch, capsys):
-    monkeypatch.setattr(dry_run, 'first_step', lambda made: 0.0)
+    monkeypatch.setattr(dry_run, 'first_update', lambda made: 0.0)
     for name in 'text_gpt2', 'digits_resnet':
         dry_run.dry_run(config_of(name, fwd='uniform(8)'), loop.ProcessGroup())
         said = ' '.join(capsys.readouterr().out.split())

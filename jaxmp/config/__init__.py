@@ -37,6 +37,7 @@ class Key(NamedTuple):
       least: smallest value of a number.
       words: the values that are allowed, of a text that is one of a few words.
       pattern: of further values that are allowed, a regular expression.
+      such: an example of them, with what it means.
       own: of a key that also takes an import path: how the named function is called, and its
         result.
       length: the key is a length of training, as `length_of` reads it.
@@ -52,6 +53,7 @@ class Key(NamedTuple):
     least: float = 0
     words: tuple[str, ...] = ()
     pattern: str = ''
+    such: str = ''
     own: str = ''
     length: bool = False
     model: str = ''
@@ -165,7 +167,8 @@ KEYS: Mapping[str, Key] = {
     'optimizer.correction': Key(
         'none', 'of late gradients, perhaps with its strength, `predict(0.5)`',
         words=('none', 'predict', 'scale', 'compensate'),
-        pattern=r'(predict|scale|compensate)\(\d*\.?\d+\)'),
+        pattern=r'(predict|scale|compensate)\(\d{0,3}\.?\d+\)',
+        such="one with a strength from 0, such as 'predict(0.5)'"),
     # Where it runs.
     'parallel.runtime': Key(
         'local', 'local: one program; spmd: one over a mesh; mpmd: one per stage',
@@ -363,8 +366,9 @@ def _problem(name: str, key: Key, value: Any) -> str:
     near = difflib.get_close_matches(value, key.words, n=1)
     hint = f' (did you mean {near[0]}?)' if near else ''
     path = f", nor an import path 'package.module:name' of {key.own}" if key.own else ''
+    such = f', nor {key.such}' if key.such else ''
     late = '; a pipeline that stays full is config.optimizer.delay=N' * value.startswith('async')
-    return f'is not one of {", ".join(map(repr, key.words))}{hint}{path}{late}'
+    return f'is not one of {", ".join(map(repr, key.words))}{hint}{such}{path}{late}'
 
 
 def nearest(name: str, config: Nested) -> str:

@@ -87,11 +87,10 @@ def proposal(
         for n in probed.stages
     ]
     least = min(option.weighed for option in options)
-    fast = [option for option in options if option.weighed <= ALIKE * least]
-    best = min(fast, key=lambda option: (option.row.delay, option.weighed))
-    if best.weighed > (1 - MARGIN) * choice.seconds:
+    most = min(ALIKE * least, (1 - MARGIN) * choice.seconds)
+    if not (fast := [option for option in options if option.weighed <= most]):
         return ''
-    return said(best, choice)
+    return said(min(fast, key=lambda option: (option.row.delay, option.weighed)), choice)
 
 
 def best_of(

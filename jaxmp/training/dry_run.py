@@ -1,4 +1,4 @@
-"""`dry_run`: what a run would be: stages, messages, memory; and whether its first step runs."""
+"""`dry_run`: what a run would be: stages, messages, memory; and whether its first update runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import time
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -49,10 +50,10 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
         check_residuals(exp)
         if group.index == 0:
             console.print(residuals(exp))
-    seconds = first_step(trainer)
+    seconds = first_update(trainer)
     if group.index == 0:
         console.print(
-            f'compiles, and its first step runs: {seconds:.1f} s with the compilation; '
+            f'compiles, and its first update runs: {seconds:.1f} s with the compilation; '
             f'{exp.points.end:,} steps in all',
             highlight=False,
         )
@@ -94,10 +95,11 @@ def residuals(exp: Experiment) -> Table:
     return table
 
 
-def first_step(trainer: Trainer) -> float:
-    """Runs the first step of training; returns the seconds it took."""
-    exp, start = trainer.exp, time.time()
-    order = data.order(exp.config.seed, 0, len(exp.data.train.y))[: exp.config.batch_size]
+def first_update(trainer: Trainer) -> float:
+    """Runs training to its first update; returns the seconds it took."""
+    exp, start, size = trainer.exp, time.time(), trainer.exp.config.batch_size
+    order = data.order(exp.config.seed, 0, len(exp.data.train.y))
+    order = np.resize(order[: exp.epoch_steps * size], (1 + exp.config.optimizer.delay) * size)
     for after, _, _ in trainer.epoch(0, trainer.create(), order):
         jax.block_until_ready(after.step)
     return time.time() - start

@@ -40,9 +40,11 @@ def footprint(exp: Experiment, stages: Iterable[int]) -> dict[str, int]:
     for s in (stages := list(stages)):
         trees = {group: part for (stage, group), part in parts.items() if stage == s}
         trained, late = nbytes(list(trees.values())), exp.delays[s] if exp.delays else 0
-        # Late gradients wait; in a pipeline that stays full their backwards have weights of then.
-        total['parameters'] += nbytes(params[s]) + trained * late * (not exp.parallel.joined)
-        total['gradients'] += trained * (1 + late)
+        # Late gradients wait; in a pipeline that stays full it is the weights of their forwards,
+        # but in the last stage, which has run its backwards.
+        weights = not exp.parallel.joined and s < len(params) - 1
+        total['parameters'] += nbytes(params[s]) + trained * late * weights
+        total['gradients'] += trained * (1 + late * (not weights))
         total['optimizer'] += sum(_state(g.optimizer.init, part) for g, part in trees.items())
         total['exchange'] += sum(_exchange(g, part, exp.replicas) for g, part in trees.items())
         total['activations'] += residuals[s][0] * residuals[s][1]

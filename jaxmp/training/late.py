@@ -186,5 +186,5 @@ def strength_of(correction: str, delay: int) -> tuple[str, float]:
         'scale': lambda n: 1 / (n + 1),
         'compensate': lambda n: 0.04,
     }
-    word, number = re.fullmatch(r'(\w+)(?:\((.*)\))?', correction).groups()  # pyright: ignore
+    word, number = re.fullmatch(r'(\w+)(?:\((.+)\))?', correction).groups()  # pyright: ignore
     return word, float(number) if number else float(usual[word](delay))

@@ -36,6 +36,11 @@ def rate_of(config: Config, epoch_steps: int) -> Rate:
     """
     c, steps = config.optimizer, points_of(config, epoch_steps).end
     end = steps - c.delay
+    if end <= 0 < c.delay:
+        raise ValueError(
+            f'config.optimizer.delay={c.delay} leaves none of {steps} steps that moves the '
+            f'parameters; give a delay of {steps - 1} at most, or more steps'
+        )
     warmup = steps_of(c.warmup, epoch_steps, end)
     decay = steps_of(c.decay, epoch_steps, end) if c.schedule == 'wsd' else 0
     if warmup + max(decay, 1) > end:
@@ -98,23 +103,33 @@ def optimizer_of(config: Config, epoch_steps: int, delay: int = 0) -> Optimizer:
       delay: steps that the stage's gradients are late.
 
     Raises:
-      ValueError: as `rate_of` and `of_stage`, if an own function returns no optimizer, or if it
-        clips by the norm of all stages where these are late by stage.
+      ValueError: as `rate_of`, `check_whole_norm` and `of_stage`, and if an own function returns
+        no optimizer.
     """
     c, whole = config.optimizer, _whole(config, rate_of(config, epoch_steps))
+    if c.delay and ':' in c.name and isinstance(of_stage(whole, c.name), WholeNorm):
+        check_whole_norm(config)
     whole = corrected(whole, delay, c.correction)
     if config.model.param_dtype != 'float32':
         whole = with_masters(whole)
-    if ':' not in c.name:
-        return whole
-    own = of_stage(whole, c.name)
-    if c.delay_by_stage and isinstance(own, WholeNorm):
+    return of_stage(whole, c.name) if ':' in c.name else whole
+
+
+def check_whole_norm(config: Config) -> None:
+    """Raises ValueError where late gradients leave an optimizer without the norm of all stages."""
+    c = config.optimizer
+    clips = f'config.optimizer.name={c.name!r} clips by the norm over all stages, and '
+    if c.delay_by_stage:
         raise ValueError(
-            f'config.optimizer.name={c.name!r} clips by the norm over all stages, and with '
-            'config.optimizer.delay_by_stage=True a step has gradients of several batches; take '
-            'config.optimizer.clip_norm, which then clips each group, or leave delay_by_stage out'
+            f'{clips}with config.optimizer.delay_by_stage=True a step has gradients of several '
+            'batches; take config.optimizer.clip_norm, which then clips each group by itself, or '
+            'leave delay_by_stage out'
         )
-    return own
+    if c.correction.startswith('compensate'):
+        raise ValueError(
+            f'{clips}config.optimizer.correction={c.correction!r} changes the gradients of each '
+            'after it is known; take another correction, or config.optimizer.clip_norm'
+        )
 
 
 def _whole(config: Config, rate: Rate) -> optax.GradientTransformation:

@@ -99,7 +99,8 @@ def check_length(exp: Experiment, workdir: Path, done: int) -> None:
     old, now = json.loads(path.read_text()), exp.config
     lengths = {key: old.get(key, KEYS[key].default) for key in ('epochs', 'steps')}
     before = complete({**now.to_dict(), **lengths})
-    steps = sorted({i * (done - 1) // 31 for i in range(32)})
+    moved = max(0, done - now.optimizer.delay)  # steps whose rate was used
+    steps = sorted({i * (moved - 1) // 31 for i in range(32)}) if moved else []
     passed = range(-(-done // exp.epoch_steps))
     epochs = lambda c: points_of(c, exp.epoch_steps).epochs
     kinds = {
