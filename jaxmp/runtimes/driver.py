@@ -27,7 +27,7 @@ from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.placement import Device, is_here
 from jaxmp.runtimes.schedule import Action, Message, Task, check, messages, size
 from jaxmp.runtimes.stage import StageProgram
-from jaxmp.runtimes.state import MicroBatch, StageState, in_dtypes, squared_norm
+from jaxmp.runtimes.state import MicroBatch, StageState, squared_norm
 from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload, nbytes
 
@@ -177,18 +177,15 @@ class Driver:
         self._run(actions, sent, workers, self._cut_all(workers, batch), known)
         if self.kept:
             self.kept.seen[ids] = True
-        n = np.float32(self.num_microbatches)
-        totals = {s: w.stage.mean(w.total, n) for s, w in workers.items() if s >= self.first}
-        like = lambda s: workers[s].stage.trained(workers[s].params)
-        grads = {s: in_dtypes(t.grads, like(s)) for s, t in totals.items()}
-        square = None
+        means = {s: w.mean(self.num_microbatches) for s, w in workers.items() if s >= self.first}
+        grads, square = {s: mean.grads for s, mean in means.items()}, None
         if self.norms:
             for s, g in grads.items():
                 self.norms.tell(s, squared(g), self.norms.now)
             coming = self.norms.coming(self.norms.now, self.first)
             square = self.norms.total(self.norms.now, coming)
         grads |= {s: {} for s in frozen}
-        last = totals.get(len(self.devices) - 1)
+        last = means.get(len(self.devices) - 1)
         return Result(
             last.loss if last else None,
             last.aux if last else None,
@@ -227,6 +224,8 @@ class Driver:
         for lane in self.lanes.values():
             lane.drain()
         self.sending.clear()
+        if self.norms:
+            self.norms.again()
         if self.kept:
             self.kept.seen[:] = False
 

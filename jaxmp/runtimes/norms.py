@@ -49,6 +49,10 @@ class Norms:
         """The batch of the step that has begun, where gradients are on time."""
         return self._group.step, 0
 
+    def again(self) -> None:
+        """Forgets what was told and not used."""
+        self._here.clear()
+
     def tell(self, stage: int, square: Array, batch: Batch) -> None:
         """Sends the squared norm of a stage here to all other processes."""
         self._here[stage, batch] = square

@@ -30,7 +30,7 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import Driver, Result, Under, squared, told
 from jaxmp.runtimes.links import usable, wait_first
 from jaxmp.runtimes.schedule import UNIT, Action, Costs, Message, Task, earliest
-from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes
+from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState
 from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload
 
@@ -101,9 +101,7 @@ class Passing(Worker):
         """The message to the stage before; the sums of its batch grow, or end."""
         out = super().backward(m, message)
         if (m + 1) % self._count == 0:
-            mean = self.stage.mean(self.total, np.float32(self._count))
-            mean = mean._replace(grads=in_dtypes(mean.grads, self.stage.trained(self.params)))
-            self.means.append(mean)
+            self.means.append(self.mean(self._count))
             self.total = None
         return out
 

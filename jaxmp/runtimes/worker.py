@@ -13,11 +13,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Params
 from jaxmp.runtimes.stage import StageProgram
-from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState
+from jaxmp.runtimes.state import Accumulator, MicroBatch, StageState, in_dtypes
 from jaxmp.runtimes.trained import part
 from jaxmp.wire import Payload
 
@@ -141,6 +142,12 @@ class Worker:
 
     def _sums(self, batch: MicroBatch) -> Accumulator:
         return self.total or self.stage.init_accumulator(self.params, batch.y)
+
+    def mean(self, count: int) -> Accumulator:
+        """Means over so many micro-batches; gradients have the dtypes of their parameters."""
+        assert self.total, 'no backward has run'
+        mean = self.stage.mean(self.total, np.float32(count))
+        return mean._replace(grads=in_dtypes(mean.grads, self.stage.trained(self.params)))
 
     def state(self) -> StageState:
         """The stage's next state."""
