@@ -138,12 +138,12 @@ def work(made: Crew, lab: Lab, rows: Rows, args: argparse.Namespace) -> None:
     for key in todo:
         model, codec, link = key
         if link == 'compute':
-            words = {'fwd': 'raw', 'bwd': 'raw', 'n': REPEATS, **pipeline(args)}
+            words = {'fwd': 'raw', 'bwd': 'raw', 'n': REPEATS, 'plan': (*pipeline(args).values(),)}
             found = made.ask('local', 0, model=model, **words)[0]['raw_s']
             rows.add(kind='compute', model=model, compute_s=found)
             text = f'{1e3 * found:8.1f} ms a raw step in one process'
         elif link == 'start':
-            text = start(made, lab, rows, (model, codec), pipeline(args))
+            text = start(made, lab, rows, (model, codec), (*pipeline(args).values(),))
         else:
             lab.use(LINKS[link])
             found = measure(made, lab, args.steps, args.windows, bool(args.delay))
@@ -160,22 +160,21 @@ def pipeline(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of a run that say how a step is scheduled."""
     return {
         'microbatches': args.microbatches, 'schedule': args.schedule, 'delay': args.delay,
+        'by_stage': args.by_stage,
     }  # fmt: skip
 
 
-def start(
-    made: Crew, lab: Lab, rows: Rows, what: tuple[str, str], scheduled: dict[str, Any]
-) -> str:
+def start(made: Crew, lab: Lab, rows: Rows, what: tuple[str, str], plan: Sequence[Any]) -> str:
     """Builds a network with a codec, trains it for the loss, times the codec by itself."""
     (model, codec), (fwd, bwd) = what, CODECS[what[1]]
     lab.use(LINKS['none'])
-    made.ask('build', model=model, fwd=fwd, bwd=bwd, **scheduled)
+    made.ask('build', model=model, fwd=fwd, bwd=bwd, plan=plan)
     losses = made.ask('steps', n=LOSS_STEPS)[-1]['losses']
     if rows.has(kind='codec', model=model, codec=codec):
         return '         built'
     texts = {'fwd': fwd, 'bwd': bwd}
     alone = made.ask('alone', 0, model=model, n=REPEATS, **texts)[0]['seconds']
-    local = made.ask('local', 0, model=model, n=REPEATS, **texts, **scheduled)[0]
+    local = made.ask('local', 0, model=model, n=REPEATS, **texts, plan=plan)[0]
     found = {'codec_s': local['coded_s'] - local['raw_s'], 'alone_s': alone, 'losses': losses}
     rows.add(kind='codec', model=model, codec=codec, **texts, **local, **found)
     return (
@@ -215,6 +214,7 @@ def arguments() -> argparse.Namespace:
         help='of one stage per process, as config.parallel.schedule names it',
     )
     ask.add_argument('--delay', type=int, default=0, help='as config.optimizer.delay')
+    ask.add_argument('--by_stage', action='store_true', help='as config.optimizer.delay_by_stage')
     ask.add_argument('--mtu', type=int, default=emulated_network.MTU, help='bytes of a packet')
     ask.add_argument('--out', type=Path, help='results without their ending')
     ask.add_argument('--fresh', action='store_true', help='forget what was measured')

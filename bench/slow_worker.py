@@ -33,10 +33,12 @@ from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedules import named
 from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.unflushed import unflushed
+from jaxmp.training.late import delays_of
 
 SEED = 0
 
-Plan = tuple[int, str, int]  # micro-batches, schedule, steps that gradients come late
+# Micro-batches, schedule, steps that gradients come late, and whether each stage has its own.
+Plan = tuple[int, str, int, bool]
 
 
 class Trainer:
@@ -48,7 +50,7 @@ class Trainer:
         fwd: str,
         bwd: str,
         devices: Any = None,
-        plan: Plan = (1, '1f1b', 0),
+        plan: Plan = (1, '1f1b', 0, False),
         group: ProcessGroup | None = None,
     ) -> None:
         self.task, self.count = task, 0
@@ -75,7 +77,7 @@ class Trainer:
         """One training step, waited for: the loss where it is known, and the bytes moved."""
         result = self.machine.step(self.states, *self.batch)
         self.states = dict(result.states)
-        for s, grads in (result.grads or {}).items():
+        for s, grads in result.grads.items():
             state = self.states[s]
             params, self.memory[s] = self.descend(state.params, self.memory[s], grads)
             self.states[s] = state._replace(params=params)
@@ -89,7 +91,7 @@ def machine(
     task: Task, fwd: str, bwd: str, devices: Any, plan: Plan, group: ProcessGroup
 ) -> Driver:
     """The pipeline with such channels."""
-    m, name, delay = plan
+    m, name, delay, by_stage = plan
     names = {'examples': len(task.x)}
     cut = jaxmp.boundary(*(per_microbatch(jaxmp.parse(t, names), m) for t in (fwd, bwd)))
     n = len(task.stages)
@@ -100,7 +102,8 @@ def machine(
     at = devices or place(1, n, group=group)[0]
     lane = functools.partial(opener(np.array([at]), group), 0)
     driver = drive(made, at, make(n, m), lane)
-    return unflushed(driver, delay, group) if delay else driver
+    delays = delays_of(delay, by_stage, n, copied=False)
+    return unflushed(driver, delays, group) if delays else driver
 
 
 def median_seconds(f: Callable[[], Any], repeats: int) -> float:
@@ -153,12 +156,9 @@ class Worker:
             self.tasks[model] = TASKS[model](self.stages)
         return self.tasks[model]
 
-    def build(
-        self, model: str, fwd: str, bwd: str, microbatches: int, schedule: str, delay: int
-    ) -> dict[str, Any]:
+    def build(self, model: str, fwd: str, bwd: str, plan: Plan) -> dict[str, Any]:
         """Makes the network from its seed and does nothing else."""
         self.trainer = None
-        plan = microbatches, schedule, delay
         self.trainer = Trainer(self._task(model), fwd, bwd, plan=plan, group=self.group)
         return {}
 
@@ -178,13 +178,10 @@ class Worker:
         """Bytes that left this namespace so far."""
         return interfaces()
 
-    def local(
-        self, model: str, fwd: str, bwd: str, n: int, microbatches: int, schedule: str, delay: int
-    ) -> dict[str, Any]:
+    def local(self, model: str, fwd: str, bwd: str, n: int, plan: Plan) -> dict[str, Any]:
         """Steps with all stages in this process, no wire: raw and with a codec, taken in turn."""
         task, taken, busy = self._task(model), ([], []), ([], [])
         here = [jax.local_devices()[0]] * len(task.stages)
-        plan = microbatches, schedule, delay
         if model not in self.plain:
             self.plain[model] = Trainer(task, 'raw', 'raw', here, plan)
         trainers = self.plain[model], Trainer(task, fwd, bwd, here, plan)

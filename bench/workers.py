@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 PORT = 7078
 UNSAID = {
     'delay': 0,
+    'by_stage': False,
     'microbatches': 1,
     'schedule': '1f1b',
     'cores': 2,

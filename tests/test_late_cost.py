@@ -204,7 +204,8 @@ def test_predicted_steps_are_weighed_by_the_measured_ratio():
         'Late gradients (`--config.optimizer.delay=4 --config.optimizer.correction=predict '
         f'--config.parallel.schedule=1f1b`): predicted step 24 ms for {1e3 * step:.3g} ms, times '
         '1.300 as many steps to a loss (measured: from nothing with sgd, raw messages, 1 seed), so '
-        f'{step / 24e-3 / 1.3:.2f} times faster to a loss. A stage keeps 5 versions of its weights.'
+        f'{step / 24e-3 / 1.3:.2f} times faster to a loss. A stage but the last keeps up to 5 '
+        'versions of its weights.'
     )
     sooner = ROWS[2]._replace(by_stage=True, steps=1.1)  # a step takes as long
     text = proposed(link, (*ROWS, sooner))

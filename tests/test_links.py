@@ -169,7 +169,7 @@ def test_no_thread_waits_for_a_message_that_is_never_made():
 
 
 def test_late_gradients_run_what_has_its_message_backwards_first():
-    late = unflushed(Driver({}, (), {}, {}), 1, ProcessGroup())
+    late = unflushed(Driver({}, (), {}, {}), (1,), ProcessGroup())
     backward, forward = tasks = [('B', 0, 0), ('F', 0, 8)]
     coming, next_one = Future(), Future()
     late.flight.arriving.update({backward: coming})

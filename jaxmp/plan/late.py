@@ -177,7 +177,8 @@ def said(best: Proposed, choice: Choice) -> str:
         f'Late gradients (`{words}`): predicted step {duration(best.seconds)} for '
         f'{duration(choice.seconds)}, times {max(1.0, row.steps):.3f} as many steps to a loss '
         f'(measured: {row.training} with {row.optimizer}, {messages} messages, {seeds}), so '
-        f'{gain:.2f} times faster to a loss. A stage keeps {row.delay + 1} versions of its weights.'
+        f'{gain:.2f} times faster to a loss. A stage but the last keeps up to {row.delay + 1} '
+        'versions of its weights.'
     )
 
 
