@@ -107,7 +107,7 @@ def key(case: Case) -> tuple[Any, ...]:
 
 def compared(row: Row, on_time: Row) -> list[Late]:
     """A row beside the one on time, seed by seed; none without a common seed."""
-    codecs, *delay, correction, kind = case_of(row.runs[0])
+    codecs, delay, by_stage, correction, kind = case_of(row.runs[0])
     by_seed = {run['seed']: run for run in on_time.runs}
     pairs = [(run, by_seed[run['seed']]) for run in row.runs if run['seed'] in by_seed]
     if not pairs:
@@ -116,8 +116,8 @@ def compared(row: Row, on_time: Row) -> list[Late]:
     more = estimate([end(run) / end(first) - 1 for run, first in pairs])
     steps = estimate([ratio(run, first, row.judged) for run, first in pairs])
     compressed, length = codecs != ('raw', 'raw'), row.runs[0]['steps']
-    case = *kind, length, *delay, correction, compressed
-    return [Late(*case, last(row, row.judged), more, steps)]
+    how = delay, by_stage, correction, compressed
+    return [Late(*kind, length, *how, last(row, row.judged), more, steps)]
 
 
 def ratio(late: Summary, on_time: Summary, mode: str) -> float:
