@@ -60,19 +60,19 @@ TRAININGS = {
 }
 # Tuned on seed 100, for each delay: LoRA uncorrected, from 5e-4, 1e-3 and 2e-3; from nothing on a
 # quarter of the text, late ones by `predict`, among powers of two; all parameters four late by
-# `predict`, of 1e-4 with a warm-up of 5 and 30 %, 1.5e-4 and 2e-4 with 50 %. By stage, LoRA has the
-# rate on time, all parameters that of four late.
+# `predict`, of 1e-4 with a warm-up of 5 and 30 %, 1.5e-4 and 2e-4 with 50 %. By stage the rates are
+# those on time; of all parameters also tried was 1.5e-4 with a warm-up of 50 %.
 RATES = {
-    ('lora', 4): 1e-3,
-    ('full', 4): 1.5e-4,
-    ('muon', 0): 8e-3,
-    ('muon', 1): 8e-3,
-    ('muon', 4): 2e-3,
-    ('adamw', 1): 1e-3,  # on time 2e-3, the default; four late not tuned
+    'lora-late4': 1e-3,
+    'full-late4': 1.5e-4,
+    'muon-late0': 8e-3,
+    'muon-late1': 8e-3,
+    'muon-late4': 2e-3,
+    'adamw-late1': 1e-3,  # on time 2e-3, the default; four late not tuned
 }
 # Over four times as many steps, selected on seed 0 from 1e-3 and 2e-3.
-LONG = RATES | {('lora', 4): 2e-3}
-WARMUPS = {('full', 4): '50%'}
+LONG = RATES | {'lora-late4': 2e-3}
+WARMUPS = {'full-late4': '50%', 'full-late4-stage': '30%'}
 CASES = [(0, 'none'), *itertools.product(DELAYS, CORRECTIONS)]
 
 
@@ -83,9 +83,9 @@ def row(training: str, scale: str, delay: int, correction: str, ending: str = ''
     c.name = f'{training}-late{delay}{word}{ending}'
     by_stage = ending == '-stage'
     c.optimizer.update(delay=delay, correction=correction, delay_by_stage=by_stage)
-    rates = LONG if scale == 'long' or by_stage else RATES
-    c.optimizer.lr = rates.get((training, delay), c.optimizer.lr)
-    c.optimizer.warmup = WARMUPS.get((training, delay), c.optimizer.warmup)
+    tuned = f'{training}-late{delay}{"-stage" * by_stage}'
+    c.optimizer.lr = (LONG if scale == 'long' else RATES).get(tuned, c.optimizer.lr)
+    c.optimizer.warmup = WARMUPS.get(tuned, c.optimizer.warmup)
     c.fwd, c.bwd = (TWO_BITS.fwd, TWO_BITS.bwd) if ending == '-2bit' else ('raw', 'raw')
     return c
 
