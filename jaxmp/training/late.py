@@ -118,7 +118,7 @@ def delays_of(delay: int, by_stage: bool, stages: int, copied: bool) -> tuple[in
         return ()
     if not by_stage:
         return (delay,) * stages
-    row = [-(-delay * (stages - 1 - s) // (stages - 1)) for s in range(stages)]
+    row = [-(-delay * (stages - 1 - s) // max(1, stages - 1)) for s in range(stages)]
     return (*row[:-1], delay if copied else 0)
 
 
