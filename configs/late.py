@@ -8,7 +8,7 @@ jaxmp sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
 The scale long fine-tunes for four times as many steps. The scale smoke takes Alice, two epochs:
 that everything runs. A row is a training, a delay and a correction, such as muon-late1-predict;
 `-2bit` sends two bits and a third both ways, and in `-stage` each stage is only as late as its own
-way takes.
+way takes. `untied` is muon with an output layer that has a table of its own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def finetuned(scale: str, train: str, rate: float) -> Config:
     return c
 
 
-def from_nothing(scale: str, optimizer: str) -> Config:
+def from_nothing(scale: str, optimizer: str, tied: bool = True) -> Config:
     """A GPT-2 of width 128 in four stages."""
     c = load('wikitext_gpt2_small:pretrain')
     c.optimizer.name = optimizer
+    c.model.tied = tied
     c.epochs = 1
     c.eval_every = '10%'
     if scale == 'smoke':
@@ -57,6 +58,7 @@ TRAININGS = {
     'full': (1, lambda scale: finetuned(scale, 'no_table', 2e-4)),
     'adamw': (2, lambda scale: from_nothing(scale, 'adamw')),
     'muon': (2, lambda scale: from_nothing(scale, 'muon')),
+    'untied': (2, lambda scale: from_nothing(scale, 'muon', tied=False)),
 }
 # Tuned on seed 100, for each delay: LoRA uncorrected, from 5e-4, 1e-3 and 2e-3; from nothing on a
 # quarter of the text, late ones by `predict`, among powers of two; all parameters four late by
@@ -68,6 +70,9 @@ RATES = {
     'muon-late0': 8e-3,
     'muon-late1': 8e-3,
     'muon-late4': 2e-3,
+    'untied-late0': 8e-3,
+    'untied-late1': 8e-3,
+    'untied-late1-stage': 8e-3,
     'adamw-late1': 1e-3,  # on time 2e-3, the default; four late not tuned
 }
 # Over four times as many steps, selected on seed 0 from 1e-3 and 2e-3.
@@ -107,10 +112,14 @@ def get_study(scale: str, tables: tuple[int, ...] = (1, 2)) -> list[tuple[int, C
         )
     rows = [(*case, '') for case in CASES]
     rows += [(delay, word, '-2bit') for delay, word in CASES if delay <= 1]
-    by_stage = {1: [(4, 'predict', '-stage')], 2: []}  # a table of two stages is late in both
+    cases = dict.fromkeys(TRAININGS, rows)
+    for training in 'lora', 'full':
+        cases[training] = [*rows, (4, 'predict', '-stage')]
+    # A table of two stages is late in both, so that by stage there is nothing on time.
+    cases['untied'] = [(0, 'none', ''), (1, 'predict', ''), (1, 'predict', '-stage')]
     runs = []
     for seed, (training, (table, _)) in itertools.product(range(SEEDS[scale]), TRAININGS.items()):
-        for case in [*rows, *by_stage[table]] if table in tables else []:
+        for case in cases[training] if table in tables else []:
             c = row(training, scale, *case)
             c.seed = seed
             runs.append((seed, c))

@@ -239,7 +239,10 @@ WEIGHTS = {
         {'layer_norm_epsilon': None},
         'epsilon=None, which is not a number from 0',
     ),
-    'a number for a switch': ({'tie_word_embeddings': 1}, 'tie_word_embeddings=1; allowed is True'),
+    'a number for a switch': (
+        {'tie_word_embeddings': 1},
+        'tie_word_embeddings=1; allowed is True or False',
+    ),
     'text for a switch': ({'scale_attn_weights': 'yes'}, "weights='yes'; allowed is True"),
     'a list for a word': ({'model_type': ['gpt2']}, r"model_type=\['gpt2'\]; allowed is 'gpt2'"),
 }

@@ -102,6 +102,8 @@ KEYS: Mapping[str, Key] = {
     'model.blocks': Key(4, 'transformer blocks', 1, model='gpt2'),
     'model.heads': Key(4, 'attention heads', 1, model='gpt2'),
     'model.dropout': Key(0.0, 'probability', model='gpt2'),
+    'model.tied': Key(
+        True, 'one token table to embed and to score; a checkpoint says it itself', model='gpt2'),
     'model.dtype': Key(
         'float32', 'of the matrix products', words=('float32', 'bfloat16'),
         model='gpt2 pretrained'),

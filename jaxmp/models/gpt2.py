@@ -4,7 +4,8 @@ The arithmetic is that of Hugging Face's ``GPT2LMHeadModel``, so its weights can
 (`jaxmp.models.weights`). Parameters are float32. ``dtype`` is the precision of the matrix products;
 the residual stream, which stages send to each other, has the precision of the parameters.
 
-The first and the last stage both have the token table; `jaxmp.models.tied` keeps the copies equal.
+The first and the last stage both have the token table, unless they are not to be tied;
+`jaxmp.models.tied` keeps the copies equal.
 
 Shapes: B batch, T sequence, C width, H heads, D = C / H, V vocabulary.
 
@@ -45,6 +46,7 @@ class Config:
       epsilon: added to the variance in layer normalisation.
       dropout: rates of the embeddings, the attention weights and the residual branches.
       dtype: dtype of the matrix products, such as ``jnp.bfloat16``; None means the parameters'.
+      tied: whether the token table that embeds also scores; else the output layer has its own.
       remat: recompute each block in the backward pass instead of storing its activations.
       embed_every_stage: whether each later stage adds an embedding of the tokens, zeros at first,
         to its input, so that what crosses a boundary need not tell them.
@@ -58,6 +60,7 @@ class Config:
     inner: int | None = None
     epsilon: float = 1e-5
     dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    tied: bool = True
     dtype: DTypeLike | None = None
     remat: bool = False
     embed_every_stage: bool = False
@@ -184,9 +187,9 @@ class Stage(nn.Module):
           ValueError: if the sequence is longer than the position table, or tokens are missing.
         """
         c = self.config
-        ends = self.embeds or self.scores
+        embeds = self.embeds or (self.scores and c.tied)
         shape, normal = (c.vocabulary, c.width), _normal(c.deviation)
-        wte: Any = self.param('wte', normal, shape) if ends else None
+        wte: Any = self.param('wte', normal, shape) if embeds else None
         if self.embeds:
             x = Dropout(c.dropout[0])(self._embed(wte, x), train)
         if self.reads_tokens:
@@ -197,7 +200,9 @@ class Stage(nn.Module):
         block = nn.remat(Block, static_argnums=(2,)) if c.remat else Block
         for i in range(self.blocks):
             x = block(c, name=f'h_{i}')(x, train)
-        return self._score(wte, x) if self.scores else x
+        if not self.scores:
+            return x
+        return self._score(wte if c.tied else self.param('lm_head', normal, shape), x)
 
     def _embed(self, wte: Float[Array, 'V C'], tokens: Int[Array, 'B T']) -> Float[Array, 'B T C']:
         c, length = self.config, tokens.shape[1]
@@ -209,10 +214,10 @@ class Stage(nn.Module):
         wpe = self.param('wpe', _normal(c.deviation), (c.positions, c.width))
         return wte[tokens] + wpe[:length]
 
-    def _score(self, wte: Float[Array, 'V C'], x: Float[Array, 'B T C']) -> Float[Array, 'B T V']:
+    def _score(self, table: Float[Array, 'V C'], x: Float[Array, 'B T C']) -> Float[Array, 'B T V']:
         x = _norm(self.config, 'ln_f')(x)
-        dtype = self.config.dtype or jnp.result_type(x, wte)
-        y = product(x.reshape(-1, x.shape[-1]).astype(dtype), wte.astype(dtype))
+        dtype = self.config.dtype or jnp.result_type(x, table)
+        y = product(x.reshape(-1, x.shape[-1]).astype(dtype), table.astype(dtype))
         return y.reshape(*x.shape[:-1], -1)
 
 

@@ -25,6 +25,7 @@ from jaxmp.models.gpt2 import Config, Stage
 
 _FILE = 'model.safetensors'
 _INDEX = f'{_FILE}.index.json'
+_HEAD = 'lm_head.weight'  # whose name alone has no prefix
 _GELU = ('gelu_new', 'gelu_pytorch_tanh')  # two names of one function
 
 
@@ -46,7 +47,7 @@ def read_config(directory: str, **changes: Any) -> Config:
     published = {
         'model_type': ('gpt2',), 'activation_function': _GELU, 'scale_attn_weights': (True,),
         'scale_attn_by_inverse_layer_idx': (False,), 'add_cross_attention': (False,),
-        'tie_word_embeddings': (True,),
+        'tie_word_embeddings': (True, False),
     }  # fmt: skip
     for key, allowed in published.items():
         value = described.get(key, None if key == 'model_type' else allowed[0])
@@ -58,7 +59,8 @@ def read_config(directory: str, **changes: Any) -> Config:
     _check_numbers(file, described)
     rates = tuple(described.get(k, 0.1) for k in _RATES)
     sizes = {ours: described[theirs] for ours, theirs in _SIZES.items() if theirs in described}
-    return dataclasses.replace(Config(dropout=rates, **sizes), **changes)
+    tied = described.get('tie_word_embeddings', True)
+    return dataclasses.replace(Config(dropout=rates, tied=tied, **sizes), **changes)
 
 
 def _check_numbers(file: Path, described: Described) -> None:
@@ -111,17 +113,21 @@ def read(
       only: number of the only stage to read, which gives a tuple of one; None reads all.
 
     Returns:
-      One ``{'params': ...}`` per stage, float32; the first and the last stage both have ``wte``.
+      One ``{'params': ...}`` per stage, float32; the first and the last stage both have ``wte``, or
+      the last one ``lm_head``.
 
     Raises:
       FileNotFoundError: if there are no weights.
       ValueError: if a file is damaged, or has other tensors than this model.
     """
     tensors = _tensors(_root(directory))
-    head, wte = tensors.pop('lm_head.weight', None), tensors.get('wte.weight')
-    if head is not None and wte is not None and not np.array_equal(head, wte):
-        problem = f'{directory}: lm_head.weight differs from wte.weight'
-        raise ValueError(f'{problem}; only a GPT-2 with tied tables can be read')
+    if stages[0].config.tied:
+        head, wte = tensors.pop(_HEAD, None), tensors.get('wte.weight')
+        if head is not None and wte is not None and not np.array_equal(head, wte):
+            raise ValueError(
+                f'{directory}: lm_head.weight differs from wte.weight, and its config.json says '
+                'that they are tied; set tie_word_embeddings to false there'
+            )
     names = _names(stages)
     _check(directory, tensors, {n: s for stage in names for _, n, s in stage})
     wanted = names if only is None else [names[only]]
@@ -148,8 +154,8 @@ def write(
 
     if stages[0].config.embed_every_stage:
         raise ValueError('the format has no place for embeddings at every stage')
-    first, last = (np.asarray(variables[s]['params']['wte']) for s in (0, -1))
-    if not np.array_equal(first, last):
+    tables = [variables[s]['params'].get('wte') for s in (0, -1)]
+    if stages[0].config.tied and not np.array_equal(*map(np.asarray, tables)):
         raise ValueError(
             'the first and the last stage have different tables wte, and the format has one; '
             'make them equal at the start (TiedParameter.share) and at each step (add)'
@@ -158,7 +164,8 @@ def write(
     for stage, collections in zip(_names(stages), variables, strict=True):
         flat = flatten_dict(collections['params'])
         for path, name, _ in stage:
-            tensors[f'transformer.{name}'] = np.ascontiguousarray(flat[path], np.float32)
+            full = name if name == _HEAD else f'transformer.{name}'
+            tensors[full] = np.ascontiguousarray(flat[path], np.float32)
     (root := Path(directory).expanduser()).mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, root / _FILE, metadata={'format': 'pt'})
@@ -177,7 +184,7 @@ def _described(c: Config) -> Described:
         **dict(zip(_RATES, c.dropout, strict=True)),
         'bos_token_id': end,
         'eos_token_id': end,
-        'tie_word_embeddings': True,
+        'tie_word_embeddings': c.tied,
         'dtype': 'float32',
     }
 

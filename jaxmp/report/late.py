@@ -68,9 +68,11 @@ def training_of(model: Mapping[str, Any]) -> str:
     'fine-tuning'
     >>> training_of({'name': 'gpt2', 'path': ''})
     'from nothing'
+    >>> training_of({'name': 'gpt2', 'path': '', 'tied': False})
+    'from nothing, untied'
     """
     if not model.get('path'):
-        return 'from nothing'
+        return 'from nothing' + ', untied' * (not model.get('tied', True))
     return 'LoRA' if model['name'] == 'pretrained' and 'lora' in model['train'] else 'fine-tuning'
 
 

@@ -299,7 +299,7 @@ def language(config: Config) -> Task:
     else:
         sizes = gpt2.Config(
             dataset.classes, words.sequence_length, dropout=dropout, width=c.width, blocks=c.blocks,
-            heads=c.heads,
+            heads=c.heads, tied=c.tied,
         )  # fmt: skip
     dtype = None if c.dtype == 'float32' else jnp.dtype(c.dtype)
     sizes = dataclasses.replace(sizes, dtype=dtype, remat=c.remat)
@@ -322,7 +322,7 @@ def language(config: Config) -> Task:
             if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):
                 return {**variables, 'params': params}  # whoever traces wants shapes
             return {**variables, 'params': params | principal.fitted(components, stage, params)}
-        if stage not in (0, len(stages) - 1):
+        if not tied or stage not in (0, len(stages) - 1):
             return variables
         first = table(stages[0], jax.random.fold_in(key, 0))
         return {**variables, 'params': WTE.put(variables['params'], first)}
@@ -332,7 +332,7 @@ def language(config: Config) -> Task:
         assert dataset.tokenizer, 'a text has one'
         dataset.tokenizer.save(Path(folder))
 
-    tied = WTE if len(stages) > 1 else None
+    tied = WTE if sizes.tied and len(stages) > 1 else None
     task = reader(dataset, stages)._replace(start=start, tied=tied)
     return task if c.embed_every_stage else task._replace(export=export)
 
