@@ -205,6 +205,32 @@ def test_an_exchange_that_does_not_fit_is_refused(change, message):
         experiment.experiment_of(small(**{'tied_exchange': SQUEEZED, **change}))
 
 
+def test_tables_that_are_not_tied_are_not_exchanged():
+    """Each stage begins with a table of its own, and the last one may be on time."""
+    late = {'delay': 1, 'correction': 'predict', 'delay_by_stage': True}
+    two = [experiment.experiment_of(small(tied=tied, **late)) for tied in (True, False)]
+    assert [s.delays for s in two] == [(1, 1), (1, 0)]
+    assert [bool(sizes.table_bytes(s)) for s in two] == [True, False]
+    found = []
+    for runtime in 'mpmd', 'local':
+        s = experiment.experiment_of(small(tied=False, **late, runtime=runtime))
+        made = Trainer(s, ProcessGroup())
+        rows = [*made.epoch(0, made.create(), np.arange(48))]
+        begun, end = (
+            [
+                np.asarray(v['params'][name])
+                for v, name in zip(made.weights(state), ('wte', 'lm_head'), strict=True)
+            ]
+            for state in (made.create(), rows[-1][0])
+        )
+        assert not np.allclose(*begun)
+        found.append((np.ravel([v['loss'] for _, v, _ in rows]), end))
+        assert all(np.any(new != old) for new, old in zip(end, begun, strict=True))
+    (mpmd, ends), (local, same) = found
+    np.testing.assert_allclose(mpmd, local, rtol=1e-5)
+    np.testing.assert_allclose(ends, same, atol=1e-5)
+
+
 def test_a_run_from_before_the_key_goes_on(tmp_path):
     """What lacks the key has the default; another value is another run."""
     old = {'optimizer': {'lr': 0.1}}

@@ -22,6 +22,7 @@ GOLDEN = dict(np.load(pathlib.Path(__file__).parent / 'golden' / 'gpt2.npz'))
 CONFIG = gpt2.Config(vocabulary=67, positions=16, width=24, blocks=4, heads=3)
 TOKENS = GOLDEN['tokens']
 STAGES = (1, 2, 3, 4)
+FILE = 'model.safetensors'
 SMALL = gpt2.Config(vocabulary=67, positions=300, width=24, blocks=2, heads=3)
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 
@@ -327,6 +328,32 @@ def test_equal_stages():
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize('n', slow([1, 3], [1].__contains__))
+def test_an_output_layer_with_a_table_of_its_own(directory, tmp_path, n):
+    """Begun as the one that embeds: the same logits, and both gradients are one tied one's."""
+    tensors = load_file(directory / 'model.safetensors')
+    save_file(
+        tensors | {'lm_head.weight': tensors['transformer.wte.weight'].copy()}, tmp_path / FILE
+    )
+    describe(tmp_path, tie_word_embeddings=False)
+    config = weights.read_config(tmp_path)
+    assert config == dataclasses.replace(weights.read_config(directory), tied=False)
+    stages = gpt2.gpt2(config, n)
+    params = params_of(weights.read(tmp_path, stages))
+    assert ['wte' in p for p in params] == [s.embeds for s in stages]
+    (loss, logits), grads = jit(
+        jax.value_and_grad(lambda p: score(stages, p, TOKENS), has_aux=True)
+    )(params)
+    np.testing.assert_allclose(logits, GOLDEN['logits'], atol=1e-5)
+    np.testing.assert_allclose(loss, GOLDEN['loss'], atol=1e-6)
+    found = as_file(tmp_path / 'again', stages, grads)
+    head = found.pop('lm_head.weight')
+    assert np.any(head != found['wte.weight'])
+    found['wte.weight'] += head
+    assert difference(found, part('grad')) < 1e-6
+    assert weights.read_config(tmp_path / 'again') == config
 
 
 @pytest.mark.parametrize('n', STAGES)
