@@ -43,10 +43,12 @@ TASKS = {
 }  # fmt: skip
 ORDER = 'eager_1f1b'  # the one that waits
 ORDERS = {ORDER: {'parallel.schedule': 'eager_1f1b(7)'}} | {
-    f'{n} late{word and f", {word}"}': {
-        'optimizer.delay': n, 'optimizer.correction': word or 'none'
+    f'{n} late{word and f", {word}"}{", by stage" * by_stage}': {
+        'optimizer.delay': n, 'optimizer.correction': word or 'none',
+        'optimizer.delay_by_stage': by_stage,
     }
     for n in range(1, 10) for word in ('', 'predict', 'scale', 'compensate')
+    for by_stage in (False, True)
 }  # fmt: skip
 
 
