@@ -1,5 +1,6 @@
 """Stages of a run are killed, stopped and cut off: the same bits follow, or a sentence."""
 
+import functools
 import json
 import os
 import re
@@ -217,30 +218,42 @@ LATE = {**CHANGES, 'delay': 2, 'correction': 'predict(0.5)', 'clip_norm': 0.5}
 
 
 @pytest.fixture(scope='module')
-def undisturbed_and_late(tmp_path_factory, compiled):
+def late(tmp_path_factory, compiled):
     """What a run gives whose pipeline is never emptied, and to which nothing happens."""
-    run = Run(tmp_path_factory.mktemp('late'), compiled, LATE)
-    try:
-        run.end()
-        return outcome(run.workdir)
-    finally:
-        run.close()
+
+    @functools.cache
+    def undisturbed(by_stage):
+        changes = {**LATE, 'delay_by_stage': by_stage}
+        run = Run(tmp_path_factory.mktemp('late'), compiled, changes)
+        try:
+            run.end()
+            return outcome(run.workdir)
+        finally:
+            run.close()
+
+    return undisturbed
+
+
+LATE_FAULTS = (
+    'a process killed', 'the first process, and the switch in it, killed',
+    'the last process killed', 'killed while another saves',
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    'fault', ['a process killed', 'the first process, and the switch in it, killed',
-              'the last process killed', 'killed while another saves']
-)  # fmt: skip
-def test_late_gradients_go_on_to_the_same_bits(tmp_path, compiled, undisturbed_and_late, fault):
-    """Batches are under way when a process is killed."""
-    run = Run(tmp_path, compiled, LATE)
+    ('fault', 'by_stage'),
+    [*((f, False) for f in LATE_FAULTS), *((f, True) for f in LATE_FAULTS[::2])],
+)
+def test_late_gradients_go_on_to_the_same_bits(tmp_path, compiled, late, fault, by_stage):
+    """Batches are under way when a process is killed, by stage of several numbers."""
+    run = Run(tmp_path, compiled, {**LATE, 'delay_by_stage': by_stage})
     try:
         FAULTS[fault](run)
         run.end()
     finally:
         run.close()
-    assert outcome(run.workdir) == undisturbed_and_late
+    assert outcome(run.workdir) == late(by_stage)
 
 
 @pytest.mark.slow
