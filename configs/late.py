@@ -70,7 +70,7 @@ RATES = {
     'muon-late0': 8e-3,
     'muon-late1': 8e-3,
     'muon-late4': 2e-3,
-    'untied-late0': 8e-3,
+    'untied-late0': 1.6e-2,
     'untied-late1': 8e-3,
     'untied-late1-stage': 8e-3,
     'adamw-late1': 1e-3,  # on time 2e-3, the default; four late not tuned
