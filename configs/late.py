@@ -78,6 +78,7 @@ RATES = {
 # Over four times as many steps, selected on seed 0 from 1e-3 and 2e-3.
 LONG = RATES | {'lora-late4': 2e-3}
 WARMUPS = {'full-late4': '50%', 'full-late4-stage': '30%'}
+ADAMW_SCALES = {'untied-late1-stage': 2.0}
 CASES = [(0, 'none'), *itertools.product(DELAYS, CORRECTIONS)]
 
 
@@ -91,6 +92,7 @@ def row(training: str, scale: str, delay: int, correction: str, ending: str = ''
     tuned = f'{training}-late{delay}{"-stage" * by_stage}'
     c.optimizer.lr = (LONG if scale == 'long' else RATES).get(tuned, c.optimizer.lr)
     c.optimizer.warmup = WARMUPS.get(tuned, c.optimizer.warmup)
+    c.optimizer.adamw_scale = ADAMW_SCALES.get(tuned, 1.0)
     c.fwd, c.bwd = (TWO_BITS.fwd, TWO_BITS.bwd) if ending == '-2bit' else ('raw', 'raw')
     return c
 

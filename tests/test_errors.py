@@ -73,6 +73,7 @@ def test_a_setting_that_makes_no_sense(case):
     [
         ({'model': 'lenet'}, r"'lenet' is for images, and alice is a text; take gpt2"),
         ({'heads': 2, 'model': 'lenet'}, r"heads=2 is read by config.model.name='gpt2' alone"),
+        ({'adamw_scale': 2.0}, r"adamw_scale=2.0 is read by config.optimizer.name='muon' alone"),
         (
             {
                 'optimizer.warmup': '9 epochs',

@@ -316,12 +316,13 @@ def test_the_digest_of_a_checkpoint_in_one_file(tmp_path):
 def test_rows_of_late_gradients_differ_by_what_their_names_say():
     late = study.study_of(str(ROOT / 'configs' / 'late.py'))
     rows = {c.name: c for seed, c in late.get_study('study') if seed == 2}
-    assert len(rows) == 4 * (1 + 2 * 4 + 1 + 4) + 2
+    assert len(rows) == 4 * (1 + 2 * 4 + 1 + 4) + 2 + 3
     for name, c in rows.items():
         training, delay, *rest = name.removesuffix('-2bit').removesuffix('-stage').split('-')
         assert delay == f'late{c.optimizer.delay}'
         assert [c.optimizer.correction] == (rest or ['none'])
-        assert (c.optimizer.name == 'muon') == (training == 'muon')
+        assert (c.optimizer.name == 'muon') == (training in ('muon', 'untied'))
+        assert c.model.tied == (training != 'untied')
         assert (c.model.train == 'lora(8)') == (training == 'lora')
         assert name.endswith('-2bit') == (c.fwd != 'raw') == (c.bwd != 'raw')
         assert name.endswith('-stage') == c.optimizer.delay_by_stage

@@ -518,6 +518,12 @@ def test_muon_is_for_kernels_and_adam_for_the_rest():
     optimizer = optimizer_of(config, 10)
     zeros = jax.tree.map(np.zeros_like, grads)
     y, _ = jax.jit(lambda g: optimizer.update(g, optimizer.init(zeros), zeros))(grads)
+    config.optimizer.adamw_scale = 2.0
+    twice = optimizer_of(config, 10)
+    z, _ = jax.jit(lambda g: twice.update(g, twice.init(zeros), zeros))(grads)
+    for name, scale in ('wte', 2), ('bias', 2), ('conv', 1):
+        same = lambda a, b, scale=scale: np.testing.assert_allclose(a, scale * b, rtol=1e-5)
+        jax.tree.map(same, z[name], y[name])
     for name in ('wte', 'bias'):
         size = np.abs(y[name]).mean()  # Adam with Nesterov's momentum: above the rate
         np.testing.assert_allclose(y[name], -size * np.sign(grads[name]), rtol=1e-3)

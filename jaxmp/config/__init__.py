@@ -44,6 +44,7 @@ class Key(NamedTuple):
       model: the only model that reads the key; empty if every model does.
       runtime: the runtimes that read the key, with a space between; likewise.
       schedule: the only schedule of the rate that reads the key; likewise.
+      optimizer: the only optimizer that reads the key; likewise.
       idle: the key decides no number of a run: where files lie, what is kept.
       free: the key may change where a run goes on from its checkpoint.
     """
@@ -59,6 +60,7 @@ class Key(NamedTuple):
     model: str = ''
     runtime: str = ''
     schedule: str = ''
+    optimizer: str = ''
     idle: bool = False
     free: bool = False
 
@@ -160,6 +162,9 @@ KEYS: Mapping[str, Key] = {
     'optimizer.cosine_epochs': Key(
         0, 'half a period of schedule=cosine, which then moves by epochs; 0: the run, by steps'),
     'optimizer.momentum': Key(0.0, 'of sgd'),
+    'optimizer.adamw_scale': Key(
+        1.0, 'times the rate for what muon leaves to AdamW: tables and vectors',
+        optimizer='muon'),
     'optimizer.weight_decay': Key(0.0, 'of all parameters'),
     'optimizer.clip_norm': Key(0.0, 'largest global norm of the gradients; 0: not clipped'),
     'optimizer.delay': Key(
@@ -328,7 +333,7 @@ def check(config: Config) -> None:
     for name, key in KEYS.items():
         readers_of = {
             'model.name': key.model, 'parallel.runtime': key.runtime,
-            'optimizer.schedule': key.schedule,
+            'optimizer.schedule': key.schedule, 'optimizer.name': key.optimizer,
         }  # fmt: skip
         for of, only in readers_of.items():
             readers = only.split()

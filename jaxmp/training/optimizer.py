@@ -92,8 +92,8 @@ def optimizer_of(config: Config, epoch_steps: int, delay: int = 0) -> Optimizer:
     ``sgd``: momentum, weight decay on all parameters. ``adamw``: decoupled weight decay.
     ``muon``: Muon for all kernels, as matrices whose last axis is the output, and for each block's
     matrices ``(out, in)`` of a decoder, low-rank factors included; AdamW with Nesterov's momentum
-    for the rest, tables included. The momentum ``M = U S V'`` moves an ``m x n`` matrix by the RMS
-    that AdamW's updates have, so that one rate serves both:
+    for the rest, tables included, at ``adamw_scale`` times the rate. The momentum ``M = U S V'``
+    moves an ``m x n`` matrix by the RMS that AdamW's updates have, so that one rate may serve both:
 
     .. math:: W \leftarrow W - 0.2\,\eta\,\sqrt{\max(m, n)}\; U V^\top
 
@@ -138,8 +138,10 @@ def _whole(config: Config, rate: Rate) -> optax.GradientTransformation:
     if c.name == 'adamw':
         return optax.adamw(rate, weight_decay=c.weight_decay)
     if c.name == 'muon':
+        rest = lambda step: c.adamw_scale * rate(step)
         return optax.contrib.muon(
             rate, weight_decay=c.weight_decay, adam_weight_decay=c.weight_decay,
+            adam_learning_rate=rate if c.adamw_scale == 1 else rest,
             muon_weight_dimension_numbers=_matrices, consistent_rms=MUON_RMS,
         )  # fmt: skip
     if c.name == 'sgd':
