@@ -63,14 +63,15 @@ TRAININGS = {
 # Tuned on seed 100, for each delay: LoRA uncorrected, from 5e-4, 1e-3 and 2e-3; from nothing on a
 # quarter of the text, late ones by `predict`, among powers of two; all parameters four late by
 # `predict`, of 1e-4 with a warm-up of 5 and 30 %, 1.5e-4 and 2e-4 with 50 %. By stage the rates are
-# those on time; of all parameters also tried was 1.5e-4 with a warm-up of 50 %.
+# those on time; of all parameters also tried was 1.5e-4 with a warm-up of 50 %. Untied on time also
+# 1.6e-2 and by stage 1.2e-2 and 1.6e-2, both with twice the rate of Muon for tables and vectors.
 RATES = {
     'lora-late4': 1e-3,
     'full-late4': 1.5e-4,
     'muon-late0': 8e-3,
     'muon-late1': 8e-3,
     'muon-late4': 2e-3,
-    'untied-late0': 1.6e-2,
+    'untied-late0': 8e-3,
     'untied-late1': 8e-3,
     'untied-late1-stage': 8e-3,
     'adamw-late1': 1e-3,  # on time 2e-3, the default; four late not tuned
@@ -78,7 +79,7 @@ RATES = {
 # Over four times as many steps, selected on seed 0 from 1e-3 and 2e-3.
 LONG = RATES | {'lora-late4': 2e-3}
 WARMUPS = {'full-late4': '50%', 'full-late4-stage': '30%'}
-ADAMW_SCALES = {'untied-late1-stage': 2.0}
+ADAMW_SCALES = {'untied-late0': 2.0, 'untied-late1': 2.0, 'untied-late1-stage': 2.0}
 CASES = [(0, 'none'), *itertools.product(DELAYS, CORRECTIONS)]
 
 
