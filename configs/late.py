@@ -63,8 +63,8 @@ TRAININGS = {
 # Tuned on seed 100, for each delay: LoRA uncorrected, from 5e-4, 1e-3 and 2e-3; from nothing on a
 # quarter of the text, late ones by `predict`, among powers of two; all parameters four late by
 # `predict`, of 1e-4 with a warm-up of 5 and 30 %, 1.5e-4 and 2e-4 with 50 %. By stage the rates are
-# those on time; of all parameters also tried was 1.5e-4 with a warm-up of 50 %. Untied on time also
-# 1.6e-2 and by stage 1.2e-2 and 1.6e-2, both with twice the rate of Muon for tables and vectors.
+# those on time; of all parameters also tried was 1.5e-4 with a warm-up of 50 %. Untied, with
+# tables and vectors at Muon's rate, also 1.6e-2 (on time), 1.2e-2 and 1.6e-2 (by stage).
 RATES = {
     'lora-late4': 1e-3,
     'full-late4': 1.5e-4,
