@@ -154,8 +154,8 @@ def write(
 
     if stages[0].config.embed_every_stage:
         raise ValueError('the format has no place for embeddings at every stage')
-    tables = [variables[s]['params'].get('wte') for s in (0, -1)]
-    if stages[0].config.tied and not np.array_equal(*map(np.asarray, tables)):
+    first, last = (np.asarray(variables[s]['params'].get('wte')) for s in (0, -1))
+    if stages[0].config.tied and not np.array_equal(first, last):
         raise ValueError(
             'the first and the last stage have different tables wte, and the format has one; '
             'make them equal at the start (TiedParameter.share) and at each step (add)'
