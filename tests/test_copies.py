@@ -194,6 +194,7 @@ def shown_tables(s, tied, moved):
     [
         ({'runtime': 'local'}, "this model sends none; take 'mean', or several stages of gpt2"),
         ({'stages': 1}, 'this model sends none'),
+        ({'tied': False}, 'several stages of gpt2 with config.model.tied=True and'),
         ({'tied_exchange': 'local_sgd(4)'}, 'shares parameters in place of gradients'),
         ({'tied_exchange': 'momentum(all_gather(fp16))'}, 'brings a momentum'),
         ({'tied_exchange': 'dgc(0.1, momentum=0.0, warmup=2)'}, 'has epochs of its own'),
@@ -229,6 +230,23 @@ def test_tables_that_are_not_tied_are_not_exchanged():
     (mpmd, ends), (local, same) = found
     np.testing.assert_allclose(mpmd, local, rtol=1e-5)
     np.testing.assert_allclose(ends, same, atol=1e-5)
+
+
+def test_a_table_begins_alike_in_one_stage_and_in_several(tmp_path):
+    """To the bit; weights that have one table are not trained as two."""
+    found = []
+    for n in 1, 2:
+        s = experiment.experiment_of(small(stages=n, runtime='local'))
+        made = Trainer(s, ProcessGroup())
+        found.append(made.weights(made.create()))
+    one, *two = (v['params']['wte'] for v in (*found[0], *found[1]))
+    for copy in two:
+        np.testing.assert_array_equal(copy, one)
+    s.task.export(tmp_path, found[1])
+    with pytest.raises(
+        ValueError, match=r'tied=False, and the weights in .* have one table to emb'
+    ):
+        experiment.experiment_of(small(tied=False, path=str(tmp_path)))
 
 
 def test_a_run_from_before_the_key_goes_on(tmp_path):

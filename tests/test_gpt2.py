@@ -480,6 +480,11 @@ DAMAGES = {
         ValueError,
         'lm_head.weight differs from wte.weight',
     ),
+    'no head': (
+        lambda d: describe(d, tie_word_embeddings=False),
+        ValueError,
+        'has no lm_head.weight, and by its config.json the output layer has a table of its own',
+    ),
     'config of text': (
         lambda d: (d / 'config.json').write_text('<html>'),
         ValueError,

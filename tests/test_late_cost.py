@@ -45,7 +45,13 @@ RUNS = (
     summary('late1-2bit', [4.0, 3.0, 2.0, 1.0], fwd='uniform(2)', delay=1),
 )
 BY_STAGE = summary(
-    'late4-stage', [4.0, 3.0, 2.5, 2.0], delay=4, correction='predict', delay_by_stage=True, lr=1e-3
+    'late4-stage',
+    [4.0, 3.0, 2.5, 2.0],
+    delay=4,
+    correction='predict',
+    delay_by_stage=True,
+    lr=1e-3,
+    adamw_scale=2.0,
 )
 
 
@@ -95,6 +101,7 @@ def test_a_row_by_stage_is_one_of_its_own(tmp_path):
     assert '| predict | 40 | 4, by stage | 2.0000 | 100.00 |' in cost.table([found])
     assert [row['by_stage'] for row in cost.record([found])] == [False, True]
     assert cost.lines(cost.rows(found))['predict by stage'] == [(0, 1.0), (4, 2.0)]
+    assert cost.title(cost.rows(found)).endswith('1e+02 % of the loss with predict by stage')
 
 
 def test_the_planner_reads_the_shortest_of_two_trainings(study, tmp_path):

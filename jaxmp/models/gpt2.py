@@ -4,7 +4,7 @@ The arithmetic is that of Hugging Face's ``GPT2LMHeadModel``, so its weights can
 (`jaxmp.models.weights`). Parameters are float32. ``dtype`` is the precision of the matrix products;
 the residual stream, which stages send to each other, has the precision of the parameters.
 
-The first and the last stage both have the token table, unless they are not to be tied;
+The first and the last stage both have the token table, unless `Config.tied` is False;
 `jaxmp.models.tied` keeps the copies equal.
 
 Shapes: B batch, T sequence, C width, H heads, D = C / H, V vocabulary.

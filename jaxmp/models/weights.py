@@ -125,8 +125,8 @@ def read(
         head, wte = tensors.pop(_HEAD, None), tensors.get('wte.weight')
         if head is not None and wte is not None and not np.array_equal(head, wte):
             raise ValueError(
-                f'{directory}: lm_head.weight differs from wte.weight, and its config.json says '
-                'that they are tied; set tie_word_embeddings to false there'
+                f'{directory}: lm_head.weight differs from wte.weight, and by its config.json they '
+                'are tied; set tie_word_embeddings to false there'
             )
     names = _names(stages)
     _check(directory, tensors, {n: s for stage in names for _, n, s in stage})
@@ -146,7 +146,8 @@ def write(
       variables: one ``{'params': ...}`` per stage.
 
     Raises:
-      ValueError: if the token tables of the first and the last stage differ, or each has one.
+      ValueError: if the token tables of the first and the last stage of a tied model differ, or
+        each stage has one.
       OSError: if the files cannot be written.
     """
     from safetensors import SafetensorError
@@ -222,6 +223,11 @@ def _check(
     directory: str, tensors: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
     missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
+    if missing == [_HEAD] and not extra:
+        raise ValueError(
+            f'{directory} has no {_HEAD}, and by its config.json the output layer has a table of '
+            'its own; set tie_word_embeddings to true there if they are one'
+        )
     if missing or extra:
         raise ValueError(
             f'{directory} has other tensors than this GPT-2: {len(missing)} missing '

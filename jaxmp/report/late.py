@@ -207,8 +207,9 @@ def title(late: Sequence[Late]) -> str:
     own = [r for r in first if r.delay == min(r.delay for r in first)]
     if not own:
         return TITLE
-    costs = {r.correction: f'{100 * r.more.mean:.2g} %' for r in own}
-    best = min(own, key=lambda r: r.more.mean).correction
+    word = lambda r: r.correction + ' by stage' * r.by_stage
+    costs = {word(r): f'{100 * r.more.mean:.2g} %' for r in own}
+    best = word(min(own, key=lambda r: r.more.mean))
     told = [f'{costs[best]} of the loss with {best}'] if best != 'none' else []
     told += [f'{costs["none"]} uncorrected'] if 'none' in costs else []
     steps = f'{own[0].delay} step{"s" * (own[0].delay > 1)}'

@@ -43,6 +43,7 @@ TUNED = (
     'optimizer.name',
     'optimizer.lr',
     'optimizer.momentum',
+    'optimizer.adamw_scale',
     'optimizer.clip_norm',
 )  # may also vary between rows with exchanges, some of which have their own momentum
 NOT_OF_A_TEST = {'position', 'example'}  # what states belong to that a test does not have
@@ -186,7 +187,7 @@ def check_same(home: Path, runs: list[tuple[Summary, dict[str, Any]]], row: Row)
         tuned = TUNED if 'exchange' in first and 'exchange' in run else ()
         late = 'optimizer.delay', 'optimizer.delay_by_stage'
         if any(a.get(k) != b.get(k) for k in late):  # each has rates of its own
-            tuned = (*tuned, 'optimizer.lr', 'optimizer.warmup')
+            tuned = (*tuned, 'optimizer.lr', 'optimizer.warmup', 'optimizer.adamw_scale')
         free = ('seed',) if run['name'] == first['name'] else (*VARIES, *tuned)
         if clash := [k for k in a if k in b and k not in free and a[k] != b[k]]:
             raise ValueError(

@@ -308,7 +308,8 @@ def tied_exchange(config: Config, tied: bool) -> Exchange:
         raise ValueError(
             f'config.tied_exchange={text!r} compresses the gradient of a token table that two '
             f'stages hold, and config.parallel.runtime={runtime!r} of this model sends none; take '
-            "'mean', or several stages of gpt2 with config.parallel.runtime=mpmd or spmd"
+            "'mean', or several stages of gpt2 with config.model.tied=True and "
+            'config.parallel.runtime=mpmd or spmd'
         )
     if shared.momentum or shared.shares_params:
         raise ValueError(

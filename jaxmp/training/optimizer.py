@@ -138,10 +138,11 @@ def _whole(config: Config, rate: Rate) -> optax.GradientTransformation:
     if c.name == 'adamw':
         return optax.adamw(rate, weight_decay=c.weight_decay)
     if c.name == 'muon':
-        rest = lambda step: c.adamw_scale * rate(step)
+        scale = float(c.adamw_scale)
+        rest = lambda step: scale * rate(step)
         return optax.contrib.muon(
             rate, weight_decay=c.weight_decay, adam_weight_decay=c.weight_decay,
-            adam_learning_rate=rate if c.adamw_scale == 1 else rest,
+            adam_learning_rate=rate if scale == 1 else rest,
             muon_weight_dimension_numbers=_matrices, consistent_rms=MUON_RMS,
         )  # fmt: skip
     if c.name == 'sgd':

@@ -295,6 +295,12 @@ def language(config: Config) -> Task:
     if folder:
         sizes = weights.read_config(folder, dropout=dropout)
         weights.check_vocabulary(sizes, dataset.classes)
+        if sizes.tied and not c.tied:
+            raise ValueError(
+                f'config.model.tied=False, and the weights in {c.path} have one table to embed and '
+                'to score; leave it out, or put lm_head.weight into the weights and '
+                'tie_word_embeddings=false into their config.json'
+            )
         check_width(c, sizes.width)
     else:
         sizes = gpt2.Config(
@@ -322,7 +328,7 @@ def language(config: Config) -> Task:
             if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):
                 return {**variables, 'params': params}  # whoever traces wants shapes
             return {**variables, 'params': params | principal.fitted(components, stage, params)}
-        if not tied or stage not in (0, len(stages) - 1):
+        if not sizes.tied or stage not in (0, len(stages) - 1):
             return variables
         first = table(stages[0], jax.random.fold_in(key, 0))
         return {**variables, 'params': WTE.put(variables['params'], first)}
