@@ -63,14 +63,14 @@ def test_replicas_have_phases_too():
 @pytest.mark.slow
 def test_a_rule_goes_on_with_other_bits():
     """Few bits, then more: the basis of the first phase serves the second."""
-    rule, words = 'klt({}, refresh=2)', {'warmup_epochs': 0, 'epochs': 2}
+    # Of seed 0 the rounding of one program flips a code on a CPU without AVX-512.
+    rule, words = 'klt({}, refresh=2)', {'warmup_epochs': 0, 'epochs': 2, 'seed': 2}
     words |= dict.fromkeys(('fwd', 'bwd'), rule.format(4))
     at = [r for r in RUNTIMES if r != 'spmd']  # which has no states that are not per sample
     runs = [made(runtime=r, phases=f'{rule.format(2)}@:1', **words) for r in at]
     found = [losses(exp) for exp in runs]
     for row in found:
-        np.testing.assert_allclose(row.ravel()[:3], found[0].ravel()[:3], rtol=1e-4)
-        np.testing.assert_allclose(row, found[0], rtol=2e-3)  # after a step from rounded bases
+        np.testing.assert_allclose(row, found[0], rtol=1e-4)
     four = losses(made(runtime='local', **words))
     assert np.all(found[0] != four)
     [phase] = sizes.phase_bytes(runs[0])
