@@ -301,8 +301,12 @@ def small_text(**changes):
     return config_of('text_gpt2', **TEXT, **changes)
 
 
+def untied_text(**changes):
+    return small_text(tied=False, **changes)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('make', [small, small_text])
+@pytest.mark.parametrize('make', [small, small_text, untied_text])
 def test_one_program_and_a_program_each_stage_train_alike(make, tmp_path, capsys):
     """Float32, other fusions: losses to 1e-4, not to the bit; tied tables stay one to the bit."""
     found = []
