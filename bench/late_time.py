@@ -1,7 +1,7 @@
 """Time to a loss over a slow link: gradients that come late beside the best order that waits.
 
 Run as root on Linux: python bench/late_time.py [MODEL] [--links 200m+50ms 200m+150ms]
-     [--steps=N] [--tokens=N] [--microbatches=N] [--fwd=CODEC --bwd=CODEC] [--out=RESULT]
+     [--steps=N] [--tokens=N] [--batch=N] [--microbatches=N] [--fwd=CODEC --bwd=CODEC] [--out=RESULT]
 With a checkpoint of a decoder it is fine-tuned by low-rank updates, without one a decoder of four
 blocks learns from nothing: bytes of the package's Alice, by Muon, no table tied. Each of four
 stages is a process of `jaxmp train` in a namespace (bench/emulated_network.py). A row is written as
@@ -131,6 +131,7 @@ def arguments():
     parser.add_argument('--orders', nargs='+', default=['eager_1f1b', '3 late', '3 late, predict'])
     parser.add_argument('--steps', type=int, default=0)
     parser.add_argument('--tokens', type=int, default=0, help='of an example')
+    parser.add_argument('--batch', type=int, default=0, help='examples of a step')
     parser.add_argument('--microbatches', type=int, default=0)
     parser.add_argument('--fwd', default='raw')
     parser.add_argument('--bwd', default='raw')
@@ -145,7 +146,10 @@ def main(a):
         return print(f'skipped: {why}')
     task = 'fine-tuning' if a.model else 'from nothing'
     settings = {'task': task, 'fwd': a.fwd, 'bwd': a.bwd, 'seed': a.seed, 'steps': a.steps}
-    own = {'data.sequence_length': a.tokens, 'parallel.num_microbatches': a.microbatches}
+    own = {
+        'data.sequence_length': a.tokens, 'batch_size': a.batch,
+        'parallel.num_microbatches': a.microbatches,
+    }  # fmt: skip
     settings |= {k.rpartition('.')[2]: v for k, v in own.items()}
     own = {k: v for k, v in own.items() if v}
     out = a.out or Path(__file__).parent / 'results' / stem(f'late_time_{task.replace(" ", "_")}')
