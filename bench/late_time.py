@@ -1,7 +1,8 @@
 """Time to a loss over a slow link: gradients that come late beside the best order that waits.
 
 Run as root on Linux: python bench/late_time.py [MODEL] [--links 200m+50ms 200m+150ms]
-     [--steps=N] [--tokens=N] [--batch=N] [--microbatches=N] [--fwd=CODEC --bwd=CODEC] [--out=RESULT]
+     [--steps=N] [--tokens=N] [--batch=N] [--microbatches=N]
+     [--fwd=CODEC --bwd=CODEC] [--out=RESULT]
 With a checkpoint of a decoder it is fine-tuned by low-rank updates, without one a decoder of four
 blocks learns from nothing: bytes of the package's Alice, by Muon, no table tied. Each of four
 stages is a process of `jaxmp train` in a namespace (bench/emulated_network.py). A row is written as
