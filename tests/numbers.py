@@ -485,6 +485,12 @@ def in_time(kind, link, order, day):
     return [float(cell) for cell in cells.split(' | ')]
 
 
+def a_step(kind, day):
+    """How many times faster a step is than by the best order that waits, over 150 ms."""
+    waits, late = (in_time(kind, 150, o, day)[0] for o in ('eager_1f1b', '1 late, predict'))
+    return waits / late
+
+
 def sooner(kind, link, order='1 late, predict', day=28):
     """How many times sooner a loss comes than by the best order that waits."""
     return in_time(kind, link, order, day)[-1]
