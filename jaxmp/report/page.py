@@ -25,6 +25,7 @@ from jaxmp.report.tables import (
     notes,
     others,
     plain,
+    tokens,
     with_heads,
 )
 
@@ -141,7 +142,7 @@ def section(study: Study, out: Path) -> str:
     parts = []
     for table in PAPER['tables']:
         if table_lines := lines(table, study):
-            body = markdown(*filled(HEADS[table['measure']], table_lines))
+            body = markdown(*filled(HEADS[table['measure']], table_lines)) + tokens(table, study)
             parts += [f'### {table["title"]}\n', body, '', f'{show(table["figure"])}']
     for measure, heads in HEADS.items():
         if rest := others(study, measure):

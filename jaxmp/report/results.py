@@ -81,11 +81,14 @@ class Study(NamedTuple):
       rows: by name.
       again: accuracies by row, one pair per seed: off with BatchNorm's statistics estimated again,
         and on, from the files of `jaxmp evaluate --batchnorm` in its folder ``statistics``.
+      untrained: the test loss in nats of the pretrained model before it is trained, from the file
+        ``untrained.json`` of `jaxmp evaluate --text` in the same folder.
     """
 
     name: str
     rows: dict[str, Row]
     again: Mapping[str, Sequence[tuple[float, float]]] = MappingProxyType({})
+    untrained: float | None = None
 
 
 def load(folder: Path) -> list[Study]:
@@ -130,7 +133,7 @@ def study(home: Path, name: str, runs: list[Summary]) -> Study:
     with_settings = [(r, settings(r['config'])) for row in rows.values() for r in row.runs]
     for row in rows.values():
         check_same(home, with_settings, row)
-    return Study(name, rows, estimated_again(home))
+    return Study(name, rows, estimated_again(home), untrained(home))
 
 
 def states_of(run: Summary) -> Sequence[str]:
@@ -170,6 +173,15 @@ def estimated_again(home: Path) -> dict[str, list[tuple[float, float]]]:
             pair = rows[f'{name}, statistics again']['raw']['accuracy'], on['accuracy']
             pairs.setdefault(path.stem.rpartition('-s')[0], []).append(pair)
     return pairs
+
+
+def untrained(home: Path) -> float | None:
+    """What `Study` has as ``untrained``."""
+    path = home / 'statistics' / 'untrained.json'
+    if not path.is_file():
+        return None
+    [scores] = json.loads(path.read_text())['scores'].values()
+    return scores['raw']['nats']
 
 
 def check_same(home: Path, runs: list[tuple[Summary, dict[str, Any]]], row: Row) -> None:

@@ -91,17 +91,17 @@ def count(row: Row) -> str:
 
 
 def shown(table: PaperTable, study: Study) -> list[tuple[str, PaperRow, Row | None]]:
-    """Label, the paper's row and ours for each row of a table; several readings give several.
+    """Label, the paper's row and ours for each row of a table, then our variants of the row.
 
-    A table has rows of its own measure only, and is empty if no row besides the one without
-    compression was run.
+    A variant is not what the paper ran, so it has no row of the paper. A table has rows of its own
+    measure only, and is empty if no row besides the one without compression was run.
     """
     of_measure = {n: r for n, r in study.rows.items() if r.measure == table['measure']}
     rows, study = [], study._replace(rows=of_measure)
     for name, paper in table_rows(table).items():
-        variants, row = readings(name, study), study.rows.get(name)
-        rows += [(paper['label'], paper, row)] * (row is not None or not variants)
-        rows += [(f'{paper["label"]}, {w}', paper, study.rows[n]) for n, w in variants.items()]
+        rows.append((paper['label'], paper, study.rows.get(name)))
+        variants = readings(name, study).items()
+        rows += [(f'{paper["label"]}, {words}', {}, study.rows[n]) for n, words in variants]
     plain = study.rows.get(table['none'])
     return rows if any(row not in (None, plain) for _, _, row in rows) else []
 
@@ -109,11 +109,34 @@ def shown(table: PaperTable, study: Study) -> list[tuple[str, PaperRow, Row | No
 def lines(table: PaperTable, study: Study) -> list[Cells]:
     """The lines of one of the paper's tables."""
     none = study.rows.get(table['none'])
-    return [cells(label, paper, row, none) for label, paper, row in shown(table, study)]
+    rows = [cells(label, paper, row, none) for label, paper, row in shown(table, study)]
+    return [*rows[:1], *not_trained(study, table['measure']), *rows[1:]] if rows else []
+
+
+def tokens(table: PaperTable, study: Study) -> str:
+    """How many tokens the paper trained on, and this study; empty for a table of images."""
+    if 'tokens' not in table:
+        return ''
+    run = study.rows[table['none']].runs[0]
+    config, theirs = settings(run['config']), table['tokens']
+    ours = run['steps'] * config['batch_size'] * config['data.sequence_length']
+    return (
+        f'\n\nThe paper trained on about {theirs / 1e6:.1f} million tokens, these runs on {ours:,}, '
+        f'which are {theirs / ours:.0f} times fewer.'
+    )
+
+
+def not_trained(study: Study, measure: str) -> list[Cells]:
+    """The line of the pretrained model before its training, if the study has its score."""
+    if study.untrained is None or measure != 'perplexity':
+        return []
+    loss = plain(study.untrained, 3)
+    scores = loss, plain(math.exp(study.untrained)), loss, loss
+    return [['not trained', NONE, NONE, *scores, *[NONE] * 5]]
 
 
 def readings(name: str, study: Study) -> dict[str, str]:
-    """Rows that implement another reading of the paper's row ``name``, with their extra words.
+    """Our variants of the paper's row ``name``, with the words that their names have beside its.
 
     >>> study = Study('', {'ef_mixed-top10-warm20': None, 'ef_mixed_formula-top10-warm20': None})
     >>> readings('ef_mixed-top10-warm20', study), readings('ef-top10-warm20', study)

@@ -25,6 +25,7 @@ from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
 from jaxmp.grammar.sinks import warnings_of
+from jaxmp.runtimes.compiler import check_compiler
 from jaxmp.runtimes.trained import everything, of_stage, part
 from jaxmp.spec import SpecError, parse
 from jaxmp.training.groups import Group, Groups, rest
@@ -102,8 +103,10 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
       task: in place of the one that ``config.model`` and ``config.data`` name.
 
     Raises:
-      ValueError: for a value that is not allowed; the message names the key.
+      ValueError: for a value that is not allowed, whose key the message names; or by a JAX that
+        computes wrongly.
     """
+    check_compiler()
     schema.check(config)
     task = task_of(config) if task is None else task
     actions_of(config, len(task.stages))

@@ -22,6 +22,7 @@ from jaxmp.models import decoder, families, gpt2, pretrained, weights
 from jaxmp.models.adapters import open_with_adapters
 from jaxmp.models.checkpoint import Checkpoint, Described, contents
 from jaxmp.models.huggingface import local
+from jaxmp.runtimes.compiler import check_compiler
 from jaxmp.runtimes.local import join
 from jaxmp.training import saved
 from jaxmp.training.experiment import Experiment, experiment_of
@@ -181,6 +182,7 @@ def _of_run(workdir: Path, select: Selection) -> LanguageModel:
 def _of_checkpoint(
     path: str, count: int, cuts: Sequence[int], tokenizer: str, select: Selection
 ) -> LanguageModel:
+    check_compiler()
     checkpoint = open_with_adapters(path)
     place = checkpoint.place
     words = tokenizer_of(tokenizer or str(place))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -28,7 +29,7 @@ from jaxmp.codecs import raw
 from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
 from jaxmp.runtimes.local import Local, join, split
-from jaxmp.runtimes.types import ModelState
+from jaxmp.runtimes.types import Batch, ModelState
 from jaxmp.training.evaluate import evaluation_key, model_of
 from jaxmp.training.experiment import Experiment
 from jaxmp.wire import Codec, Ctx, Like, Payload
@@ -129,7 +130,21 @@ def opened_with(affine: Affine) -> Boundary:
 def moments(
     exp: Experiment, trained: ModelState, key: Array, cuts: tuple[Boundary, ...]
 ) -> Moments:
-    """The moments of what arrives at the last of the first boundaries, ``cuts``.
+    """The moments of what arrives at the last of the first boundaries, ``cuts``."""
+    axes = lambda x: tuple(range(x.ndim - 1))
+    of = lambda x: jnp.stack([x.mean(axes(x)), (x**2).mean(axes(x))])
+    mean, square = averages(exp, trained, key, cuts, of)
+    return mean, jnp.sqrt(jnp.maximum(square - mean**2, 0.0))
+
+
+def averages(
+    exp: Experiment,
+    trained: ModelState,
+    key: Array,
+    cuts: tuple[Boundary, ...],
+    of: Callable[[Array], Array],
+) -> Array:
+    """The average of ``of`` (what arrives in a batch at the last of the first boundaries).
 
     Over `BATCHES` batches of training examples, in the order of the first epoch.
     """
@@ -141,18 +156,15 @@ def moments(
     state = ModelState(first(trained.params), first(trained.model_state), feedback)
 
     @jax.jit
-    def sums(state: ModelState, batch: dict[str, Array], key: Array) -> tuple[Array, FeedbackState]:
+    def step(state: ModelState, batch: Batch, key: Array) -> tuple[Array, FeedbackState]:
         x, after = local.predict(state, batch, key)
-        wide = x.astype(jnp.float32)
-        axes = tuple(range(x.ndim - 1))
-        return jnp.stack([wide.mean(axes), (wide**2).mean(axes)]), after
+        return of(x.astype(jnp.float32)), after
 
     rows = []
     order = data.order(exp.config.seed, 0, len(exp.data.train.y))
     batches = data.batches(exp.data.train, exp.config.batch_size, order)
     for i, batch in enumerate(itertools.islice(batches, BATCHES)):
-        row, after = sums(state, batch, evaluation_key(key, i))
+        row, after = step(state, batch, evaluation_key(key, i))
         state = state._replace(feedback=after)
         rows.append(row)
-    mean, square = jnp.mean(jnp.stack(rows), 0)
-    return mean, jnp.sqrt(jnp.maximum(square - mean**2, 0.0))
+    return jnp.mean(jnp.stack(rows), 0)
