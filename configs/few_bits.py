@@ -110,6 +110,8 @@ CHANNELS = {  # forward and backward
     # of 96 channels 24 or 60 that are learned: 1.1 and 2.8 bits per element of the 96
     'learned24-block4': ('block(4)',) * 2,
     'learned60-block4': ('block(4)',) * 2,
+    # 8 bits, one range for the tensor
+    'uniform8': ('uniform(8)',) * 2,
     # what tokens tell, sent apart: 2.0, 2.7 and 3.0 bits, and 1.0 of 48 learned channels
     'anchors2': anchors('2', '2'),
     'anchors2.7': anchors('332', '233'),
@@ -156,12 +158,20 @@ IMAGES = {
     name for name in CHANNELS if name.startswith(('patches', 'weighed', 'entropy'))
 }  # of 16 x 16 pixels
 THREE = {'triples2', 'triples2.7'}
-TEXT = {*BOTTLENECKS, *EMBEDDED, *THREE, 'anchors2', 'anchors2.7', 'anchors3'}  # not for images
+TEXT = {
+    *BOTTLENECKS,
+    *EMBEDDED,
+    *THREE,
+    'anchors2',
+    'anchors2.7',
+    'anchors3',
+    'uniform8',
+}  # no images
 TUNED = {'embedded42-anchors3', 'embedded'}
 WITHOUT = {  # what a scale has not; the others neither TEXT, IMAGES nor PHASES
     'converged': TEXT,
     'text': {'embedded42-anchors3', *IMAGES, *PHASES},
-    'tune': {*BOTTLENECKS, *EMBEDDED, *IMAGES, *PHASES, *THREE} - TUNED,
+    'tune': {*BOTTLENECKS, *EMBEDDED, *IMAGES, *PHASES, *THREE, 'uniform8'} - TUNED,
 }
 SEEDS = {'smoke': 1, 'cpu': 5, 'mnist': 5, 'converged': 5, 'text': 3, 'tune': 3}
 

@@ -104,7 +104,7 @@ PRETRAINED = [
         Row(f'trellis-{r.name[5:]}', r.fwd.replace('=True)', '=True, trellis=True)', 1), r.bwd)
         for r in BEST[1:]
     ),
-    Row('default', 'outliers(rotate(lloyd(4), 64), causal=True)', 'nvfp4'),  # of configs/finetune
+    Row('default', 'outliers(rotate(lloyd(4), 64), causal=True)', 'nvfp4'),  # 4.4 bits
     Row('nvfp4', 'nvfp4', 'nvfp4'),
     Row('lora-none', 'raw', 'raw', changes=LOW_RANK),
     *(r._replace(name=f'lora-{r.name}', changes=LOW_RANK) for r in BEST),

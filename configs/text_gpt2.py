@@ -15,8 +15,8 @@ def get_config() -> Config:
     c.data.name = 'alice'
     c.model.name = 'gpt2'
     c.model.width = 96
-    c.fwd = 'block(4)'
-    c.bwd = 'block(4)'
+    c.fwd = 'uniform(8)'
+    c.bwd = 'uniform(8)'
     c.optimizer.name = 'adamw'
     c.optimizer.schedule = 'linear'
     c.optimizer.lr = 3e-3

@@ -19,7 +19,6 @@ ALIKE = (  # tokens and channels of about one size; first those of the paper, wh
     'rotate(lloyd(4))',
     'rotate(lloyd(3))',
     'rotate(lloyd(2))',
-    'block(4)',
     'uniform(6)',
     'rotate(lloyd(1))',
     'top_k(0.3)',
