@@ -225,10 +225,10 @@ def gap(study, row):
 
 
 def count(verdict):
-    """The paper's claims of a verdict, each by the first of the scales that decides it."""
+    """The paper's claims of a verdict, each by the first of the scales that ran it."""
     scales = [studies()[s] for s in ('converged', 'mnist', 'cpu')]
     judged = zip(*map(claims.judge, scales), strict=True)
-    picked = [answers.decisive([*zip(scales, row, strict=True)])[1] for row in judged]
+    picked = [answers.judged_by([*zip(scales, row, strict=True)])[1] for row in judged]
     return sum(v.verdict == verdict for v in picked)
 
 

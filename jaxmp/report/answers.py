@@ -115,9 +115,9 @@ def texts(channels: str) -> str:
 
 
 def nine(*studies: Study) -> str:
-    """A line for each of the paper's claims, by the first study that decides it, and a count."""
+    """A line for each of the paper's claims, by the first study that ran it, and a count."""
     judged = [[*zip(studies, row, strict=True)] for row in zip(*map(judge, studies), strict=True)]
-    picked = [decisive(row) for row in judged]
+    picked = [judged_by(row) for row in judged]
     kinds = Counter(v.verdict for _, v in picked)
     counted = ', '.join(
         f'{kinds[k]} {k}' for k in ('supported', 'contradicted', OPEN, UNDECIDED) if kinds[k]
@@ -130,11 +130,10 @@ def nine(*studies: Study) -> str:
     )
 
 
-def decisive(row: Sequence[tuple[Study, Verdict]]) -> tuple[Study, Verdict]:
-    """The first study with a verdict on a claim, or else the first in which it was run."""
-    decided = [pair for pair in row if pair[1].verdict != UNDECIDED]
+def judged_by(row: Sequence[tuple[Study, Verdict]]) -> tuple[Study, Verdict]:
+    """The first study in which the primary quantity of a claim was run; the others confirm it."""
     run = [pair for pair in row if telling(pair[1]).ours]
-    return (decided or run or row)[0]
+    return (run or row)[0]
 
 
 def line(study: Study, verdict: Verdict, row: Sequence[tuple[Study, Verdict]]) -> list[str]:

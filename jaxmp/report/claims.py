@@ -7,8 +7,8 @@ and the claimed sides of the paper's claims, registered.json those of the experi
 A quantity supports a claim if its mean is significantly on the claimed side of the bound,
 contradicts it if it is significantly on the other side, and is otherwise undecided. The test is
 Student's t with the residual that rows share, with Holm's correction over all quantities of the
-study. A claim is supported if all its quantities support it, and contradicted if one quantity
-contradicts it.
+study. The first quantity of a claim is its primary one and decides it alone. The others stand
+beside it.
 
 A margin is a choice, so all quantities are judged at many margins, and each says at which of them
 it would be judged otherwise. One that is supported and contradicted within the margins that the
@@ -91,25 +91,13 @@ def judge(study: Study, claims: list[Claim] = PAPER['claims']) -> list[Verdict]:
     verdicts = []
     for claim in claims:
         of_claim = tuple(e for e, (c, _) in zip(evidence, tests, strict=True) if c is claim)
-        verdicts.append(Verdict(claim['claim'], claim['where'], combined(of_claim), of_claim))
+        verdicts.append(Verdict(claim['claim'], claim['where'], of_claim[0].verdict, of_claim))
     return verdicts
 
 
-def combined(evidence: tuple[Evidence, ...]) -> str:
-    """The verdict on a claim, given those of its tests."""
-    kinds = {e.verdict for e in evidence}
-    if first := [k for k in ('contradicted', OPEN) if k in kinds]:
-        return first[0]
-    return 'supported' if kinds == {'supported'} else 'undecided'
-
-
 def telling(verdict: Verdict) -> Evidence:
-    """The quantity on which a verdict rests: the first that decides it, or the least certain."""
-    if verdict.verdict == 'supported':
-        return max(verdict.evidence, key=lambda e: e.p)
-    decisive = [e for e in verdict.evidence if e.verdict == verdict.verdict]
-    rest = [e for e in verdict.evidence if e.verdict != 'supported']
-    return (decisive or rest)[0]
+    """The primary quantity, on which a verdict rests."""
+    return verdict.evidence[0]
 
 
 def at_all_margins(evidence: list[Evidence], tests: list[Test]) -> list[Evidence]:
