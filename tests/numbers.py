@@ -272,6 +272,28 @@ def nats_lost(row):
     return pretrained()[row]['nats_lost']
 
 
+def by_cuts(model, row):
+    """A row of configs/depth.py, by its model and MODEL-CUTS-CODEC without the model."""
+    path = ROOT / 'results' / 'depth' / model / f'{model}-{row}.json'
+    return json.loads(path.read_text())
+
+
+def lost_of(model, row):
+    """The nats that it loses, and their standard error."""
+    result = by_cuts(model, row)
+    return result['nats_lost'], result['standard_error']
+
+
+def in_eight(row, seeds_of='raw'):
+    """Percent that a row of `jaxmp bench`, in eight stages, ends above no compression."""
+    return longer(row, study='bench_runs', to=seeds_of)
+
+
+def untrained():
+    """The loss of the pretrained model before Table 5's trainings."""
+    return studies()['pretrained'].untrained
+
+
 def limit(bits, name='limit_three_cuts'):
     """A figure of bench/limit.py at so many bits."""
     rows = json.loads((ROOT / 'bench/results/smollm2_135m_limit.json').read_text())['limits']
@@ -352,6 +374,23 @@ def in_the_lab(file, delay):
     return [
         1e3 * r['step_s'] for codec in ('raw', 'aqsgd2-bw2') for r in rows if r['codec'] == codec
     ]
+
+
+def lab_losses(file, codec):
+    """Training losses of that lab, step by step."""
+    [row] = bench(f'xeon_2026-11-28_network_late_{file}', 'codec', codec=codec)
+    return row['losses']
+
+
+def lab_ends(file):
+    """The last of them, raw and in few bits."""
+    return [lab_losses(file, codec)[-1] for codec in ('raw', 'aqsgd2-bw2')]
+
+
+def few_bits(file):
+    """Bits per element of AQ-SGD over blocks of two bits in a bench of the network."""
+    rows = {r['codec']: r['payload'] for r in bench(file, 'step')}
+    return 32 * rows['aqsgd2-bw2'] / rows['raw']
 
 
 def wide(width=64, day=24):

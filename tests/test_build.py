@@ -5,12 +5,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from jaxmp import __version__
 from jaxmp.config import plugins
+from jaxmp.runtimes import compiler
 from tests.runs import ROOT
 
 PIP = '-m', 'pip', '--disable-pip-version-check', '--no-input'
@@ -55,6 +58,24 @@ def installed(tmp_path_factory):
     [wheel] = folder.glob('*.whl')
     python(*PIP, 'install', *offline, '--target', folder / 'site', wheel)
     return folder / 'site'
+
+
+def test_a_jax_that_sums_wrong_rows_is_refused_and_not_installed(monkeypatch):
+    """The right value here; a wrong one, as of jax 0.10.2, in a line; and no such jax from pip."""
+    compiler.check_compiler.cache_clear()
+    compiler.check_compiler()
+    wrong = lambda x, sum=compiler.jnp.sum: sum(x) * 0.99
+    monkeypatch.setattr(compiler.jnp, 'sum', wrong)
+    compiler.check_compiler.cache_clear()
+    with pytest.raises(ValueError, match=r'computes 39,999 of 40,000 sums wrongly on .*"jax==0'):
+        compiler.check_compiler()
+    about = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+    extras = [about['optional-dependencies'][f'cuda{n}'][0] for n in (12, 13)]
+    [plain] = [d for d in about['dependencies'] if re.match(r'jax\b(?!typing)', d)]
+    for needed in (plain, *extras):
+        allowed = Requirement(needed).specifier
+        tried = ('0.10.1', '0.10.2', '0.11.0', '0.11.1', '0.11.2', '0.11.3')
+        assert [v for v in tried if v in allowed] == ['0.10.1', '0.11.2']
 
 
 @pytest.mark.slow

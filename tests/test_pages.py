@@ -40,6 +40,7 @@ NAMES = (  # numbers that belong to a name; code
     r'SmolLM2(-135M)?|Qwen[23]|Gemma [23]( 270M)?|NVFP4|LLM\.int8|all-MiniLM-L6-v2|int8',
     r'ResNet-18|GPT-2|CIFAR-10|cifar10_small|WikiText-2( v1)?|EF21|1F1B|float32|fp16',
     r'Apache-2\.0|CC BY 4\.0',
+    r'\b0\.1\d\.\d\b|Python 3\.1\d\b(?! or newer)|CUDA 13|H100',
     r'Tables? \d(-\d)?|Top\d+ %|fw\d-bw\d|(\d to )?\d-bit|largest 10 %|\d+ [GM]bit/s|\d+ cores',
     r'arXiv 2401\.07788|\(2106\.05203\)|\(2206\.01299\)',
     r'\(1905\.13727\)|\(1905\.05957\)|\(0903\.0307\)',

@@ -31,7 +31,7 @@ from jaxmp.report.tables import (
 )
 
 MARKS = re.compile(
-    r'(<!-- (?P<what>results|verdicts|nats|claims|bits|codecs|late)(?: (?P<study>\S+))? -->\n)'
+    r'(<!-- (?P<what>results|verdicts|nats|claims|bits|late)(?: (?P<study>\S+))? -->\n)'
     r'.*?(<!-- /(?P=what) -->)',
     re.DOTALL,
 )
@@ -71,7 +71,7 @@ def renew(text: str, studies: list[Study], tables: Sequence[lost.Table] = ()) ->
     by_name: dict[str, Any] = {s.name: s for s in (*studies, *tables)}
     make = {'results': overview, 'verdicts': findings, 'nats': nats, 'claims': answers.nine}
     # Of all studies that there are.
-    whole = {'bits': answers.by_bits, 'codecs': answers.codecs, 'late': late.page}
+    whole = {'bits': answers.by_bits, 'late': late.page}
     named = lambda m: [] if m['what'] in whole else (m['study'] or '').split(',')
     if unknown := [n for m in MARKS.finditer(text) for n in named(m) if n not in by_name]:
         raise ValueError(f'no study {unknown[0]!r}; allowed are {", ".join(by_name)}')
@@ -101,14 +101,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         '--into', type=Path, nargs='+', default=[],
         help='pages in which to replace <!-- results STUDY -->, <!-- nats STUDY -->, '
-        '<!-- verdicts STUDY,STUDY -->, <!-- claims STUDY,STUDY -->, <!-- bits -->, '
-        '<!-- codecs --> and <!-- late -->',
+        '<!-- verdicts STUDY,STUDY -->, <!-- claims STUDY,STUDY -->, <!-- bits --> '
+        'and <!-- late -->',
     )  # fmt: skip
     args = parser.parse_args(words)
     try:
         tables = lost.load(args.folder)
         studies = studies_of(args.folder, tables)
-        page.write(studies, args.folder.name, args.out, tables)
+        codecs = answers.codecs({s.name: s for s in (*studies, *tables)})
+        page.write(studies, args.folder.name, args.out, tables, codecs)
         for study in studies:
             write_csv(args.out / f'{study.name}.csv', study)
         for table in tables:

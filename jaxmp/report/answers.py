@@ -99,10 +99,11 @@ def by_bits(studies: Mapping[str, Study | lost.Table]) -> str:
 
 
 def codecs(studies: Mapping[str, Study | lost.Table]) -> str:
-    """The texts of the rows of `by_bits`, those of several boundaries one below the other."""
+    """The texts of the rows of `by_bits`, of several boundaries below each other; '' of none."""
     every = (cost for task in ANSWERS['tasks'] for cost in costs(task, studies) if cost)
     lines = dict.fromkeys((f'`{cost.row}`', *map(texts, cost.codecs)) for cost in every)
-    return markdown(['row', 'forward', 'backward'], [[*line] for line in lines], words=3) + '\n'
+    heads = ['row', 'forward', 'backward']
+    return markdown(heads, [[*line] for line in lines], words=3) if lines else ''
 
 
 def texts(channels: str) -> str:

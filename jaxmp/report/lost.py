@@ -21,7 +21,7 @@ BARS: dict[int, dict[float, float]] = {  # nats by bits, by number of cuts
     3: {4.3: 0.005, 3: 0.01, 2.3: 0.04, 1.3: 0.25},
 }
 SLACK = 0.005  # bits by which a row may exceed those of a bar
-COUNTS = {1: 'one cut', 2: 'two cuts', 3: 'three cuts'}
+COUNTS = {1: 'one cut', 2: 'two cuts', 3: 'three cuts', 7: 'seven cuts'}
 LEAST = 3e-4  # nats; a row that loses less stands there as a triangle
 TICKS = 0.001, 0.01, 0.1, 1, 10
 DIRECT = 8  # names in a picture
@@ -119,7 +119,7 @@ def verdict(row: Mapping[str, Any], bar: float) -> str:
 
 
 def bars(table: Table) -> str:
-    """The bars, and the row that loses least within the bits of each."""
+    """The bars, and the row that loses least within the bits of each; '' without any."""
     lines = []
     for count, rows in by_cuts(table):
         for bits, bar in BARS.get(count, {}).items():
@@ -127,7 +127,7 @@ def bars(table: Table) -> str:
                 cells = [COUNTS[count], f'{bits:g}', f'{bar:g}', lost(row), verdict(row, bar)]
                 lines.append([*cells, row['name'], f'{row["bits"]:.2f}', f'{row["tokens"]:,}'])
     heads = ['cuts', 'bits', 'bar, nats', 'nats lost', 'verdict', 'row', 'its bits', 'tokens']
-    return markdown(heads, lines, words=1)
+    return markdown(heads, lines, words=1) if lines else ''
 
 
 def whole(table: Table) -> str:

@@ -31,6 +31,11 @@ from jaxmp.report.tables import (
 
 HERE = Path(__file__).parent
 TITLE = "The paper's tables and figures, run again"
+BARS = (
+    'A bar is a loss that a codec of so many bits should not exceed. The first table has the row of '
+    'the least loss within the bits of each bar.'
+)
+CODECS = 'Codecs of the first table'  # of docs/results.md
 
 
 def template(file: str, **words: object) -> str:
@@ -187,16 +192,32 @@ def nats(table: lost.Table, out: Path) -> str:
     drawn = picture(lost.TITLE, lost.draw(table, out))
     if file := glance.draw(table, out):
         drawn = f'{picture(glance.TITLE, file)}\n{drawn}'
+    bars = f'{BARS}\n\n{judged}\n\n' if (judged := lost.bars(table)) else ''
     return template(
-        'nats.md', name=table.name, picture=drawn, bars=lost.bars(table), rows=lost.whole(table),
+        'nats.md', name=table.name, picture=drawn, bars=bars, rows=lost.whole(table),
         setting=lost.setting(table),
     )  # fmt: skip
 
 
-def write(studies: list[Study], folder: str, out: Path, tables: Sequence[lost.Table] = ()) -> None:
-    """Writes report.md, report.html and the pictures."""
+def write(
+    studies: list[Study],
+    folder: str,
+    out: Path,
+    tables: Sequence[lost.Table] = (),
+    codecs: str = '',
+) -> None:
+    """Writes report.md, report.html and the pictures.
+
+    Args:
+      studies: of trainings.
+      folder: the name of the folder that they were read from.
+      out: where the report is written.
+      tables: of nats lost.
+      codecs: the table of the codecs of the answers' rows; '' if there is none of them.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    parts = [
+    parts = [f'## {CODECS}\n\n{codecs}\n'] if codecs else []
+    parts += [
         f'## {p.title}\n\n{picture(p.title, figures.put(p, out))}' for p in figures.across(studies)
     ]
     margin = PAPER['margin']
