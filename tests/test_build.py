@@ -64,8 +64,8 @@ def test_a_jax_that_sums_wrong_rows_is_refused_and_not_installed(monkeypatch):
     """The right value here; a wrong one, as of jax 0.10.2, in a line; and no such jax from pip."""
     compiler.check_compiler.cache_clear()
     compiler.check_compiler()
-    wrong = lambda x, sum=compiler.jnp.sum: sum(x) * 0.99
-    monkeypatch.setattr(compiler.jnp, 'sum', wrong)
+    right = compiler.jnp.sum
+    monkeypatch.setattr(compiler.jnp, 'sum', lambda x: right(x) * 0.99)
     compiler.check_compiler.cache_clear()
     with pytest.raises(ValueError, match=r'computes 39,999 of 40,000 sums wrongly on .*"jax==0'):
         compiler.check_compiler()

@@ -64,10 +64,10 @@ def paint(figure: Any, data: dict[str, list[float]]) -> None:
     axes.legend(loc='lower left', fontsize=8)
     bits, least, _ = data['klt3-long']
     figure.suptitle(
-        f'A pretrained language model loses {least:.2g} nats at {bits:.0f} bits,\n'
+        f'SmolLM2, cut once, loses {least:.2g} nats at {bits:.0f} bits,\n'
         f'and {data["uniform8"][1]:.1f} in int8 with one scale for all',
         fontsize=10,
     )
-    told = 'SmolLM2-135M, one cut, forward alone, nothing trained; WikiText-2'
-    style.caption(figure, f'{told}; bars, mostly within the marks: standard error over blocks')
+    told = 'SmolLM2-135M-Instruct (Q4_1), one cut, forward alone, nothing trained; WikiText-2'
+    style.caption(figure, f'{told}; bars: standard error')
     labels.label(figure, axes, places, size=8)

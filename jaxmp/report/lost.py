@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,6 +187,7 @@ def draw(table: Table, out: Path) -> str:
 def paint(figure: Any, table: Table) -> None:
     """Draws nats lost against bits, a panel per number of cuts, with the bars as steps."""
     groups = [(count, distinct(rows)) for count, rows in by_cuts(table)]
+    judged = bool(bars(table))
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     seen: dict[str, None] = {}
     for axes, (count, rows) in zip(panels, groups, strict=True):
@@ -198,7 +200,7 @@ def paint(figure: Any, table: Table) -> None:
             ends = None if low else [[min(error, y - LEAST / 2)], [error]]
             axes.errorbar(row['bits'], y, yerr=ends, fmt='v' if low else mark, color=colour, ms=5,
                           alpha=0.85, lw=1)  # fmt: skip
-        marks = BARS.get(count, {})
+        marks = BARS.get(count, {}) if judged else {}
         axes.plot([*marks], [*marks.values()], '_', color='black', ms=16, mew=2, zorder=5)
         _scales(axes, count)
         places = {_short(r): (r['bits'], max(r['nats_lost'], LEAST)) for r in _named(rows)}
@@ -208,15 +210,18 @@ def paint(figure: Any, table: Table) -> None:
         panels[0].plot([], [], c, marker=m, ls='', ms=5, label=k)[0]
         for k, (c, m) in FAMILIES.items() if k in seen
     ]  # fmt: skip
-    handles += panels[0].plot([], [], '_', color='black', ms=16, mew=2, label='bar')
+    if judged:
+        handles += panels[0].plot([], [], '_', color='black', ms=16, mew=2, label='bar')
     figure.legend(handles=handles, loc='outside right upper', fontsize=8)
     figure.suptitle('What a pretrained language model loses by few bits at its boundaries')
-    told = f'; triangle: {LEAST:g} nats or less'
-    style.caption(figure, f'bars of points: standard error over blocks of the text{told}')
+    none = table.rows['none']
+    told = f'{none["model"]}, {none["text"]}; bars of points: standard error over blocks'
+    style.caption(figure, f'{told}; triangle: {LEAST:g} nats or less')
 
 
 def _scales(axes: Any, count: int) -> None:
     axes.set_xscale('log', base=2)
+    axes.set_xlim(0.45, 48)
     axes.set_xticks([2.0**i for i in range(-1, 5)], ['.5', '1', '2', '4', '8', '16'])
     axes.set_yscale('log')
     axes.set_yticks(TICKS, [f'{t:g}' for t in TICKS])
@@ -233,7 +238,7 @@ def _named(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _short(row: Mapping[str, Any]) -> str:
-    return row['name'].removeprefix('three-')
+    return re.sub(r'^(three|\w+-\d+)-', '', row['name'])
 
 
 def write_csv(path: Path, table: Table) -> None:

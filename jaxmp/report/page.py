@@ -32,8 +32,8 @@ from jaxmp.report.tables import (
 HERE = Path(__file__).parent
 TITLE = "The paper's tables and figures, run again"
 BARS = (
-    'A bar is a loss that a codec of so many bits should not exceed. The first table has the row of '
-    'the least loss within the bits of each bar.'
+    'A bar is a loss that a codec of so many bits should not exceed. The first table has the row '
+    'of the least loss within the bits of each bar.'
 )
 CODECS = 'Codecs of the first table'  # of docs/results.md
 

@@ -121,8 +121,8 @@ def tokens(table: PaperTable, study: Study) -> str:
     config, theirs = settings(run['config']), table['tokens']
     ours = run['steps'] * config['batch_size'] * config['data.sequence_length']
     return (
-        f'\n\nThe paper trained on about {theirs / 1e6:.1f} million tokens, these runs on {ours:,}, '
-        f'which are {theirs / ours:.0f} times fewer.'
+        f'\n\nThe paper trained on about {theirs / 1e6:.1f} million tokens, these runs on '
+        f'{ours:,}, which are {theirs / ours:.0f} times fewer.'
     )
 
 

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROWS = 40_000  # above 32,768 rows, of a width that no vector has, the loop of its last rows is wrong
+ROWS = (
+    40_000  # above 32,768 rows, of a width that no vector has, the loop of its last rows is wrong
+)
 
 
 @functools.lru_cache(maxsize=1)
