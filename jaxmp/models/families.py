@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp.models.checkpoint import Described
+from jaxmp.data.understood import understood
+from jaxmp.models.checkpoint import IDLE, OFF, UNSAID, Described
 from jaxmp.models.decoder import Config, Kind
 from jaxmp.models.rotary import Rope, frequencies
 
@@ -27,11 +28,13 @@ class Family(NamedTuple):
       architecture: transformers' class.
       defaults: values of keys that a config.json may leave out.
       switches: of `jaxmp.models.decoder.Config`.
+      keys: of its config.json beside those of a Llama.
     """
 
     architecture: str
     defaults: Described = _NONE
     switches: Described = _NONE
+    keys: tuple[str, ...] = ()
 
 
 _GEMMA = {
@@ -39,27 +42,41 @@ _GEMMA = {
     'query_pre_attn_scalar': 256, 'hidden_activation': 'gelu_pytorch_tanh',
 }  # fmt: skip
 _GEMMA_SWITCHES = {'norm_offset': 1.0, 'post_norms': True}
+_GEMMA_KEYS = (
+    *_GEMMA, 'attn_logit_softcapping', 'final_logit_softcapping', 'rope_local_base_freq',
+    'sliding_window_pattern', '_sliding_window_pattern', 'sliding_window_size',
+)  # fmt: skip
+_QWEN_KEYS = ('sliding_window', 'use_sliding_window', 'max_window_layers')
 FAMILIES: Mapping[str, Family] = {
     'llama': Family('LlamaForCausalLM'),
-    'mistral': Family('MistralForCausalLM', {'sliding_window': 4096}),
-    'qwen2': Family('Qwen2ForCausalLM', switches={'bias': True}),
-    'qwen3': Family('Qwen3ForCausalLM', {'head_dim': 128}, {'head_norms': True}),
+    'mistral': Family('MistralForCausalLM', {'sliding_window': 4096}, keys=('sliding_window',)),
+    'qwen2': Family('Qwen2ForCausalLM', switches={'bias': True}, keys=_QWEN_KEYS),
+    'qwen3': Family('Qwen3ForCausalLM', {'head_dim': 128}, {'head_norms': True}, _QWEN_KEYS),
     'gemma2': Family(
         'Gemma2ForCausalLM',
         {**_GEMMA, 'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0},
         _GEMMA_SWITCHES,
+        _GEMMA_KEYS,
     ),
     'gemma3_text': Family(
-        'Gemma3ForCausalLM', {**_GEMMA, 'rope_theta': 1e6}, {**_GEMMA_SWITCHES, 'head_norms': True}
+        'Gemma3ForCausalLM', {**_GEMMA, 'rope_theta': 1e6},
+        {**_GEMMA_SWITCHES, 'head_norms': True}, _GEMMA_KEYS,
     ),
-}
+}  # fmt: skip
 _SIZES = {
     'vocabulary': 'vocab_size', 'width': 'hidden_size', 'inner': 'intermediate_size',
     'heads': 'num_attention_heads',
 }  # fmt: skip
-_REFUSED = (  # parts that no published checkpoint of these families has
-    'attention_bias', 'mlp_bias', 'use_bidirectional_attention', 'quantization_config',
-)  # fmt: skip
+_READ = IDLE | {
+    *_SIZES.values(), 'num_hidden_layers', 'num_key_value_heads', 'head_dim', 'hidden_act',
+    'rms_norm_eps', 'max_position_embeddings', 'tie_word_embeddings', 'rope_theta', 'rope_scaling',
+    'rope_parameters', 'layer_types', 'is_llama_config', 'max_sequence_length',
+}  # fmt: skip
+_NEUTRAL = OFF | {  # parts that no published checkpoint of these families has
+    'attention_bias': (False, None), 'attention_dropout': (0, None), 'mlp_bias': (False, None),
+    'partial_rotary_factor': (1, None), 'rope_interleaved': (False, None),
+    'use_bidirectional_attention': (False, None), 'use_mrope': (False, None),
+}  # fmt: skip
 
 
 def config_of(described: Described, place: str = 'config.json') -> Config:
@@ -86,15 +103,12 @@ qwen2, qwen3 and gpt2; give a checkpoint of one of them
             'one of them'
         )
     family = FAMILIES[name]
+    understood(place, described, _READ.union(family.keys), _NEUTRAL, UNSAID)
     d = {'hidden_act': 'silu', 'rms_norm_eps': 1e-6, **family.defaults, **described}
-    if parts := [key for key in _REFUSED if d.get(key)]:
-        raise ValueError(
-            f'{place} has {parts[0]}={d[parts[0]]!r}, which the decoder lacks; give a checkpoint '
-            'without'
-        )
     sizes = {ours: _size(d, theirs, place) for ours, theirs in _SIZES.items()}
     heads, blocks = sizes['heads'], _size(d, 'num_hidden_layers', place)
-    kv_heads = d.get('num_key_value_heads') or heads
+    grouped = 'num_key_value_heads'
+    kv_heads = _size({grouped: d.get(grouped) or heads}, grouped, place)
     if heads % kv_heads:
         raise ValueError(
             f'{place} has {heads} heads, which {kv_heads} key/value heads do not divide'
@@ -110,13 +124,19 @@ qwen2, qwen3 and gpt2; give a checkpoint of one of them
     return Config(
         **sizes, kv_heads=kv_heads, head_width=depth, kinds=kinds, layers=layers,
         epsilon=d['rms_norm_eps'], activation=activation,
-        tied=bool(d.get('tie_word_embeddings', False)),
+        tied=tied(described),
         query_scale=scalar**-0.5 if scalar else 0.0,
         attention_cap=d.get('attn_logit_softcapping') or 0.0,
         logits_cap=d.get('final_logit_softcapping') or 0.0,
         embedding_scale=float(np.float32(sizes['width'] ** 0.5)) if name in GEMMAS else 1.0,
         **family.switches,
     )  # fmt: skip
+
+
+def tied(described: Described) -> bool:
+    """Whether the output layer is the token table."""
+    defaults = FAMILIES[described['model_type']].defaults
+    return bool({**defaults, **described}.get('tie_word_embeddings', False))
 
 
 GEMMAS = ('gemma2', 'gemma3_text')
@@ -152,7 +172,8 @@ def _layer_types(name: str, d: Described, blocks: int) -> list[str]:
     if name == 'mistral':
         sliding = [bool(d.get('sliding_window'))] * blocks
     elif name in GEMMAS:  # every second, every sixth block sees all
-        period = d.get('sliding_window_pattern') or (2 if name == 'gemma2' else 6)
+        named = d.get('sliding_window_pattern') or d.get('_sliding_window_pattern')
+        period = named or (2 if name == 'gemma2' else 6)
         sliding = [bool((i + 1) % period) for i in range(blocks)]
     else:
         first = d.get('max_window_layers', 28) if d.get('use_sliding_window') else blocks
@@ -167,6 +188,5 @@ def _rope(name: str, d: Described, layer_type: str) -> Rope:
     theta = d.get('rope_theta') or 10000.0
     if name == 'gemma3_text' and layer_type == 'sliding_attention':
         return {'rope_theta': d.get('rope_local_base_freq') or 10000.0, **rope}
-    scaling = d.get('rope_scaling') or {}
-    kind = {'rope_type': scaling['type']} if 'type' in scaling else {}
-    return {'rope_theta': theta, **kind, **scaling, **rope}
+    positions = {'original_max_position_embeddings': d.get('max_position_embeddings')}
+    return {'rope_theta': theta, **positions, **(d.get('rope_scaling') or {}), **rope}

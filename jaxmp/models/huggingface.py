@@ -37,12 +37,21 @@ def local(path: str) -> Path:
     place = Path(path).expanduser()
     if place.exists():
         return place
-    if not re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', path) or path.endswith('.gguf'):
+    if not on_hub(path):
         raise FileNotFoundError(
             f'there is no {path}; give a folder with config.json and weights, a GGUF file, or '
             'owner/name of the Hugging Face hub'
         )
     return Path(fetch(path))
+
+
+def on_hub(name: str) -> bool:
+    """Whether a text may be the name of a repository.
+
+    >>> on_hub('owner/name'), on_hub('a/b/c'), on_hub('a/b.gguf')
+    (True, False, False)
+    """
+    return bool(re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name)) and not name.endswith('.gguf')
 
 
 def fetch(repository: str, files: Sequence[str] = FILES) -> str:

@@ -229,9 +229,9 @@ def write(
         start += stage.blocks
     if len(stages) > 1:
         dump({'metadata': {'total_size': size}, 'weight_map': where}, root / INDEX)
-    entries = {
-        k: v for k, v in described.items() if k not in ('torch_dtype', 'transformers_version')
-    }
+    # The weights are no longer those that _name_or_path names.
+    left_out = ('torch_dtype', 'transformers_version', '_name_or_path')
+    entries = {k: v for k, v in described.items() if k not in left_out}
     named = {'architectures': [FAMILIES[described['model_type']].architecture]}
     dump({**entries, **named, 'dtype': max(dtypes)}, root / 'config.json')
 

@@ -20,7 +20,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from jaxmp.models.checkpoint import AGAIN, Described, contents
+from jaxmp.data.understood import understood
+from jaxmp.models.checkpoint import AGAIN, IDLE, OFF, Described, contents
 from jaxmp.models.gpt2 import Config, Stage
 
 _FILE = 'model.safetensors'
@@ -44,18 +45,8 @@ def read_config(directory: str, **changes: Any) -> Config:
     if not file.is_file():
         raise FileNotFoundError(f'no config.json in {directory}; {_wanted()}')
     described = contents(file)
-    published = {
-        'model_type': ('gpt2',), 'activation_function': _GELU, 'scale_attn_weights': (True,),
-        'scale_attn_by_inverse_layer_idx': (False,), 'add_cross_attention': (False,),
-        'tie_word_embeddings': (True, False),
-    }  # fmt: skip
-    for key, allowed in published.items():
-        value = described.get(key, None if key == 'model_type' else allowed[0])
-        if value not in allowed or type(value) is not type(allowed[0]):  # 1 == True
-            raise ValueError(
-                f'{file} has {key}={value!r}; allowed is {" or ".join(map(repr, allowed))}, as in '
-                'the published GPT-2; give the directory of a GPT-2'
-            )
+    cure = 'give the directory of a GPT-2 as it was published'
+    understood(file, {'model_type': None, **described}, _READ, _NEUTRAL, cure)
     _check_numbers(file, described)
     rates = tuple(described.get(k, 0.1) for k in _RATES)
     sizes = {ours: described[theirs] for ours, theirs in _SIZES.items() if theirs in described}
@@ -86,6 +77,15 @@ _SIZES = {
     'epsilon': 'layer_norm_epsilon',
 }
 _RATES = ('embd_pdrop', 'attn_pdrop', 'resid_pdrop')
+_READ = (IDLE - {'model_type'}) | {
+    *_SIZES.values(), *_RATES, 'n_ctx', 'predict_special_tokens', 'reorder_and_upcast_attn',
+    'summary_activation', 'summary_first_dropout', 'summary_proj_to_labels', 'summary_type',
+    'summary_use_proj',
+}  # fmt: skip
+_NEUTRAL = OFF | {
+    'model_type': ('gpt2',), 'activation_function': _GELU, 'scale_attn_weights': (True,),
+    'scale_attn_by_inverse_layer_idx': (False,), 'tie_word_embeddings': (True, False),
+}  # fmt: skip
 
 
 def check_vocabulary(config: Config, vocabulary: int) -> None:
