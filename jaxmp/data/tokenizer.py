@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp.data.chat import Template
+from jaxmp.data.understood import contents
 
 Located = tuple[np.ndarray, np.ndarray]  # ids (n,), and (n, 2): where each begins and ends
 
@@ -167,7 +167,8 @@ def from_json(root: Path) -> Tokenizer:
         raise ValueError(f'{file} is not a tokenizer ({error}); download it again') from error
     tokenizer.no_truncation()  # some files keep the settings of a training
     tokenizer.no_padding()
-    about = {k: v for name in _FILES[2:0:-1] for k, v in _json(root / name).items()}
+    files = [root / name for name in _FILES[2:0:-1] if (root / name).is_file()]
+    about = {k: v for file in files for k, v in contents(file).items()}
     content = lambda v: str((v.get('content') if isinstance(v, dict) else v) or '')
     tokens = {k: content(v) for k, v in about.items() if k.endswith('_token') and content(v)}
     end = tokenizer.token_to_id(tokens.get('eos_token', ''))
@@ -268,23 +269,9 @@ def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
     return _of_gpt2(tokenizer)
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """The object in a file of JSON; empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise ValueError(f'{file} is not JSON ({error}); download it again') from error
-    return value if isinstance(value, dict) else {}
-
-
 def _vocabulary(file: Path) -> dict[str, int]:
-    try:
-        vocabulary = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise ValueError(f'{file} is not JSON ({error}); download it again') from error
-    ids = [i for i in vocabulary.values() if type(i) is int] if isinstance(vocabulary, dict) else []
+    vocabulary = contents(file)
+    ids = [i for i in vocabulary.values() if type(i) is int]
     if len(ids) != len(vocabulary) or sorted(ids) != list(range(len(ids))):
         raise ValueError(f'{file} does not number its tokens from 0 without gaps; fetch it again')
     return vocabulary

@@ -1,13 +1,19 @@
-"""`understood`: what a file says beside its tensors is read, is neutral, or is refused by name.
-
-A key that nobody reads would be skipped in silence, and the numbers be others than its writer's.
-"""
+"""`understood`: what a file says beside its tensors is read, is neutral, or is refused by name."""
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
+
+AGAIN = 'download the files again'
+
+
+def keys(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
 
 
 def understood(
@@ -26,11 +32,10 @@ def understood(
       neutral: the values of other keys under which they change no number.
       cure: what to do.
 
-    >>> understood('config.json', {'width': 8, 'cap': 0, 'new': None}, {'width'}, {'cap': (0,)}, '')
-    >>> understood('config.json', {'cap': 3}, (), {'cap': (0, None)}, 'give one without')
+    >>> understood('config.json', {'width': 8, 'cap': 3}, {'width'}, {'cap': (0, None)}, 'no cap')
     Traceback (most recent call last):
       ...
-    ValueError: config.json has cap=3; allowed is 0 or None: give one without
+    ValueError: config.json has cap=3; allowed is 0 or None: no cap
     """
     for key, value in said.items():
         allowed = neutral.get(key, (None,))
@@ -40,3 +45,18 @@ def understood(
             raise ValueError(
                 f'{place} has {key}={reprlib.repr(value)}; allowed is {values}: {cure}'
             )
+
+
+def contents(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    try:
+        value = json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{file} is not JSON ({error}); {AGAIN}') from error
+    if not isinstance(value, dict):
+        raise ValueError(f'{file} holds a {type(value).__name__}, not an object; {AGAIN}')
+    return value

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
-from jaxmp.data.understood import understood
+from jaxmp.data.understood import keys, understood
 from jaxmp.models.checkpoint import AGAIN, Checkpoint, contents, open_checkpoint, open_tensors
 from jaxmp.models.decoder import Lora, Stage
 from jaxmp.models.families import FAMILIES, tied
@@ -27,13 +27,14 @@ FILE = 'adapter_model.safetensors'
 ABOUT = 'adapter_config.json'
 _PREFIX = 'base_model.model.'
 _MERGE = 'merge them with PEFT (merge_and_unload)'
-_READ = frozenset(  # and what says which kernels have tensors, or how training began
-    """base_model_name_or_path lora_alpha peft_type r use_rslora alpha_pattern rank_pattern
+_READ = keys(  # and what says which kernels have tensors, or how training began
+    """base_model_name_or_path lora_alpha r use_rslora alpha_pattern rank_pattern
     auto_mapping eva_config exclude_modules inference_mode layers_pattern layers_to_transform
     lora_dropout megatron_core peft_version qalora_group_size runtime_config target_modules
-    task_type""".split()
+    task_type"""
 )
 _NEUTRAL = {
+    'peft_type': ('LORA',),
     'bias': ('none', None), 'ensure_weight_tying': (False, None), 'fan_in_fan_out': (False, None),
     # other ways to begin change the base too
     'init_lora_weights': (True, False, 'gaussian', 'eva', None), 'loftq_config': ({}, None),
@@ -59,9 +60,7 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
     if not (place / ABOUT).is_file():
         return open_checkpoint(place)
     about = contents(place / ABOUT)
-    if about.get('peft_type') != 'LORA':
-        raise ValueError(f'{place} has adapters of another kind than LoRA; {_MERGE}')
-    understood(place / ABOUT, about, _READ, _NEUTRAL, _MERGE)
+    understood(place / ABOUT, {'peft_type': None, **about}, _READ, _NEUTRAL, _MERGE)
     if not (place / FILE).is_file():
         raise FileNotFoundError(f'{place} has {ABOUT} and no {FILE}; {AGAIN}')
     base = _base(place, str(about.get('base_model_name_or_path')))
@@ -72,11 +71,10 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
         module: _update(place, about, base, module, shapes_of)
         for module in sorted({n.rpartition('.')[0] for n in names})
     }
-    if lora:
-        _check_same(place, updates, lora)
     low = lambda name: read(names[name])
     # Trained on, the updates are parameters of their own; else W + scale B A takes W's place.
     if lora:
+        _check_same(place, updates.values(), lora)
         return base._replace(
             shapes={**base.shapes, **shapes_of},
             read=lambda name: low(name) if name in names else base.read(name),
@@ -84,11 +82,11 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
 
     def merged(name: str) -> np.ndarray:
         kernel, module = base.read(name), name.removesuffix('.weight')
-        if module not in updates:
+        if not (update := updates.get(module)):
             return kernel
         a, b = (low(f'{module}.{part}').astype(np.float32) for part in LOW_RANK)
         # In float32 whatever the file has, so that the reader's dtype rounds once.
-        return kernel.astype(np.float32) + np.float32(updates[module].scale) * (b @ a)
+        return kernel.astype(np.float32) + np.float32(update.alpha / update.rank) * (b @ a)
 
     return base._replace(read=merged)
 
@@ -103,33 +101,13 @@ def _base(place: Path, name: str) -> Checkpoint:
             f'put its path or name into base_model_name_or_path ({error})'
         ) from error
     if (family := base.described.get('model_type')) not in FAMILIES:
-        raise ValueError(
-            f'{place} has adapters of the family {family!r}; allowed are {", ".join(FAMILIES)}: '
-            f'{_MERGE}'
-        )
+        raise ValueError(f'{place} has adapters of a {family}, which are not read; {_MERGE}')
     return base
-
-
-class Update(NamedTuple):
-    """A low-rank update of one kernel.
-
-    Attributes:
-      rank: rows of A.
-      alpha: as of `Lora`.
-    """
-
-    rank: int
-    alpha: float
-
-    @property
-    def scale(self) -> float:
-        """What B A is multiplied with."""
-        return self.alpha / self.rank
 
 
 def _update(
     place: Path, about: Mapping[str, Any], base: Checkpoint, module: str, shapes: Mapping
-) -> Update:
+) -> Lora:
     """The update of a module, by the first pattern that matches the end of its name."""
 
     def value(key: str, patterns: str) -> Any:
@@ -152,22 +130,19 @@ def _update(
             f'{place} has adapters of {module} of the shapes {came}, and by {ABOUT} and '
             f'{base.place} they are {wanted}; {AGAIN}'
         )
-    return Update(rank, alpha * math.sqrt(rank) if about.get('use_rslora') else alpha)
+    alpha *= math.sqrt(rank) if about.get('use_rslora') else 1  # PEFT's alpha / sqrt(rank)
+    return Lora(rank, alpha, (module.rpartition('.')[2],))
 
 
-def _check_same(place: Path, updates: Mapping[str, Update], lora: Lora) -> None:
+def _check_same(place: Path, updates: Collection[Lora], lora: Lora) -> None:
     """Raises ValueError unless the updates are those that are to be trained."""
-    targets: dict[Update, set[str]] = {}
-    for module, update in updates.items():
-        targets.setdefault(update, set()).add(module.rpartition('.')[2])
-    if targets != {(lora.rank, lora.alpha): {*lora.targets}}:
-        came = ' and '.join(
-            f"lora({rank}, {alpha:g}, targets='{' '.join(sorted(names))}')"
-            for (rank, alpha), names in targets.items()
-        )
+    targets = {target for update in updates for target in update.targets}
+    kinds = sorted({(update.rank, update.alpha) for update in updates})
+    if kinds != [(lora.rank, lora.alpha)] or targets != {*lora.targets}:
+        end = f", targets='{' '.join(sorted(targets))}')"
         raise ValueError(
-            f'{place} has adapters {came}; train the same, or all of the parameters, which merges '
-            'the adapters'
+            f'{place} has adapters {" and ".join(f"lora({r}, {a:g}{end}" for r, a in kinds)}; '
+            'train the same, or all of the parameters, which merges the adapters'
         )
 
 
@@ -182,7 +157,7 @@ def files_of(path: str) -> list[Path]:
         return [place]
     names = {'config.json', ABOUT}
     files = sorted(f for f in place.iterdir() if f.suffix == '.safetensors' or f.name in names)
-    return files + (files_of(base_of(path)) if place / ABOUT in files else [])
+    return files + (files_of(base_of(str(place))) if place / ABOUT in files else [])
 
 
 def base_of(path: str) -> str:

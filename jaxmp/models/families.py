@@ -7,13 +7,13 @@ table of tensors is needed: ``layers/self_attn/q_proj/weight`` of a stage is a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp.data.understood import understood
+from jaxmp.data.understood import keys, understood
 from jaxmp.models.checkpoint import IDLE, OFF, UNSAID, Described
 from jaxmp.models.decoder import Config, Kind
 from jaxmp.models.rotary import Rope, frequencies
@@ -34,7 +34,7 @@ class Family(NamedTuple):
     architecture: str
     defaults: Described = _NONE
     switches: Described = _NONE
-    keys: tuple[str, ...] = ()
+    keys: Collection[str] = ()
 
 
 _GEMMA = {
@@ -42,11 +42,11 @@ _GEMMA = {
     'query_pre_attn_scalar': 256, 'hidden_activation': 'gelu_pytorch_tanh',
 }  # fmt: skip
 _GEMMA_SWITCHES = {'norm_offset': 1.0, 'post_norms': True}
-_GEMMA_KEYS = (
-    *_GEMMA, 'attn_logit_softcapping', 'final_logit_softcapping', 'rope_local_base_freq',
-    'sliding_window_pattern', '_sliding_window_pattern', 'sliding_window_size',
-)  # fmt: skip
-_QWEN_KEYS = ('sliding_window', 'use_sliding_window', 'max_window_layers')
+_GEMMA_KEYS = keys(
+    """attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar rope_local_base_freq
+    sliding_window sliding_window_pattern _sliding_window_pattern sliding_window_size"""
+)
+_QWEN_KEYS = keys('sliding_window use_sliding_window max_window_layers')
 FAMILIES: Mapping[str, Family] = {
     'llama': Family('LlamaForCausalLM'),
     'mistral': Family('MistralForCausalLM', {'sliding_window': 4096}, keys=('sliding_window',)),
@@ -67,12 +67,15 @@ _SIZES = {
     'vocabulary': 'vocab_size', 'width': 'hidden_size', 'inner': 'intermediate_size',
     'heads': 'num_attention_heads',
 }  # fmt: skip
-_READ = IDLE | {
-    *_SIZES.values(), 'num_hidden_layers', 'num_key_value_heads', 'head_dim', 'hidden_act',
-    'rms_norm_eps', 'max_position_embeddings', 'tie_word_embeddings', 'rope_theta', 'rope_scaling',
-    'rope_parameters', 'layer_types', 'is_llama_config', 'max_sequence_length',
-}  # fmt: skip
-_NEUTRAL = OFF | {  # parts that no published checkpoint of these families has
+_READ = IDLE | keys(
+    """vocab_size hidden_size intermediate_size num_attention_heads num_hidden_layers head_dim
+    num_key_value_heads rms_norm_eps max_position_embeddings max_sequence_length layer_types
+    tie_word_embeddings rope_theta rope_scaling rope_parameters is_llama_config"""
+)
+_GROUPS = 'num_key_value_heads'
+_GATES = ('silu', 'gelu_pytorch_tanh')
+_NEUTRAL = OFF | {  # what is read, and parts that no published checkpoint of these families has
+    'hidden_act': _GATES, 'hidden_activation': _GATES,
     'attention_bias': (False, None), 'attention_dropout': (0, None), 'mlp_bias': (False, None),
     'partial_rotary_factor': (1, None), 'rope_interleaved': (False, None),
     'use_bidirectional_attention': (False, None), 'use_mrope': (False, None),
@@ -107,23 +110,17 @@ qwen2, qwen3 and gpt2; give a checkpoint of one of them
     d = {'hidden_act': 'silu', 'rms_norm_eps': 1e-6, **family.defaults, **described}
     sizes = {ours: _size(d, theirs, place) for ours, theirs in _SIZES.items()}
     heads, blocks = sizes['heads'], _size(d, 'num_hidden_layers', place)
-    grouped = 'num_key_value_heads'
-    kv_heads = _size({grouped: d.get(grouped) or heads}, grouped, place)
+    kv_heads = _size({**d, _GROUPS: d.get(_GROUPS) or heads}, _GROUPS, place)
     if heads % kv_heads:
         raise ValueError(
             f'{place} has {heads} heads, which {kv_heads} key/value heads do not divide'
         )
     depth = d.get('head_dim') or sizes['width'] // heads
-    activation = d.get('hidden_activation') or d['hidden_act']
-    if activation not in ('silu', 'gelu_pytorch_tanh'):
-        raise ValueError(
-            f'{place} has hidden_act={activation!r}; silu and gelu_pytorch_tanh are known'
-        )
     scalar = d.get('query_pre_attn_scalar')
     kinds, layers = _kinds(name, d, depth, blocks)
     return Config(
         **sizes, kv_heads=kv_heads, head_width=depth, kinds=kinds, layers=layers,
-        epsilon=d['rms_norm_eps'], activation=activation,
+        epsilon=d['rms_norm_eps'], activation=d.get('hidden_activation') or d['hidden_act'],
         tied=tied(described),
         query_scale=scalar**-0.5 if scalar else 0.0,
         attention_cap=d.get('attn_logit_softcapping') or 0.0,

@@ -46,11 +46,7 @@ def local(path: str) -> Path:
 
 
 def on_hub(name: str) -> bool:
-    """Whether a text may be the name of a repository.
-
-    >>> on_hub('owner/name'), on_hub('a/b/c'), on_hub('a/b.gguf')
-    (True, False, False)
-    """
+    """Whether a text may be the name of a repository."""
     return bool(re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name)) and not name.endswith('.gguf')
 
 

@@ -18,20 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxmp.data.understood import understood
+from jaxmp.data.understood import keys, understood
 from jaxmp.models.checkpoint import UNSAID
 
 _ROWS = 128  # queries that are computed together; see `jaxmp.models.layers.attention`
 Rope = Mapping[str, Any]  # ``rope_parameters`` of a config.json, with ``rope_theta``
 KINDS = ('default', 'linear', 'llama3', 'yarn')
-_READ = frozenset(  # a kind leaves out what belongs to another, as transformers does
-    """rope_theta rope_type type factor original_max_position_embeddings low_freq_factor
+_READ = keys(  # a kind leaves out what belongs to another, as transformers does
+    """rope_theta factor original_max_position_embeddings low_freq_factor
     high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim truncate
-    finetuned""".split()
+    finetuned"""
 )
 _NEUTRAL = {
-    'partial_rotary_factor': (1, None), 'attn_factor': (1, None),
-    'extrapolation_factor': (1, None),
+    'rope_type': KINDS, 'type': KINDS, 'partial_rotary_factor': (1, None),
+    'attn_factor': (1, None), 'extrapolation_factor': (1, None),
 }  # fmt: skip
 
 
@@ -54,11 +54,6 @@ def frequencies(depth: int, rope: Rope) -> tuple[tuple[float, ...], float]:
     understood('rope_parameters of config.json', rope, _READ, _NEUTRAL, UNSAID)
     rope = {key: value for key, value in rope.items() if value is not None}
     kind = rope.get('rope_type') or rope.get('type', 'default')
-    if kind not in KINDS:
-        raise ValueError(
-            f'rotary positions of type {kind!r}; {", ".join(KINDS)} are known: give a checkpoint '
-            'with one of them'
-        )
     theta, scale = rope['rope_theta'], 1.0
     f = (1 / theta ** (np.arange(0, depth, 2, dtype=np.float32) / depth)).astype(np.float32)
     try:
