@@ -41,7 +41,7 @@ OFF: dict[str, tuple[Any, ...]] = {  # parts that no decoder here has, and their
     'add_cross_attention': (False, None), 'is_encoder_decoder': (False, None),
     'pruned_heads': ({}, None), 'tie_encoder_decoder': (False, None),
 }  # fmt: skip
-UNSAID = 'give a checkpoint without it, or remove the key if it changes no logit'
+UNSAID = 'give another checkpoint, or remove the key if it changes no logit'
 _DTYPES = ('F64', 'F32', 'F16', 'BF16')  # as safetensors names them; others need a scale beside
 
 
