@@ -330,6 +330,26 @@ def test_a_gguf_file_has_the_tokens_of_the_original(tmp_path, pre, begin):
     assert (again.begin, again.end) == (made.begin, made.end)
 
 
+def test_tokens_that_the_config_of_a_folder_adds_are_whole(tmp_path):
+    """As for transformers; a tokenizer.json may have lost what was added to it later."""
+    original, vocabulary, _ = of_family('gpt-2')
+    whole = json.loads(original.to_str())
+    added = {str(t.pop('id')): {**t, '__type': 'AddedToken'} for t in whole['added_tokens']}
+    whole['model']['vocab'], whole['added_tokens'] = vocabulary, []
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(whole))
+    seen = []
+    for said in ({}, {'added_tokens_decoder': added}):
+        (tmp_path / 'tokenizer_config.json').write_text(json.dumps(said))
+        seen.append(tokenizer.tokenizer_of(str(tmp_path)))
+    ids = [[t.encode([text])[0].tolist() for text in HARD] for t in seen]
+    wanted = [original.encode(text, add_special_tokens=False).ids for text in HARD]
+    assert ids[1] == wanted != ids[0]
+    assert seen[0].identity != seen[1].identity
+    (tmp_path / 'tokenizer_config.json').write_text('{"split_special_tokens": true}')
+    with pytest.raises(ValueError, match='split_special_tokens=True; allowed is False or None: wr'):
+        tokenizer.tokenizer_of(str(tmp_path))
+
+
 def test_equal_tokens_of_other_kinds_are_not_found_in_a_cache(tmp_path):
     _, vocabulary, merges = of_family('gpt-2')
     seen = set()

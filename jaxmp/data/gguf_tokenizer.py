@@ -91,27 +91,26 @@ def from_gguf(path: Path) -> Tokenizer:
     whole.add_tokens([AddedToken(w, normalized=False) for w in of_kind(_ADDED)])
 
     ids = {k: said.get(f'{k}_token_id') for k in ('bos', 'eos')}
-    tokens = {f'{k}_token': words[i] for k, i in ids.items() if i is not None}
-    # As in llama.cpp, where the file does not say it.
-    defaults = {'bos': by_words and ids['bos'] is not None, 'eos': False}
-    around = {k: [ids[k]] * said.get(f'add_{k}_token', default) for k, default in defaults.items()}
-    for k in ids:
-        if around[k] == [None]:
-            raise ValueError(f'{path} has add_{k}_token=True and no {k}_token_id: {_FOLDER}')
-    if added := around['bos'] + around['eos']:
-        names = {k: [words[i] for i in row] for k, row in around.items()}
+    tokens = {f'{k}_token': words[i] for k, i in ids.items() if i in range(len(words))}
+    # What a file does not say is as in llama.cpp.
+    defaults = {'bos_token': by_words and 'bos_token' in tokens, 'eos_token': False}
+    adds = [k for k, default in defaults.items() if said.get(f'add_{k}', default)]
+    if lacks := {*adds} - tokens.keys():
+        raise ValueError(f'{path} has add_{min(lacks)}=True and no {min(lacks)}_id: {_FOLDER}')
+    before, after = ([tokens[k]] if k in adds else [] for k in defaults)
+    if adds:
         whole.post_processor = processors.TemplateProcessing(
-            single=[*names['bos'], '$A', *names['eos']],
-            special_tokens=[(words[i], i) for i in added],
+            single=[*before, '$A', *after],
+            special_tokens=[(word, vocabulary[word]) for word in (*before, *after)],
         )
     source = fields.get('tokenizer.chat_template')
     template = Template(source, tuple(sorted(tokens.items()))) if source else None
-    text = f'{kind} {name} {words} {kinds} {pairs} {around} {source}'
+    text = f'{kind} {name} {words} {kinds} {pairs} {adds} {source}'
     return wrapped(
         whole,
         save=lambda folder: _save(whole, folder, tokens, source),
-        begin=tuple(around['bos']),
-        end=() if ids['eos'] is None else (ids['eos'],),
+        begin=tuple(vocabulary[word] for word in before),
+        end=(ids['eos'],) if 'eos_token' in tokens else (),
         template=template,
         identity=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
     )

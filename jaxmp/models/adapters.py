@@ -19,8 +19,8 @@ from jaxtyping import PyTree
 from jaxmp.data.understood import keys, understood
 from jaxmp.models.checkpoint import AGAIN, Checkpoint, contents, open_checkpoint, open_tensors
 from jaxmp.models.decoder import Lora, Stage
-from jaxmp.models.families import FAMILIES, tied
-from jaxmp.models.huggingface import local, on_hub
+from jaxmp.models.families import FAMILIES
+from jaxmp.models.huggingface import ON_HUB, local
 from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_of
 
 FILE = 'adapter_model.safetensors'
@@ -122,7 +122,8 @@ def _update(
             f'whole number from 1 and a number: {AGAIN}'
         )
     kernel = base.shapes.get(f'{module}.weight', ())
-    if len(kernel) != 2 or (module == 'lm_head' and tied(base.described)):
+    said = {**FAMILIES[base.described['model_type']].defaults, **base.described}
+    if len(kernel) != 2 or (module == 'lm_head' and said.get('tie_word_embeddings')):
         raise ValueError(f'{place} has adapters of {module}, which {base.place} lacks; {_MERGE}')
     came = [shapes.get(f'{module}.{part}') for part in LOW_RANK]
     if came != (wanted := [(rank, kernel[1]), (kernel[0], rank)]):
@@ -171,7 +172,7 @@ def base_of(path: str) -> str:
         return str(contents(place / ABOUT)['base_model_name_or_path'])
     file = place / 'config.json'
     name = str(contents(file).get('_name_or_path') or '') if file.is_file() else ''
-    return name if on_hub(name) and not Path(name).exists() else path
+    return name if ON_HUB.fullmatch(name) and not Path(name).exists() else path
 
 
 def write_adapters(

@@ -121,19 +121,13 @@ qwen2, qwen3 and gpt2; give a checkpoint of one of them
     return Config(
         **sizes, kv_heads=kv_heads, head_width=depth, kinds=kinds, layers=layers,
         epsilon=d['rms_norm_eps'], activation=d.get('hidden_activation') or d['hidden_act'],
-        tied=tied(described),
+        tied=bool(d.get('tie_word_embeddings', False)),
         query_scale=scalar**-0.5 if scalar else 0.0,
         attention_cap=d.get('attn_logit_softcapping') or 0.0,
         logits_cap=d.get('final_logit_softcapping') or 0.0,
         embedding_scale=float(np.float32(sizes['width'] ** 0.5)) if name in GEMMAS else 1.0,
         **family.switches,
     )  # fmt: skip
-
-
-def tied(described: Described) -> bool:
-    """Whether the output layer is the token table."""
-    defaults = FAMILIES[described['model_type']].defaults
-    return bool({**defaults, **described}.get('tie_word_embeddings', False))
 
 
 GEMMAS = ('gemma2', 'gemma3_text')

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from jaxmp.models.checkpoint import lacking
 
-FILES = (
-    'config.json', 'generation_config.json', 'model*.safetensors', 'model.safetensors.index.json',
+COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights
     'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
-    'chat_template*',
+    'chat_template*', 'generation_config.json',
 )  # fmt: skip
+FILES = ('config.json', 'model*.safetensors', 'model.safetensors.index.json', *COMPANIONS)
+ON_HUB = re.compile(r'(?!.*\.gguf$)[\w-][\w.-]*/[\w-][\w.-]*')  # what a name there looks like
 _SECONDS = 5
 
 
@@ -37,17 +38,12 @@ def local(path: str) -> Path:
     place = Path(path).expanduser()
     if place.exists():
         return place
-    if not on_hub(path):
+    if not ON_HUB.fullmatch(path):
         raise FileNotFoundError(
             f'there is no {path}; give a folder with config.json and weights, a GGUF file, or '
             'owner/name of the Hugging Face hub'
         )
     return Path(fetch(path))
-
-
-def on_hub(name: str) -> bool:
-    """Whether a text may be the name of a repository."""
-    return bool(re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name)) and not name.endswith('.gguf')
 
 
 def fetch(repository: str, files: Sequence[str] = FILES) -> str:

@@ -23,15 +23,12 @@ from jaxtyping import Array, PyTree
 from jaxmp.models.checkpoint import FILE, INDEX, Checkpoint, Described
 from jaxmp.models.decoder import Stage
 from jaxmp.models.families import FAMILIES
+from jaxmp.models.huggingface import COMPANIONS
 
 Keys = tuple[str, ...]  # of a parameter in a stage's
 Params = dict[str, PyTree]
 Shapes = Mapping[str, tuple[int, ...]]
 LOW_RANK = ('lora_a', 'lora_b')
-COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights
-    'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
-    'chat_template*', 'generation_config.json',
-)  # fmt: skip
 
 
 def as_float32(path: Keys) -> DTypeLike:

@@ -1,9 +1,7 @@
 """GPT-2 weights in Hugging Face's layout, read from a directory into stages and written back.
 
-The directory has ``config.json`` and ``model.safetensors``, or ``model.safetensors.index.json`` and
-the files that it names. Names are those of ``GPT2LMHeadModel`` with or without the prefix
-``transformer.``; kernels are ``(in, out)`` in both layouts, so nothing is transposed. PyTorch is
-not needed, and loading a safetensors file, unlike a pickle, cannot run code.
+Names are those of ``GPT2LMHeadModel`` with or without the prefix ``transformer.``; kernels are
+``(in, out)`` in both layouts, so nothing is transposed.
 """
 
 from __future__ import annotations
