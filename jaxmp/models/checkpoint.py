@@ -35,7 +35,7 @@ IDLE = keys(
     forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
     no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores
     remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature
-    top_k top_p typical_p"""
+    top_k top_p typical_p eos_token_ids"""
 )
 OFF: dict[str, tuple[Any, ...]] = {  # parts that no decoder here has, and their values then
     'add_cross_attention': (False, None), 'is_encoder_decoder': (False, None),

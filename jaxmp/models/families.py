@@ -75,7 +75,7 @@ _READ = IDLE | keys(
 _GROUPS = 'num_key_value_heads'
 _GATES = ('silu', 'gelu_pytorch_tanh')
 _NEUTRAL = OFF | {  # what is read, and parts that no published checkpoint of these families has
-    'hidden_act': _GATES, 'hidden_activation': _GATES,
+    'hidden_act': _GATES, 'hidden_activation': _GATES, 'bias': (False, None),
     'attention_bias': (False, None), 'attention_dropout': (0, None), 'mlp_bias': (False, None),
     'partial_rotary_factor': (1, None), 'rope_interleaved': (False, None),
     'use_bidirectional_attention': (False, None), 'use_mrope': (False, None),
