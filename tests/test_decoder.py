@@ -253,13 +253,13 @@ DAMAGES = {
         described_as(num_hidden_layers=4), ValueError, r'9 missing \(model.layers.3.input_lay'),
     'fewer blocks': (
         described_as(num_hidden_layers=2), ValueError, r'9 unknown \(model.layers.2.input_lay'),
-    'biases': (described_as(attention_bias=True), ValueError, 'attention_bias=True, which the'),
+    'biases': (described_as(attention_bias=True), ValueError, 'attention_bias=True; allowed is Fa'),
     'unknown positions': (
-        described_as(rope_parameters={'rope_type': 'longrope'}), ValueError, "of type 'longrope'"),
+        described_as(rope_parameters={'rope_type': 'longrope'}), ValueError, "e='longrope'; allow"),
     'positions without a factor': (
         described_as(rope_parameters={'rope_type': 'linear'}), ValueError, "linear' need 'factor'"),
     'an unknown activation': (
-        described_as(hidden_act='relu'), ValueError, "hidden_act='relu'; silu and gelu_pyt"),
+        described_as(hidden_act='relu'), ValueError, "hidden_act='relu'; allowed is 'silu' or"),
     'kinds of blocks': (
         described_as(layer_types=['full_attention']), ValueError, 'layer_types has 1 of full'),
     'key heads': (described_as(num_key_value_heads=3), ValueError, '4 heads, which 3 key/value'),

@@ -446,7 +446,7 @@ DAMAGES = {
     'no config': (
         lambda d: (d / 'config.json').unlink(),
         FileNotFoundError,
-        'no config.json in .*give a directory',
+        'no config.json in .*give a folder',
     ),
     'no weights': (
         lambda d: (d / 'model.safetensors').unlink(),
@@ -457,12 +457,12 @@ DAMAGES = {
     'truncated': (
         cut,
         ValueError,
-        r'[\d,]+ bytes that are not a complete safetensors file .*download',
+        r'damaged or cut off: [\d,]+ bytes of .*download',
     ),
     'empty': (
         lambda d: (d / 'model.safetensors').write_bytes(b''),
         ValueError,
-        '0 bytes that are not a complete',
+        'cut off: 0 bytes',
     ),
     'another model': (foreign, ValueError, r'52 missing .*1 unknown \(bert.embeddings.weight\)'),
     'a block too few': (
@@ -473,7 +473,7 @@ DAMAGES = {
     'another vocabulary': (
         replace(**{'transformer.wte.weight': np.ones((99, 24), np.float32)}),
         ValueError,
-        r'wte.weight has shape \(99, 24\), and config and stages need \(67, 24\)',
+        r'wte.weight has shape \(99, 24\), and its config.json says \(67, 24\)',
     ),
     'another head': (
         replace(**{'lm_head.weight': np.ones((67, 24), np.float32)}),
@@ -526,7 +526,7 @@ def test_damaged_weights(directory, tmp_path, damage):
 
 
 def test_no_directory(tmp_path):
-    with pytest.raises(FileNotFoundError, match='absent is not a directory; give a directory'):
+    with pytest.raises(FileNotFoundError, match=r'no config.json in .*absent; give a'):
         weights.read_config(tmp_path / 'absent')
 
 

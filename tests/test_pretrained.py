@@ -377,7 +377,9 @@ def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r'_config\.json and no adapter_model'):
         adapters.open_with_adapters(str(tmp_path / 'low'))
     changed(tmp_path / 'low', peft_type='IA3')
-    with pytest.raises(ValueError, match='of another kind than LoRA; merge them with PEFT'):
+    with pytest.raises(
+        ValueError, match="peft_type='IA3'; allowed is 'LORA': merge them with PEFT"
+    ):
         adapters.open_with_adapters(str(tmp_path / 'low'))
 
 

@@ -10,8 +10,22 @@ from typing import Any
 from jaxmp.data.chat import Template
 from jaxmp.data.gguf import opened
 from jaxmp.data.tokenizer import Tokenizer, wrapped
+from jaxmp.data.understood import keys, understood
 
-_SPECIAL = 3  # of `tokenizer.ggml.token_type`: a token that no text is split into
+# Kinds of tokens: the special are one token wherever their text stands, the unused in no text.
+_NORMAL, _UNKNOWN, _CONTROL, _ADDED, _UNUSED = _KINDS = 1, 2, 3, 4, 5
+_READ = keys(  # and what changes no token of a text
+    """model pre tokens token_type merges bos_token_id eos_token_id add_bos_token add_eos_token
+    eot_token_id eom_token_id unknown_token_id padding_token_id seperator_token_id mask_token_id
+    cls_token_id prefix_token_id suffix_token_id middle_token_id fim_pre_token_id fim_suf_token_id
+    fim_mid_token_id fim_pad_token_id fim_rep_token_id fim_sep_token_id scores token_type_count"""
+)
+_NEUTRAL = {
+    'add_sep_token': (False,), 'add_space_prefix': (False,), 'normalizer.lowercase': (False,),
+    'normalizer.strip_accents': (False,), 'remove_extra_whitespaces': (False,),
+    'suppress_tokens': ([],),
+}  # fmt: skip
+_FOLDER = "give config.data.tokenizer the folder of the original's tokenizer.json"
 _WORDS = (  # of Llama 3; runs of up to {} digits
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}"
     r'| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -41,40 +55,62 @@ def from_gguf(path: Path) -> Tokenizer:
       ImportError: if the package gguf is not installed.
       ValueError: if the file has none, or one of another kind than a byte-level BPE.
     """
-    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
     from tokenizers import Tokenizer as Whole
 
     fields = opened(path).fields
-    kind, name = (fields.get(f'tokenizer.ggml.{k}') for k in ('model', 'pre'))
+    head = 'tokenizer.ggml.'
+    said = {k.removeprefix(head): v for k, v in fields.items() if k.startswith(head)}
+    kind, name = said.get('model'), said.get('pre')
     splits = _splits(str(name)) if kind == 'gpt2' else []
-    if not splits:
+    if not splits or not {'tokens', 'merges'} <= said.keys():
         raise ValueError(
             f'{path} has a tokenizer of the kind {kind}, {name}; of a GGUF file gpt2 is read, with '
-            'gpt-2, smollm, llama-bpe or qwen2: give config.data.tokenizer the folder of the '
-            "original's tokenizer.json"
+            f'tokens, merges, and gpt-2, smollm, llama-bpe or qwen2: {_FOLDER}'
         )
+    understood(path, said, _READ, _NEUTRAL, _FOLDER)
     # The file has the tokens and merges of a tokenizer.json, and of its other parts the name alone.
-    words, kinds = (fields[f'tokenizer.ggml.{k}'] for k in ('tokens', 'token_type'))
-    merges = [tuple(pair.split(' ')) for pair in fields['tokenizer.ggml.merges']]
-    whole = Whole(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    words, pairs = said['tokens'], [tuple(pair.split(' ')) for pair in said['merges']]
+    kinds = said.get('token_type', [_NORMAL] * len(words))
+    vocabulary = {word: i for i, word in enumerate(words)}
+    for k in {*kinds}:
+        understood(path, {'token_type': k}, (), {'token_type': _KINDS}, _FOLDER)
+    if not len(kinds) == len(words) == len(vocabulary):
+        raise ValueError(
+            f'{path} has {len(words)} tokens, {len(vocabulary)} of them different, and '
+            f'{len(kinds)} kinds of tokens; allowed are as many of each: {_FOLDER}'
+        )
+    by_words = name == 'llama-bpe'  # a word that is a token is one, whatever merges make of it
+    whole = Whole(models.BPE(vocabulary, pairs, ignore_merges=by_words))
     if name == 'qwen2':
         whole.normalizer = normalizers.NFC()
     whole.pre_tokenizer = pre_tokenizers.Sequence(splits)
     whole.decoder = decoders.ByteLevel()
-    special = (w for w, k in zip(words, kinds, strict=True) if k == _SPECIAL)
-    whole.add_special_tokens([AddedToken(w, special=True) for w in special])
+    of_kind = lambda *wanted: [w for w, k in zip(words, kinds, strict=True) if k in wanted]
+    whole.add_special_tokens([AddedToken(w, special=True) for w in of_kind(_UNKNOWN, _CONTROL)])
+    whole.add_tokens([AddedToken(w, normalized=False) for w in of_kind(_ADDED)])
 
-    named = {k: fields.get(f'tokenizer.ggml.{k}_token_id') for k in ('bos', 'eos')}
-    tokens = {f'{k}_token': words[i] for k, i in named.items() if i is not None}
+    ids = {k: said.get(f'{k}_token_id') for k in ('bos', 'eos')}
+    tokens = {f'{k}_token': words[i] for k, i in ids.items() if i in range(len(words))}
+    # What a file does not say is as in llama.cpp.
+    defaults = {'bos_token': by_words and 'bos_token' in tokens, 'eos_token': False}
+    adds = [k for k, default in defaults.items() if said.get(f'add_{k}', default)]
+    if lacks := {*adds} - tokens.keys():
+        raise ValueError(f'{path} has add_{min(lacks)}=True and no {min(lacks)}_id: {_FOLDER}')
+    before, after = ([tokens[k]] if k in adds else [] for k in defaults)
+    if adds:
+        whole.post_processor = processors.TemplateProcessing(
+            single=[*before, '$A', *after],
+            special_tokens=[(word, vocabulary[word]) for word in (*before, *after)],
+        )
     source = fields.get('tokenizer.chat_template')
-    begins = fields.get('tokenizer.ggml.add_bos_token') and named['bos'] is not None
     template = Template(source, tuple(sorted(tokens.items()))) if source else None
-    text = f'{kind} {name} {words} {merges} {source}'
+    text = f'{kind} {name} {words} {kinds} {pairs} {adds} {source}'
     return wrapped(
         whole,
         save=lambda folder: _save(whole, folder, tokens, source),
-        begin=(named['bos'],) if begins else (),
-        end=() if named['eos'] is None else (named['eos'],),
+        begin=tuple(vocabulary[word] for word in before),
+        end=(ids['eos'],) if 'eos_token' in tokens else (),
         template=template,
         identity=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp.data.chat import Template
+from jaxmp.data.understood import contents, understood
 
 Located = tuple[np.ndarray, np.ndarray]  # ids (n,), and (n, 2): where each begins and ends
 
@@ -25,6 +25,9 @@ _TEXTS = 1024  # encoded together: what the library returns beside the ids is fa
 _FILES = (
     'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja'
 )  # fmt: skip
+# Of tokenizer_config.json, which cut a text otherwise than tokenizer.json says; the rest does not.
+_NEUTRAL = {'split_special_tokens': (False, None), 'do_lower_case': (False, None)}
+_CURE = 'write it into tokenizer.json, or remove it from tokenizer_config.json'
 
 
 class Tokenizer(NamedTuple):
@@ -158,6 +161,7 @@ def from_json(root: Path) -> Tokenizer:
     Raises:
       ValueError: if a file is damaged.
     """
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Whole
 
     file = root / 'tokenizer.json'
@@ -167,14 +171,21 @@ def from_json(root: Path) -> Tokenizer:
         raise ValueError(f'{file} is not a tokenizer ({error}); download it again') from error
     tokenizer.no_truncation()  # some files keep the settings of a training
     tokenizer.no_padding()
-    about = {k: v for name in _FILES[2:0:-1] for k, v in _json(root / name).items()}
+    files = [root / name for name in _FILES[2:0:-1] if (root / name).is_file()]
+    about = {k: v for file in files for k, v in contents(file).items()}
+    understood(root, {k: v for k, v in about.items() if k in _NEUTRAL}, (), _NEUTRAL, _CURE)
+    known = tokenizer.get_added_tokens_decoder()
+    # As transformers, which adds them to those of tokenizer.json.
+    more = [t for i, t in (about.get('added_tokens_decoder') or {}).items() if int(i) not in known]
+    flags = [{k: v for k, v in token.items() if k != '__type'} for token in more]
+    tokenizer.add_tokens([AddedToken(**token) for token in flags])
     content = lambda v: str((v.get('content') if isinstance(v, dict) else v) or '')
     tokens = {k: content(v) for k, v in about.items() if k.endswith('_token') and content(v)}
     end = tokenizer.token_to_id(tokens.get('eos_token', ''))
     begin, after = _around(tokenizer)
     digest = hashlib.blake2b(file.read_bytes(), digest_size=16)
     source = _template(root, about)
-    digest.update(f'{source} {tokens}'.encode())
+    digest.update(f'{source} {tokens}{more or ""}'.encode())
 
     def save(folder: Path) -> None:
         for name in _FILES:
@@ -268,23 +279,9 @@ def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
     return _of_gpt2(tokenizer)
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """The object in a file of JSON; empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise ValueError(f'{file} is not JSON ({error}); download it again') from error
-    return value if isinstance(value, dict) else {}
-
-
 def _vocabulary(file: Path) -> dict[str, int]:
-    try:
-        vocabulary = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise ValueError(f'{file} is not JSON ({error}); download it again') from error
-    ids = [i for i in vocabulary.values() if type(i) is int] if isinstance(vocabulary, dict) else []
+    vocabulary = contents(file)
+    ids = [i for i in vocabulary.values() if type(i) is int]
     if len(ids) != len(vocabulary) or sorted(ids) != list(range(len(ids))):
         raise ValueError(f'{file} does not number its tokens from 0 without gaps; fetch it again')
     return vocabulary

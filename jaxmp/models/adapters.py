@@ -6,21 +6,42 @@ B of each kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
+from jaxmp.data.understood import keys, understood
 from jaxmp.models.checkpoint import AGAIN, Checkpoint, contents, open_checkpoint, open_tensors
 from jaxmp.models.decoder import Lora, Stage
-from jaxmp.models.huggingface import local
+from jaxmp.models.families import FAMILIES
+from jaxmp.models.huggingface import ON_HUB, local
 from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_of
 
 FILE = 'adapter_model.safetensors'
 ABOUT = 'adapter_config.json'
 _PREFIX = 'base_model.model.'
+_MERGE = 'merge them with PEFT (merge_and_unload)'
+_READ = keys(  # and what says which kernels have tensors, or how training began
+    """base_model_name_or_path lora_alpha r use_rslora alpha_pattern rank_pattern
+    auto_mapping eva_config exclude_modules inference_mode layers_pattern layers_to_transform
+    lora_dropout megatron_core peft_version qalora_group_size runtime_config target_modules
+    task_type"""
+)
+_NEUTRAL = {
+    'peft_type': ('LORA',),
+    'bias': ('none', None), 'ensure_weight_tying': (False, None), 'fan_in_fan_out': (False, None),
+    # other ways to begin change the base too
+    'init_lora_weights': (True, False, 'gaussian', 'eva', None), 'loftq_config': ({}, None),
+    'lora_bias': (False, None), 'merge_weights': (False, None), 'modules_to_save': ([], None),
+    'revision': ('main', '', None), 'target_parameters': ([], None), 'use_dora': (False, None),
+    'use_qalora': (False, None), 'trainable_token_indices': ([], None),
+}  # fmt: skip
 
 
 def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
@@ -39,47 +60,91 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
     if not (place / ABOUT).is_file():
         return open_checkpoint(place)
     about = contents(place / ABOUT)
-    if about.get('peft_type') != 'LORA' or about.get('use_dora') or about.get('use_rslora'):
-        raise ValueError(f'{place} has adapters of another kind than LoRA; merge them with PEFT')
+    understood(place / ABOUT, {'peft_type': None, **about}, _READ, _NEUTRAL, _MERGE)
     if not (place / FILE).is_file():
         raise FileNotFoundError(f'{place} has {ABOUT} and no {FILE}; {AGAIN}')
-    whose = str(about.get('base_model_name_or_path'))
-    try:
-        base = open_checkpoint(local(whose))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f'{place / ABOUT} says that its adapters belong to {whose!r}, which is not there; '
-            'put its path or name into base_model_name_or_path'
-        ) from error
+    base = _base(place, str(about.get('base_model_name_or_path')))
     shapes, read = open_tensors([place / FILE])
-    names = {_ours(name): name for name in shapes}
-    alone = {n.rpartition('.')[0] for n in names}
-    if unknown := sorted(n for n in alone if f'{n}.weight' not in base.shapes):
-        raise ValueError(f'{place} has adapters of {unknown[0]}, which {base.place} lacks')
+    names = {_ours(place, name): name for name in shapes}
     shapes_of = {ours: shapes[theirs] for ours, theirs in names.items()}
+    updates = {
+        module: _update(place, about, base, module, shapes_of)
+        for module in sorted({n.rpartition('.')[0] for n in names})
+    }
     low = lambda name: read(names[name])
-    targets = {name.rpartition('.')[2] for name in alone}
-    rank, alpha = about['r'], about['lora_alpha']
-    if lora and (rank, alpha, targets) != (lora.rank, lora.alpha, set(lora.targets)):
-        raise ValueError(
-            f"{place} has adapters lora({rank}, {alpha}, targets='{' '.join(sorted(targets))}'); "
-            'train the same, or all of the parameters, which merges the adapters'
-        )
-    # Trained on, the updates are parameters of their own; else W + alpha / r B A takes W's place.
+    # Trained on, the updates are parameters of their own; else W + scale B A takes W's place.
     if lora:
+        _check_same(place, updates.values(), lora)
         return base._replace(
             shapes={**base.shapes, **shapes_of},
             read=lambda name: low(name) if name in names else base.read(name),
         )
 
     def merged(name: str) -> np.ndarray:
-        kernel, whose = base.read(name), name.removesuffix('.weight')
-        if whose not in alone:
+        kernel, module = base.read(name), name.removesuffix('.weight')
+        if not (update := updates.get(module)):
             return kernel
-        a, b = (low(f'{whose}.{part}').astype(np.float32) for part in LOW_RANK)
-        return (kernel + alpha / rank * (b @ a)).astype(kernel.dtype)
+        a, b = (low(f'{module}.{part}').astype(np.float32) for part in LOW_RANK)
+        # In float32 whatever the file has, so that the reader's dtype rounds once.
+        return kernel.astype(np.float32) + np.float32(update.alpha / update.rank) * (b @ a)
 
     return base._replace(read=merged)
+
+
+def _base(place: Path, name: str) -> Checkpoint:
+    """The model that the adapters of a folder belong to."""
+    try:
+        base = open_checkpoint(local(name))
+    except (FileNotFoundError, ConnectionError) as error:
+        raise type(error)(
+            f'{place / ABOUT} says that its adapters belong to {name!r}, which is not there; '
+            f'put its path or name into base_model_name_or_path ({error})'
+        ) from error
+    if (family := base.described.get('model_type')) not in FAMILIES:
+        raise ValueError(f'{place} has adapters of a {family}, which are not read; {_MERGE}')
+    return base
+
+
+def _update(
+    place: Path, about: Mapping[str, Any], base: Checkpoint, module: str, shapes: Mapping
+) -> Lora:
+    """The update of a module, by the first pattern that matches the end of its name."""
+
+    def value(key: str, patterns: str) -> Any:
+        rows = (about.get(patterns) or {}).items()
+        matching = (v for pattern, v in rows if re.match(rf'(.*\.)?({pattern})$', module))
+        return next(matching, about.get(key))
+
+    rank, alpha = value('r', 'rank_pattern'), value('lora_alpha', 'alpha_pattern')
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise ValueError(
+            f'{place / ABOUT} has r={rank!r} and lora_alpha={alpha!r} for {module}; allowed are a '
+            f'whole number from 1 and a number: {AGAIN}'
+        )
+    kernel = base.shapes.get(f'{module}.weight', ())
+    said = {**FAMILIES[base.described['model_type']].defaults, **base.described}
+    if len(kernel) != 2 or (module == 'lm_head' and said.get('tie_word_embeddings')):
+        raise ValueError(f'{place} has adapters of {module}, which {base.place} lacks; {_MERGE}')
+    came = [shapes.get(f'{module}.{part}') for part in LOW_RANK]
+    if came != (wanted := [(rank, kernel[1]), (kernel[0], rank)]):
+        raise ValueError(
+            f'{place} has adapters of {module} of the shapes {came}, and by {ABOUT} and '
+            f'{base.place} they are {wanted}; {AGAIN}'
+        )
+    alpha *= math.sqrt(rank) if about.get('use_rslora') else 1  # PEFT's alpha / sqrt(rank)
+    return Lora(rank, alpha, (module.rpartition('.')[2],))
+
+
+def _check_same(place: Path, updates: Collection[Lora], lora: Lora) -> None:
+    """Raises ValueError unless the updates are those that are to be trained."""
+    targets = {target for update in updates for target in update.targets}
+    kinds = sorted({(update.rank, update.alpha) for update in updates})
+    if kinds != [(lora.rank, lora.alpha)] or targets != {*lora.targets}:
+        end = f", targets='{' '.join(sorted(targets))}')"
+        raise ValueError(
+            f'{place} has adapters {" and ".join(f"lora({r}, {a:g}{end}" for r, a in kinds)}; '
+            'train the same, or all of the parameters, which merges the adapters'
+        )
 
 
 def files_of(path: str) -> list[Path]:
@@ -93,15 +158,21 @@ def files_of(path: str) -> list[Path]:
         return [place]
     names = {'config.json', ABOUT}
     files = sorted(f for f in place.iterdir() if f.suffix == '.safetensors' or f.name in names)
-    return files + (files_of(base_of(path)) if place / ABOUT in files else [])
+    return files + (files_of(base_of(str(place))) if place / ABOUT in files else [])
 
 
 def base_of(path: str) -> str:
-    """The path or name of the model that adapters of a run on ``path`` belong to."""
+    """The model that adapters of a run on ``path`` belong to, as another machine may find it.
+
+    It is the one that a folder of adapters names; the hub's name in a checkpoint's config.json; or
+    what was given.
+    """
     place = Path(path).expanduser()
     if (place / ABOUT).is_file():
         return str(contents(place / ABOUT)['base_model_name_or_path'])
-    return str(place.resolve()) if place.exists() else path
+    file = place / 'config.json'
+    name = str(contents(file).get('_name_or_path') or '') if file.is_file() else ''
+    return name if ON_HUB.fullmatch(name) and not Path(name).exists() else path
 
 
 def write_adapters(
@@ -142,7 +213,12 @@ def _theirs(name: str) -> str:
     return f'{_PREFIX}{kernel}.lora_{part[-1].upper()}.weight'
 
 
-def _ours(name: str) -> str:
+def _ours(place: Path, name: str) -> str:
     """Inverse of `_theirs`."""
-    kernel, _, part = name.removeprefix(_PREFIX).removesuffix('.weight').rpartition('.')
-    return f'{kernel}.{part.lower()}'
+    parts = re.fullmatch(rf'{re.escape(_PREFIX)}(.+)\.lora_([AB])(\.default)?\.weight', name)
+    if not parts:
+        raise ValueError(
+            f'{place / FILE} has {name}; allowed are lora_A.weight and lora_B.weight of kernels: '
+            f'{_MERGE}'
+        )
+    return f'{parts[1]}.lora_{parts[2].lower()}'

@@ -16,10 +16,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmp.data.understood import AGAIN, contents, keys
+
 FILE = 'model.safetensors'
 INDEX = f'{FILE}.index.json'
-AGAIN = 'download the files again'
 Described = Mapping[str, Any]  # the contents of a config.json
+# Keys of any config.json that change no logit: names, what a call returns, how one generates.
+IDLE = keys(
+    """architectures auto_map bos_token_id dtype eos_token_id finetuning_task id2label
+    initializer_range label2id model_type pad_token_id prefix problem_type sep_token_id
+    task_specific_params tokenizer_class torch_dtype transformers.js_config transformers_version
+    unsloth_fixed unsloth_version use_cache _attn_implementation _attn_implementation_autoset
+    _commit_hash _name_or_path _num_labels attn_implementation cache_implementation
+    chunk_size_feed_forward gradient_checkpointing is_decoder num_labels output_attentions
+    output_hidden_states output_past pretraining_tp return_dict tf_legacy_loss torchscript
+    use_bfloat16 bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores
+    remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature
+    top_k top_p typical_p eos_token_ids"""
+)
+OFF: dict[str, tuple[Any, ...]] = {  # parts that no decoder here has, and their values then
+    'add_cross_attention': (False, None), 'is_encoder_decoder': (False, None),
+    'pruned_heads': ({}, None), 'tie_encoder_decoder': (False, None),
+}  # fmt: skip
+UNSAID = 'give another checkpoint, or remove the key if it changes no logit'
 _DTYPES = ('F64', 'F32', 'F16', 'BF16')  # as safetensors names them; others need a scale beside
 
 
@@ -121,21 +143,6 @@ def lacking(place: Path) -> list[str]:
         return [FILE]
     names = sorted(set(_indexed(place).values()))
     return [name for name in names if not (place / name).is_file()]
-
-
-def contents(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-      ValueError: if there is none.
-    """
-    try:
-        value = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise ValueError(f'{file} is not JSON ({error}); {AGAIN}') from error
-    if not isinstance(value, dict):
-        raise ValueError(f'{file} holds a {type(value).__name__}, not an object; {AGAIN}')
-    return value
 
 
 def _indexed(place: Path) -> dict[str, str]:

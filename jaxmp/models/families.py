@@ -7,13 +7,14 @@ table of tensors is needed: ``layers/self_attn/q_proj/weight`` of a stage is a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp.models.checkpoint import Described
+from jaxmp.data.understood import keys, understood
+from jaxmp.models.checkpoint import IDLE, OFF, UNSAID, Described
 from jaxmp.models.decoder import Config, Kind
 from jaxmp.models.rotary import Rope, frequencies
 
@@ -27,11 +28,13 @@ class Family(NamedTuple):
       architecture: transformers' class.
       defaults: values of keys that a config.json may leave out.
       switches: of `jaxmp.models.decoder.Config`.
+      keys: of its config.json beside those of a Llama.
     """
 
     architecture: str
     defaults: Described = _NONE
     switches: Described = _NONE
+    keys: Collection[str] = ()
 
 
 _GEMMA = {
@@ -39,27 +42,44 @@ _GEMMA = {
     'query_pre_attn_scalar': 256, 'hidden_activation': 'gelu_pytorch_tanh',
 }  # fmt: skip
 _GEMMA_SWITCHES = {'norm_offset': 1.0, 'post_norms': True}
+_GEMMA_KEYS = keys(
+    """attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar rope_local_base_freq
+    sliding_window sliding_window_pattern _sliding_window_pattern sliding_window_size"""
+)
+_QWEN_KEYS = keys('sliding_window use_sliding_window max_window_layers')
 FAMILIES: Mapping[str, Family] = {
     'llama': Family('LlamaForCausalLM'),
-    'mistral': Family('MistralForCausalLM', {'sliding_window': 4096}),
-    'qwen2': Family('Qwen2ForCausalLM', switches={'bias': True}),
-    'qwen3': Family('Qwen3ForCausalLM', {'head_dim': 128}, {'head_norms': True}),
+    'mistral': Family('MistralForCausalLM', {'sliding_window': 4096}, keys=('sliding_window',)),
+    'qwen2': Family('Qwen2ForCausalLM', switches={'bias': True}, keys=_QWEN_KEYS),
+    'qwen3': Family('Qwen3ForCausalLM', {'head_dim': 128}, {'head_norms': True}, _QWEN_KEYS),
     'gemma2': Family(
         'Gemma2ForCausalLM',
         {**_GEMMA, 'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0},
         _GEMMA_SWITCHES,
+        _GEMMA_KEYS,
     ),
     'gemma3_text': Family(
-        'Gemma3ForCausalLM', {**_GEMMA, 'rope_theta': 1e6}, {**_GEMMA_SWITCHES, 'head_norms': True}
+        'Gemma3ForCausalLM', {**_GEMMA, 'rope_theta': 1e6},
+        {**_GEMMA_SWITCHES, 'head_norms': True}, _GEMMA_KEYS,
     ),
-}
+}  # fmt: skip
 _SIZES = {
     'vocabulary': 'vocab_size', 'width': 'hidden_size', 'inner': 'intermediate_size',
     'heads': 'num_attention_heads',
 }  # fmt: skip
-_REFUSED = (  # parts that no published checkpoint of these families has
-    'attention_bias', 'mlp_bias', 'use_bidirectional_attention', 'quantization_config',
-)  # fmt: skip
+_READ = IDLE | keys(
+    """vocab_size hidden_size intermediate_size num_attention_heads num_hidden_layers head_dim
+    num_key_value_heads rms_norm_eps max_position_embeddings max_sequence_length layer_types
+    tie_word_embeddings rope_theta rope_scaling rope_parameters is_llama_config"""
+)
+_GROUPS = 'num_key_value_heads'
+_GATES = ('silu', 'gelu_pytorch_tanh')
+_NEUTRAL = OFF | {  # what is read, and parts that no published checkpoint of these families has
+    'hidden_act': _GATES, 'hidden_activation': _GATES, 'bias': (False, None),
+    'attention_bias': (False, None), 'attention_dropout': (0, None), 'mlp_bias': (False, None),
+    'partial_rotary_factor': (1, None), 'rope_interleaved': (False, None),
+    'use_bidirectional_attention': (False, None), 'use_mrope': (False, None),
+}  # fmt: skip
 
 
 def config_of(described: Described, place: str = 'config.json') -> Config:
@@ -86,30 +106,21 @@ qwen2, qwen3 and gpt2; give a checkpoint of one of them
             'one of them'
         )
     family = FAMILIES[name]
+    understood(place, described, _READ.union(family.keys), _NEUTRAL, UNSAID)
     d = {'hidden_act': 'silu', 'rms_norm_eps': 1e-6, **family.defaults, **described}
-    if parts := [key for key in _REFUSED if d.get(key)]:
-        raise ValueError(
-            f'{place} has {parts[0]}={d[parts[0]]!r}, which the decoder lacks; give a checkpoint '
-            'without'
-        )
     sizes = {ours: _size(d, theirs, place) for ours, theirs in _SIZES.items()}
     heads, blocks = sizes['heads'], _size(d, 'num_hidden_layers', place)
-    kv_heads = d.get('num_key_value_heads') or heads
+    kv_heads = _size({**d, _GROUPS: d.get(_GROUPS) or heads}, _GROUPS, place)
     if heads % kv_heads:
         raise ValueError(
             f'{place} has {heads} heads, which {kv_heads} key/value heads do not divide'
         )
     depth = d.get('head_dim') or sizes['width'] // heads
-    activation = d.get('hidden_activation') or d['hidden_act']
-    if activation not in ('silu', 'gelu_pytorch_tanh'):
-        raise ValueError(
-            f'{place} has hidden_act={activation!r}; silu and gelu_pytorch_tanh are known'
-        )
     scalar = d.get('query_pre_attn_scalar')
     kinds, layers = _kinds(name, d, depth, blocks)
     return Config(
         **sizes, kv_heads=kv_heads, head_width=depth, kinds=kinds, layers=layers,
-        epsilon=d['rms_norm_eps'], activation=activation,
+        epsilon=d['rms_norm_eps'], activation=d.get('hidden_activation') or d['hidden_act'],
         tied=bool(d.get('tie_word_embeddings', False)),
         query_scale=scalar**-0.5 if scalar else 0.0,
         attention_cap=d.get('attn_logit_softcapping') or 0.0,
@@ -152,7 +163,8 @@ def _layer_types(name: str, d: Described, blocks: int) -> list[str]:
     if name == 'mistral':
         sliding = [bool(d.get('sliding_window'))] * blocks
     elif name in GEMMAS:  # every second, every sixth block sees all
-        period = d.get('sliding_window_pattern') or (2 if name == 'gemma2' else 6)
+        named = d.get('sliding_window_pattern') or d.get('_sliding_window_pattern')
+        period = named or (2 if name == 'gemma2' else 6)
         sliding = [bool((i + 1) % period) for i in range(blocks)]
     else:
         first = d.get('max_window_layers', 28) if d.get('use_sliding_window') else blocks
@@ -167,6 +179,5 @@ def _rope(name: str, d: Described, layer_type: str) -> Rope:
     theta = d.get('rope_theta') or 10000.0
     if name == 'gemma3_text' and layer_type == 'sliding_attention':
         return {'rope_theta': d.get('rope_local_base_freq') or 10000.0, **rope}
-    scaling = d.get('rope_scaling') or {}
-    kind = {'rope_type': scaling['type']} if 'type' in scaling else {}
-    return {'rope_theta': theta, **kind, **scaling, **rope}
+    positions = {'original_max_position_embeddings': d.get('max_position_embeddings')}
+    return {'rope_theta': theta, **positions, **(d.get('rope_scaling') or {}), **rope}

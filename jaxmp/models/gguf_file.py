@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmp.data import release
 from jaxmp.data.gguf import Fields, Tensors, opened
+from jaxmp.data.understood import keys, understood
 from jaxmp.models.checkpoint import AGAIN, Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.rotary import frequencies
@@ -28,7 +29,23 @@ _INSIDE = {
     'ffn_norm': 'post_attention_layernorm',
 }  # fmt: skip
 _ROPE = 'rope_freqs.weight'  # Llama 3's scaling, as divisors of the frequencies
-_STOPS = ('bos_token_id', 'eos_token_id')
+_MARKS = ('bos', 'eos', 'eot', 'eom')  # the last three end what is generated
+_READ = keys(  # and what changes no logit
+    """context_length embedding_length block_count feed_forward_length attention.head_count
+    attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon rope.freq_base
+    rope.scale_linear rope.scaling.factor rope.scaling.finetuned
+    rope.scaling.original_context_length rope.scaling.type rope.scaling.yarn_beta_fast
+    rope.scaling.yarn_beta_slow tensor_data_layout vocab_size"""
+)
+_NEUTRAL = {
+    'attention.causal': (True,), 'attention.clamp_kqv': (0,), 'attention.max_alibi_bias': (0,),
+    'attention.scale': (0,), 'attention.sliding_window': (0,), 'attn_logit_softcapping': (0,),
+    'embedding_scale': (1,), 'expert_count': (0,), 'expert_used_count': (0,),
+    'final_logit_softcapping': (0,), 'general.type': ('model',), 'logit_scale': (1,),
+    'pooling_type': (0,), 'residual_scale': (1,), 'rope.scaling.attn_factor': (1,),
+    'rope.scaling.yarn_ext_factor': (1,), 'rope.scaling.yarn_log_multiplier': (0,),
+    'split.count': (0, 1), 'use_parallel_residual': (False,),
+}  # fmt: skip
 
 
 def open_gguf(file: Path) -> Checkpoint:
@@ -88,15 +105,24 @@ def _described(file: Path, fields: Fields, tensors: Tensors) -> Described:
             'read: give a folder of safetensors'
         )
 
+    # The tokenizer's words are read with it; of others, such as general.name, all are names.
+    said = {
+        k.removeprefix(f'{kind}.'): v for k, v in fields.items()
+        if k.startswith(f'{kind}.') or k in _NEUTRAL
+    }  # fmt: skip
+
     def get(name: str, default: Any = None) -> Any:
-        value = fields.get(f'{kind}.{name}', default)
-        if value is None:
-            raise ValueError(f'{file} does not say its {kind}.{name}; {AGAIN}')
+        value = said.get(name, default)
+        if value is None or isinstance(value, list):
+            came = 'does not say its' if value is None else 'has a number for each block as'
+            raise ValueError(f'{file} {came} {kind}.{name}; one number is read: {AGAIN}')
         return value
 
     # What older files leave out has a default.
     heads, width = get('attention.head_count'), get('embedding_length')
     depth = get('attention.key_length', width // heads)
+    of_head = {'rope.dimension_count': (depth,), 'attention.value_length': (depth,)}
+    understood(file, said, _READ, _NEUTRAL | of_head, 'give a folder of safetensors')
     described = {
         'architectures': [FAMILIES[kind].architecture],
         'model_type': kind,
@@ -115,15 +141,19 @@ def _described(file: Path, fields: Fields, tensors: Tensors) -> Described:
     }
     if scaling := _scaling(file, get, described, tensors):
         described['rope_scaling'] = scaling
-    ids = {key: fields.get(f'tokenizer.ggml.{key}') for key in _STOPS}
-    return described | {key: int(value) for key, value in ids.items() if value is not None}
+    begin, *stops = (fields.get(f'tokenizer.ggml.{k}_token_id') for k in _MARKS)
+    ends = sorted({stop for stop in stops if stop is not None})
+    marks = {'bos_token_id': begin, 'eos_token_id': ends if ends[1:] else next(iter(ends), None)}
+    return described | {key: value for key, value in marks.items() if value is not None}
 
 
 def _scaling(
     file: Path, get: Callable[..., Any], described: Described, tensors: Tensors
 ) -> dict[str, Any]:
     """How the rotary positions are scaled; empty if not."""
-    kind = get('rope.scaling.type', 'none')
+    # As in llama.cpp a factor alone is linear, and files of 2023 have another word for it.
+    older = get('rope.scale_linear', 0.0)
+    kind = get('rope.scaling.type', 'linear' if get('rope.scaling.factor', older) else 'none')
     if _ROPE in tensors:  # the file has the quotients; the published Llamas differ in the factor
         divisors = np.array(tensors[_ROPE].data, np.float32)
         scaling = {
@@ -132,7 +162,7 @@ def _scaling(
         }  # fmt: skip
         depth, theta = described['head_dim'], {'rope_theta': described['rope_theta']}
         plain, scaled = (frequencies(depth, theta | s)[0] for s in ({}, scaling))
-        if not np.allclose(np.divide(plain, divisors), scaled, rtol=1e-3):
+        if kind != 'none' or not np.allclose(np.divide(plain, divisors), scaled, rtol=1e-3):
             raise ValueError(
                 f'{file} scales its rotary positions as no published Llama 3 does; give a folder '
                 'of safetensors'
@@ -140,6 +170,12 @@ def _scaling(
         return scaling
     if kind == 'none':
         return {}
-    positions = get('rope.scaling.original_context_length', described['max_position_embeddings'])
-    numbers = {'factor': float(get('rope.scaling.factor'))}
-    return {'rope_type': kind, **numbers, 'original_max_position_embeddings': positions}
+    return {
+        'rope_type': kind,
+        'factor': float(get('rope.scaling.factor', older or None)),
+        'original_max_position_embeddings': get(
+            'rope.scaling.original_context_length', described['max_position_embeddings']
+        ),
+        'beta_fast': get('rope.scaling.yarn_beta_fast', 32.0),
+        'beta_slow': get('rope.scaling.yarn_beta_slow', 1.0),
+    }

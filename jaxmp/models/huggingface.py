@@ -15,11 +15,12 @@ from pathlib import Path
 
 from jaxmp.models.checkpoint import lacking
 
-FILES = (
-    'config.json', 'generation_config.json', 'model*.safetensors', 'model.safetensors.index.json',
+COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights
     'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
-    'chat_template*',
+    'chat_template*', 'generation_config.json',
 )  # fmt: skip
+FILES = ('config.json', 'model*.safetensors', 'model.safetensors.index.json', *COMPANIONS)
+ON_HUB = re.compile(r'(?!.*\.gguf$)[\w-][\w.-]*/[\w-][\w.-]*')  # what a name there looks like
 _SECONDS = 5
 
 
@@ -37,7 +38,7 @@ def local(path: str) -> Path:
     place = Path(path).expanduser()
     if place.exists():
         return place
-    if not re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', path) or path.endswith('.gguf'):
+    if not ON_HUB.fullmatch(path):
         raise FileNotFoundError(
             f'there is no {path}; give a folder with config.json and weights, a GGUF file, or '
             'owner/name of the Hugging Face hub'

@@ -23,14 +23,12 @@ from jaxtyping import Array, PyTree
 from jaxmp.models.checkpoint import FILE, INDEX, Checkpoint, Described
 from jaxmp.models.decoder import Stage
 from jaxmp.models.families import FAMILIES
+from jaxmp.models.huggingface import COMPANIONS
 
 Keys = tuple[str, ...]  # of a parameter in a stage's
 Params = dict[str, PyTree]
+Shapes = Mapping[str, tuple[int, ...]]
 LOW_RANK = ('lora_a', 'lora_b')
-COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights
-    'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
-    'chat_template*', 'generation_config.json',
-)  # fmt: skip
 
 
 def as_float32(path: Keys) -> DTypeLike:
@@ -108,18 +106,25 @@ def check(checkpoint: Checkpoint, stages: Sequence[Stage]) -> None:
                 needed |= dict.fromkeys(names, shape)
         start += stage.blocks
     idle = ('.rotary_emb.inv_freq', *(['lm_head.weight'] if stages[0].config.tied else []))
-    missing = sorted(needed.keys() - checkpoint.shapes)
-    extra = sorted(n for n in checkpoint.shapes if n not in needed and not n.endswith(idle))
+    came = {
+        n: shape for n, shape in checkpoint.shapes.items() if n in needed or not n.endswith(idle)
+    }
+    compare(checkpoint.place, came, needed)
+
+
+def compare(place: object, came: Shapes, needed: Shapes) -> None:
+    """Raises ValueError if a checkpoint has other tensors than a model needs."""
+    missing, extra = sorted(needed.keys() - came), sorted(came.keys() - needed)
     if missing or extra:
         raise ValueError(
-            f'{checkpoint.place} has other tensors than its config.json says: {len(missing)} '
-            f'missing {_some(missing)}, {len(extra)} unknown {_some(extra)}; download it again'
+            f'{place} has other tensors than its config.json says: {len(missing)} missing '
+            f'{_some(missing)}, {len(extra)} unknown {_some(extra)}; download it again'
         )
     for name, shape in needed.items():
-        if checkpoint.shapes[name] != shape:
+        if came[name] != shape:
             raise ValueError(
-                f'{checkpoint.place}: {name} has shape {checkpoint.shapes[name]}, and its '
-                f'config.json says {shape}; download it again'
+                f'{place}: {name} has shape {came[name]}, and its config.json says {shape}; '
+                'download it again'
             )
 
 
@@ -229,9 +234,8 @@ def write(
         start += stage.blocks
     if len(stages) > 1:
         dump({'metadata': {'total_size': size}, 'weight_map': where}, root / INDEX)
-    entries = {
-        k: v for k, v in described.items() if k not in ('torch_dtype', 'transformers_version')
-    }
+    old = ('torch_dtype', 'transformers_version', '_name_or_path')  # which names other weights
+    entries = {k: v for k, v in described.items() if k not in old}
     named = {'architectures': [FAMILIES[described['model_type']].architecture]}
     dump({**entries, **named, 'dtype': max(dtypes)}, root / 'config.json')
 

@@ -18,9 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxmp.data.understood import keys, understood
+from jaxmp.models.checkpoint import UNSAID
+
 _ROWS = 128  # queries that are computed together; see `jaxmp.models.layers.attention`
 Rope = Mapping[str, Any]  # ``rope_parameters`` of a config.json, with ``rope_theta``
 KINDS = ('default', 'linear', 'llama3', 'yarn')
+_READ = keys(  # a kind leaves out what belongs to another, as transformers does
+    """rope_theta factor original_max_position_embeddings low_freq_factor
+    high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim truncate
+    finetuned"""
+)
+_NEUTRAL = {
+    'rope_type': KINDS, 'type': KINDS, 'partial_rotary_factor': (1, None),
+    'attn_factor': (1, None), 'extrapolation_factor': (1, None),
+}  # fmt: skip
 
 
 def frequencies(depth: int, rope: Rope) -> tuple[tuple[float, ...], float]:
@@ -39,12 +51,9 @@ def frequencies(depth: int, rope: Rope) -> tuple[tuple[float, ...], float]:
     >>> frequencies(4, {'rope_theta': 100.0, 'rope_type': 'linear', 'factor': 2.0})
     ((0.5, 0.05000000074505806), 1.0)
     """
-    kind = rope.get('rope_type', 'default')
-    if kind not in KINDS:
-        raise ValueError(
-            f'rotary positions of type {kind!r}; {", ".join(KINDS)} are known: give a checkpoint '
-            'with one of them'
-        )
+    understood('rope_parameters of config.json', rope, _READ, _NEUTRAL, UNSAID)
+    rope = {key: value for key, value in rope.items() if value is not None}
+    kind = rope.get('rope_type') or rope.get('type', 'default')
     theta, scale = rope['rope_theta'], 1.0
     f = (1 / theta ** (np.arange(0, depth, 2, dtype=np.float32) / depth)).astype(np.float32)
     try:

@@ -1,16 +1,13 @@
 """GPT-2 weights in Hugging Face's layout, read from a directory into stages and written back.
 
-The directory has ``config.json`` and ``model.safetensors``, or ``model.safetensors.index.json`` and
-the files that it names. Names are those of ``GPT2LMHeadModel`` with or without the prefix
-``transformer.``; kernels are ``(in, out)`` in both layouts, so nothing is transposed. PyTorch is
-not needed, and loading a safetensors file, unlike a pickle, cannot run code.
+Names are those of ``GPT2LMHeadModel`` with or without the prefix ``transformer.``; kernels are
+``(in, out)`` in both layouts, so nothing is transposed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from jaxmp.models.checkpoint import AGAIN, Described, contents
+from jaxmp.data.understood import AGAIN, contents, understood
+from jaxmp.models.checkpoint import FILE, IDLE, OFF, Described, open_checkpoint, wanted
 from jaxmp.models.gpt2 import Config, Stage
+from jaxmp.models.pretrained import compare, dump, save
 
-_FILE = 'model.safetensors'
-_INDEX = f'{_FILE}.index.json'
 _HEAD = 'lm_head.weight'  # whose name alone has no prefix
 _GELU = ('gelu_new', 'gelu_pytorch_tanh')  # two names of one function
 
@@ -40,22 +37,12 @@ def read_config(directory: str, **changes: Any) -> Config:
       FileNotFoundError: if there is no such file.
       ValueError: if the file describes a model other than the published GPT-2.
     """
-    file = _root(directory) / 'config.json'
+    file = Path(directory).expanduser() / 'config.json'
     if not file.is_file():
-        raise FileNotFoundError(f'no config.json in {directory}; {_wanted()}')
+        raise FileNotFoundError(f'no config.json in {directory}; {wanted()}')
     described = contents(file)
-    published = {
-        'model_type': ('gpt2',), 'activation_function': _GELU, 'scale_attn_weights': (True,),
-        'scale_attn_by_inverse_layer_idx': (False,), 'add_cross_attention': (False,),
-        'tie_word_embeddings': (True, False),
-    }  # fmt: skip
-    for key, allowed in published.items():
-        value = described.get(key, None if key == 'model_type' else allowed[0])
-        if value not in allowed or type(value) is not type(allowed[0]):  # 1 == True
-            raise ValueError(
-                f'{file} has {key}={value!r}; allowed is {" or ".join(map(repr, allowed))}, as in '
-                'the published GPT-2; give the directory of a GPT-2'
-            )
+    cure = 'give the directory of a GPT-2 as it was published'
+    understood(file, {'model_type': None, **described}, _READ, _NEUTRAL, cure)
     _check_numbers(file, described)
     rates = tuple(described.get(k, 0.1) for k in _RATES)
     sizes = {ours: described[theirs] for ours, theirs in _SIZES.items() if theirs in described}
@@ -86,6 +73,15 @@ _SIZES = {
     'epsilon': 'layer_norm_epsilon',
 }
 _RATES = ('embd_pdrop', 'attn_pdrop', 'resid_pdrop')
+_READ = (IDLE - {'model_type'}) | {
+    *_SIZES.values(), *_RATES, 'n_ctx', 'predict_special_tokens', 'reorder_and_upcast_attn',
+    'summary_activation', 'summary_first_dropout', 'summary_proj_to_labels', 'summary_type',
+    'summary_use_proj',
+}  # fmt: skip
+_NEUTRAL = OFF | {
+    'model_type': ('gpt2',), 'activation_function': _GELU, 'scale_attn_weights': (True,),
+    'scale_attn_by_inverse_layer_idx': (False,), 'tie_word_embeddings': (True, False),
+}  # fmt: skip
 
 
 def check_vocabulary(config: Config, vocabulary: int) -> None:
@@ -120,7 +116,7 @@ def read(
       FileNotFoundError: if there are no weights.
       ValueError: if a file is damaged, or has other tensors than this model.
     """
-    tensors = _tensors(_root(directory))
+    tensors = _tensors(Path(directory))
     if stages[0].config.tied:
         head, wte = tensors.pop(_HEAD, None), tensors.get('wte.weight')
         if head is not None and wte is not None and not np.array_equal(head, wte):
@@ -129,9 +125,15 @@ def read(
                 'are tied; set tie_word_embeddings to false there'
             )
     names = _names(stages)
-    _check(directory, tensors, {n: s for stage in names for _, n, s in stage})
-    wanted = names if only is None else [names[only]]
-    flat = ({p: jnp.asarray(tensors[n], jnp.float32) for p, n, _ in stage} for stage in wanted)
+    needed = {n: s for stage in names for _, n, s in stage}
+    if needed.keys() - tensors == {_HEAD}:
+        raise ValueError(
+            f'{directory} has no {_HEAD}, and by its config.json the output layer has a table of '
+            'its own; set tie_word_embeddings to true there if they are one'
+        )
+    compare(directory, {n: a.shape for n, a in tensors.items()}, needed)
+    chosen = names if only is None else [names[only]]
+    flat = ({p: jnp.asarray(tensors[n], jnp.float32) for p, n, _ in stage} for stage in chosen)
     return tuple({'params': unflatten_dict(params)} for params in flat)
 
 
@@ -150,9 +152,6 @@ def write(
         each stage has one.
       OSError: if the files cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
     if stages[0].config.embed_every_stage:
         raise ValueError('the format has no place for embeddings at every stage')
     first, last = (np.asarray(variables[s]['params'].get('wte')) for s in (0, -1))
@@ -168,11 +167,8 @@ def write(
             full = name if name == _HEAD else f'transformer.{name}'
             tensors[full] = np.ascontiguousarray(flat[path], np.float32)
     (root := Path(directory).expanduser()).mkdir(parents=True, exist_ok=True)
-    try:
-        save_file(tensors, root / _FILE, metadata={'format': 'pt'})
-    except SafetensorError as error:  # safetensors raises it for a full disk too
-        raise OSError(f'cannot write {root / _FILE} ({error}); free space there') from error
-    (root / 'config.json').write_text(json.dumps(_described(stages[0].config), indent=2) + '\n')
+    save(tensors, root / FILE)
+    dump(_described(stages[0].config), root / 'config.json')
 
 
 def _described(c: Config) -> Described:
@@ -219,84 +215,9 @@ def _name(path: tuple[str, ...], start: int) -> str:
     return '.'.join(words)
 
 
-def _check(
-    directory: str, tensors: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]]
-) -> None:
-    missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
-    if missing == [_HEAD] and not extra:
-        raise ValueError(
-            f'{directory} has no {_HEAD}, and by its config.json the output layer has a table of '
-            'its own; set tie_word_embeddings to true there if they are one'
-        )
-    if missing or extra:
-        raise ValueError(
-            f'{directory} has other tensors than this GPT-2: {len(missing)} missing '
-            f'{_some(missing)}, {len(extra)} unknown {_some(extra)}; give the weights of a GPT-2 '
-            'and build the stages from their own config.json (read_config)'
-        )
-    for name, shape in wanted.items():
-        if tensors[name].shape != shape:
-            raise ValueError(
-                f'{directory}: {name} has shape {tensors[name].shape}, and config and stages need '
-                f'{shape}; build the stages from the config.json of these weights (read_config)'
-            )
-
-
-def _some(names: Sequence[str]) -> str:
-    return f'({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})'
-
-
 def _tensors(root: Path) -> dict[str, np.ndarray]:
     """All tensors by name without ``transformer.``; causal masks in old files are left out."""
-    tensors = {}
-    for file, names in _files(root):
-        for name, tensor in _file(file, names):
-            short = name.removeprefix('transformer.')
-            if not short.endswith(('.attn.bias', '.attn.masked_bias')):
-                tensors[short] = tensor
-    return tensors
-
-
-def _files(root: Path) -> Iterator[tuple[Path, set[str] | None]]:
-    """The files, each with the names of its tensors by the index, or None without an index."""
-    if (root / _FILE).is_file():
-        yield root / _FILE, None
-        return
-    if not (root / _INDEX).is_file():
-        other = sorted(p.name for p in root.glob('*.bin'))
-        have = f' (only {", ".join(other)}; pickles are not read)' if other else ''
-        raise FileNotFoundError(f'no weights in {root}{have}; {_wanted()}')
-    where = contents(root / _INDEX).get('weight_map')
-    if not isinstance(where, dict) or not where:
-        raise ValueError(f'{root / _INDEX} has no weight_map; {AGAIN}')
-    for name in sorted({str(file) for file in where.values()}):
-        if Path(name).name != name or not (root / name).is_file():
-            raise FileNotFoundError(f'{root / _INDEX} names {name}, which is missing; {AGAIN}')
-        yield root / name, {key for key, file in where.items() if file == name}
-
-
-def _file(file: Path, names: set[str] | None) -> Iterator[tuple[str, np.ndarray]]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f'{file}: {file.stat().st_size:,} bytes that are not a complete safetensors file '
-            f'({error}); {AGAIN}'
-        ) from error
-    if names is not None and names != tensors.keys():
-        raise ValueError(f'{file} has other tensors than {_INDEX} lists; {AGAIN}')
-    yield from tensors.items()
-
-
-def _root(directory: str) -> Path:
-    root = Path(directory).expanduser()
-    if not root.is_dir():
-        raise FileNotFoundError(f'{root} is not a directory; {_wanted()}')
-    return root
-
-
-def _wanted() -> str:
-    return f'give a directory with config.json and {_FILE} (or {_INDEX} and its files)'
+    checkpoint = open_checkpoint(root)
+    names = {name.removeprefix('transformer.'): name for name in checkpoint.shapes}
+    masks = ('.attn.bias', '.attn.masked_bias')
+    return {k: checkpoint.read(name) for k, name in names.items() if not k.endswith(masks)}
