@@ -20,7 +20,7 @@ from jaxmp.data.understood import keys, understood
 from jaxmp.models.checkpoint import AGAIN, Checkpoint, contents, open_checkpoint, open_tensors
 from jaxmp.models.decoder import Lora, Stage
 from jaxmp.models.families import FAMILIES
-from jaxmp.models.huggingface import ON_HUB, local
+from jaxmp.models.huggingface import local
 from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_of
 
 FILE = 'adapter_model.safetensors'
@@ -162,17 +162,13 @@ def files_of(path: str) -> list[Path]:
 
 
 def base_of(path: str) -> str:
-    """The model that adapters of a run on ``path`` belong to, as another machine may find it.
+    """The model that adapters of a run on ``path`` belong to, as it was given.
 
-    It is the one that a folder of adapters names; the hub's name in a checkpoint's config.json; or
-    what was given.
+    Of a folder of adapters it is the one that they name. The name in a checkpoint's config.json is
+    not used: fine-tuned weights often have that of the model before.
     """
-    place = Path(path).expanduser()
-    if (place / ABOUT).is_file():
-        return str(contents(place / ABOUT)['base_model_name_or_path'])
-    file = place / 'config.json'
-    name = str(contents(file).get('_name_or_path') or '') if file.is_file() else ''
-    return name if ON_HUB.fullmatch(name) and not Path(name).exists() else path
+    about = Path(path).expanduser() / ABOUT
+    return str(contents(about)['base_model_name_or_path']) if about.is_file() else path
 
 
 def write_adapters(
