@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.data import chat
+from jaxmp.data.content import whole
 from jaxmp.feedback import direct
 from jaxmp.grammar import channel_of
 from jaxmp.launch.launchers import placed
@@ -87,14 +88,14 @@ def prompts_of(model: LanguageModel, texts: Sequence[str], as_chat: bool) -> lis
     Raises:
       ValueError: if a prompt has no token, or there is no chat template.
     """
-    words = model.tokenizer
+    words, texts = model.tokenizer, [whole(text, '--prompt') for text in texts]
     if as_chat and words.template is None:
         raise ValueError(f'the tokenizer of {model.name} has no chat template; leave --chat out')
     if as_chat and words.template:
         asked = [[{'role': 'user', 'content': text}] for text in texts]
         texts = [chat.render(words.template, messages, prompt=True) for messages in asked]
     begin = () if as_chat else words.begin
-    prompts = [[*begin, *map(int, ids)] for ids in words.encode(list(texts))]
+    prompts = [[*begin, *map(int, ids)] for ids in words.encode(texts)]
     if not all(map(len, prompts)):
         raise ValueError('an empty prompt; give --prompt a text of at least one token')
     return prompts
@@ -106,7 +107,7 @@ def stops_of(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
     Raises:
       ValueError: if a text is not one token.
     """
-    ids = model.tokenizer.encode(list(texts)) if texts else []
+    ids = model.tokenizer.encode([whole(t, '--stop') for t in texts]) if texts else []
     for text, tokens in zip(texts, ids, strict=True):
         if len(tokens) != 1:
             raise ValueError(f'--stop {text!r} is {len(tokens)} tokens; give a text of one token')

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxmp.boundary import FeedbackState, init_feedback
 from jaxmp.boundary.pipeline import Variables, pipeline, run_stage
 from jaxmp.codecs import raw
+from jaxmp.data.content import decoded
 from jaxmp.feedback import Channel, direct
 from jaxmp.grammar import channel_of
 from jaxmp.models.layers import next_token_nats
@@ -101,10 +102,7 @@ def blocks_of(
       OSError: if it cannot be read.
     """
     check_length(length, model.positions, '--block', model.name)
-    try:
-        text = file.read_text(encoding='utf-8')
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{file} is not a text in UTF-8 ({error}); convert it') from None
+    text = decoded(file.read_bytes(), file)
     begin = np.asarray(model.tokenizer.begin, np.int32)
     [ids] = model.tokenizer.encode([text])
     room = max(1, length - len(begin))
