@@ -98,10 +98,10 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     value = message.get(names[1])
     if value is None and roles[role] == ANSWERS and message.get('tool_calls'):
         value = ''  # as OpenAI's API writes an answer that calls tools alone
-    several = isinstance(value, list) and bool(value)
-    parts = value if several else [{'type': 'text', 'text': value}]
-    texts = [p.get('text') for p in parts if isinstance(p, dict) and p.get('type') == 'text']
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    parts: list[Any] = value if isinstance(value, list) else [{'type': 'text', 'text': value}]
+    kinds = [p.get('text') for p in parts if isinstance(p, dict) and p.get('type') == 'text']
+    texts = [text for text in kinds if isinstance(text, str)]
+    if not texts or len(texts) < len(parts):
         raise ValueError(
             f'{where} has the {names[1]} {_shown(value)}; allowed are a text, parts of the type '
             f'text, and null where an {ANSWERS} has tool_calls: {_CURE}'

@@ -41,7 +41,7 @@ def from_gguf(path: Path) -> Tokenizer:
       ImportError: if the package gguf is not installed.
       ValueError: if the file has none, or one of another kind than a byte-level BPE.
     """
-    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
     from tokenizers import Tokenizer as Whole
 
     fields = opened(path).fields
@@ -68,6 +68,11 @@ def from_gguf(path: Path) -> Tokenizer:
     tokens = {f'{k}_token': words[i] for k, i in named.items() if i is not None}
     source = fields.get('tokenizer.chat_template')
     begins = fields.get('tokenizer.ggml.add_bos_token') and named['bos'] is not None
+    if begins:  # for whoever reads the files that are saved
+        first = tokens['bos_token']
+        whole.post_processor = processors.TemplateProcessing(
+            single=f'{first} $A', special_tokens=[(first, named['bos'])]
+        )
     template = Template(source, tuple(sorted(tokens.items()))) if source else None
     text = f'{kind} {name} {words} {merges} {source}'
     return wrapped(

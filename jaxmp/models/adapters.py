@@ -6,6 +6,7 @@ B of each kernel.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,13 +14,22 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
-from jaxmp.models.checkpoint import AGAIN, Checkpoint, contents, open_checkpoint, open_tensors
+from jaxmp.data import documents
+from jaxmp.models.checkpoint import (
+    AGAIN,
+    Checkpoint,
+    contents,
+    notes,
+    open_checkpoint,
+    open_tensors,
+)
 from jaxmp.models.decoder import Lora, Stage
 from jaxmp.models.huggingface import local
 from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_of
 
 FILE = 'adapter_model.safetensors'
 ABOUT = 'adapter_config.json'
+BASE = 'digest_of_base'  # a note in `FILE`, which PEFT does not read
 _PREFIX = 'base_model.model.'
 
 
@@ -51,6 +61,12 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
             f'{place / ABOUT} says that its adapters belong to {whose!r}, which is not there; '
             'put its path or name into base_model_name_or_path'
         ) from error
+    if (trained_on := notes(place / FILE).get(BASE)) and trained_on != (now := digest(whose)):
+        raise ValueError(
+            f'{place} has adapters that were trained on other weights than those in {base.place} '
+            f'({BASE} {trained_on}, now {now}); put the path of theirs into '
+            f'base_model_name_or_path of {ABOUT}'
+        )
     shapes, read = open_tensors([place / FILE])
     names = {_ours(name): name for name in shapes}
     alone = {n.rpartition('.')[0] for n in names}
@@ -96,6 +112,14 @@ def files_of(path: str) -> list[Path]:
     return files + (files_of(base_of(path)) if place / ABOUT in files else [])
 
 
+def digest(path: str) -> str:
+    """Of the content of a checkpoint's files, as 16 hexadecimal digits."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for file in files_of(path):
+        hashed.update(f'{file.name} {documents.digest(file)} '.encode())
+    return hashed.hexdigest()
+
+
 def base_of(path: str) -> str:
     """The path or name of the model that adapters of a run on ``path`` belong to."""
     place = Path(path).expanduser()
@@ -109,6 +133,7 @@ def write_adapters(
     base: str,
     stages: Sequence[Stage],
     variables: Sequence[Mapping[str, Params]],
+    trained_on: str,
 ) -> None:
     """Writes the low-rank updates alone, as PEFT does.
 
@@ -117,6 +142,7 @@ def write_adapters(
       base: path or name of the model that they belong to.
       stages: all stages of the model, with ``config.lora``.
       variables: one ``{'params': ...}`` per stage.
+      trained_on: the `digest` of the model.
     """
     (root := Path(folder).expanduser()).mkdir(parents=True, exist_ok=True)
     lora = stages[0].config.lora
@@ -127,7 +153,7 @@ def write_adapters(
         low = {path: np.asarray(a) for path, a in tree.items() if path[-1] in LOW_RANK}
         arrays |= {_theirs(name): a for name, a in tensors_of(stage, low, start)}
         start += stage.blocks
-    save(arrays, root / FILE)
+    save(arrays, root / FILE, **{BASE: trained_on})
     described = {
         'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'base_model_name_or_path': base,
         'r': lora.rank, 'lora_alpha': lora.alpha, 'target_modules': list(lora.targets),

@@ -50,10 +50,15 @@ def prepared(
     """
     cuts, count = cuts_of(args.cuts), args.stages
     default = 0 if cuts or is_run(Path(path).expanduser()) else 2
-    model = open_language_model(path, count or default, cuts, args.tokenizer)
-    if len(model.stages) == 1:
-        raise ValueError(f'{path} in one stage has no boundary; give --stages=2 or more')
-    blocks = blocks_of(model, args.text, args.block, args.tokens, args.batch)
+    of_text = []
+
+    def before(model: LanguageModel) -> None:
+        if len(model.stages) == 1:
+            raise ValueError(f'{path} in one stage has no boundary; give --stages=2 or more')
+        of_text.append(blocks_of(model, args.text, args.block, args.tokens, args.batch))
+
+    model = open_language_model(path, count or default, cuts, args.tokenizer, before=before)
+    [blocks] = of_text
     trained = [str(b.fwd) for b in model.boundaries or ()]
     numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
     texts = dict.fromkeys(['raw', *trained, *args.codec])
