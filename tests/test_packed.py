@@ -292,7 +292,7 @@ def test_a_gguf_has_the_tokens_and_the_template_of_the_folder(tmp_path):
     gguf = pytest.importorskip('gguf')
     folder, words, merges = write_tokenizer(tmp_path / 'tokenizer')
 
-    def write(name, model='gpt2', pre='gpt-2'):
+    def write(name, model='gpt2', pre='gpt-2', begin=False):
         writer = gguf.GGUFWriter(tmp_path / name, 'llama')
         writer.add_tokenizer_model(model)
         writer.add_tokenizer_pre(pre)
@@ -300,6 +300,8 @@ def test_a_gguf_has_the_tokens_and_the_template_of_the_folder(tmp_path):
         writer.add_token_types([3] * len(SPECIAL) + [1] * (len(words) - len(SPECIAL)))
         writer.add_token_merges([' '.join(m) for m in merges])
         writer.add_eos_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_add_bos_token(begin)
         writer.add_chat_template(TEMPLATE)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -318,6 +320,9 @@ def test_a_gguf_has_the_tokens_and_the_template_of_the_folder(tmp_path):
     two.save(tmp_path / 'saved')
     three = tokenizer.tokenizer_of(str(tmp_path / 'saved'))
     assert (three.size, three.end, three.template) == (two.size, two.end, two.template)
+    begins = tokenizer.tokenizer_of(write('e.gguf', begin=True))
+    begins.save(tmp_path / 'saved')  # whoever reads a run's folder begins a text as the run does
+    assert begins.begin == tokenizer.tokenizer_of(str(tmp_path / 'saved')).begin == (1,)
     with pytest.raises(ValueError, match='kind llama, gpt-2; of a GGUF file gpt2 is read'):
         tokenizer.tokenizer_of(write('b.gguf', model='llama'))
     with pytest.raises(ValueError, match='kind gpt2, tekken; of a GGUF file gpt2 is read'):

@@ -221,7 +221,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         '--stop', nargs='+', default=[], metavar='TEXT', help='tokens that end a text too'
     )
     parser.add_argument('--tokenizer', default='', help="in place of the checkpoint's own")
-    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--seed', type=int, default=0, help='of 64 bits')
     parser.add_argument(
         '--codec',
         default='',
@@ -244,6 +244,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
             f'--tokens={args.tokens} --temperature={args.temperature} --top-p={args.top_p}: give '
             'at least 1 token, a temperature of 0 or more, and a probability in (0, 1]'
         )
+    if not -(2**63) <= args.seed < 2**63:
+        parser.error(f'--seed={args.seed}: give a whole number of 64 bits, with its sign')
     return args
 
 
