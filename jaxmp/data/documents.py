@@ -217,7 +217,7 @@ def _lines(span: Span, position: int, field: str) -> Iterator[tuple[list[Documen
 def _document(line: str, where: str, field: str) -> Document:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f'{where} is not JSON ({error}); mend or remove the line') from error
     if not isinstance(entry, dict) or field not in entry:
         fields = ', '.join(entry) if isinstance(entry, dict) else f'a {type(entry).__name__}'

@@ -22,7 +22,7 @@ from jaxmp.models.checkpoint import (
     notes,
     open_checkpoint,
     open_tensors,
-)
+)  # fmt: skip
 from jaxmp.models.decoder import Lora, Stage
 from jaxmp.models.huggingface import local
 from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_of

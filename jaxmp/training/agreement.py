@@ -98,14 +98,9 @@ def digests(dataset: Dataset) -> dict[str, str]:
     return {**arrays, **{n: str(getattr(dataset, n)) for n in ('classes', 'mean', 'std')}}
 
 
-def inputs(exp: Experiment, path: str | None = None) -> dict[str, str]:
-    """Digests of what a run reads, by name: its data, and the checkpoint that it starts from.
-
-    Args:
-      exp: the run's.
-      path: of that checkpoint, if it is not that of ``exp``.
-    """
-    return {**digests(exp.data), **weights(exp.config.model.path if path is None else path)}
+def inputs(exp: Experiment) -> dict[str, str]:
+    """Digests of what a run reads, by name: its data, and the checkpoint that it starts from."""
+    return {**digests(exp.data), **weights(exp.config.model.path)}
 
 
 def digest(a: ArrayLike) -> str:

@@ -24,9 +24,10 @@ from jaxmp.models.checkpoint import Checkpoint, Described, contents
 from jaxmp.models.huggingface import local
 from jaxmp.runtimes.local import join
 from jaxmp.training import saved
-from jaxmp.training.agreement import inputs
+from jaxmp.training.agreement import digests
 from jaxmp.training.checkpoint import check_inputs, inputs_of
 from jaxmp.training.experiment import Experiment, experiment_of
+from jaxmp.training.fingerprint import weights as weights_of
 
 
 class LanguageModel(NamedTuple):
@@ -175,7 +176,7 @@ def opened(workdir: str | Path) -> tuple[Experiment, Read]:
     began_with = flat(contents(folder / 'config.json')).get('model.path', '')
     if not Path(began_with).expanduser().exists():  # its folder model may be whole without it
         began_with = ''
-    check_inputs(*inputs_of(folder), inputs(exp, began_with))
+    check_inputs(*inputs_of(folder), {**digests(exp.data), **weights_of(began_with)})
     count = len(exp.task.stages)
     return exp, functools.partial(_some, lambda s: exp.task.start(s, {}, key), count)
 
@@ -225,7 +226,7 @@ def _of_checkpoint(
 
 def _positions(described: Described, stages: Sequence[Stage]) -> int:
     """The longest sequence by a checkpoint's description, or of a GPT-2; 0: not known."""
-    of_gpt2 = getattr(getattr(stages[0], 'config', None), 'positions', 0)
+    of_gpt2 = stages[0].config.positions if isinstance(stages[0], gpt2.Stage) else 0
     return int(described.get('max_position_embeddings') or of_gpt2)
 
 
