@@ -367,6 +367,12 @@ def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
     changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'short'))
     with pytest.raises(ValueError, match=r'adapters of model.layers.2.*, which .*short lacks'):
         adapters.open_with_adapters(str(tmp_path / 'low'))
+    tiny(tmp_path / 'other', rms_norm_eps=1e-3)
+    changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'other'))
+    with pytest.raises(
+        ValueError, match=r'trained on other weights than those in .*other .digest_'
+    ):
+        adapters.open_with_adapters(str(tmp_path / 'low'))
     message = r"has adapters lora\(2, 4, targets='down_proj .*'\); train the same, or all"
     changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'base'))
     with pytest.raises(ValueError, match=message):

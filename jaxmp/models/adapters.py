@@ -61,17 +61,17 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
             f'{place / ABOUT} says that its adapters belong to {whose!r}, which is not there; '
             'put its path or name into base_model_name_or_path'
         ) from error
+    shapes, read = open_tensors([place / FILE])
+    names = {_ours(name): name for name in shapes}
+    alone = {n.rpartition('.')[0] for n in names}
+    if unknown := sorted(n for n in alone if f'{n}.weight' not in base.shapes):
+        raise ValueError(f'{place} has adapters of {unknown[0]}, which {base.place} lacks')
     if (trained_on := notes(place / FILE).get(BASE)) and trained_on != (now := digest(whose)):
         raise ValueError(
             f'{place} has adapters that were trained on other weights than those in {base.place} '
             f'({BASE} {trained_on}, now {now}); put the path of theirs into '
             f'base_model_name_or_path of {ABOUT}'
         )
-    shapes, read = open_tensors([place / FILE])
-    names = {_ours(name): name for name in shapes}
-    alone = {n.rpartition('.')[0] for n in names}
-    if unknown := sorted(n for n in alone if f'{n}.weight' not in base.shapes):
-        raise ValueError(f'{place} has adapters of {unknown[0]}, which {base.place} lacks')
     shapes_of = {ours: shapes[theirs] for ours, theirs in names.items()}
     low = lambda name: read(names[name])
     targets = {name.rpartition('.')[2] for name in alone}
