@@ -14,7 +14,7 @@ from jaxmp.boundary import init_feedback
 from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.data.chat import Template
 from jaxmp.data.tokenizer import byte_level
-from jaxmp.models import gpt2
+from jaxmp.models import decoder, gpt2
 from jaxmp.training import generate, language_model, sampling
 from jaxmp.wire import Ctx
 from tests.laws import QUICK
@@ -73,6 +73,15 @@ def test_tokens_with_a_cache_are_those_without(model, codec):
     assert len({token for row in found for token in row}) > 2
 
 
+def test_a_cache_is_indexed_alike_with_64_bits(model):
+    with jax.enable_x64(True):
+        tokens, cache = jnp.zeros((2, 3), jnp.int32), decoder.empty_cache(model.stages[0], 2, 8)
+        variables = {**model.variables[0], 'cache': cache}
+        run = functools.partial(model.stages[0].apply, mutable=['cache'])
+        after = jax.eval_shape(run, variables, tokens)[1]['cache']
+        assert jax.tree.map(lambda a: a.dtype, after) == jax.tree.map(lambda a: a.dtype, cache)
+
+
 def test_boundaries_change_the_tokens(model):
     cuts = (boundary(parse('top_k(0.05)'), parse('raw')),)
     off, on = (sampling.reader_of(model, c) for c in (None, cuts))
@@ -114,6 +123,9 @@ def test_tokens_are_drawn_by_their_probabilities_among_the_likeliest():
     assert set(drawn(temperature=1.0, top_p=0.01)) == {1}
     assert set(drawn(temperature=0)) == {1}
     assert np.array_equal(drawn(temperature=1.0), drawn(temperature=1.0))
+    for cold in (1e-6, 1e-45):
+        assert set(drawn(temperature=cold, top_p=0.9)) == {1}
+    np.testing.assert_allclose(count(drawn(temperature=1e9)), np.full(4, 0.25), atol=0.03)
 
 
 def test_texts_are_written_as_they_come_in_their_order():
@@ -158,21 +170,33 @@ MISTAKES = {
     'an empty prompt': (['--prompt', ''], 'an empty prompt; give --prompt a text'),
     'a stop of two tokens': (['--stop', 'ab'], "--stop 'ab' is 2 tokens; give a text of one"),
     'too many tokens': (['--tokens=36'], 'of 6 tokens and --tokens=36 are more than the 40 pos'),
+    'half a character': (['--prompt', '\ud83d'], r"--prompt has '.ud83d', half of a character"),
+    'no codec': (['--codec=nothing'], "unknown word 'nothing'"),
 }
 
 
 @pytest.mark.parametrize('case', MISTAKES)
-def test_mistakes_are_told_in_a_line(folder, case):
+def test_mistakes_are_told_in_a_line_before_weights_are_read(folder, case, monkeypatch):
+    fail = lambda *given, **more: pytest.fail('reads weights')
+    monkeypatch.setattr(language_model.pretrained, 'read', fail)
     words, message = MISTAKES[case]
     with pytest.raises(SystemExit, match=f'^jaxmp generate: .*{message}') as caught:
         generate.main([str(folder), '--tokenizer=bytes', *words])
     assert '\n' not in str(caught.value)
 
 
-def test_a_probability_that_is_none(folder, capsys):
+@pytest.mark.parametrize(
+    ('flag', 'message'),
+    [
+        ('--top-p=0', 'a probability in (0, 1]'),
+        ('--temperature=nan', 'a temperature of 0 or more'),
+        (f'--seed={2**63}', 'give a whole number of 64 bits'),
+    ],
+)
+def test_a_number_that_is_out_of_range(folder, capsys, flag, message):
     with pytest.raises(SystemExit):
-        generate.main([str(folder), '--top-p=0'])
-    assert 'a probability in (0, 1]' in capsys.readouterr().err
+        generate.main([str(folder), flag])
+    assert message in capsys.readouterr().err
 
 
 def test_stages_and_tokenizers_of_a_run_are_its_own(tmp_path):

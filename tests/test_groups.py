@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import path_aware_map
 
 import jaxmp
 from jaxmp import config, exchange
@@ -16,7 +17,7 @@ from jaxmp.data import Dataset, Split
 from jaxmp.models.tied import TiedParameter
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.types import ByReplica
-from jaxmp.training import experiment, groups, loop, portable, sizes
+from jaxmp.training import clipping, experiment, groups, loop, portable, sizes
 from jaxmp.training.elastic import ElasticTrainer
 from jaxmp.wire import nbytes
 from tests.runs import handed, slow
@@ -293,3 +294,47 @@ def test_parts_of_replicas_are_put_back():
     new = {home: jax.tree.map(lambda n: -n, part) for home, part in parts.items()}
     put = {r: {**row(-n), 'kept': {'x': 10 * n}} for r, n in ((0, 1), (2, 2))}
     assert groups.joined(trees, new) == {1: put}
+
+
+GROUP = {'table': 'slow', 'head': 'fast', 'bias': 'fast'}
+TREES = {'table': np.ones((9, 2))}, {'head': {'bias': np.ones(1)}, 'table': np.ones(1)}
+
+
+def by_name(clip, label):
+    """An optimizer of one's own whose rates follow names, perhaps clipped by the norm of all."""
+    rates = {'slow': optax.sgd(0.1), 'fast': optax.sgd(1.0)}
+    rule = optax.multi_transform(rates, label)
+    return optax.chain(optax.clip_by_global_norm(1.0), rule) if clip else rule
+
+
+LABELS = {
+    'of the path': lambda tree: jax.tree.map_with_path(lambda path, _: GROUP[path[0].key], tree),
+    'of the keys': lambda tree: {name: GROUP[name] for name in tree},
+    'of flax': lambda tree: path_aware_map(lambda path, _: GROUP[path[0]], tree),
+    'of its end': lambda tree: jax.tree.map_with_path(lambda path, _: GROUP[path[-1].key], tree),
+}
+
+
+@pytest.mark.parametrize('label', LABELS)
+def test_an_optimizer_that_looks_up_names_clips_by_the_norm_of_all(label):
+    """It is tried on the names that it will get; what cannot be given the norm is refused."""
+    plain, clipped = (by_name(clip, LABELS[label]) for clip in (False, True))
+    assert clipping.of_stage(plain, 'own.py:plain', TREES) is plain
+    if label == 'of its end':
+        with pytest.raises(
+            ValueError, match=r"may move parameters .*'SequenceKey'.*clip_norm to cl"
+        ):
+            clipping.of_stage(clipped, 'own.py:clipped', TREES)
+        return
+    rule = clipping.of_stage(clipped, 'own.py:clipped', TREES)
+    assert isinstance(rule, clipping.WholeNorm)
+    grads = {'head': {'bias': jnp.full(1, 3.0)}, 'table': jnp.zeros(1)}
+    updates, _ = rule.update(grads, jnp.asarray(4.0), rule.init(grads), grads)
+    np.testing.assert_allclose(updates['head']['bias'], -3 / 5, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.shape, b.shape), updates, grads)
+
+
+def test_an_optimizer_that_fails_on_a_name_says_so():
+    other = ({'body': np.ones(3)},)
+    with pytest.raises(ValueError, match=r"own.py:rule' fails on arrays .*KeyError: 'body'"):
+        clipping.of_stage(by_name(False, LABELS['of the keys']), 'own.py:rule', other)

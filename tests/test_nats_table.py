@@ -169,8 +169,9 @@ def test_a_rule_without_a_text_to_learn_from(place):
     model = nats_table.Setting(
         '', str(place / 'model'), 'bytes', place / 'some.txt', None, 8, 2, place / 'work'
     )
-    with pytest.raises(ValueError, match=r'klt\(1\) learns from a text first; give --before=FILE'):
-        nats_table.learned((1,), 'klt(1)', 64, model)
+    rows = [nats_table.Row('none', 'raw'), nats_table.Row('klt', 'klt(1)', 'klt(1)')]
+    with pytest.raises(ValueError, match=r'klt learns from a text first; give --before=FILE'):
+        nats_table.check(rows, model, place)
 
 
 def table(**rows):

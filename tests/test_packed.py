@@ -292,7 +292,7 @@ def test_a_gguf_has_the_tokens_and_the_template_of_the_folder(tmp_path):
     gguf = pytest.importorskip('gguf')
     folder, words, merges = write_tokenizer(tmp_path / 'tokenizer')
 
-    def write(name, model='gpt2', pre='gpt-2'):
+    def write(name, model='gpt2', pre='gpt-2', begin=False):
         writer = gguf.GGUFWriter(tmp_path / name, 'llama')
         writer.add_tokenizer_model(model)
         writer.add_tokenizer_pre(pre)
@@ -300,6 +300,8 @@ def test_a_gguf_has_the_tokens_and_the_template_of_the_folder(tmp_path):
         writer.add_token_types([3] * len(SPECIAL) + [1] * (len(words) - len(SPECIAL)))
         writer.add_token_merges([' '.join(m) for m in merges])
         writer.add_eos_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_add_bos_token(begin)
         writer.add_chat_template(TEMPLATE)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -318,6 +320,9 @@ def test_a_gguf_has_the_tokens_and_the_template_of_the_folder(tmp_path):
     two.save(tmp_path / 'saved')
     three = tokenizer.tokenizer_of(str(tmp_path / 'saved'))
     assert (three.size, three.end, three.template) == (two.size, two.end, two.template)
+    begins = tokenizer.tokenizer_of(write('e.gguf', begin=True))
+    begins.save(tmp_path / 'saved')  # whoever reads a run's folder begins a text as the run does
+    assert begins.begin == tokenizer.tokenizer_of(str(tmp_path / 'saved')).begin == (1,)
     with pytest.raises(ValueError, match='kind llama, gpt-2; of a GGUF file gpt2 is read'):
         tokenizer.tokenizer_of(write('b.gguf', model='llama'))
     with pytest.raises(ValueError, match='kind gpt2, tekken; of a GGUF file gpt2 is read'):
@@ -360,10 +365,11 @@ WRONG = {
     ),
     'neither': (
         lambda d: lines(d / 'a.jsonl', 'text', [7]), {}, ValueError,
-        "a.jsonl, line 1: the field 'text' is neither a text nor chat messages.*but '7'",
+        "a.jsonl, line 1: the field 'text' is neither a text nor chat messages.*but 7; mend or",
     ),
     'no UTF-8': (
-        lambda d: (d / 'a.txt').write_bytes(b'abc\xff'), {}, ValueError, 'a.txt is not UTF-8 text',
+        lambda d: (d / 'a.txt').write_bytes(b'abc\xff'), {}, ValueError,
+        r'a.txt, line 1 is not UTF-8 text .byte 0xff, invalid start byte.; convert it',
     ),
     'no template': (
         lambda d: lines(d / 'a.jsonl', 'text', [TALK] * 4), {}, ValueError,
@@ -387,6 +393,109 @@ WRONG = {
         'there is no file nowhere.gguf',
     ),
 }  # fmt: skip
+
+
+USER = {'role': 'user', 'content': 'he'}
+CALL = {'role': 'assistant', 'content': None, 'tool_calls': [{'function': {'name': 'he'}}]}
+IMAGE = {'type': 'image_url', 'image_url': {'url': 'a.png'}}
+REFUSED = {  # contents of the second line's field, and what is said of it
+    'null': (None, "field 'text' is neither a text nor chat messages, .* but null; mend"),
+    'number': (5, 'but 5; mend'),
+    'empty': ([], r'but \[\]; mend'),
+    'half a character': ('cut \ud83d here', r"has '.ud83d', half of a character .a surrogate pair"),
+    'half in a chat': ([USER, {**CALL, 'tool_calls': ['\ud83d']}], r"has '.ud83d', half of"),
+    'null answer': (
+        [USER, {**CALL, 'tool_calls': None}],
+        'message 2 of 2 has the content null; allo',
+    ),
+    'null question': (
+        [{**USER, 'content': None}],
+        'message 1 of 1 has the content null; allowed are',
+    ),
+    'an image': (
+        [{**USER, 'content': [IMAGE]}],
+        r'message 1 of 1 has the content .*image_url.*; all',
+    ),
+    'a part of a number': (
+        [{**USER, 'content': [{'type': 'text', 'text': 5}]}],
+        'has the content .*5',
+    ),
+    'words': (
+        [{**USER, 'content': ['he']}],
+        r'message 1 of 1 has the content \["he"\]; allowed are',
+    ),
+    'true': ([{**USER, 'content': True}], 'has the content true; allowed are a text, parts of the'),
+    'an object': (
+        [{**USER, 'content': {'a': 1}}],
+        'has the content {"a": 1}; allowed are a text, pa',
+    ),
+    'no role': ([{'content': 'he'}], r'message 1 of 1 has no role, but {"content": "he"}; allowed'),
+    'a role of a number': (
+        [{**USER, 'role': 1}],
+        'has the role 1; allowed are system, developer, us',
+    ),
+    'another role': (
+        [{'from': 'bing', 'value': ''}],
+        'has the from "bing"; allowed are .* human, gpt:',
+    ),
+    'no value': ([{'from': 'gpt', 'text': 'he'}], 'message 1 of 1 has the value null; allowed are'),
+    'calls left out': (
+        [USER, CALL],
+        r'message 2 of 2 has tool_calls, which the chat template leav',
+    ),
+}
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_content_that_is_none_is_refused_with_its_line(tmp_path, case):
+    content, message = REFUSED[case]
+    words, *_ = write_tokenizer(tmp_path / 'tokenizer')
+    (tmp_path / 'in').mkdir()
+    lines(tmp_path / 'in' / 'a.jsonl', 'text', [TALK, content])
+    lines(tmp_path / 'in' / 'b.jsonl', 'text', [TALK])
+    with pytest.raises(ValueError, match=f'a.jsonl, line 2.*{message}'):
+        load(tmp_path / 'in', 'a.*', words=words, tests='b.*')
+
+
+def read_lines(file, field='text'):
+    source = documents.of_files('', [documents.all_of(file)], field)
+    return [d.content for piece, _ in source.read((0, 0)) for d in piece]
+
+
+def test_chats_in_parts_and_of_sharegpt_are_messages(tmp_path):
+    parts = [{'type': 'text', 'text': 'he'}, {'type': 'text', 'text': ' eh', 'image': None}]
+    other = [{'from': 'system', 'value': 'a'}, {'from': 'human', 'value': 'b', 'weight': None}]
+    other.append({'from': 'gpt', 'value': 'c'})
+    talks = [[{**USER, 'content': parts}, CALL], other]
+    lines(tmp_path / 'a.jsonl', 'conversations', talks)
+    one, two = read_lines(tmp_path / 'a.jsonl', 'conversations')
+    assert [m['content'] for m in one] == ['he eh', '']
+    assert one[1]['tool_calls'] == CALL['tool_calls']
+    assert [(m['role'], m['content']) for m in two] == [
+        *zip(('system', 'user', 'assistant'), 'abc', strict=True)
+    ]
+
+
+@pytest.mark.parametrize('size', [16, 2**18])
+def test_files_of_windows_are_read_as_those_of_others(tmp_path, monkeypatch, size):
+    """Byte order marks, also where files were joined, and line ends, wherever a piece ends."""
+    monkeypatch.setattr(documents, 'PIECE', size)
+    mark = '\ufeff'.encode()
+    (tmp_path / 'a.txt').write_bytes(mark + b'one\r\n\r\n\r\ntwo\r\n' + mark + b'three')
+    assert ''.join(read_lines(tmp_path / 'a.txt')) == 'one\n\n\ntwo\nthree'
+    rows = mark + b'{"text": "one\\r\\n"}\r\n' + mark + b'{"text": "\\ufefftwo"}\r\n' + mark
+    (tmp_path / 'a.jsonl').write_bytes(rows)
+    assert read_lines(tmp_path / 'a.jsonl') == ['one\r\n', 'two']
+    for name in ('b.txt', 'b.jsonl'):
+        for code, said in (
+            ('utf-16', 'those of UTF-16'),
+            ('utf-16-le', 'a NUL byte, as in UTF-16'),
+        ):
+            (tmp_path / name).write_bytes('{"text": "one"}\n'.encode(code))
+            with pytest.raises(
+                ValueError, match=f'{name}, line 1 is not UTF-8 text .*{said}.*iconv'
+            ):
+                read_lines(tmp_path / name)
 
 
 @pytest.mark.parametrize('case', WRONG)

@@ -75,7 +75,7 @@ def test_what_stands_before_the_first_boundary_is_computed_once(model, monkeypat
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-    return tiny(tmp_path_factory.mktemp('tiny'))
+    return tiny(tmp_path_factory.mktemp('tiny'), max_position_embeddings=64)
 
 
 @pytest.fixture(scope='module')
@@ -120,6 +120,7 @@ def test_the_command_tests_a_checkpoint_with_codecs(folder, text, tmp_path, caps
     assert out.with_suffix('.svg').is_file()
 
 
+png = Path(__file__).parents[1] / 'docs' / 'slow_link.png'
 MISTAKES = {
     'one stage': (['--stages=1'], 'in one stage has no boundary; give --stages=2 or more'),
     'too many stages': (['--stages=9'], '9 stages of a decoder with 3 blocks'),
@@ -129,14 +130,22 @@ MISTAKES = {
     'a block of one': (['--block=1'], 'give blocks of 2 tokens or more'),
     'BatchNorm': (['--batchnorm'], '--batchnorm and --moments are of a test split; leave --text'),
     'no file': (['--text=nowhere.txt'], '--text=nowhere.txt is not there, or no file; give a text'),
+    'no text': ([f'--before={png}'], 'slow_link.png, line 3 is not UTF-8 text .a NUL byte'),
+    'no folder': (['--out=/proc/no/a.png'], '--out: cannot write into /proc/no .*; give another f'),
+    'no model': (['no.gguf'], 'there is no no.gguf; give a folder with config.json and weights'),
+    'a long block': (['--block=99'], '--block=99 is more than the 64 positions of tiny'),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize('case', MISTAKES)
-def test_mistakes_are_told_in_a_line(folder, text, case):
+def test_mistakes_are_told_in_a_line_before_weights_are_read(folder, text, case, monkeypatch):
+    fail = lambda *given, **more: pytest.fail('reads weights')
+    monkeypatch.setattr(language_model.pretrained, 'read', fail)
     words, message = MISTAKES[case]
+    models = [str(folder), *(word for word in words if not word.startswith('--'))]
+    words = [word for word in words if word.startswith('--')]
     with pytest.raises(SystemExit, match=f'^jaxmp evaluate: .*{message}') as caught:
-        crosstest.main([str(folder), f'--text={text}', '--tokenizer=bytes', *words])
+        crosstest.main([*models, f'--text={text}', '--tokenizer=bytes', *words])
     assert '\n' not in str(caught.value)
 
 

@@ -38,6 +38,7 @@ from jaxmp.training import (
     locks,
     loop,
     masters,
+    saved,
     task,
     trained,
 )
@@ -365,6 +366,12 @@ def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
     tiny(tmp_path / 'short', num_hidden_layers=2)
     changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'short'))
     with pytest.raises(ValueError, match=r'adapters of model.layers.2.*, which .*short lacks'):
+        adapters.open_with_adapters(str(tmp_path / 'low'))
+    tiny(tmp_path / 'other', rms_norm_eps=1e-3)
+    changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'other'))
+    with pytest.raises(
+        ValueError, match=r'trained on other weights than those in .*other .digest_'
+    ):
         adapters.open_with_adapters(str(tmp_path / 'low'))
     message = r"has adapters lora\(2, 4, targets='down_proj .*'\); train the same, or all"
     changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'base'))
@@ -822,7 +829,8 @@ def test_what_is_written_loads_in_transformers(tmp_path, case):
 def test_a_run_is_not_resumed_on_another_text_or_other_weights(tmp_path, monkeypatch):
     """Frozen parameters are in no checkpoint, so that nothing else would tell."""
     monkeypatch.chdir(tmp_path)
-    text, base, run = tmp_path / 'a.txt', tiny(tmp_path / 'base'), tmp_path / 'run'
+    text, run = tmp_path / 'a.txt', tmp_path / 'run'
+    base = tiny(tmp_path / 'base', max_position_embeddings=20)
     tensors = next(base.glob('*.safetensors'))
     words = ' '.join(map(str, range(2000)))
     text.write_text(words)
@@ -830,6 +838,7 @@ def test_a_run_is_not_resumed_on_another_text_or_other_weights(tmp_path, monkeyp
     keys['optimizer.schedule'] = 'constant'
     config = lambda steps: small(base, **keys, steps=steps)
     loop.train_and_evaluate(config(2), run, quiet=True, draw=False)
+    low = r'adapters that were trained on other weights .*digest_of_base \w+, now \w+.; put the'
     for file, other, said in (
         (text, words.replace('3', '4').encode(), r'train\.x int32\[24, 16\] \w+ \(now int32'),
         (tensors, tensors.read_bytes()[:-4] + b'\0\0\0\1', r'config\.model\.path \w+ \(now \w+\)'),
@@ -839,9 +848,16 @@ def test_a_run_is_not_resumed_on_another_text_or_other_weights(tmp_path, monkeyp
         file.write_bytes(other)
         with pytest.raises(locks.WorkdirError, match=f'other data or weights: {said}.*; give the '):
             loop.train_and_evaluate(config(3), run, quiet=True)
+        with pytest.raises(locks.WorkdirError, match=f'other data or weights: {said}.*; give the '):
+            saved.load(run)
+        if file == tensors:  # its adapters are in PEFT's layout, with a note of their base
+            for place in (run, run / 'model'):
+                with pytest.raises(ValueError, match=low):
+                    language_model.open_language_model(str(place))
         file.write_bytes(content)
+    assert language_model.open_language_model(str(run)).positions == 20
     alone = fingerprint.weights(str(base))
-    adapters.write_adapters(tmp_path / 'low', str(base), *_of_rank_1(base))
+    adapters.write_adapters(tmp_path / 'low', str(base), *_of_rank_1(base), '')
     assert fingerprint.weights(str(base)) == alone != fingerprint.weights(str(tmp_path / 'low'))
     assert loop.train_and_evaluate(config(3), run, quiet=True, draw=False)['steps'] == 3
 

@@ -68,14 +68,20 @@ def answers(template: Template, messages: Messages) -> tuple[str, list[tuple[int
     ends it; the white space from there to the next message is not.
 
     Raises:
-      ValueError: if there is no answer, or the template renders what was before an answer otherwise
-        once the conversation goes on.
+      ValueError: if there is no answer, the template leaves tool calls out, or it renders what was
+        before an answer otherwise once the conversation goes on.
 
     >>> t = Template('{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}'
     ...              '{% if add_generation_prompt %}<assistant>{% endif %}')
     >>> answers(t, [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}])
     ('<user>Hi;<assistant>Ho;', [(20, 23)])
     """
+    calls = [i for i, m in enumerate(messages, 1) if m.get('tool_calls')]
+    if calls and 'tool_calls' not in template.source:
+        raise ValueError(
+            f'message {calls[0]} of {len(messages)} has tool_calls, which the chat template leaves '
+            'out; give the tokenizer of a model that calls tools, or remove the conversation'
+        )
     text, spans = render(template, messages), []
     for i, message in enumerate(messages):
         if message['role'] == ANSWERS:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from jaxmp.data.chat import Messages
+from jaxmp.data.content import content_of, decoded
 
 PIECE = 2**18  # bytes that are read, and tokenised, at once
 _ENDS = (
     re.compile(rb'\n(?=\S)'),
     re.compile(rb'(?<=\S)(?= \S)'),
-    re.compile(rb'.(?=[^\x80-\xbf])', re.S),
+    re.compile(rb'.(?=[^\x80-\xbf\n])', re.S),  # nor within the line end of Windows
 )
 
 
@@ -188,14 +189,11 @@ def _text(span: Span, position: int, field: str) -> Iterator[tuple[list[Document
     """The pieces of a file that is one document, and the position after each."""
     size = span.path.stat().st_size
     with span.path.open('rb') as file:
+        lines = _count_lines(file, span.start + position)
         for start, stop in _cuts(file, span, position, whole_lines=False):
             file.seek(start)
-            try:
-                text = file.read(stop - start).decode('utf-8')
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f'{span.path} is not UTF-8 text ({error}); convert it, such as with iconv'
-                ) from error
+            text = decoded(part := file.read(stop - start), span.path, lines)
+            lines += part.count(b'\n')
             yield [Document(text, str(span.path), start == 0, stop == size)], stop - span.start
 
 
@@ -205,42 +203,28 @@ def _lines(span: Span, position: int, field: str) -> Iterator[tuple[list[Documen
         number = _count_lines(file, span.start + position)
         for start, stop in _cuts(file, span, position, whole_lines=True):
             file.seek(start)
-            documents = []
-            for line in file.read(stop - start).splitlines():
-                number += 1
-                if line.strip():
-                    documents.append(_document(line, f'{span.path}, line {number}', field))
+            text = decoded(part := file.read(stop - start), span.path, number)
+            lines = enumerate(text.replace('\r', '\n').split('\n'), number + 1)
+            number += part.count(b'\n')
+            documents = [
+                _document(line, f'{span.path}, line {i}', field)
+                for i, line in lines
+                if line.strip()
+            ]
             yield documents, stop - span.start
 
 
-def _document(line: bytes, where: str, field: str) -> Document:
+def _document(line: str, where: str, field: str) -> Document:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f'{where} is not JSON ({error}); mend or remove the line') from error
     if not isinstance(entry, dict) or field not in entry:
         fields = ', '.join(entry) if isinstance(entry, dict) else f'a {type(entry).__name__}'
         raise ValueError(
             f'{where} has no field {field!r}, but {fields}; name it: config.data.field'
         )
-    return document(entry[field], where, field)
-
-
-def document(content: object, where: str, field: str) -> Document:
-    """A document of a field's content.
-
-    Raises:
-      ValueError: if it is neither a text nor chat messages.
-    """
-    if isinstance(content, str):
-        return Document(content, where)
-    is_message = lambda m: isinstance(m, dict) and 'role' in m and 'content' in m
-    if isinstance(content, list) and content and all(map(is_message, content)):
-        return Document(content, where)
-    raise ValueError(
-        f'{where}: the field {field!r} is neither a text nor chat messages, a list of objects with '
-        f'role and content, but {str(content)[:40]!r}; name another field: config.data.field'
-    )
+    return Document(content_of(entry[field], where, field), where)
 
 
 def _cuts(

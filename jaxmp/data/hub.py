@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxmp.data.documents import Pieces, Place, Source, document
+from jaxmp.data.content import content_of
+from jaxmp.data.documents import Document, Pieces, Place, Source
 
 _ROWS = 1000  # that are read at once
 _TESTS = ('validation', 'valid', 'dev', 'test')  # names of splits, the first of which is the test
@@ -88,8 +89,14 @@ def _source(name: str, rows: Any, field: str) -> Source:
     def read(place: Place) -> Pieces:
         for start in range(place[1], len(rows), _ROWS):
             stop = min(start + _ROWS, len(rows))
-            where = (f'{name}, row {i}' for i in range(start, stop))
-            contents = zip(rows[start:stop][field], where, strict=True)
-            yield [document(c or '', place, field) for c, place in contents], (0, stop)
+            # A table has null where a row has nothing.
+            contents = (
+                (i, c) for i, c in enumerate(rows[start:stop][field], start) if c is not None
+            )
+            where = lambda i: f'{name}, row {i}'
+            yield (
+                [Document(content_of(c, where(i), field), where(i)) for i, c in contents],
+                (0, stop),
+            )
 
     return Source(name, read, len(rows), lambda place: place[1], f'{rows._fingerprint} {field}')

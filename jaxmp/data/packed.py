@@ -26,7 +26,7 @@ from jaxmp.data.chat import Messages, answers
 from jaxmp.data.documents import Document, Place, Source
 from jaxmp.data.tokenizer import Tokenizer
 
-FORMAT = 1  # of the files; another one is another entry of the cache
+FORMAT = 2  # of the files; another one is another entry of the cache
 _SECONDS = 5.0  # between two lines about progress
 
 

@@ -212,6 +212,12 @@ def channel_of(text: str, names: Names) -> Channel:
     return spec.parse(rest, {**names, **own_words(file)})
 
 
+def check_channels(texts: Iterable[str], names: Names | None = None) -> None:
+    """Raises ValueError if a text is no channel, where the numbers of a run are not known yet."""
+    for text in texts:
+        channel_of(text, {'examples': 1024, 'vocabulary': 1024, **(names or {})})
+
+
 def imported(places: Iterable[str], says: str = '') -> list[ModuleType]:
     """Modules with words of their own, by their names or files.
 

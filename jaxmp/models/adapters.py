@@ -6,6 +6,7 @@ B of each kernel.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -16,8 +17,16 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
+from jaxmp.data import documents
 from jaxmp.data.understood import keys, understood
-from jaxmp.models.checkpoint import AGAIN, Checkpoint, contents, open_checkpoint, open_tensors
+from jaxmp.models.checkpoint import (
+    AGAIN,
+    Checkpoint,
+    contents,
+    notes,
+    open_checkpoint,
+    open_tensors,
+)  # fmt: skip
 from jaxmp.models.decoder import Lora, Stage
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.huggingface import local
@@ -25,6 +34,7 @@ from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_
 
 FILE = 'adapter_model.safetensors'
 ABOUT = 'adapter_config.json'
+BASE = 'digest_of_base'  # a note in `FILE`, which PEFT does not read
 _PREFIX = 'base_model.model.'
 _MERGE = 'merge them with PEFT (merge_and_unload)'
 _READ = keys(  # and what says which kernels have tensors, or how training began
@@ -63,7 +73,8 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
     understood(place / ABOUT, {'peft_type': None, **about}, _READ, _NEUTRAL, _MERGE)
     if not (place / FILE).is_file():
         raise FileNotFoundError(f'{place} has {ABOUT} and no {FILE}; {AGAIN}')
-    base = _base(place, str(about.get('base_model_name_or_path')))
+    whose = str(about.get('base_model_name_or_path'))
+    base = _base(place, whose)
     shapes, read = open_tensors([place / FILE])
     names = {_ours(place, name): name for name in shapes}
     shapes_of = {ours: shapes[theirs] for ours, theirs in names.items()}
@@ -71,6 +82,12 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
         module: _update(place, about, base, module, shapes_of)
         for module in sorted({n.rpartition('.')[0] for n in names})
     }
+    if (trained_on := notes(place / FILE).get(BASE)) and trained_on != (now := digest(whose)):
+        raise ValueError(
+            f'{place} has adapters that were trained on other weights than those in {base.place} '
+            f'({BASE} {trained_on}, now {now}); put the path of theirs into '
+            f'base_model_name_or_path of {ABOUT}'
+        )
     low = lambda name: read(names[name])
     # Trained on, the updates are parameters of their own; else W + scale B A takes W's place.
     if lora:
@@ -161,6 +178,14 @@ def files_of(path: str) -> list[Path]:
     return files + (files_of(base_of(str(place))) if place / ABOUT in files else [])
 
 
+def digest(path: str) -> str:
+    """Of the content of a checkpoint's files, as 16 hexadecimal digits."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for file in files_of(path):
+        hashed.update(f'{file.name} {documents.digest(file)} '.encode())
+    return hashed.hexdigest()
+
+
 def base_of(path: str) -> str:
     """The model that adapters of a run on ``path`` belong to, as it was given.
 
@@ -176,6 +201,7 @@ def write_adapters(
     base: str,
     stages: Sequence[Stage],
     variables: Sequence[Mapping[str, Params]],
+    trained_on: str,
 ) -> None:
     """Writes the low-rank updates alone, as PEFT does.
 
@@ -184,6 +210,7 @@ def write_adapters(
       base: path or name of the model that they belong to.
       stages: all stages of the model, with ``config.lora``.
       variables: one ``{'params': ...}`` per stage.
+      trained_on: the `digest` of the model.
     """
     (root := Path(folder).expanduser()).mkdir(parents=True, exist_ok=True)
     lora = stages[0].config.lora
@@ -194,7 +221,7 @@ def write_adapters(
         low = {path: np.asarray(a) for path, a in tree.items() if path[-1] in LOW_RANK}
         arrays |= {_theirs(name): a for name, a in tensors_of(stage, low, start)}
         start += stage.blocks
-    save(arrays, root / FILE)
+    save(arrays, root / FILE, **{BASE: trained_on})
     described = {
         'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'base_model_name_or_path': base,
         'r': lora.rank, 'lora_alpha': lora.alpha, 'target_modules': list(lora.targets),

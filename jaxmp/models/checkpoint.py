@@ -169,6 +169,11 @@ def _files(place: Path) -> list[Path]:
     return [place / name for name in names]
 
 
+def notes(file: Path) -> dict[str, str]:
+    """What a safetensors file says of itself."""
+    return dict(_open(file).metadata() or {})
+
+
 def _open(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 

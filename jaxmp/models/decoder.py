@@ -158,13 +158,14 @@ class Attention(nn.Module):
         """All keys (or values) of the sequences, with new ones from their positions on."""
         cache = self.variable('cache', name, jnp.zeros, ())
         every, new = cache.value, new.astype(cache.value.dtype)
+        zero = jnp.zeros((), jnp.int32)  # as all of a corner, also where JAX has 64 bits
         # Slices, since XLA updates them where they are, and copies them faster than it gathers.
         for i, tokens in enumerate(new):
-            corner = layer, cached.rows[i], 0, cached.start[i], 0
+            corner = layer, cached.rows[i], zero, cached.start[i], zero
             every = jax.lax.dynamic_update_slice(every, tokens[None, None], corner)
         cache.value, size = every, (1, 1, *every.shape[2:])
         rows = [
-            jax.lax.dynamic_slice(every, (layer, cached.rows[i], 0, 0, 0), size)[0]
+            jax.lax.dynamic_slice(every, (layer, cached.rows[i], zero, zero, zero), size)[0]
             for i in range(len(new))
         ]
         return jnp.concatenate(rows)
@@ -318,7 +319,7 @@ class Stage(nn.Module):
             in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]: it takes a tree too
             length=self.blocks,
         )  # fmt: skip
-        layers = Layer(jnp.array(self.layers), jnp.arange(self.blocks))
+        layers = Layer(jnp.array(self.layers, jnp.int32), jnp.arange(self.blocks, dtype=jnp.int32))
         return scan(c, name='layers')(x, layers, positions)[0]
 
 

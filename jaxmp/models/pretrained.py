@@ -271,13 +271,13 @@ def copy_companions(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def save(tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Writes a safetensors file."""
+def save(tensors: dict[str, np.ndarray], file: Path, **notes: str) -> None:
+    """Writes a safetensors file, with notes of what it is."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     try:
-        save_file(tensors, file, metadata={'format': 'pt'})
+        save_file(tensors, file, metadata={'format': 'pt', **notes})
     except SafetensorError as error:  # safetensors raises it for a full disk too
         raise OSError(f'cannot write {file} ({error}); free space there') from error
 

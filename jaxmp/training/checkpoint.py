@@ -239,7 +239,7 @@ class Checkpoints:
             if about.pop('sum', None) != _sum(about):
                 return {}, 'its description has changed'
             _check_layout(where, about['layout'], layout)
-            _check_inputs(where, about.get('inputs', {}), self._inputs)
+            check_inputs(where, about.get('inputs', {}), self._inputs)
             kind = self._ocp.RestoreArgs(restore_type=np.ndarray)
             pieces = about.get('large') or [[]] * len(about['bytes'])
             names = [[f'{i}.{k}' for k in range(len(row))] for i, row in enumerate(pieces)]
@@ -320,14 +320,30 @@ def _check_layout(where: Path, written: Layout, expected: Layout) -> None:
             )
 
 
-def _check_inputs(where: Path, written: dict[str, str], expected: dict[str, str]) -> None:
-    """Raises WorkdirError if what the run reads has changed; older checkpoints do not say."""
+def inputs_of(workdir: Path) -> tuple[Path, dict[str, str]]:
+    """The newest checkpoint of a run and what it says that the run read; nothing without one."""
+    files = (workdir / 'checkpoints').glob('[0-9]*/place/metadata')
+    newest = max(files, key=lambda file: int(file.parts[-3]), default=workdir)
+    try:
+        return newest.parents[1], json.loads(newest.read_text()).get('inputs', {})
+    except (OSError, ValueError, AttributeError):  # there is none, or it is damaged
+        return workdir, {}
+
+
+def check_inputs(where: Path, written: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Checks that a run reads what it was trained on; older checkpoints do not say.
+
+    Whoever reads a run asks this: to train on, to test it, to write text with it.
+
+    Raises:
+      WorkdirError: if it does not.
+    """
     changed = [name for name in expected if written.get(name, expected[name]) != expected[name]]
     if changed:
         raise WorkdirError(
             f'{where} is of a run on other data or weights: '
             + ', '.join(f'{name} {written[name]} (now {expected[name]})' for name in changed)
-            + '; give the files of that run to resume it, or a new --workdir'
+            + '; give the files of that run, or a new --workdir to train on these'
         )
 
 

@@ -8,7 +8,7 @@ of the other stages' gradients.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -54,15 +54,29 @@ def whole_norm(optimizer: optax.GradientTransformation) -> WholeNorm:
     def update(
         grads: Grads, others: Array, state: OptState, params: Params
     ) -> tuple[Grads, OptState]:
-        updates: Tree  # a pair, as what it is given
-        updates, state = optimizer.update((grads, others), state, (params, jnp.zeros(())))
-        return updates[0], state
+        updates: Tree  # of the form of what it is given
+        updates, state = optimizer.update(
+            _beside(grads, others), state, _beside(params, jnp.zeros(()))
+        )
+        leaves = jax.tree.structure(grads).flatten_up_to(updates)
+        leaves[:1] = [leaf for leaf, _ in leaves[:1]]
+        return jax.tree.unflatten(jax.tree.structure(grads), leaves), state
 
-    return WholeNorm(lambda params: optimizer.init((params, jnp.zeros(()))), update)
+    return WholeNorm(lambda params: optimizer.init(_beside(params, jnp.zeros(()))), update)
+
+
+def _beside(tree: Tree, number: ArrayLike) -> Tree:
+    """``tree`` with a number beside its first array, so that names are found where they were."""
+    leaves, structure = jax.tree.flatten(tree)
+    leaves[:1] = [(leaf, number) for leaf in leaves[:1]]
+    return jax.tree.unflatten(structure, leaves)
+
+
+NAMELESS = [np.ones((2, 2)), np.ones(2)]
 
 
 def of_stage(
-    optimizer: optax.GradientTransformation, name: str
+    optimizer: optax.GradientTransformation, name: str, groups: Sequence[Params] = ()
 ) -> optax.GradientTransformation | WholeNorm:
     """An own optimizer as that of one stage, which sees the gradients of its stage alone.
 
@@ -71,13 +85,15 @@ def of_stage(
     Args:
       optimizer: written for the parameters of all stages.
       name: ``config.optimizer.name``, for the message.
+      groups: parameters that it may be given, whose names and axes the few numbers have; none: two
+        arrays without names.
 
     Returns:
       ``optimizer`` if both give the same updates; `whole_norm` of it if they do so once each stage
       knows the norm of the other.
 
     Raises:
-      ValueError: if it needs more of other stages than the norm of their gradients.
+      ValueError: if it fails, or needs more of other stages than the norm of their gradients.
 
     >>> clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     >>> isinstance(of_stage(clipped, 'own.py:clipped'), WholeNorm)
@@ -86,28 +102,69 @@ def of_stage(
     >>> of_stage(plain, 'own.py:plain') is plain
     True
     """
-    params = {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}
-    ramp = {'kernel': jnp.arange(1.0, 5.0).reshape(2, 2), 'bias': jnp.arange(1.0, 3.0)}
+    few = (
+        jax.tree.map(lambda a: np.ones([min(n, 2) for n in a.shape], np.float32), g)
+        for g in groups or (NAMELESS,)
+    )
+    trees = {str(jax.tree.map(np.shape, tree)): tree for tree in few if jax.tree.leaves(tree)}
+    # Of one array by itself nobody can tell by which norm it is clipped.
+    several = any(len(jax.tree.leaves(tree)) > 1 for tree in trees.values())
+    needed = [_needs_norm(optimizer, name, tree, several) for tree in trees.values()]
+    return whole_norm(optimizer) if any(needed) else optimizer
+
+
+def _needs_norm(
+    optimizer: optax.GradientTransformation, name: str, params: Params, several: bool
+) -> bool:
+    """Whether an optimizer of ``params`` needs the norm of others; see `of_stage`."""
+    ramp = jax.tree.map(lambda a: np.arange(1, 1 + a.size, dtype=a.dtype).reshape(a.shape), params)
     grads = [jax.tree.map(lambda a, c=c: c * a, ramp) for c in (1.0, -3.0)]  # of either stage
-    norms = [jnp.sqrt(sum(jnp.vdot(a, a) for a in g.values())) for g in grads]
+    norms = [np.sqrt(sum(np.vdot(a, a) for a in jax.tree.leaves(g))) for g in grads]
     run = jax.jit(functools.partial(_updates, optimizer))
+    two = functools.partial(jax.tree.map, lambda *arrays: arrays)
+    says = f'config.optimizer.name={name!r}'
     try:
-        whole = run((params, params), tuple(grads))
-        apart = tuple(run(params, g) for g in grads)
-        normed = tuple(
-            run((params, 0.0), (g, n))[0] for g, n in zip(grads, norms[::-1], strict=True)
-        )
-    except Exception:  # an optimizer that knows its own parameters' names alone
-        return optimizer
-    if _close(apart, whole):
-        return optimizer
-    if _close(normed, whole):
-        return whole_norm(optimizer)
+        apart = [run(params, g) for g in grads]
+    except Exception as error:  # of the user's own function, which may raise anything
+        raise ValueError(
+            f'{says} fails on arrays with the names of a stage and at most 2 numbers an axis '
+            f'({type(error).__name__}: {error}), by which it is seen how it clips; mend it'
+        ) from error
+    try:
+        whole = run(two(params, params), two(*grads))
+        normed = [
+            jax.tree.leaves(run(_beside(params, 0.0), _beside(g, n)))
+            for g, n in zip(grads, norms[::-1], strict=True)
+        ]
+    except Exception as error:  # it takes its arrays in no other tree
+        if not several or _mixes(run, params, grads[0]):
+            raise ValueError(
+                f'{says} may move parameters by gradients of other stages, and cannot be given '
+                f'their norm beside its arrays ({type(error).__name__}: {error}); take '
+                'config.optimizer.clip_norm to clip, or look names up by all of their path'
+            ) from error
+        return False
+    if _close(two(*apart), whole):
+        return False
+    if _close(two(*([leaves[0], *leaves[2:]] for leaves in normed)), whole):
+        return True
     raise ValueError(
-        f'config.optimizer.name={name!r} moves parameters by gradients of other stages, and every '
+        f'{says} moves parameters by gradients of other stages, and every '
         'stage has an optimizer of its own, which knows their norm alone; take '
         'config.optimizer.clip_norm to clip, and rules that look at an array at a time'
     )
+
+
+def _mixes(run: Callable[[Params, Grads], Grads], params: Params, grads: Grads) -> bool:
+    """Whether the update of an array depends on the gradients of others."""
+    leaves, structure = jax.tree.flatten(grads)
+    before = jax.tree.leaves(run(params, grads))
+    for i, leaf in enumerate(leaves):
+        other = jax.tree.unflatten(structure, [*leaves[:i], -3 * leaf, *leaves[i + 1 :]])
+        after = jax.tree.leaves(run(params, other))
+        if not _close(before[:i] + before[i + 1 :], after[:i] + after[i + 1 :]):
+            return True
+    return False
 
 
 def _updates(optimizer: optax.GradientTransformation, start: Params, grads: Grads) -> Grads:

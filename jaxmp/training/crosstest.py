@@ -27,10 +27,12 @@ from jaxtyping import Array
 
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
+from jaxmp.data.content import decoded
 from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
-from jaxmp.grammar import channel_of, own_words
+from jaxmp.grammar import channel_of, check_channels, own_words
 from jaxmp.metrics import Metric
+from jaxmp.models.huggingface import local
 from jaxmp.report import style
 from jaxmp.report.compare import picture
 from jaxmp.runtimes.local import Local
@@ -38,10 +40,11 @@ from jaxmp.runtimes.types import Batch, ModelState
 from jaxmp.training import nats_table, perplexity, perplexity_page
 from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.locks import WorkdirError, write_json
+from jaxmp.training.language_model import is_run
+from jaxmp.training.locks import WorkdirError, check_writable, write_json
 from jaxmp.training.moments import matched, normalised_again, opened_with
 from jaxmp.training.progress import tracked
-from jaxmp.training.saved import Run, load
+from jaxmp.training.saved import Run, config_of, load
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
 
@@ -220,6 +223,10 @@ def _by_test(args: argparse.Namespace) -> None:
     """Scores on the runs' own test splits."""
     if args.stages or args.cuts or args.tokenizer:
         raise ValueError('--stages, --cuts and --tokenizer are of a checkpoint; give --text=FILE')
+    for path in args.run:  # of all before one is loaded
+        check_channels(args.codec, own_words(config_of(path)['codecs']))
+    if args.out:
+        check_writable(args.out.parent, '--out')
     runs = named([load(path) for path in args.run], args.run)
     codecs = itertools.chain.from_iterable(map(trained_with, runs))
     texts = list(dict.fromkeys(['raw', *codecs, *args.codec]))
@@ -248,6 +255,13 @@ def _by_text(args: argparse.Namespace) -> None:
     for flag, file in ('--text', args.text), ('--before', args.before):
         if file and (file.is_dir() or not file.exists()):
             raise ValueError(f'{flag}={file} is not there, or no file; give a text in UTF-8')
+        decoded(file.read_bytes() if file else b'', file)
+    check_channels(args.codec)
+    if args.out:
+        check_writable(args.out if args.study else args.out.parent, '--out')
+    for path in map(str, args.run):
+        if not is_run(Path(path).expanduser()):
+            local(path)
     if args.study:
         return _by_study(args)
     scores_of, about = {}, {}
@@ -278,6 +292,7 @@ def _by_study(args: argparse.Namespace) -> None:
         args.study, str(args.run[0]), args.tokenizer, args.text, args.before, args.block,
         args.batch, args.work,
     )  # fmt: skip
+    nats_table.check(rows, setting, args.out)
     nats_table.run(rows, setting, args.out)
 
 

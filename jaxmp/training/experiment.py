@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax.traverse_util import flatten_dict
 
 from jaxmp import config as schema
@@ -21,6 +22,7 @@ from jaxmp.boundary import Boundary, FeedbackState
 from jaxmp.boundary.pipeline import Pipeline, Variables, pipeline
 from jaxmp.config import Config
 from jaxmp.exchange import Exchange
+from jaxmp.exchange.collectives import Params
 from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import BY_TOKEN
 from jaxmp.grammar import own_words
@@ -28,7 +30,7 @@ from jaxmp.grammar.sinks import warnings_of
 from jaxmp.runtimes.compiler import check_compiler
 from jaxmp.runtimes.trained import everything, of_stage, part
 from jaxmp.spec import SpecError, parse
-from jaxmp.training.groups import Group, Groups, rest
+from jaxmp.training.groups import Group, Groups, rest, split
 from jaxmp.training.late import check_delay, delays_of
 from jaxmp.training.optimizer import Optimizer, optimizer_of
 from jaxmp.training.parallel import Parallel, actions_of, apart, parallel_of
@@ -126,7 +128,13 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
     check_delay(config, cuts, len(task.stages))
     exp = Experiment(config, task, examples, model, phases, (), epoch_steps, shared)
     delays = exp.delays or (0,) * len(task.stages)
-    made = {n: optimizer_of(config, epoch_steps, n) for n in {*delays}}
+    idle = groups_of(task, [optax.identity() for _ in delays], shared, between)
+
+    def parameters() -> list[Params]:
+        trees = [v.get('params', {}) for v in variables_like(exp.model, microbatch_like(exp))[0]]
+        return [*split(idle, dict(enumerate(trees))).values()]
+
+    made = {n: optimizer_of(config, epoch_steps, n, parameters) for n in {*delays}}
     groups = groups_of(task, [made[n] for n in delays], shared, between)
     first = first_trained(exp) if exp.parallel.skips else 0
     return exp._replace(groups=groups, first=first)
@@ -185,13 +193,13 @@ def sized(dataset: data.Dataset, config: Config) -> data.Dataset:
     Raises:
       ValueError: if it has fewer.
     """
-    for split in ('train', 'test'):
-        if count := config.data[f'{split}_examples']:
+    for name in ('train', 'test'):
+        if count := config.data[f'{name}_examples']:
             try:
-                rows = data.take(getattr(dataset, split), count)
+                rows = data.take(getattr(dataset, name), count)
             except ValueError as error:
-                raise ValueError(f'config.data.{split}_examples={count}: {error}') from None
-            dataset = dataset._replace(**{split: rows})
+                raise ValueError(f'config.data.{name}_examples={count}: {error}') from None
+            dataset = dataset._replace(**{name: rows})
     return dataset
 
 

@@ -24,11 +24,10 @@ from jaxtyping import Array
 
 from jaxmp.config import KEYS, flat
 from jaxmp.config.plugins import module_of
-from jaxmp.data.documents import digest as content
 from jaxmp.exchange import Exchange
 from jaxmp.exchange.collectives import Params, Tree, metered
 from jaxmp.exchange.layout import State
-from jaxmp.models.adapters import files_of
+from jaxmp.models import adapters
 from jaxmp.testing import QUICK
 from jaxmp.training.experiment import Experiment
 from jaxmp.wire import Codec, Ctx, like
@@ -81,12 +80,7 @@ def weights(path: str) -> dict[str, str]:
     >>> weights('')
     {}
     """
-    if not path:
-        return {}
-    hashed = hashlib.blake2b(digest_size=8)
-    for file in files_of(path):
-        hashed.update(f'{file.name} {content(file)} '.encode())
-    return {'config.model.path': hashed.hexdigest()}
+    return {'config.model.path': adapters.digest(path)} if path else {}
 
 
 def _is_own(key: str, value: object) -> bool:

@@ -28,7 +28,7 @@ from jaxmp.runtimes.types import ModelState
 from jaxmp.training.agreement import inputs
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import experiment_of
-from jaxmp.training.locks import WorkdirError, replacing, write
+from jaxmp.training.locks import WorkdirError, check_writable, replacing, write
 from jaxmp.training.moments import Affine, matched, normalised_again
 from jaxmp.training.records import read
 from jaxmp.training.saved import Run, load
@@ -154,6 +154,7 @@ def told(workdir: Path, out: Path | None, batchnorm: bool) -> None:
     folder = out or workdir.with_name(f'{workdir.resolve().name}-folded')
     if folder.exists():
         raise ValueError(f'{folder} exists; give another --out, or remove it')
+    check_writable(folder.parent, '--out')
     run = load(workdir)
     scores = fold(run, folder, batchnorm)
     trainer, metric = Trainer(run.exp, ProcessGroup()), run.exp.task.metric

@@ -30,8 +30,9 @@ from jaxtyping import Array, Float, Int
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.data import chat
+from jaxmp.data.content import whole
 from jaxmp.feedback import direct
-from jaxmp.grammar import channel_of
+from jaxmp.grammar import channel_of, check_channels
 from jaxmp.launch.launchers import placed
 from jaxmp.launch.signals import end_without_memory
 from jaxmp.net.address import is_loopback
@@ -87,14 +88,14 @@ def prompts_of(model: LanguageModel, texts: Sequence[str], as_chat: bool) -> lis
     Raises:
       ValueError: if a prompt has no token, or there is no chat template.
     """
-    words = model.tokenizer
+    words, texts = model.tokenizer, [whole(text, '--prompt') for text in texts]
     if as_chat and words.template is None:
         raise ValueError(f'the tokenizer of {model.name} has no chat template; leave --chat out')
     if as_chat and words.template:
         asked = [[{'role': 'user', 'content': text}] for text in texts]
         texts = [chat.render(words.template, messages, prompt=True) for messages in asked]
     begin = () if as_chat else words.begin
-    prompts = [[*begin, *map(int, ids)] for ids in words.encode(list(texts))]
+    prompts = [[*begin, *map(int, ids)] for ids in words.encode(texts)]
     if not all(map(len, prompts)):
         raise ValueError('an empty prompt; give --prompt a text of at least one token')
     return prompts
@@ -106,7 +107,7 @@ def stops_of(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
     Raises:
       ValueError: if a text is not one token.
     """
-    ids = model.tokenizer.encode(list(texts)) if texts else []
+    ids = model.tokenizer.encode([whole(t, '--stop') for t in texts]) if texts else []
     for text, tokens in zip(texts, ids, strict=True):
         if len(tokens) != 1:
             raise ValueError(f'--stop {text!r} is {len(tokens)} tokens; give a text of one token')
@@ -116,10 +117,10 @@ def stops_of(model: LanguageModel, texts: Sequence[str]) -> frozenset[int]:
 def check(model: LanguageModel, prompts: Sequence[Sequence[int]], count: int) -> None:
     """Raises ValueError unless the model can write ``count`` tokens after the prompts."""
     length = max(map(len, prompts)) + count
-    if model.positions and length > model.positions:
+    if model.longest and length > model.longest:
         raise ValueError(
             f'a prompt of {length - count} tokens and --tokens={count} are more than the '
-            f'{model.positions} positions of {model.name}; give fewer tokens or a shorter prompt'
+            f'{model.longest} positions of {model.name}; give fewer tokens or a shorter prompt'
         )
 
 
@@ -220,7 +221,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         '--stop', nargs='+', default=[], metavar='TEXT', help='tokens that end a text too'
     )
     parser.add_argument('--tokenizer', default='', help="in place of the checkpoint's own")
-    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--seed', type=int, default=0, help='of 64 bits')
     parser.add_argument(
         '--codec',
         default='',
@@ -238,11 +239,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     apart.add_argument('--silent', type=float, default=60.0, help='seconds until one has failed')
     apart.add_argument('--link', default='', help='emulated between processes, such as 20mbit,40ms')
     args = parser.parse_args(argv)
-    if args.tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+    if args.tokens < 1 or not args.temperature >= 0 or not 0 < args.top_p <= 1:  # nor nan
         parser.error(
             f'--tokens={args.tokens} --temperature={args.temperature} --top-p={args.top_p}: give '
             'at least 1 token, a temperature of 0 or more, and a probability in (0, 1]'
         )
+    if not -(2**63) <= args.seed < 2**63:
+        parser.error(f'--seed={args.seed}: give a whole number of 64 bits, with its sign')
     return args
 
 
@@ -252,6 +255,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     place = args.coordinator, args.processes, args.process
     group = ProcessGroup()
     try:
+        check_channels([args.codec] if args.codec else [])
+        cuts_of(args.cuts)
         address = placed(Address(*place, args.token_file, args.silent))
         group, texts = (
             by_processes(args, address) if address.processes != 1 else (group, here(args))
@@ -275,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def here(args: argparse.Namespace) -> Iterator[Text]:
     """The texts of one process."""
     cuts = cuts_of(args.cuts)
-    model = open_language_model(args.model, args.stages, cuts, args.tokenizer)
+    look = functools.partial(asked, args=args)  # before the weights are read
+    model = open_language_model(args.model, args.stages, cuts, args.tokenizer, before=look)
     prompts, stops = asked(model, args)
     for name, boundaries in modes(model, args.codec).items():
         reader = reader_of(model, boundaries)
@@ -300,7 +306,12 @@ def by_processes(args: argparse.Namespace, address: Address) -> tuple[ProcessGro
         places = [s for s in range(count) if owner[s] == group.index]
         with group.phase('reading', LONG):
             model = open_language_model(
-                args.model, 0 if of_run else count, cuts, args.tokenizer, lambda n: places
+                args.model,
+                0 if of_run else count,
+                cuts,
+                args.tokenizer,
+                lambda n: places,
+                functools.partial(asked, args=args),
             )
         if not model.cached:
             raise ValueError(f'{model.name} has no cache of keys and values; give one process')

@@ -25,7 +25,10 @@ from jaxmp.models.huggingface import local
 from jaxmp.runtimes.compiler import check_compiler
 from jaxmp.runtimes.local import join
 from jaxmp.training import saved
+from jaxmp.training.agreement import digests
+from jaxmp.training.checkpoint import check_inputs, inputs_of
 from jaxmp.training.experiment import Experiment, experiment_of
+from jaxmp.training.fingerprint import weights as weights_of
 
 
 class LanguageModel(NamedTuple):
@@ -59,8 +62,14 @@ class LanguageModel(NamedTuple):
         inner = (getattr(stage, 'stage', stage) for stage in self.stages)  # of an `Entrance`
         return all(isinstance(stage, decoder.Stage) for stage in inner)
 
+    @property
+    def longest(self) -> int:
+        """The longest text that it can write; 0: any, as where a window moves over it."""
+        return 0 if self.before and not self.cached else self.positions
+
 
 Selection = Callable[[int], Sequence[int]]  # numbers of the stages that are read, given how many
+Read = Callable[[Selection], Variables]
 
 
 def every(stages: int) -> Sequence[int]:
@@ -74,6 +83,7 @@ def open_language_model(
     cuts: Sequence[int] = (),
     tokenizer: str = '',
     select: Selection = every,
+    before: Callable[[LanguageModel], object] = lambda model: None,
 ) -> LanguageModel:
     """The language model of a checkpoint or of a run.
 
@@ -83,6 +93,8 @@ def open_language_model(
       cuts: numbers of blocks before each boundary, in place of ``stages``.
       tokenizer: of a checkpoint that has none; see `jaxmp.data.tokenizer.tokenizer_of`.
       select: the stages that are read; of the others the variables are None.
+      before: is given the model without variables, to look at what may be wrong before they are
+        read, which takes long.
 
     Raises:
       FileNotFoundError: if there is no such checkpoint or run.
@@ -90,13 +102,16 @@ def open_language_model(
       ValueError: if it is damaged, of an unknown family, or stages are given for a run.
     """
     if not is_run(Path(path).expanduser()):
-        return _of_checkpoint(path, stages or 1, cuts, tokenizer, select)
-    if stages or cuts or tokenizer:
+        model, read = _of_checkpoint(path, stages or 1, cuts, tokenizer)
+    elif stages or cuts or tokenizer:
         raise ValueError(
             f'{path} is a run, which has its own stages and tokenizer; leave --stages, --cuts and '
             f'--tokenizer out, or give its checkpoint, {Path(path) / "model"}'
         )
-    return _of_run(Path(path).expanduser(), select)
+    else:
+        model, read = _of_run(Path(path).expanduser())
+    before(model)
+    return model._replace(variables=read(select))
 
 
 def is_run(folder: Path) -> bool:
@@ -137,8 +152,14 @@ def config_of_run(workdir: str | Path) -> Config:
     return complete(nested(values))
 
 
-def load(workdir: str | Path, select: Selection = every) -> tuple[Experiment, Variables]:
-    """The experiment of a run, and the variables that it saved.
+def load(workdir: str | Path) -> tuple[Experiment, Variables]:
+    """The experiment of a run, and the variables of all stages; see `opened`."""
+    exp, read = opened(workdir)
+    return exp, read(every)
+
+
+def opened(workdir: str | Path) -> tuple[Experiment, Read]:
+    """The experiment of a run, and what reads the variables that it saved.
 
     They are those of ``workdir/model``, or of the last checkpoint of a run without it: a run that
     has not ended, or whose stages have parts that the layout of that folder has no place for.
@@ -146,15 +167,19 @@ def load(workdir: str | Path, select: Selection = every) -> tuple[Experiment, Va
     Raises:
       FileNotFoundError: as `config_of_run`.
       ValueError: if its files are damaged, or as `jaxmp.training.saved.load`.
-      WorkdirError: if its checkpoints are damaged.
+      WorkdirError: if its checkpoints are damaged, or of other data or weights.
     """
     if not (Path(workdir) / 'model').is_dir():
         run = saved.load(Path(workdir))
         variables = join(run.state.model.params, run.state.model.model_state)
-        return run.exp, _some(lambda s: variables[s], len(variables), select)
-    exp, key = experiment_of(config_of_run(workdir)), jax.random.key(0)
+        return run.exp, functools.partial(_some, variables.__getitem__, len(variables))
+    exp, key, folder = experiment_of(config_of_run(workdir)), jax.random.key(0), Path(workdir)
+    began_with = flat(contents(folder / 'config.json')).get('model.path', '')
+    if not Path(began_with).expanduser().exists():  # its folder model may be whole without it
+        began_with = ''
+    check_inputs(*inputs_of(folder), {**digests(exp.data), **weights_of(began_with)})
     count = len(exp.task.stages)
-    return exp, _some(lambda s: exp.task.start(s, {}, key), count, select)
+    return exp, functools.partial(_some, lambda s: exp.task.start(s, {}, key), count)
 
 
 def _some(read: Callable[[int], Tree], count: int, select: Selection) -> Variables:
@@ -163,58 +188,65 @@ def _some(read: Callable[[int], Tree], count: int, select: Selection) -> Variabl
     return tuple(read(s) if s in here else {} for s in range(count))
 
 
-def _of_run(workdir: Path, select: Selection) -> LanguageModel:
-    exp, variables = load(workdir, select)
+def _of_run(workdir: Path) -> tuple[LanguageModel, Read]:
+    exp, read = opened(workdir)
     if not exp.data.tokenizer:
         raise ValueError(f'{workdir} is a run on {exp.data.name}, not of a language model')
     model = workdir / 'model'
     path = exp.config.model.path  # where the run has no folder model: what it began with
     place = local(path) if path and not model.is_dir() else model
+    described = open_with_adapters(str(place)).described if path else {}
     # The last position of a block has no target, so it was not trained.
     window = np.asarray(exp.data.test.x[0]).reshape(-1)[1 - exp.config.data.sequence_length :]
-    return LanguageModel(
-        workdir.resolve().name, exp.task.stages, variables, exp.data.tokenizer,
+    model = LanguageModel(
+        workdir.resolve().name, exp.task.stages, (), exp.data.tokenizer,
         exp.model.boundaries, exp.config.fwd,
-        _stops(exp.data.tokenizer, place), before=tuple(map(int, window)),
+        _stops(exp.data.tokenizer, place) | _ends(described),
+        _positions(described, exp.task.stages), tuple(map(int, window)),
     )  # fmt: skip
+    return model, read
 
 
 def _of_checkpoint(
-    path: str, count: int, cuts: Sequence[int], tokenizer: str, select: Selection
-) -> LanguageModel:
+    path: str, count: int, cuts: Sequence[int], tokenizer: str
+) -> tuple[LanguageModel, Read]:
     check_compiler()
     checkpoint = open_with_adapters(path)
     place = checkpoint.place
     words = tokenizer_of(tokenizer or str(place))
-    stages, variables = _stages(checkpoint, count, cuts, select)
+    stages, read = _stages(checkpoint, count, cuts)
     sizes = getattr(stages[0], 'config')  # noqa: B009 - stages of both kinds have one
     pretrained.check_tokenizer(place, sizes.vocabulary, words.size, '--tokenizer')
     name = Path(path).expanduser()
-    return LanguageModel(
-        (name.resolve().name if name.exists() else path), stages, variables, words,
+    model = LanguageModel(
+        (name.resolve().name if name.exists() else path), stages, (), words,
         stops=_stops(words, place) | _ends(checkpoint.described),
-        positions=int(
-            checkpoint.described.get('max_position_embeddings')
-            or getattr(sizes, 'positions', 0)  # of a GPT-2
-        ),
+        positions=_positions(checkpoint.described, stages),
     )  # fmt: skip
+    return model, read
+
+
+def _positions(described: Described, stages: Sequence[Stage]) -> int:
+    """The longest sequence by a checkpoint's description, or of a GPT-2; 0: not known."""
+    of_gpt2 = stages[0].config.positions if isinstance(stages[0], gpt2.Stage) else 0
+    return int(described.get('max_position_embeddings') or of_gpt2)
 
 
 def _stages(
-    checkpoint: Checkpoint, count: int, cuts: Sequence[int], select: Selection
-) -> tuple[tuple[Stage, ...], Variables]:
-    """The stages of a checkpoint, which compute in float32, and their variables."""
+    checkpoint: Checkpoint, count: int, cuts: Sequence[int]
+) -> tuple[tuple[Stage, ...], Read]:
+    """The stages of a checkpoint, which compute in float32, and what reads their variables."""
     folder, described = str(checkpoint.place), checkpoint.described
     if described.get('model_type') == 'gpt2':
         parts = gpt2.gpt2(weights.read_config(folder), count, cuts or None)
-        return parts, weights.read(folder, parts)
+        return parts, lambda select: weights.read(folder, parts)
     sizes = families.config_of(described, folder)
     stages = decoder.decoder(
         dataclasses.replace(sizes, stream=jnp.float32), count, cuts, by_token=True
     )
     pretrained.check(checkpoint, stages)
     read = functools.partial(pretrained.read, checkpoint, stages, shared={})
-    return stages, _some(read, len(stages), select)
+    return stages, functools.partial(_some, read, len(stages))
 
 
 def _stops(tokenizer: Tokenizer, place: Path) -> frozenset[int]:

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -163,6 +164,17 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             _remove(part)
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Raises ValueError unless files can be written into a folder, which is made if missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f'{flag}: cannot write into {folder.absolute()} ({error}); give another folder'
+        ) from error
 
 
 def write(path: Path, text: str) -> None:

@@ -26,6 +26,7 @@ from jaxmp.boundary.pipeline import Variables, pipeline
 from jaxmp.codecs import raw
 from jaxmp.config.plugins import find, module
 from jaxmp.feedback import Channel, direct
+from jaxmp.grammar import check_channels
 from jaxmp.models.checkpoint import digest
 from jaxmp.spec import parse
 from jaxmp.training.language_model import LanguageModel, open_language_model
@@ -110,6 +111,17 @@ def rows_of(study: str, names: Sequence[str] = ()) -> list[Row]:
     if unknown := [n for n in names if n not in defined]:
         raise ValueError(f'no row {unknown[0]!r}; allowed are {", ".join(defined)}')
     return [row for row in rows if not names or row.name in names]
+
+
+def check(rows: Sequence[Row], setting: Setting, out: Path) -> None:
+    """Raises ValueError where a row could not be computed, before the model is read."""
+    if NONE not in [row.name for row in rows]:
+        _uncompressed(out, 1)
+    for row in rows:
+        texts = f'{row.fwd};{row.learn.replace("|", ";")}'.split(';')
+        check_channels([text.strip() for text in texts if text.strip()])
+        if row.learn and setting.before is None:
+            raise ValueError(f'{row.name} learns from a text first; give --before=FILE')
 
 
 def run(rows: Sequence[Row], setting: Setting, out: Path) -> None:
@@ -269,8 +281,7 @@ def learned(cuts: tuple[int, ...], text: str, tokens: int, setting: Setting) -> 
       ValueError: if there is no such text.
     """
     model = opened(setting.path, setting.tokenizer, cuts)
-    if setting.before is None:
-        raise ValueError(f'{text} learns from a text first; give --before=FILE')
+    assert setting.before is not None, 'see check'
     blocks = blocks_of(model, setting.before, setting.block, tokens, setting.batch)
     initial, step = lesson(model, *_sides(text, model, blocks))
     state = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -86,7 +86,9 @@ def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Rate:
     return cosine
 
 
-def optimizer_of(config: Config, epoch_steps: int, delay: int = 0) -> Optimizer:
+def optimizer_of(
+    config: Config, epoch_steps: int, delay: int = 0, groups: Callable[[], Sequence[Params]] = tuple
+) -> Optimizer:
     r"""The optimizer of one stage's parameters; where those have 16 bits, with float32 copies.
 
     ``sgd``: momentum, weight decay on all parameters. ``adamw``: decoupled weight decay.
@@ -101,18 +103,20 @@ def optimizer_of(config: Config, epoch_steps: int, delay: int = 0) -> Optimizer:
       config: of the run.
       epoch_steps: steps per epoch.
       delay: steps that the stage's gradients are late.
+      groups: gives the parameters that it may be given, on which an own optimizer is tried.
 
     Raises:
       ValueError: as `rate_of`, `check_whole_norm` and `of_stage`, and if an own function returns
         no optimizer.
     """
     c, whole = config.optimizer, _whole(config, rate_of(config, epoch_steps))
-    if c.delay and ':' in c.name and isinstance(of_stage(whole, c.name), WholeNorm):
+    is_own, trees = ':' in c.name, groups() if ':' in c.name else ()
+    if c.delay and is_own and isinstance(of_stage(whole, c.name, trees), WholeNorm):
         check_whole_norm(config)
     whole = corrected(whole, delay, c.correction)
     if config.model.param_dtype != 'float32':
         whole = with_masters(whole)
-    return of_stage(whole, c.name) if ':' in c.name else whole
+    return of_stage(whole, c.name, trees) if is_own else whole
 
 
 def check_whole_norm(config: Config) -> None:

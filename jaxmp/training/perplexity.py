@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxmp.boundary import FeedbackState, init_feedback
 from jaxmp.boundary.pipeline import Variables, pipeline, run_stage
 from jaxmp.codecs import raw
+from jaxmp.data.content import decoded
 from jaxmp.feedback import Channel, direct
 from jaxmp.grammar import channel_of
 from jaxmp.models.layers import next_token_nats
@@ -49,10 +50,15 @@ def prepared(
     """
     cuts, count = cuts_of(args.cuts), args.stages
     default = 0 if cuts or is_run(Path(path).expanduser()) else 2
-    model = open_language_model(path, count or default, cuts, args.tokenizer)
-    if len(model.stages) == 1:
-        raise ValueError(f'{path} in one stage has no boundary; give --stages=2 or more')
-    blocks = blocks_of(model, args.text, args.block, args.tokens, args.batch)
+    of_text = []
+
+    def before(model: LanguageModel) -> None:
+        if len(model.stages) == 1:
+            raise ValueError(f'{path} in one stage has no boundary; give --stages=2 or more')
+        of_text.append(blocks_of(model, args.text, args.block, args.tokens, args.batch))
+
+    model = open_language_model(path, count or default, cuts, args.tokenizer, before=before)
+    [blocks] = of_text
     trained = [str(b.fwd) for b in model.boundaries or ()]
     numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
     texts = dict.fromkeys(['raw', *trained, *args.codec])
@@ -101,10 +107,7 @@ def blocks_of(
       OSError: if it cannot be read.
     """
     check_length(length, model.positions, '--block', model.name)
-    try:
-        text = file.read_text(encoding='utf-8')
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{file} is not a text in UTF-8 ({error}); convert it') from None
+    text = decoded(file.read_bytes(), file)
     begin = np.asarray(model.tokenizer.begin, np.int32)
     [ids] = model.tokenizer.encode([text])
     room = max(1, length - len(begin))

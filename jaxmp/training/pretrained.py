@@ -19,7 +19,7 @@ from jaxmp.config import Config
 from jaxmp.exchange.collectives import Tree
 from jaxmp.metrics import PERPLEXITY
 from jaxmp.models import decoder, families, pretrained
-from jaxmp.models.adapters import base_of, open_with_adapters, write_adapters
+from jaxmp.models.adapters import base_of, digest, open_with_adapters, write_adapters
 from jaxmp.models.checkpoint import Checkpoint
 from jaxmp.training import trained
 from jaxmp.training.datasets import text_of
@@ -65,10 +65,13 @@ def task_of_checkpoint(config: Config) -> Task:
         checkpoint.place, sizes.vocabulary, dataset.classes, 'config.data.tokenizer'
     )
 
+    base = base_of(c.path)
+    digest_of_base = functools.cache(functools.partial(digest, base))
+
     def export(folder: str, variables: Variables) -> None:
         root = Path(folder)
         if choice.lora and not c.merge:
-            write_adapters(root, base_of(c.path), stages, variables)
+            write_adapters(root, base, stages, variables, digest_of_base())
         else:
             pretrained.write(root, checkpoint.described, stages, variables)
         if dataset.tokenizer:
@@ -80,7 +83,13 @@ def task_of_checkpoint(config: Config) -> Task:
 
     # The stages of one process have one table, unless a step donates it and returns two.
     table = None if choice.select(0, decoder.TABLE.path) else {}
-    read = functools.partial(_read, checkpoint, stages, dtype, table)
+    read_stage = functools.partial(_read, checkpoint, stages, dtype, table)
+
+    def read(stage: int, key: Array) -> Collections:
+        if choice.lora:
+            digest_of_base()  # of the files as they are read, which may be replaced later
+        return read_stage(stage, key)
+
     tied = decoder.TABLE if sizes.tied and len(stages) > 1 else None
     return Task(
         dataset, stages, lambda x, key: jnp.asarray(x, jnp.int32), score, PERPLEXITY,

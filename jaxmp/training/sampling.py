@@ -24,6 +24,7 @@ from jaxmp.models import decoder
 from jaxmp.training.language_model import LanguageModel
 from jaxmp.wire import Ctx
 
+COLD = 1e-5  # a temperature at which logits that differ in float32 are far apart, or overflow
 State = Any
 Tokens = Int[Array, 'B n']
 Event = tuple[int, int | None]  # number of a prompt, and its next token, or None at its end
@@ -166,7 +167,7 @@ def choose(
     top_p: float = 1.0,
     first: int | Int[Array, ''] = 0,
 ) -> Int[Array, ' B']:
-    """A token of each row, drawn from ``softmax(logits / temperature)``; at 0 the likeliest.
+    """A token of each row, drawn from ``softmax(logits / temperature)``; near 0 the likeliest.
 
     Args:
       logits: of the tokens.
@@ -175,7 +176,7 @@ def choose(
       top_p: probability of the likeliest tokens among which is drawn.
       first: number of the first row.
     """
-    if not temperature:
+    if temperature < COLD:
         return jnp.argmax(logits, -1)
     scaled = logits.astype(jnp.float32) / temperature
     scaled = nucleus(scaled, top_p) if top_p < 1 else scaled

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmp.config import KEYS, Summary, complete, flat, nested
 from jaxmp.net.group import ProcessGroup
-from jaxmp.training.checkpoint import Checkpoints, Place
+from jaxmp.training.agreement import inputs
+from jaxmp.training.checkpoint import Checkpoints, Place, check_inputs, inputs_of
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.step import TrainState
 from jaxmp.training.trainer import Trainer
@@ -34,12 +35,11 @@ class Run(NamedTuple):
     place: Place
 
 
-def load(workdir: Path) -> Run:
-    """The run of a workdir.
+def config_of(workdir: Path) -> dict[str, Any]:
+    """The keys of a run's configuration, by their names with dots.
 
     Raises:
-      ValueError: if ``workdir`` holds no configuration or no checkpoint, or a run with replicas.
-      WorkdirError: if its checkpoints are damaged.
+      ValueError: if ``workdir`` holds none, or a run with replicas.
     """
     try:
         values = flat(json.loads((workdir / 'config.json').read_text()))
@@ -55,10 +55,22 @@ def load(workdir: Path) -> Run:
             f'{workdir} is a run with config.parallel.replicas={count}, whose checkpoint holds a '
             'state per replica; give runs with one replica'
         )
+    return values
+
+
+def load(workdir: Path) -> Run:
+    """The run of a workdir.
+
+    Raises:
+      ValueError: as `config_of`, or if there is no checkpoint.
+      WorkdirError: if its checkpoints are damaged, or of other data or weights.
+    """
+    values = config_of(workdir)
     # Any run is tested in one program, of which a checkpoint of another runtime is one too.
     values |= {name: key.default for name, key in KEYS.items() if key.runtime}
     values |= {'parallel.runtime': 'local', 'tied_exchange': 'mean'}
     exp = experiment_of(complete(nested(values)))
+    check_inputs(*inputs_of(workdir), inputs(exp))
     trainer = Trainer(exp, ProcessGroup())
     state = trainer.create()
     saved = Checkpoints(workdir).restore(trainer.export(state))
