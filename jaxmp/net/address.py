@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -115,3 +116,25 @@ def reach(address: tuple[str, int], patience: float, wrong: str, advice: str) ->
                 where = f'{address[0]}:{address[1]}'
                 raise ProcessGroupError(f'{wrong} at {where} ({error}); {advice}') from error
             time.sleep(0.2)
+
+
+class Lookup:
+    """Where a host and port are reached, which a thread looks up again: that may take long.
+
+    Attributes:
+      host: the address that was found last.
+    """
+
+    def __init__(self, place: tuple[str, int], host: str) -> None:
+        """Has just found ``host``."""
+        self.host, self._place, self._thread = host, place, threading.Thread()
+
+    def again(self) -> None:
+        """Begins to look, unless it is at it."""
+        if not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(ProcessGroupError), reach(self._place, 0.0, '', '') as trial:
+            self.host = trial.getpeername()[0]

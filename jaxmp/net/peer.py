@@ -8,7 +8,6 @@ listens at a port of its own, and messages take the shorter way as soon as that 
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
 import threading
 import time
@@ -18,24 +17,16 @@ from typing import Any, TypeVar
 
 import zmq
 
-from jaxmp.net.address import ProcessGroupError, reach
-from jaxmp.net.blame import LOST, clock, nobody, stepped
+from jaxmp.net.address import Lookup, ProcessGroupError, reach
+from jaxmp.net.blame import LOST, Work, clock, nobody, stepped
 from jaxmp.net.delivery import Delivery
 from jaxmp.net.keys import Keys
-from jaxmp.net.sockets import (
-    SWITCH,
-    Buffer,
-    Head,
-    Sockets,
-    address_of,
-    joined,
-    pieces,
-    put,
-    url,
-)
+from jaxmp.net.messages import BETWEEN, OF_SWITCH, Head, UnreadableError, number_of, once, read
+from jaxmp.net.sockets import SWITCH, Buffer, Line, Sockets, address_of, joined, pieces, put, url
 from jaxmp.net.switch import DATA
 from jaxmp.net.views import BEAT, GRACE, LEAVING, Terms, View, ViewChangedError
 
+LONGEST = 10_000  # letters of a cause
 ANSWER = 15.0  # seconds in which a switch that listens answers the first time
 CUT = 4  # a way is given up after this part of the time after which a process is
 T = TypeVar('T')
@@ -73,16 +64,18 @@ class Peer:
         """
         advice = 'check that the switch runs, and that its port is open'
         with reach(switch, terms.start, 'nobody answers', advice) as trial:
-            self.host, host = trial.getsockname()[0], trial.getpeername()[0]
+            self.host = trial.getsockname()[0]
+            self._lookup = Lookup(switch, trial.getpeername()[0])
         self.process, self.terms, self._end, self._inside_of = process, terms, end, inside
         self._switch = inside or f'the switch at {url(*switch)}'
         self._name, self._sockets = f'{process}.{secrets.token_hex(8)}', Sockets(keys)
         self._control = self._sockets.calling(self._name, terms.silent)
         # Messages have connections of their own: a sign of life must not wait behind a long one.
         self._caller = self._sockets.calling(self._name + DATA, terms.silent)
-        for socket in (self._control, self._caller):
-            socket.connect(url(host, switch[1]))
-        self._caller.heartbeat_timeout = round(1e3 * terms.silent / CUT)  # of all but the switch
+        find, sockets = lambda: url(self._lookup.host, switch[1]), (self._control, self._caller)
+        self._lines = [Line(socket, SWITCH, find, terms.silent) for socket in sockets]
+        self._links = dict[tuple[str, str], Line]()  # by name and address of a process
+        self._drop, self._notice = once(), once()
         self._door = self._sockets.listening(self._name, self.host, patience=terms.silent / CUT)
         address = address_of(self._door) if direct else ''
         self._about: Head = {'about': {**about, **terms._asdict()}, 'address': address}
@@ -194,17 +187,19 @@ class Peer:
             self._do(self._say)
         return before
 
-    def fail(self, why: str, follows: bool = False) -> None:
+    def fail(self, why: str, follows: bool = False, alone: bool = False) -> None:
         """Ends the run for all, with the cause; returns when they are told.
 
         Args:
           why: the cause.
           follows: whether that may follow from another process's end, which is then the cause.
+          alone: whether the others may wait for another process in the place of this one.
         """
         with self._changed:
             first = lambda: self._error or (self._inside and not follows)
             self._changed.wait_for(first, GRACE + 2 * BEAT)
-        self._do(lambda: put(self._control, SWITCH, {'kind': 'fail', 'why': why}))
+        words = {'kind': 'fail', 'why': why[:LONGEST], 'alone': alone}
+        self._do(lambda: put(self._control, SWITCH, words))
         with self._changed:
             self._changed.wait_for(lambda: self._error, LEAVING)
 
@@ -255,10 +250,13 @@ class Peer:
                 if now - self._looked >= pause:
                     self._look(now)
                 for socket, name, frames in self._sockets.arrived(min(pause, BEAT / 4)):
-                    if socket is self._control:
-                        self._obey(json.loads(frames[0].bytes))
-                    else:
-                        self._take(socket, name, frames)
+                    try:
+                        if socket is self._control:
+                            self._obey(read(frames, OF_SWITCH))
+                        elif len(frames[0]):  # an empty one asks whether there is a connection
+                            self._take(socket, name, frames)
+                    except UnreadableError as error:
+                        self._drop(str(error))
                 while self._tasks:
                     self._tasks[0]()  # it is under way until it is done: `close` waits for it
                     self._tasks.popleft()
@@ -284,7 +282,9 @@ class Peer:
             self._heard = self._worked = now
         self._looked, quiet = now, now - self._heard
         # A switch that is lost with its process was there a moment ago, and may return with it.
-        self._cut = not self._say() and (self._cut or quiet < GRACE)
+        if not (said := self._say()) and self._answered and quiet > BEAT:
+            self._lookup.again()
+        self._cut = not said and (self._cut or quiet < GRACE)
         back = self.terms.back if self._inside_of else 0.0
         if self._cut and self._inside_of and self._answered:
             limit, what = (back or GRACE) + BEAT, f'{LOST}, at {clock(quiet)}{nobody(back)}'
@@ -298,12 +298,14 @@ class Peer:
             self._stop(f'{self._switch} {what}')
         for delivery in self._deliveries.values():
             delivery.look()
+        for line in (*self._lines, *self._links.values()):
+            line.look(now)
 
     def _say(self) -> bool:
         """Tells the switch all that it may have to know; False if there is no connection."""
         now = time.monotonic()
         first = [(*wait, now - since) for *wait, since in sorted(self._waits.copy())[:1]]
-        work = now - self._worked, self._phase, self._limit, *(first[0] if first else ())
+        work = Work(now - self._worked, self._phase, self._limit, *(first[0] if first else ()))
         words = {'view': self._seen, 'ready': self._ready, 'value': self._value, 'work': work}
         members, left = [*self._places.items()] if self._inside else [], sorted(self._left)
         words |= {'kind': 'here', 'members': members, 'left': left, **self._about}
@@ -313,14 +315,14 @@ class Peer:
         """Takes a message of another process, a question what has arrived, or the answer to one."""
         way = socket, name
         if name == SWITCH:  # which says from whom
-            name, frames = frames[0].bytes.decode(), frames[1:]
+            name, frames = frames[0].bytes.decode(errors='replace'), frames[1:]
             way = *way, name
-        name, words = name.removesuffix(DATA), json.loads(frames[0].bytes)
-        delivery = self._delivery(name)
+        name, words = name.removesuffix(DATA), read(frames, BETWEEN)
+        source, delivery = number_of(name), self._delivery(name)
         if words['kind'] == 'has':
             delivery.confirm(way, words)
         elif delivery.answer(way, words):
-            address = words['view'], int(name.partition('.')[0]), words['step'], words['tag']
+            address = words['view'], source, words['step'], words['tag']
             rest = iter(frames[1:])
             with self._changed:
                 self._mail[address] = [[*itertools.islice(rest, n)] for n in words['pieces']]
@@ -333,7 +335,10 @@ class Peer:
             return self._stop(state['why'])
         if state['kind'] == 'bye':
             return self._closed.set()
-        number, members = state['view'], dict(state.get('members', ()))
+        if state['kind'] == 'wait':
+            self._answered = True
+            return self._notice(state['why'])
+        number, members = state['view'], dict(state['members'])
         called = members.get(self.process, [''])[0] == self._name
         with self._changed:
             self._answered, self._left = True, set(state['left'])
@@ -355,20 +360,17 @@ class Peer:
         self._inside, self._ready, self._hurry = True, False, time.monotonic() + BEAT
         self.progress()
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] >= number}
-        before, after = self._links(self._places), self._links(members)
-        for address in before - after:
-            self._caller.disconnect(address)
-        for address in after - before:
-            self._caller.connect(address)
+        ends = {tuple(p[:2]) for i, p in members.items() if p[1] and i != self.process}
+        for end in self._links.keys() - ends:
+            self._links.pop(end).cut()
+        for name, address in ends - self._links.keys():
+            find, patience = lambda address=address: address, self.terms.silent / CUT
+            self._links[name, address] = Line(self._caller, name, find, patience)
         self._places = members
         names = {name for name, _, _ in members.values()}
         self._deliveries = {n: d for n, d in self._deliveries.items() if n in names}
         for delivery in self._deliveries.values():
             delivery.begin(number)
-
-    def _links(self, places: Mapping[int, Place]) -> set[str]:
-        """The addresses of other processes that have one."""
-        return {address for i, (_, address, _) in places.items() if address and i != self.process}
 
     def _delivery(self, name: str) -> Delivery:
         """The messages to and from a process: directly, as it has come, or by the switch."""

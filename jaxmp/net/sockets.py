@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,23 @@ from zmq.utils import z85
 
 from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.keys import Keys
+from jaxmp.net.views import GRACE
 
-HANDSHAKE = 5000  # ms after which a connection without the key is closed
+HANDSHAKE = 2000  # ms after which a connection without the key is closed
 PIECE = 1 << 17  # bytes of a frame
+LARGEST = 1 << 18  # of every frame: libzmq has room for one before it asks for the key
+SEALED = 1 << 10  # and at most so many more on their way, encrypted
 LINGER = 1000  # ms for which what was sent last may still leave
 SWITCH = 'switch'  # the name of the switch
 # Begins what libzmq calls a connection whose name a later one has taken over. What it left is
 # dropped, as with a connection that is lost: it goes again.
 UNNAMED = b'\0'
 COMMON = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
+COMMON |= {'maxmsgsize': LARGEST + SEALED}
 KEEP = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
 CONNECT = {'handshake_ivl': HANDSHAKE, 'connect_timeout': HANDSHAKE, 'reconnect_ivl': 200}
 BY_NAME = {'router_mandatory': 1, 'router_handover': 1, 'backlog': 1024}
 
-Head = dict[str, Any]
 Buffer = bytes | memoryview
 
 
@@ -56,6 +60,7 @@ class Sockets:
 
     def __init__(self, keys: Keys) -> None:
         """Opens the door, which `arrived` serves, and hangs up the bell."""
+        open_many_files()
         self.keys, self.context, self.poller = keys, zmq.Context(), zmq.Poller()
         self.door, self.bell, self.rope = map(self._new, (zmq.REP, zmq.PULL, zmq.PUSH))
         self.door.bind('inproc://zeromq.zap.01')
@@ -136,11 +141,61 @@ class Sockets:
                 with contextlib.suppress(zmq.Again):  # an earlier message may have led to its end
                     name, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
                     if name.bytes[:1] != UNNAMED:
-                        yield socket, name.bytes.decode(), frames
+                        yield socket, name.bytes.decode(errors='replace'), frames
 
     def close(self) -> None:
         """Closes all sockets, after what was sent has left or `LINGER` is over."""
         self.context.destroy(LINGER)
+
+
+class Line:
+    """A connection to a socket of some name, which is made anew where nothing can be sent.
+
+    libzmq gives one up for ever on which bytes came that are not of its protocol: those of a
+    stranger who had the port meanwhile, or of which a bit was changed under way.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket, name: str, find: Callable[[], str], patience: float
+    ) -> None:
+        """Connects.
+
+        Args:
+          socket: that connects.
+          name: of the socket that listens.
+          find: gives its address now.
+          patience: seconds without a sign of life after which libzmq connects anew.
+        """
+        self.socket, self.name, self._find = socket, name, find
+        self._patience, self._seen = round(1e3 * patience), time.monotonic()
+        self._connect()
+
+    def _connect(self) -> None:
+        self.address, self.socket.heartbeat_timeout = self._find(), self._patience
+        with contextlib.suppress(zmq.ZMQError):  # who named it may not know what an address is
+            self.socket.connect(self.address)
+
+    def cut(self) -> None:
+        """Ends the connection."""
+        with contextlib.suppress(zmq.ZMQError):  # libzmq may have ended it
+            self.socket.disconnect(self.address)
+
+    def look(self, now: float) -> None:
+        """Every 3 s: an empty message, or if nobody is there who gets it, a new connection."""
+        if now - self._seen > GRACE:
+            self._seen = now
+            if not put(self.socket, self.name, b''):
+                self.cut()
+                self._connect()
+
+
+def open_many_files() -> None:
+    """Raises the limit of open files to the system's: each stranger has one for `HANDSHAKE`."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # as where a system knows no limit
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def pieces(buffer: Buffer) -> list[memoryview]:
@@ -173,9 +228,17 @@ def put(socket: zmq.Socket, *frames: Any) -> bool:
       socket: where it leaves.
       *frames: the name of who gets it, a head as JSON, and buffers. Those of 64 KiB and more are
         not copied: they must not change until they have arrived.
+
+    Raises:
+      ValueError: if one is longer than `LARGEST`.
     """
     text = lambda frame: json.dumps(frame) if isinstance(frame, dict) else frame
     parts = [text(f).encode() if isinstance(f, dict | str) else f for f in frames]
+    if (most := max(map(len, parts))) > LARGEST:
+        raise ValueError(
+            f'a part of a message has {most} bytes, and others take {LARGEST} at most; send less '
+            'beside the buffers, such as shorter texts or fewer buffers at once'
+        )
     try:
         socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
     except zmq.ZMQError as error:
