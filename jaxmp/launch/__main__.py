@@ -264,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         '--restarts', type=int, default=3, help='of a killed process, with --elastic or --back'
     )
+    parser.add_argument('--start-timeout', help='seconds in which all processes have to come')
     parser.add_argument('command', nargs='+', help='-- python train.py ...')
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -273,7 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.port is not None and not 0 < args.port < 65535:
         parser.error(f'--port {args.port}: give a port from 1 to 65534')
     asked = _signals()
-    group = group_of(args.command, args.processes, args.port or free_port())
+    started = [f'--start-timeout={args.start_timeout}'] if args.start_timeout else []
+    group = group_of([*args.command, *started], args.processes, args.port or free_port())
     if args.elastic:
         try:
             Switch(keys_of(group.token), '127.0.0.1', group.port, _say)

@@ -6,11 +6,12 @@ import contextlib
 import ipaddress
 import os
 import socket
-import threading
+import sys
 import time
 from pathlib import Path
 
 TOKEN = 'JAXMP_TOKEN'  # the environment variable that holds the secret
+SHORT = 16  # letters; a random text of fewer can be found by trying
 ANSWER = 5.0  # seconds in which a machine accepts a connection
 
 
@@ -66,6 +67,13 @@ def token_of(file: str | None, host: str) -> str:
             f'any machine that reaches {host} could join this run: give all processes the same '
             f'secret text, by the environment variable {TOKEN} or by --token_file'
         )
+    line = lambda text: print(f'jaxmp: {text}', file=sys.stderr, flush=True)
+    if 0 < len(token) < SHORT:
+        line(
+            f'the secret has {len(token)} letters, and can be guessed; openssl rand -hex 16 has 32'
+        )
+    if file and os.name == 'posix' and (mode := os.stat(file).st_mode & 0o777) & 0o077:
+        line(f'other users may read the secret in {file}, of mode {mode:o}; chmod 600 {file}')
     return token
 
 
@@ -116,25 +124,3 @@ def reach(address: tuple[str, int], patience: float, wrong: str, advice: str) ->
                 where = f'{address[0]}:{address[1]}'
                 raise ProcessGroupError(f'{wrong} at {where} ({error}); {advice}') from error
             time.sleep(0.2)
-
-
-class Lookup:
-    """Where a host and port are reached, which a thread looks up again: that may take long.
-
-    Attributes:
-      host: the address that was found last.
-    """
-
-    def __init__(self, place: tuple[str, int], host: str) -> None:
-        """Has just found ``host``."""
-        self.host, self._place, self._thread = host, place, threading.Thread()
-
-    def again(self) -> None:
-        """Begins to look, unless it is at it."""
-        if not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(ProcessGroupError), reach(self._place, 0.0, '', '') as trial:
-            self.host = trial.getpeername()[0]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxmp.net.address import ProcessGroupError, host_and_port, reach, token_of
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.keys import Keys, keys_of
-from jaxmp.net.messages import TO_SPARE, UnreadableError, once, read
+from jaxmp.net.messages import TO_SPARE, read
 from jaxmp.net.peer import ANSWER, Peer
 from jaxmp.net.sockets import SWITCH, Line, Sockets, put, url
 from jaxmp.net.switch import Switch
@@ -138,18 +138,16 @@ def take_part(address: Address) -> Address | None:
     reach(switch, address.start, 'nobody answers', advice).close()
     sockets = Sockets(keys)
     socket = sockets.calling(f'-1.{secrets.token_hex(8)}', address.silent)
-    line, drop = Line(socket, SWITCH, lambda: url(*switch), address.silent), once()
+    line, numbers = Line(socket, SWITCH, url(*switch), address.silent), list[int | None]()
+    take = lambda _, name, frames: numbers.append(read(frames, TO_SPARE)['process'])
     # The first answer shows that the secret is the same; then the switch may be lost for a while.
     heard, patience, number = time.monotonic(), ANSWER, None
     while number is None and time.monotonic() - heard < patience:
         line.look(time.monotonic())
         put(socket, SWITCH, {'kind': 'spare'})
-        for _, _, frames in sockets.arrived(BEAT):
-            heard, patience = time.monotonic(), address.silent + address.back
-            try:
-                number = read(frames, TO_SPARE)['process']
-            except UnreadableError as error:
-                drop(str(error))
+        sockets.serve(BEAT, take)
+        while numbers:
+            heard, patience, number = time.monotonic(), address.silent + address.back, numbers.pop()
         time.sleep(BEAT / 4)
     sockets.close()
     if patience == ANSWER:

@@ -54,7 +54,7 @@ class ProcessGroup:
           ProcessGroupError: if the run has ended, as where a process that is lost does not return.
         """
         assert self.peer
-        self.view, self._decisions = self.peer.ready(), 0
+        self.view, self._decisions = self.peer.ready('again'), 0
         self.begin(0)
 
     def address(self, tag: str, place: tuple[int, int] | None = None) -> Address:
@@ -172,10 +172,10 @@ class ProcessGroup:
             if self.peer and before:
                 self.peer.announce(*before)
 
-    def fail(self, cause: str, follows: bool = False) -> None:
+    def fail(self, cause: str, follows: bool = False, alone: bool = False) -> None:
         """Ends all members with ``cause``; see `Peer.fail`. It does nothing in a single process."""
         if self.peer:
-            self.peer.fail(cause, follows)
+            self.peer.fail(cause, follows, alone)
 
     def close(self) -> None:
         """Waits for all members that are still there, and leaves."""

@@ -7,8 +7,10 @@ listens at a port of its own, and messages take the shorter way as soon as that 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -17,16 +19,15 @@ from typing import Any, TypeVar
 
 import zmq
 
-from jaxmp.net.address import Lookup, ProcessGroupError, reach
+from jaxmp.net.address import ProcessGroupError, reach
 from jaxmp.net.blame import LOST, Work, clock, nobody, stepped
 from jaxmp.net.delivery import Delivery
 from jaxmp.net.keys import Keys
-from jaxmp.net.messages import BETWEEN, OF_SWITCH, Head, UnreadableError, number_of, once, read
+from jaxmp.net.messages import BETWEEN, OF_SWITCH, Head, read
 from jaxmp.net.sockets import SWITCH, Buffer, Line, Sockets, address_of, joined, pieces, put, url
 from jaxmp.net.switch import DATA
 from jaxmp.net.views import BEAT, GRACE, LEAVING, Terms, View, ViewChangedError
 
-LONGEST = 10_000  # letters of a cause
 ANSWER = 15.0  # seconds in which a switch that listens answers the first time
 CUT = 4  # a way is given up after this part of the time after which a process is
 T = TypeVar('T')
@@ -64,18 +65,16 @@ class Peer:
         """
         advice = 'check that the switch runs, and that its port is open'
         with reach(switch, terms.start, 'nobody answers', advice) as trial:
-            self.host = trial.getsockname()[0]
-            self._lookup = Lookup(switch, trial.getpeername()[0])
+            self.host, host = trial.getsockname()[0], trial.getpeername()[0]
         self.process, self.terms, self._end, self._inside_of = process, terms, end, inside
         self._switch = inside or f'the switch at {url(*switch)}'
         self._name, self._sockets = f'{process}.{secrets.token_hex(8)}', Sockets(keys)
         self._control = self._sockets.calling(self._name, terms.silent)
         # Messages have connections of their own: a sign of life must not wait behind a long one.
         self._caller = self._sockets.calling(self._name + DATA, terms.silent)
-        find, sockets = lambda: url(self._lookup.host, switch[1]), (self._control, self._caller)
-        self._lines = [Line(socket, SWITCH, find, terms.silent) for socket in sockets]
+        open_ = lambda socket: Line(socket, SWITCH, url(host, switch[1]), terms.silent)
+        self._lines, self._place = [open_(self._control), open_(self._caller)], switch
         self._links = dict[tuple[str, str], Line]()  # by name and address of a process
-        self._drop, self._notice = once(), once()
         self._door = self._sockets.listening(self._name, self.host, patience=terms.silent / CUT)
         address = address_of(self._door) if direct else ''
         self._about: Head = {'about': {**about, **terms._asdict()}, 'address': address}
@@ -198,7 +197,7 @@ class Peer:
         with self._changed:
             first = lambda: self._error or (self._inside and not follows)
             self._changed.wait_for(first, GRACE + 2 * BEAT)
-        words = {'kind': 'fail', 'why': why[:LONGEST], 'alone': alone}
+        words = {'kind': 'fail', 'why': why[:10_000], 'alone': alone}
         self._do(lambda: put(self._control, SWITCH, words))
         with self._changed:
             self._changed.wait_for(lambda: self._error, LEAVING)
@@ -249,14 +248,7 @@ class Peer:
                 pause = BEAT if self._answered and now > self._hurry else BEAT / 20
                 if now - self._looked >= pause:
                     self._look(now)
-                for socket, name, frames in self._sockets.arrived(min(pause, BEAT / 4)):
-                    try:
-                        if socket is self._control:
-                            self._obey(read(frames, OF_SWITCH))
-                        elif len(frames[0]):  # an empty one asks whether there is a connection
-                            self._take(socket, name, frames)
-                    except UnreadableError as error:
-                        self._drop(str(error))
+                self._sockets.serve(min(pause, BEAT / 4), self._take)
                 while self._tasks:
                     self._tasks[0]()  # it is under way until it is done: `close` waits for it
                     self._tasks.popleft()
@@ -282,9 +274,9 @@ class Peer:
             self._heard = self._worked = now
         self._looked, quiet = now, now - self._heard
         # A switch that is lost with its process was there a moment ago, and may return with it.
-        if not (said := self._say()) and self._answered and quiet > BEAT:
-            self._lookup.again()
-        self._cut = not said and (self._cut or quiet < GRACE)
+        if (lost := not self._say()) and self._answered and quiet > BEAT:
+            threading.Thread(target=self._seek, daemon=True).start()  # it may take long
+        self._cut = lost and (self._cut or quiet < GRACE)
         back = self.terms.back if self._inside_of else 0.0
         if self._cut and self._inside_of and self._answered:
             limit, what = (back or GRACE) + BEAT, f'{LOST}, at {clock(quiet)}{nobody(back)}'
@@ -301,6 +293,12 @@ class Peer:
         for line in (*self._lines, *self._links.values()):
             line.look(now)
 
+    def _seek(self) -> None:
+        """Looks where the switch is reached now: its name may lead elsewhere than before."""
+        with contextlib.suppress(ProcessGroupError), reach(self._place, 0.0, '', '') as trial:
+            for line in self._lines:
+                line.address = url(trial.getpeername()[0], self._place[1])
+
     def _say(self) -> bool:
         """Tells the switch all that it may have to know; False if there is no connection."""
         now = time.monotonic()
@@ -313,20 +311,23 @@ class Peer:
 
     def _take(self, socket: zmq.Socket, name: str, frames: list[zmq.Frame]) -> None:
         """Takes a message of another process, a question what has arrived, or the answer to one."""
+        if socket is self._control:
+            return self._obey(read(frames, OF_SWITCH))
         way = socket, name
         if name == SWITCH:  # which says from whom
-            name, frames = frames[0].bytes.decode(errors='replace'), frames[1:]
+            name, frames = frames[0].bytes.decode(), frames[1:]
             way = *way, name
         name, words = name.removesuffix(DATA), read(frames, BETWEEN)
-        source, delivery = number_of(name), self._delivery(name)
+        source, delivery = int(name.partition('.')[0]), self._delivery(name)
         if words['kind'] == 'has':
-            delivery.confirm(way, words)
-        elif delivery.answer(way, words):
+            return delivery.confirm(way, words)
+        if delivery.answer(way, words):
             address = words['view'], source, words['step'], words['tag']
             rest = iter(frames[1:])
             with self._changed:
                 self._mail[address] = [[*itertools.islice(rest, n)] for n in words['pieces']]
                 self._changed.notify_all()
+        return None
 
     def _obey(self, state: Head) -> None:
         """Acts on what the switch says: ends, or enters or leaves a view."""
@@ -336,8 +337,10 @@ class Peer:
         if state['kind'] == 'bye':
             return self._closed.set()
         if state['kind'] == 'wait':
+            if not self._answered:
+                print(f'jaxmp: {state["why"]}', file=sys.stderr, flush=True)
             self._answered = True
-            return self._notice(state['why'])
+            return None
         number, members = state['view'], dict(state['members'])
         called = members.get(self.process, [''])[0] == self._name
         with self._changed:
@@ -363,9 +366,8 @@ class Peer:
         ends = {tuple(p[:2]) for i, p in members.items() if p[1] and i != self.process}
         for end in self._links.keys() - ends:
             self._links.pop(end).cut()
-        for name, address in ends - self._links.keys():
-            find, patience = lambda address=address: address, self.terms.silent / CUT
-            self._links[name, address] = Line(self._caller, name, find, patience)
+        for end in ends - self._links.keys():
+            self._links[end] = Line(self._caller, *end, self.terms.silent / CUT)
         self._places = members
         names = {name for name, _, _ in members.values()}
         self._deliveries = {n: d for n, d in self._deliveries.items() if n in names}

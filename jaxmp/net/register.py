@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmp.net.blame import LOST, Work, blamed, clock, listed, nobody
-from jaxmp.net.messages import UnreadableError, number_of
 from jaxmp.net.views import BEAT, GRACE, Terms
 
 RETURN = 10.0  # seconds in which the members of a view come to a new switch
@@ -77,9 +76,9 @@ class Register:
 
     def take(self, name: str, message: Message, now: float) -> None:
         """Acts on a message of the process of that name."""
-        kind, i = message['kind'], number_of(name)
+        kind, i = message['kind'], int(name.split('.')[0])
         if kind == 'here' and not 0 <= i < len(message['about']['names']):
-            raise UnreadableError(f'dropped what {name!r} has sent: the run has no such process')
+            raise ValueError('the run has no process of this number')
         seated = i in self.seats and self.seats[i].name == name
         if name in self.failed:
             self.out.append((name, {'kind': 'failed', 'why': self.failed[name]}))
@@ -116,11 +115,10 @@ class Register:
                 return self.fail(why, name)
             seat.told = {}, 0.0  # to tell it something shows whether it is reachable
             if seat.lost is None:
-                if now > first + GRACE / 2:
-                    left = self.terms.silent - (first - seat.heard)
-                    why = f'{self._called(i)} is not known to have ended, and does not answer; this'
-                    why += f' process takes its place when it is given up, in {left:.0f} s at most'
-                    self.out.append((name, {'kind': 'wait', 'why': why}))
+                if now > first + GRACE / 2:  # the other one says nothing, and may be dead
+                    when = f'is given up, in {self.terms.silent - now + seat.heard:.0f} s'
+                    why = f'this process waits until another one, {self._called(i)}, {when}'
+                    self.out.append((name, {'kind': 'wait', 'why': f'{why}, and takes its place'}))
                 return None
             self._remove(i, 'was started again', now)
             seat = self.seats[i] = Seat(name, message, now)
@@ -180,9 +178,7 @@ class Register:
             self._end(f'{self._called(i)} {why}', now)
 
     def _vacant(self, now: float) -> int | None:
-        """A process that was not back in half of the time; None if there is none, or all of them
-        are offered to spare processes that have not had the time to come.
-        """
+        """A process that was not back in half of the time, if none is about to take its part."""
         late = not self.on and self.began and now - self.since > self.terms.back / 2
         waits = {i for i, since in self.offered.items() if now - since < OFFER}
         absent = sorted(self.gone.keys() - self.seats.keys() - waits) if late else []

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,20 +23,21 @@ from jaxmp.net.views import GRACE
 
 HANDSHAKE = 2000  # ms after which a connection without the key is closed
 PIECE = 1 << 17  # bytes of a frame
-LARGEST = 1 << 18  # of every frame: libzmq has room for one before it asks for the key
-SEALED = 1 << 10  # and at most so many more on their way, encrypted
+LARGEST = 1 << 18  # of any frame: libzmq has room for one before it asks for the key
+SEAL = 33  # bytes that CURVE adds to a frame
 LINGER = 1000  # ms for which what was sent last may still leave
 SWITCH = 'switch'  # the name of the switch
 # Begins what libzmq calls a connection whose name a later one has taken over. What it left is
 # dropped, as with a connection that is lost: it goes again.
 UNNAMED = b'\0'
 COMMON = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
-COMMON |= {'maxmsgsize': LARGEST + SEALED}
+COMMON |= {'maxmsgsize': LARGEST + SEAL}
 KEEP = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
 CONNECT = {'handshake_ivl': HANDSHAKE, 'connect_timeout': HANDSHAKE, 'reconnect_ivl': 200}
 BY_NAME = {'router_mandatory': 1, 'router_handover': 1, 'backlog': 1024}
 
 Buffer = bytes | memoryview
+Take = Callable[[zmq.Socket, str, list[zmq.Frame]], object]
 
 
 def url(host: str, port: int | str) -> str:
@@ -55,17 +57,18 @@ def address_of(socket: zmq.Socket) -> str:
 class Sockets:
     """Sockets in a context of their own, since a context has one door (RFC 27, ZAP).
 
-    All are for one thread, but for `ring`, with which another one ends the wait of `arrived`.
+    All are for one thread, but for `ring`, with which another one ends the wait of `serve`.
     """
 
     def __init__(self, keys: Keys) -> None:
-        """Opens the door, which `arrived` serves, and hangs up the bell."""
+        """Opens the door, which `serve` answers, and hangs up the bell."""
         open_many_files()
         self.keys, self.context, self.poller = keys, zmq.Context(), zmq.Poller()
         self.door, self.bell, self.rope = map(self._new, (zmq.REP, zmq.PULL, zmq.PUSH))
         self.door.bind('inproc://zeromq.zap.01')
         self.bell.bind('inproc://bell')
         self.rope.connect('inproc://bell')
+        self._told = False
 
     def _new(self, kind: int, **options: int | bytes) -> zmq.Socket:
         socket = self.context.socket(kind)
@@ -116,7 +119,7 @@ class Sockets:
         return self._named(name, patience, curve_serverkey=self.keys.server.public, **curve)
 
     def ring(self) -> None:
-        """Ends the wait of `arrived`; one thread at a time may do so."""
+        """Ends the wait of `serve`; one thread at a time may do so."""
         if not self.rope.closed:
             put(self.rope, b'')
 
@@ -127,10 +130,11 @@ class Sockets:
         status = (b'200', b'OK') if friend else (b'400', b'no key of this run')
         self.door.send_multipart([version, request, *status, b'', b''])
 
-    def arrived(self, seconds: float) -> Iterator[tuple[zmq.Socket, str, list[zmq.Frame]]]:
-        """The messages that come within some seconds: socket, name of the sender, and frames.
+    def serve(self, seconds: float, take: Take) -> None:
+        """Gives ``take`` what comes within some seconds: socket, name of the sender, and frames.
 
-        Those of a connection that has lost its name to a later one are not among them.
+        Messages of a connection that has lost its name to a later one are dropped, and so are those
+        for which ``take`` raises ValueError, since it cannot read them. The first time says so.
         """
         for socket, _ in self.poller.poll(round(1e3 * seconds)):
             if socket is self.door:
@@ -140,8 +144,18 @@ class Sockets:
             else:
                 with contextlib.suppress(zmq.Again):  # an earlier message may have led to its end
                     name, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                    if name.bytes[:1] != UNNAMED:
-                        yield socket, name.bytes.decode(errors='replace'), frames
+                    self._hand(take, socket, name.bytes, frames)
+
+    def _hand(self, take: Take, socket: zmq.Socket, name: bytes, frames: list[zmq.Frame]) -> None:
+        if name[:1] == UNNAMED or not len(frames[0]):  # an empty one looks for a connection
+            return
+        try:
+            take(socket, name.decode(), frames)
+        except ValueError as error:
+            if not self._told:
+                text = f'dropped a message of {name[:40]!r}, and will drop others: {error}'
+                print(f'jaxmp: {text}', file=sys.stderr, flush=True)
+            self._told = True
 
     def close(self) -> None:
         """Closes all sockets, after what was sent has left or `LINGER` is over."""
@@ -149,49 +163,41 @@ class Sockets:
 
 
 class Line:
-    """A connection to a socket of some name, which is made anew where nothing can be sent.
+    """A connection to the socket of some name, made anew where nothing can be sent for 3 s.
 
     libzmq gives one up for ever on which bytes came that are not of its protocol: those of a
     stranger who had the port meanwhile, or of which a bit was changed under way.
+
     """
 
-    def __init__(
-        self, socket: zmq.Socket, name: str, find: Callable[[], str], patience: float
-    ) -> None:
-        """Connects.
-
-        Args:
-          socket: that connects.
-          name: of the socket that listens.
-          find: gives its address now.
-          patience: seconds without a sign of life after which libzmq connects anew.
-        """
-        self.socket, self.name, self._find = socket, name, find
-        self._patience, self._seen = round(1e3 * patience), time.monotonic()
+    def __init__(self, socket: zmq.Socket, name: str, address: str, patience: float) -> None:
+        """Connects; ``patience`` as in `Sockets.calling`. A later ``address`` is the next one's."""
+        self.address, self._socket, self._name = address, socket, name
+        self._beats, self._seen = round(1e3 * patience), time.monotonic()
         self._connect()
 
     def _connect(self) -> None:
-        self.address, self.socket.heartbeat_timeout = self._find(), self._patience
-        with contextlib.suppress(zmq.ZMQError):  # who named it may not know what an address is
-            self.socket.connect(self.address)
+        self._last, self._socket.heartbeat_timeout = self.address, self._beats
+        with contextlib.suppress(zmq.ZMQError):  # another process may have said nonsense
+            self._socket.connect(self._last)
 
     def cut(self) -> None:
         """Ends the connection."""
-        with contextlib.suppress(zmq.ZMQError):  # libzmq may have ended it
-            self.socket.disconnect(self.address)
+        with contextlib.suppress(zmq.ZMQError):  # as libzmq may have done
+            self._socket.disconnect(self._last)
 
     def look(self, now: float) -> None:
-        """Every 3 s: an empty message, or if nobody is there who gets it, a new connection."""
+        """Sends an empty message from time to time; connects anew if that is not possible."""
         if now - self._seen > GRACE:
             self._seen = now
-            if not put(self.socket, self.name, b''):
+            if not put(self._socket, self._name, b''):
                 self.cut()
                 self._connect()
 
 
 def open_many_files() -> None:
-    """Raises the limit of open files to the system's: each stranger has one for `HANDSHAKE`."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # as where a system knows no limit
+    """Raises the limit of open files as far as it goes: a stranger has one for `HANDSHAKE`."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # as on Windows and macOS
         import resource
 
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -228,17 +234,12 @@ def put(socket: zmq.Socket, *frames: Any) -> bool:
       socket: where it leaves.
       *frames: the name of who gets it, a head as JSON, and buffers. Those of 64 KiB and more are
         not copied: they must not change until they have arrived.
-
-    Raises:
-      ValueError: if one is longer than `LARGEST`.
     """
     text = lambda frame: json.dumps(frame) if isinstance(frame, dict) else frame
     parts = [text(f).encode() if isinstance(f, dict | str) else f for f in frames]
     if (most := max(map(len, parts))) > LARGEST:
-        raise ValueError(
-            f'a part of a message has {most} bytes, and others take {LARGEST} at most; send less '
-            'beside the buffers, such as shorter texts or fewer buffers at once'
-        )
+        advice = 'only buffers are cut into frames: say less beside them'
+        raise ValueError(f'a frame of {most} bytes, and others take {LARGEST} at most; {advice}')
     try:
         socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
     except zmq.ZMQError as error:

@@ -16,7 +16,7 @@ import zmq
 
 from jaxmp.net.address import own_address
 from jaxmp.net.keys import Keys
-from jaxmp.net.messages import TO_SWITCH, complain, once, read
+from jaxmp.net.messages import TO_SWITCH, read
 from jaxmp.net.register import Register
 from jaxmp.net.sockets import SWITCH, Sockets, address_of, put
 from jaxmp.net.views import LEAVING
@@ -47,7 +47,7 @@ class Switch:
     """
 
     def __init__(
-        self, keys: Keys, host: str, port: int, say: Callable[[str], object] | None = None
+        self, keys: Keys, host: str, port: int, say: Callable[[str], object] = lambda line: None
     ) -> None:
         """Serves.
 
@@ -55,15 +55,12 @@ class Switch:
           keys: of the run.
           host: the address by which all reach this machine, at which it listens; see `own_address`.
           port: the port; 0 for a free one.
-          say: called with a line for every view that begins or ends, and for what is dropped;
-            by default the standard error gets the latter alone.
+          say: called with a line for every view that begins or ends.
 
         Raises:
           ProcessGroupError: if the port is in use.
         """
-        tell = aside(say or complain)
-        self._drop, self._register = once(tell), Register(tell if say else lambda line: None)
-        self._sockets = Sockets(keys)
+        self._sockets, self._register = Sockets(keys), Register(aside(say))
         self._socket = self._sockets.listening(SWITCH, own_address(host), port or '*')
         self.port, self._running = int(address_of(self._socket).rpartition(':')[2]), True
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -71,18 +68,14 @@ class Switch:
 
     def _serve(self) -> None:
         while self._running:
-            for _, name, frames in self._sockets.arrived(TICK):
-                try:
-                    self._take(name, frames)
-                except ValueError as error:  # which no process of this version sends
-                    self._drop(str(error))
+            self._sockets.serve(TICK, lambda _, name, frames: self._take(name, frames))
             self._register.look(time.monotonic())
             while self._register.out:
                 name, message = self._register.out.popleft()
                 try:
                     if not put(self._socket, name, message):
                         self._register.unreachable(name, time.monotonic())
-                except ValueError as error:  # what all say of themselves, together, is too long
+                except ValueError as error:  # all have said too much
                     self._register.fail(str(error))
         self._sockets.close()
 
@@ -90,7 +83,7 @@ class Switch:
         """Forwards a message, or acts on one that is for the switch."""
         if name.endswith(DATA):
             put(self._socket, frames[0], name, *frames[1:])
-        elif len(frames[0]):  # an empty one asks whether there is a connection
+        else:
             self._register.take(name, read(frames, TO_SWITCH), time.monotonic())
 
     def stop(self) -> None:
