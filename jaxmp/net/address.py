@@ -12,6 +12,7 @@ from pathlib import Path
 
 TOKEN = 'JAXMP_TOKEN'  # the environment variable that holds the secret
 SHORT = 16  # letters; a random text of fewer can be found by trying
+QUIET = 60  # seconds for which Linux keeps who connects and says nothing to itself
 ANSWER = 5.0  # seconds in which a machine accepts a connection
 
 
@@ -107,6 +108,26 @@ def own_address(host: str) -> str:
             trial.bind(address)
             return str(address[0])
     return ''
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on ``address``, or on all addresses for ''.
+
+    Raises:
+      ProcessGroupError: if the port is in use.
+    """
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ':' in address else socket.AF_INET
+    try:
+        words = {'family': family, 'backlog': 4096, 'dualstack_ipv6': dual}
+        server = socket.create_server((address, port), **words)
+    except OSError as error:
+        raise ProcessGroupError(
+            f'port {port} cannot be used: {error}; give another port'
+        ) from error
+    if hasattr(socket, 'TCP_DEFER_ACCEPT'):
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, QUIET)
+    return server
 
 
 def reach(address: tuple[str, int], patience: float, wrong: str, advice: str) -> socket.socket:

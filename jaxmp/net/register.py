@@ -115,7 +115,7 @@ class Register:
                 return self.fail(why, name)
             seat.told = {}, 0.0  # to tell it something shows whether it is reachable
             if seat.lost is None:
-                if now > first + GRACE / 2:  # the other one says nothing, and may be dead
+                if now > first + GRACE:  # the other one says nothing, and may be dead
                     when = f'is given up, in {self.terms.silent - now + seat.heard:.0f} s'
                     why = f'this process waits until another one, {self._called(i)}, {when}'
                     self.out.append((name, {'kind': 'wait', 'why': f'{why}, and takes its place'}))

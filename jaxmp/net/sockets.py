@@ -17,9 +17,9 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from jaxmp.net.address import ProcessGroupError
+from jaxmp.net.address import ProcessGroupError, listen
 from jaxmp.net.keys import Keys
-from jaxmp.net.views import GRACE
+from jaxmp.net.views import BEAT
 
 HANDSHAKE = 2000  # ms after which a connection without the key is closed
 PIECE = 1 << 17  # bytes of a frame
@@ -34,7 +34,7 @@ COMMON = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
 COMMON |= {'maxmsgsize': LARGEST + SEAL}
 KEEP = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
 CONNECT = {'handshake_ivl': HANDSHAKE, 'connect_timeout': HANDSHAKE, 'reconnect_ivl': 200}
-BY_NAME = {'router_mandatory': 1, 'router_handover': 1, 'backlog': 1024}
+BY_NAME = {'router_mandatory': 1, 'router_handover': 1}
 
 Buffer = bytes | memoryview
 Take = Callable[[zmq.Socket, str, list[zmq.Frame]], object]
@@ -83,28 +83,28 @@ class Sockets:
         options = {'identity': name.encode(), **CONNECT, **BY_NAME, **beats, **curve}
         return self._new(zmq.ROUTER, **options)
 
-    def listening(
-        self, name: str, host: str, port: int | str = '*', patience: float = 0.0
-    ) -> zmq.Socket:
+    def listening(self, name: str, host: str, port: int = 0, patience: float = 0.0) -> zmq.Socket:
         """A socket to which those connect who have the key of a client.
 
         Args:
           name: see the module.
           host: '' for all addresses.
-          port: by default one that the system chooses.
+          port: 0 for one that the system chooses.
           patience: seconds without a sign of life after which a connection is closed; 0: for ever.
 
         Raises:
           ProcessGroupError: if the port is in use.
         """
-        curve = {'curve_server': 1, 'curve_secretkey': self.keys.server.private}
-        socket = self._named(name, patience, zap_domain=b'jaxmp', zap_enforce_domain=1, **curve)
         try:
-            socket.bind(url(host or '*', port))
-        except zmq.ZMQError as error:
+            server = listen(host, port)
+        except ProcessGroupError:
             self.close()
-            why = f'{error.strerror}; give another port'
-            raise ProcessGroupError(f'port {port} cannot be used: {why}') from error
+            raise
+        options = {'curve_server': 1, 'curve_secretkey': self.keys.server.private}
+        options |= {'zap_domain': b'jaxmp', 'zap_enforce_domain': 1}
+        port = server.getsockname()[1]
+        socket = self._named(name, patience, **options, use_fd=server.detach())
+        socket.bind(url(host or '*', port))
         return socket
 
     def calling(self, name: str, patience: float) -> zmq.Socket:
@@ -163,7 +163,7 @@ class Sockets:
 
 
 class Line:
-    """A connection to the socket of some name, made anew where nothing can be sent for 3 s.
+    """A connection to the socket of some name, made anew where nothing can be sent.
 
     libzmq gives one up for ever on which bytes came that are not of its protocol: those of a
     stranger who had the port meanwhile, or of which a bit was changed under way.
@@ -173,11 +173,12 @@ class Line:
     def __init__(self, socket: zmq.Socket, name: str, address: str, patience: float) -> None:
         """Connects; ``patience`` as in `Sockets.calling`. A later ``address`` is the next one's."""
         self.address, self._socket, self._name = address, socket, name
-        self._beats, self._seen = round(1e3 * patience), time.monotonic()
+        self._beats, self._asked = round(1e3 * patience), 0.0
         self._connect()
 
     def _connect(self) -> None:
-        self._last, self._socket.heartbeat_timeout = self.address, self._beats
+        self._last, self._since = self.address, time.monotonic()
+        self._socket.heartbeat_timeout = self._beats
         with contextlib.suppress(zmq.ZMQError):  # another process may have said nonsense
             self._socket.connect(self._last)
 
@@ -187,10 +188,10 @@ class Line:
             self._socket.disconnect(self._last)
 
     def look(self, now: float) -> None:
-        """Sends an empty message from time to time; connects anew if that is not possible."""
-        if now - self._seen > GRACE:
-            self._seen = now
-            if not put(self._socket, self._name, b''):
+        """Each second, an empty message; if nobody gets it, and no handshake goes on, it connects."""
+        if now - self._asked >= BEAT:
+            self._asked = now
+            if not put(self._socket, self._name, b'') and now - self._since > HANDSHAKE / 1e3:
                 self.cut()
                 self._connect()
 

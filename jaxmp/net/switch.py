@@ -61,7 +61,7 @@ class Switch:
           ProcessGroupError: if the port is in use.
         """
         self._sockets, self._register = Sockets(keys), Register(aside(say))
-        self._socket = self._sockets.listening(SWITCH, own_address(host), port or '*')
+        self._socket = self._sockets.listening(SWITCH, own_address(host), port)
         self.port, self._running = int(address_of(self._socket).rpartition(':')[2]), True
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
