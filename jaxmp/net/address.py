@@ -12,7 +12,6 @@ from pathlib import Path
 
 TOKEN = 'JAXMP_TOKEN'  # the environment variable that holds the secret
 SHORT = 16  # letters; a random text of fewer can be found by trying
-QUIET = 60  # seconds for which Linux keeps who connects and says nothing to itself
 ANSWER = 5.0  # seconds in which a machine accepts a connection
 
 
@@ -119,14 +118,15 @@ def listen(address: str, port: int) -> socket.socket:
     dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ':' in address else socket.AF_INET
     try:
-        words = {'family': family, 'backlog': 4096, 'dualstack_ipv6': dual}
-        server = socket.create_server((address, port), **words)
+        server = socket.create_server(
+            (address, port), family=family, backlog=4096, dualstack_ipv6=dual
+        )
     except OSError as error:
         raise ProcessGroupError(
             f'port {port} cannot be used: {error}; give another port'
         ) from error
-    if hasattr(socket, 'TCP_DEFER_ACCEPT'):
-        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, QUIET)
+    if hasattr(socket, 'TCP_DEFER_ACCEPT'):  # Linux keeps who says nothing to itself, for 60 s
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 60)
     return server
 
 

@@ -172,10 +172,10 @@ class ProcessGroup:
             if self.peer and before:
                 self.peer.announce(*before)
 
-    def fail(self, cause: str, follows: bool = False, alone: bool = False) -> None:
+    def fail(self, cause: str, follows: bool = False) -> None:
         """Ends all members with ``cause``; see `Peer.fail`. It does nothing in a single process."""
         if self.peer:
-            self.peer.fail(cause, follows, alone)
+            self.peer.fail(cause, follows)
 
     def close(self) -> None:
         """Waits for all members that are still there, and leaves."""

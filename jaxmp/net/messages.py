@@ -11,18 +11,15 @@ import zmq
 Head = dict[str, Any]
 NUMBER = int | float
 LARGEST = 1e10  # of a number: a clock still has the time of day so many seconds ago
-PLACES = [(int, (str, str, object))]  # numbers of members, and the name, address and value of each
 TERMS = {'names': [str], 'least': int, 'start': NUMBER, 'silent': NUMBER, 'back': NUMBER}
 WORK = NUMBER, str, NUMBER, int | None, int, str, NUMBER
-VIEW = {'view': int, 'left': [int], 'members': PLACES}
+VIEW = {'view': int, 'left': [int], 'members': [(int, (str, str, object))]}
 HERE = {**VIEW, 'about': TERMS, 'address': str, 'ready': bool, 'value': object, 'work': WORK}
-ASK = {'view': int, 'asked': int}
+ASK, WHY = {'view': int, 'asked': int}, {'why': str}
 MESSAGE = {**ASK, 'number': int, 'step': int, 'tag': str, 'pieces': [int]}
-STATE = {**VIEW, 'on': bool, 'why': str}
-WHY = {'why': str}
-# By kind, what a message has:
+# The forms of messages by kind:
 TO_SWITCH = {'here': HERE, 'fail': {**WHY, 'alone': bool}, 'spare': {}, 'bye': {}}
-OF_SWITCH = {'state': STATE, 'failed': WHY, 'wait': WHY, 'bye': {}}
+OF_SWITCH = {'state': {**VIEW, **WHY, 'on': bool}, 'failed': WHY, 'wait': WHY, 'bye': {}}
 TO_SPARE = {'part': {'process': int | None}}
 BETWEEN = {'message': MESSAGE, 'ask': ASK, 'has': {**ASK, 'number': int | None}}
 
@@ -46,15 +43,8 @@ def fits(value: Any, form: Any) -> bool:
 
 
 def read(frames: Sequence[zmq.Frame], forms: Mapping[str, Any]) -> Head:
-    """The head of a message, its first frame.
-
-    Raises:
-      ValueError: if it has none of the ``forms``.
-    """
-    try:
-        words = json.loads(frames[0].bytes) if frames else None
-    except RecursionError:
-        words = None
+    """The head of a message, its first frame; ValueError if it has none of the ``forms``."""
+    words = json.loads(frames[0].bytes) if frames else None
     kind = words.get('kind') if isinstance(words, dict) else None
     if isinstance(kind, str) and kind in forms and fits(words, forms[kind]):
         counts = words['pieces'] if kind == 'message' else []

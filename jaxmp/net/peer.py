@@ -302,8 +302,9 @@ class Peer:
     def _say(self) -> bool:
         """Tells the switch all that it may have to know; False if there is no connection."""
         now = time.monotonic()
-        first = [(*wait, now - since) for *wait, since in sorted(self._waits.copy())[:1]]
-        work = Work(now - self._worked, self._phase, self._limit, *(first[0] if first else ()))
+        work = Work(now - self._worked, self._phase, self._limit)
+        for step, source, tag, since in sorted(self._waits.copy())[:1]:
+            work = work._replace(step=step, source=source, tag=tag, seconds=now - since)
         words = {'view': self._seen, 'ready': self._ready, 'value': self._value, 'work': work}
         members, left = [*self._places.items()] if self._inside else [], sorted(self._left)
         words |= {'kind': 'here', 'members': members, 'left': left, **self._about}
@@ -363,7 +364,7 @@ class Peer:
         self._inside, self._ready, self._hurry = True, False, time.monotonic() + BEAT
         self.progress()
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] >= number}
-        ends = {tuple(p[:2]) for i, p in members.items() if p[1] and i != self.process}
+        ends = {(n, place) for i, (n, place, _) in members.items() if place and i != self.process}
         for end in self._links.keys() - ends:
             self._links.pop(end).cut()
         for end in ends - self._links.keys():

@@ -19,19 +19,18 @@ from zmq.utils import z85
 
 from jaxmp.net.address import ProcessGroupError, listen
 from jaxmp.net.keys import Keys
-from jaxmp.net.views import BEAT
+from jaxmp.net.views import BEAT, GRACE
 
 HANDSHAKE = 2000  # ms after which a connection without the key is closed
 PIECE = 1 << 17  # bytes of a frame
 LARGEST = 1 << 18  # of any frame: libzmq has room for one before it asks for the key
-SEAL = 33  # bytes that CURVE adds to a frame
 LINGER = 1000  # ms for which what was sent last may still leave
 SWITCH = 'switch'  # the name of the switch
 # Begins what libzmq calls a connection whose name a later one has taken over. What it left is
 # dropped, as with a connection that is lost: it goes again.
 UNNAMED = b'\0'
 COMMON = {'linger': LINGER, 'sndhwm': 0, 'rcvhwm': 0, 'ipv6': 1, 'immediate': 1}
-COMMON |= {'maxmsgsize': LARGEST + SEAL}
+COMMON |= {'maxmsgsize': LARGEST + 33}  # which CURVE adds
 KEEP = {'tcp_keepalive': 1, 'tcp_keepalive_idle': 30, 'tcp_keepalive_intvl': 10}
 CONNECT = {'handshake_ivl': HANDSHAKE, 'connect_timeout': HANDSHAKE, 'reconnect_ivl': 200}
 BY_NAME = {'router_mandatory': 1, 'router_handover': 1}
@@ -134,7 +133,7 @@ class Sockets:
         """Gives ``take`` what comes within some seconds: socket, name of the sender, and frames.
 
         Messages of a connection that has lost its name to a later one are dropped, and so are those
-        for which ``take`` raises ValueError, since it cannot read them. The first time says so.
+        that ``take`` cannot read, where it raises ValueError. The first time says so.
         """
         for socket, _ in self.poller.poll(round(1e3 * seconds)):
             if socket is self.door:
@@ -151,7 +150,7 @@ class Sockets:
             return
         try:
             take(socket, name.decode(), frames)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if not self._told:
                 text = f'dropped a message of {name[:40]!r}, and will drop others: {error}'
                 print(f'jaxmp: {text}', file=sys.stderr, flush=True)
@@ -167,7 +166,6 @@ class Line:
 
     libzmq gives one up for ever on which bytes came that are not of its protocol: those of a
     stranger who had the port meanwhile, or of which a bit was changed under way.
-
     """
 
     def __init__(self, socket: zmq.Socket, name: str, address: str, patience: float) -> None:
@@ -188,12 +186,15 @@ class Line:
             self._socket.disconnect(self._last)
 
     def look(self, now: float) -> None:
-        """Each second, an empty message; if nobody gets it, and no handshake goes on, it connects."""
-        if now - self._asked >= BEAT:
-            self._asked = now
-            if not put(self._socket, self._name, b'') and now - self._since > HANDSHAKE / 1e3:
-                self.cut()
-                self._connect()
+        """Sends an empty message each second; connects anew if that fails, each 3 s at most."""
+        if now - self._asked < BEAT:
+            return
+        self._asked = now
+        if put(self._socket, self._name, b''):
+            self._since = 0.0
+        elif now - self._since > GRACE:
+            self.cut()
+            self._connect()
 
 
 def open_many_files() -> None:

@@ -66,9 +66,7 @@ def compare(
       cure: what to do, by the name of the first text that differs.
 
     Raises:
-      ProcessGroupError: if a process has other texts than the first. One that has come to a run
-        that is under way ends alone.
-      ViewChangedError: if one has ended so.
+      ProcessGroupError: if a process has other texts than process 0, or than those before it.
     """
     if group.count == 1:
         return
@@ -83,8 +81,8 @@ def compare(
                 f'{row.get(first)}, process {old}: {rows[old].get(first)}); {cure(first)}'
             )
             if again and i not in again:
-                if i == group.index:
-                    group.fail(why, alone=True)
+                if i == group.index and group.peer:
+                    group.peer.fail(why, alone=True)
                 group.barrier()  # that process does not reach it, and the view ends
             raise ProcessGroupError(why)
 
