@@ -7,11 +7,14 @@ import re
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 import zmq
@@ -31,8 +34,9 @@ from jaxmp.net.sockets import HANDSHAKE, LARGEST, PIECE, SWITCH, Sockets, addres
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms, ViewChangedError
 from jaxmp.training import agreement
+from jaxmp.training.agreement import settings_of
 from jaxmp.training.together import together as together_of
-from tests.runs import slow
+from tests.runs import ENV, LAUNCH, config_of, slow
 
 KEYS = keys_of('the-secret-of-this-test')
 NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'
@@ -1079,6 +1083,28 @@ def test_who_replaces_one_that_is_not_known_to_be_dead_is_told_to_wait():
         desk.hear(identity, view=1, ready=True)
     desk.hear('1.b', ready=True)
     assert (desk.register.number, desk.register.on) == (2, True)
+
+
+def test_who_comes_with_other_flags_of_jax_ends_alone():
+    config = config_of(model='lenet', runtime='mpmd')
+    about = {**settings_of(config), **TERMS._asdict()}
+    with jax.enable_x64(True):
+        other = {**settings_of(config), **TERMS._asdict()}
+    desk = Desk()
+    for identity in ('0.a', '1.a', '2.a'):
+        desk.hear(identity, ready=True, about=about)
+    desk.hear('1.b', about=other)
+    why = "process 1 (stage 1) was started with JAX_ENABLE_X64='True' (first: 'False'); start all "
+    assert desk.told['1.b'] == {'kind': 'failed', 'why': why + 'with the same settings'}
+    assert desk.register.on
+
+
+def test_the_launcher_says_how_long_a_start_may_take():
+    words = [*LAUNCH[:-2], '1', '--start-timeout', '7', '--', sys.executable, '-c']
+    out = subprocess.check_output([*words, 'import sys; print(sys.argv[1])'], env=ENV, text=True)
+    assert out == '--start-timeout=7\n'
+    with pytest.raises(ValueError, match='--start-timeout=0 is too short; give 1 second or more'):
+        connect.endpoint(Address('10.0.0.1:80', 2, 0, start=0))
 
 
 def test_who_ends_alone_leaves_its_part_to_another():

@@ -44,7 +44,7 @@ def fits(value: Any, form: Any) -> bool:
 
 def read(frames: Sequence[zmq.Frame], forms: Mapping[str, Any]) -> Head:
     """The head of a message, its first frame; ValueError if it has none of the ``forms``."""
-    words = json.loads(frames[0].bytes) if frames else None
+    words = json.loads(frames[0].bytes) if frames else {}
     kind = words.get('kind') if isinstance(words, dict) else None
     if isinstance(kind, str) and kind in forms and fits(words, forms[kind]):
         counts = words['pieces'] if kind == 'message' else []
