@@ -585,7 +585,7 @@ def test_the_switch_comes_back_at_another_address_of_its_name(run, monkeypatch):
     a, b = run.groups(terms, direct=False, place=place)
     run.switch.stop()
     host[0] = '127.0.0.2'
-    run.switch = Switch(KEYS, *place)
+    run.switch = Switch(KEYS, *host, run.switch.port)
     assert max(ring([a, b], 2)) < terms.silent
 
 
@@ -814,6 +814,19 @@ def test_a_frame_has_256_kib_at_most():
         sockets.close()
 
 
+@pytest.mark.skipif(not hasattr(socket, 'TCP_DEFER_ACCEPT'), reason='only Linux waits for a byte')
+def test_silent_strangers_take_no_files(run):
+    a, _ = run.groups(TWO)
+    ports = run.switch.port, int(address_of(a.peer._door).rpartition(':')[2])
+    files = lambda: len(os.listdir('/proc/self/fd'))
+    with contextlib.ExitStack() as stack:
+        before = files()
+        for port in 50 * ports:
+            stack.enter_context(socket.create_connection(('127.0.0.1', port)))
+        time.sleep(0.3)
+        assert files() < before + 120
+
+
 def test_the_limit_of_open_files_is_raised():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] - 1, limits[1]))
@@ -869,34 +882,27 @@ BETWEEN += [{**ASK, 'asked': 'x'}, {**ASK, 'kind': 'has', 'number': 'x'}, {**ASK
 @pytest.mark.parametrize('place', ['switch', 'process'])
 def test_what_cannot_be_read_is_dropped_and_said_once(run, capsys, place):
     """At any port, of one that has the secret: as of another version."""
-    groups = run.groups(TWO)
-    door = groups[1].peer._door
-    port, name = (
-        (run.switch.port, SWITCH)
-        if place == 'switch'
-        else (address_of(door).rpartition(':')[2], groups[1].peer._name)
-    )
-    members = Sockets(KEYS)
-    for own in ('1.other', 'x', '', '9' * 20, '77.other', '-5.x', '1.other/d', '\xff', '1.é'):
-        if not own:
-            continue
-        call = members.calling(own, 20.0)
-        if own == '\xff':
-            call.identity = b'\xff\xfe'
-        call.connect(f'tcp://127.0.0.1:{port}')
-        end = time.monotonic() + 10
-        while not put(call, name, b'{}') and time.monotonic() < end:
+    groups, members = run.groups(TWO), Sockets(KEYS)
+    victim, bad = groups[1].peer, [*UNREADABLE, *BETWEEN]
+    at_switch = f'tcp://127.0.0.1:{run.switch.port}', SWITCH
+    address, name = at_switch if place == 'switch' else (address_of(victim._door), victim._name)
+
+    def says(own, address, name, heads):
+        call, end = members.calling('x', 20.0), time.monotonic() + 10
+        call.identity = own
+        call.connect(address)
+        while not put(call, *name, b'{}'):
+            assert time.monotonic() < end
             time.sleep(0.01)
-        for words in [*UNREADABLE, *BETWEEN, HERE] if own != '1.other' else [*UNREADABLE, *BETWEEN]:
-            put(call, name, words)
-            put(call, name, 'nobody', words)  # to be forwarded, or of nobody
-    forwards = members.calling('1.third/d', 20.0)
-    forwards.connect(f'tcp://127.0.0.1:{run.switch.port}')
-    while not put(forwards, SWITCH, groups[1].peer._name + '/d'):
-        time.sleep(0.01)
-    for words in (*UNREADABLE, *BETWEEN):
-        for end in ('', '/d'):
-            put(forwards, SWITCH, groups[1].peer._name + end, words)
+        for words in heads:
+            put(call, *name, words)
+
+    says(b'1.other', address, [name], bad)
+    for own in (b'x', b'9' * 20, b'77.other', b'-5.x', b'x/d', b'1.other/d', b'\xff\xfe'):
+        says(own, address, [name], [*bad, HERE])
+        says(own + b'.', address, [name, 'nobody'], bad)
+    for kind in ('', '/d'):  # forwarded
+        says(b'1.third/d' + kind.encode(), *at_switch[:1], [SWITCH, victim._name + kind], bad)
     assert max(ring(groups, 20)) < 2
     time.sleep(1.5)  # signs of life
     assert max(ring(groups, 2, first=20)) < 2
