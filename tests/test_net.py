@@ -840,7 +840,7 @@ def test_a_secret_that_can_be_guessed_or_read_is_said(tmp_path, monkeypatch, cap
     file.write_text('0123456789abcdef')
     for mode, text, said in (
         (0o600, '0123456789abcdef', ''),
-        (0o600, '0123456789abcde', 'the secret has 15 letters, and can be guessed; openssl rand'),
+        (0o600, '0123456789abcde', 'the secret has 15 letters, which can be guessed: openssl rand'),
         (
             0o640,
             '0123456789abcdef',

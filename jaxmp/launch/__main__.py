@@ -121,15 +121,6 @@ def waits(command: Sequence[str]) -> bool:
     return bool(back) and back[1].strip('0.') != ''
 
 
-def impatient(asked: Sequence[int]) -> bool:
-    """Whether Ctrl-C came a second time.
-
-    >>> impatient([signal.SIGTERM, signal.SIGINT]), impatient([signal.SIGINT] * 2)
-    (False, True)
-    """
-    return asked.count(signal.SIGINT) > 1
-
-
 def _say(text: str) -> None:
     print(f'jaxmp launch: {text}', file=sys.stderr, flush=True)
 
@@ -190,8 +181,9 @@ def watch(
         if now >= term:
             _signal(running, signal.SIGTERM)
             term = math.inf
-        if kill > -math.inf and (now >= kill or impatient(asked)):
-            _kill(running, 'the second Ctrl-C' if impatient(asked) else 'the time to save and end')
+        twice = asked.count(signal.SIGINT) > 1
+        if kill > -math.inf and (now >= kill or twice):
+            _kill(running, 'the second Ctrl-C' if twice else 'the time to save and end')
             kill = -math.inf
         time.sleep(0.1)
 

@@ -67,14 +67,16 @@ def token_of(file: str | None, host: str) -> str:
             f'any machine that reaches {host} could join this run: give all processes the same '
             f'secret text, by the environment variable {TOKEN} or by --token_file'
         )
-    line = lambda text: print(f'jaxmp: {text}', file=sys.stderr, flush=True)
     if 0 < len(token) < SHORT:
-        line(
-            f'the secret has {len(token)} letters, and can be guessed; openssl rand -hex 16 has 32'
-        )
+        tell(f'the secret has {len(token)} letters, which can be guessed: openssl rand -hex 16')
     if file and os.name == 'posix' and (mode := os.stat(file).st_mode & 0o777) & 0o077:
-        line(f'other users may read the secret in {file}, of mode {mode:o}; chmod 600 {file}')
+        tell(f'other users may read the secret in {file}, of mode {mode:o}; chmod 600 {file}')
     return token
+
+
+def tell(text: str) -> None:
+    """Says what is not as it should be, and ends nothing."""
+    print(f'jaxmp: {text}', file=sys.stderr, flush=True)
 
 
 def is_loopback(host: str) -> bool:

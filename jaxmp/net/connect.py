@@ -134,8 +134,7 @@ def take_part(address: Address) -> Address | None:
             'give all the same --back, such as --back=60'
         )
     switch, keys = entrance(address._replace(process=0))
-    advice = 'start the run first, and check its port'
-    reach(switch, address.start, 'nobody answers', advice).close()
+    reach(switch, address.start, 'nobody answers', 'start the run, and check its port').close()
     sockets = Sockets(keys)
     socket = sockets.calling(f'-1.{secrets.token_hex(8)}', address.silent)
     line, numbers = Line(socket, SWITCH, url(*switch), address.silent), list[int | None]()

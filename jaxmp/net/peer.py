@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from jaxmp.net.address import ProcessGroupError, reach
+from jaxmp.net.address import ProcessGroupError, reach, tell
 from jaxmp.net.blame import LOST, Work, clock, nobody, stepped
 from jaxmp.net.delivery import Delivery
 from jaxmp.net.keys import Keys
@@ -72,8 +71,8 @@ class Peer:
         self._control = self._sockets.calling(self._name, terms.silent)
         # Messages have connections of their own: a sign of life must not wait behind a long one.
         self._caller = self._sockets.calling(self._name + DATA, terms.silent)
-        open_ = lambda socket: Line(socket, SWITCH, url(host, switch[1]), terms.silent)
-        self._lines, self._place = [open_(self._control), open_(self._caller)], switch
+        where, sockets = (SWITCH, url(host, switch[1]), terms.silent), (self._control, self._caller)
+        self._lines, self._place = [Line(socket, *where) for socket in sockets], switch
         self._links = dict[tuple[str, str], Line]()  # by name and address of a process
         self._door = self._sockets.listening(self._name, self.host, patience=terms.silent / CUT)
         address = address_of(self._door) if direct else ''
@@ -339,7 +338,7 @@ class Peer:
             return self._closed.set()
         if state['kind'] == 'wait':
             if not self._answered:
-                print(f'jaxmp: {state["why"]}', file=sys.stderr, flush=True)
+                tell(state['why'])
             self._answered = True
             return None
         number, members = state['view'], dict(state['members'])

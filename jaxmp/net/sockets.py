@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from jaxmp.net.address import ProcessGroupError, listen
+from jaxmp.net.address import ProcessGroupError, listen, tell
 from jaxmp.net.keys import Keys
 from jaxmp.net.views import BEAT, GRACE
 
@@ -152,8 +151,7 @@ class Sockets:
             take(socket, name.decode(), frames)
         except (ValueError, RecursionError) as error:
             if not self._told:
-                text = f'dropped a message of {name[:40]!r}, and will drop others: {error}'
-                print(f'jaxmp: {text}', file=sys.stderr, flush=True)
+                tell(f'dropped a message of {name[:40]!r}, and will drop others: {error}')
             self._told = True
 
     def close(self) -> None:

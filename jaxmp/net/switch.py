@@ -75,7 +75,7 @@ class Switch:
                 try:
                     if not put(self._socket, name, message):
                         self._register.unreachable(name, time.monotonic())
-                except ValueError as error:  # all have said too much
+                except ValueError as error:  # what all have said is too long together
                     self._register.fail(str(error))
         self._sockets.close()
 
