@@ -1,22 +1,27 @@
 """Messages between processes: what arrives, who is told what, and what strangers get (nothing)."""
 
 import contextlib
+import json
 import os
 import re
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 import zmq
 
 from jaxmp.launch.switch import main as command
 from jaxmp.net import connect
-from jaxmp.net.address import TOKEN, ProcessGroupError
+from jaxmp.net.address import TOKEN, ProcessGroupError, token_of
 from jaxmp.net.arrays import ALIGNMENT, buffers, filled
 from jaxmp.net.blame import LOST, nobody
 from jaxmp.net.connect import Address, take_part
@@ -25,11 +30,13 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.register import GRACE, RETURN, Register
-from jaxmp.net.sockets import HANDSHAKE, PIECE, SWITCH, Sockets, address_of, put
+from jaxmp.net.sockets import HANDSHAKE, LARGEST, PIECE, SWITCH, Sockets, address_of, put
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms, ViewChangedError
+from jaxmp.training import agreement
+from jaxmp.training.agreement import settings_of
 from jaxmp.training.together import together as together_of
-from tests.runs import slow
+from tests.runs import ENV, LAUNCH, config_of, slow
 
 KEYS = keys_of('the-secret-of-this-test')
 NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'
@@ -197,7 +204,7 @@ def test_the_switch_is_told_of_phases_and_waits(run):
             for wait in waits:
                 b.peer.send(b.view, 0, *wait, b'')
             assert [r.result(10)[0].nbytes for r in received] == [0, 0]
-    until(lambda: work()[1:] == ['working', TWO.silent])
+    until(lambda: work()[1:4] == ['working', TWO.silent, None])
 
 
 def test_decisions_are_the_same_in_all(run):
@@ -261,11 +268,33 @@ def test_settings_that_differ_are_named_to_all(run):
 def test_who_does_not_come_is_named(run):
     terms, ended = TERMS._replace(start=1.0), []
     a, b = (run.peer(i, terms, end=ended.append) for i in (0, 2))
-    text = 'process 1 (stage 1) did not connect within 1 s'
+    text = 'process 1 (stage 1) did not connect within 1 s; start all, or give all a longer '
+    text += '--start-timeout'
     assert together(a.ready, b.ready) == [text] * 2
     assert ended == [text] * 2
     with pytest.raises(ProcessGroupError, match='did not connect'):
         a.send(None, 1, 0, 'x')
+
+
+def test_who_computes_other_numbers_ends_alone_where_a_run_is_under_way(run):
+    """The others wait for another one in its place."""
+    a, b = run.groups(TWO._replace(back=9.0))
+    b.peer._say = b.peer._look = lambda *_: None  # as if it were killed
+    b.peer._do(lambda: b.peer._control.disconnect(b.peer._control.last_endpoint))
+    compare = lambda g, text: agreement.compare(g, {'x': text}, 'has other x than', lambda _: 'y')
+    why = 'process 1 (stage 1) has other x than process 0 (stage 0), in x (x: 2, process 0: 1); y'
+
+    def comes(text):
+        """What the others and a process with a text are told, in a view of their own."""
+        with pytest.raises(ViewChangedError):
+            a.barrier()
+        late = run.peer(1, a.peer.terms)
+        _, view = together(a.again, late.ready)
+        return together(lambda: compare(a, '1'), lambda: compare(ProcessGroup(late, view), text))
+
+    assert comes('2') == [why, why]
+    assert comes('1') == [None, None]
+    b.peer._closing = True
 
 
 def test_two_of_one_number_are_told_so(run):
@@ -408,6 +437,7 @@ class Relay:
 
     def __init__(self, target):
         self.target, self.seen, self.pairs, self.deaf = target, bytearray(), [], False
+        self.flips = 0  # bits to change, one in each long part towards who has connected
         self.server = socket.create_server(('127.0.0.1', 0))
         self.port = self.server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -423,12 +453,14 @@ class Relay:
                     continue
                 self.pairs.append((a, b))
                 for x, y in ((a, b), (b, a)):
-                    threading.Thread(target=self._hand, args=(x, y), daemon=True).start()
+                    threading.Thread(target=self._hand, args=(x, y, y is a), daemon=True).start()
 
-    def _hand(self, x, y):
+    def _hand(self, x, y, back):
         with contextlib.suppress(OSError):
             while part := x.recv(65536):
                 self.seen += part
+                if self.flips and back and len(part) > 1000:
+                    part, self.flips = part[:500] + bytes([part[500] ^ 4]) + part[501:], 0
                 if not self.deaf:
                     y.sendall(part)
 
@@ -510,6 +542,53 @@ def test_a_cut_between_neighbours_is_mended_by_way_of_the_switch(relay, run):
     assert max(ring(groups, 3, first=8)) < 1
 
 
+@pytest.mark.parametrize('spoilt', ['the switch', 'a neighbour', 'by a stranger at the port'])
+def test_a_connection_that_libzmq_gives_up_is_made_anew(relay, run, spoilt):
+    """A bit is changed under way to who has connected, or a stranger answers at the port."""
+    line, terms = relay(run.switch.port), TWO._replace(silent=8.0)
+    peers = [run.peer(i, terms, place=('127.0.0.1', line.port)) for i in (0, 1)]
+    inner = relay(int(peers[1]._about['address'].rpartition(':')[2]))
+    peers[1]._about['address'] = f'tcp://127.0.0.1:{inner.port}' * (spoilt == 'a neighbour')
+    peers[0]._about['address'] = ''
+    views = together(*(p.ready for p in peers))
+    groups = [ProcessGroup(p, v) for p, v in zip(peers, views, strict=True)]
+    if spoilt == 'a neighbour':
+        up(peers[0], 1)
+    if spoilt.startswith('by'):
+        with socket.create_server(('127.0.0.1', 0)) as stranger:
+            line.target = stranger.getsockname()[1]
+            line.cut()
+            for _ in range(4):  # of both processes, for messages and for all else
+                guest = stranger.accept()[0]
+                guest.sendall(b'HTTP/1.1 400 Bad Request\r\n\r\n'.ljust(100))
+                guest.close()
+        line.target = run.switch.port
+        line.cut()
+    else:
+        (inner if spoilt == 'a neighbour' else line).flips = 1
+    lost = ring(groups, 3, size=50_000, first=1)
+    assert max(lost) < terms.silent, lost
+    assert not line.flips
+    if spoilt == 'a neighbour':
+        up(peers[0], 1)
+    assert max(ring(groups, 2, first=5)) < 1
+    assert not any(p._error for p in peers)
+
+
+def test_the_switch_comes_back_at_another_address_of_its_name(run, monkeypatch):
+    host, resolve = ['127.0.0.1'], socket.getaddrinfo
+    moved = lambda name, *rest, **words: resolve(
+        host[0] if name == 'first.test' else name, *rest, **words
+    )
+    monkeypatch.setattr(socket, 'getaddrinfo', moved)
+    terms, place = TWO._replace(silent=8.0), ('first.test', run.switch.port)
+    a, b = run.groups(terms, direct=False, place=place)
+    run.switch.stop()
+    host[0] = '127.0.0.2'
+    run.switch = Switch(KEYS, *host, run.switch.port)
+    assert max(ring([a, b], 2)) < terms.silent
+
+
 def test_messages_take_the_way_that_the_other_has_opened(run):
     a, b = run.peer(0, TWO), run.peer(1, TWO, direct=False)  # none may connect to process 1
     groups = [ProcessGroup(p, v) for p, v in zip((a, b), together(a.ready, b.ready), strict=True)]
@@ -581,17 +660,20 @@ def test_a_connection_that_an_earlier_message_ends_is_not_read():
     while len(came) < 2 and time.monotonic() < end:
         for call in ends:
             put(call, SWITCH, {})
-        came |= {name for _, name, _ in heard.arrived(0.1)}
+        heard.serve(0.1, lambda _, name, frames: came.add(name))
     for name in came:
         put(port, name, {'kind': 'state'})
     time.sleep(0.5)  # both are there
     read = []
-    for call, _, _ in told.arrived(1.0):
+
+    def take(call, name, frames):
         read.append(call)
         other = ends[call is ends[0]]
         other.disconnect(address_of(port))
         while other.poll(0):  # as if its message had gone with the connection
             other.recv_multipart()
+
+    told.serve(1.0, take)
     assert len(read) == 1
     for sockets in (heard, told):
         sockets.close()
@@ -608,13 +690,18 @@ BAD = [
 ]  # fmt: skip
 
 
+SILENT = weakref.WeakSet()
+
+
 def flood(port, count):
-    """Connections that are silent, drip, or send garbage."""
+    """Connections that are silent, drip, or send garbage; Linux keeps the silent ones to itself."""
     held = []
     for i in range(count):
         held.append(socket.create_connection(('127.0.0.1', port), 5))
         with contextlib.suppress(OSError):
             held[-1].sendall(BAD[i % len(BAD)] or os.urandom(500) * (i % 3))
+        if not (BAD[i % len(BAD)] or i % 3):
+            SILENT.add(held[-1])
     return held
 
 
@@ -692,10 +779,139 @@ def test_strangers_are_let_in_nowhere_and_delay_nobody(run, count, direct, monke
     assert not any('guest' in name for name in taken)
     assert not any(guest.poll(0) for guest in strangers)
     assert victim._mail == {}
-    assert all(map(is_closed, held))  # the dripping too
+    assert all(map(is_closed, {*held} - {*SILENT}))  # the dripping too
     stop.set()
     dripping.join(5)
+    for s in held:
+        s.close()
     context.destroy(0)
+
+
+def test_no_memory_is_kept_for_what_a_stranger_announces(run):
+    """8 GiB, which the machine may have: the connection ends before a part of it has come."""
+    a, _ = run.groups(TWO)
+    greeting = b'\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE' + b'\0' * 47
+    for port in (run.switch.port, int(address_of(a.peer._door).rpartition(':')[2])):
+        with socket.create_connection(('127.0.0.1', port)) as stranger:
+            stranger.sendall(greeting + b'\x06' + struct.pack('>Q', 2**33) + bytes(1 << 16))
+            began = time.monotonic()
+            assert is_closed(stranger)
+            assert time.monotonic() - began < HANDSHAKE / 2e3
+
+
+def test_a_frame_has_256_kib_at_most():
+    heard, says = Sockets(KEYS), Sockets(KEYS)
+    port, call = heard.listening(SWITCH, '127.0.0.1'), says.calling('a', 20.0)
+    call.connect(address_of(port))
+    came, end = [], time.monotonic() + 10
+    while not came and time.monotonic() < end:
+        put(call, SWITCH, bytes(LARGEST))
+        heard.serve(0.1, lambda _, name, frames: came.append(len(frames[0])))
+    assert came[0] == LARGEST
+    with pytest.raises(ValueError, match='a frame of 262145 bytes, and others take 262144 at most'):
+        put(call, SWITCH, bytes(LARGEST + 1))
+    for sockets in (heard, says):
+        sockets.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, 'TCP_DEFER_ACCEPT'), reason='only Linux waits for a byte')
+def test_silent_strangers_take_no_files(run):
+    a, _ = run.groups(TWO)
+    ports = run.switch.port, int(address_of(a.peer._door).rpartition(':')[2])
+    files = lambda: len(os.listdir('/proc/self/fd'))
+    with contextlib.ExitStack() as stack:
+        before = files()
+        for port in 50 * ports:
+            stack.enter_context(socket.create_connection(('127.0.0.1', port)))
+        time.sleep(0.3)
+        assert files() < before + 120
+
+
+def test_the_limit_of_open_files_is_raised():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] - 1, limits[1]))
+    Sockets(KEYS).close()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_secret_that_can_be_guessed_or_read_is_said(tmp_path, monkeypatch, capsys):
+    file = tmp_path / 'token'
+    file.write_text('0123456789abcdef')
+    for mode, text, said in (
+        (0o600, '0123456789abcdef', ''),
+        (0o600, '0123456789abcde', 'the secret has 15 letters, which can be guessed: openssl rand'),
+        (
+            0o640,
+            '0123456789abcdef',
+            f'other users may read the secret in {file}, of mode 640; chmod',
+        ),
+    ):
+        file.write_text(text)
+        file.chmod(mode)
+        assert token_of(str(file), '10.0.0.1') == text
+        told = capsys.readouterr().err
+        assert said in told if said else not told
+    monkeypatch.setenv(TOKEN, '')
+    assert token_of(None, 'localhost') == ''
+    assert not capsys.readouterr().err
+
+
+HERE = {
+    'kind': 'here', 'about': json.loads(json.dumps(TWO._asdict())), 'address': '', 'view': 0,
+    'ready': False, 'value': None, 'work': [0, 'x', 60, None, -1, '', 0], 'members': [], 'left': [],
+}  # fmt: skip
+ASK = {'kind': 'ask', 'view': 1, 'asked': 0}
+MESSAGE = {**ASK, 'kind': 'message', 'number': 0, 'step': 0, 'tag': 'x', 'pieces': []}
+UNREADABLE = [
+    b'{', b'[]', b'{}', b'null', b'"here"', b'\xff\xfe', b'[' * 60_000, b'{"kind": []}',
+    {'kind': 'unknown'}, {'kind': 'fail'}, {'kind': 'fail', 'why': 1, 'alone': False},
+]  # fmt: skip
+UNREADABLE += [{k: v for k, v in HERE.items() if k != key} for key in HERE]
+UNREADABLE += [{**HERE, key: value} for key, value in (
+    ('about', {}), ('about', {**HERE['about'], 'names': 'x'}), ('view', '1'), ('view', 1e99),
+    ('view', 2**60), ('work', []), ('work', [float('nan'), 'x', 60, None, -1, '', 0]),
+    ('work', ['0', 'x', 60, None, -1, '', 0]), ('members', [[0, 'x']]), ('members', {'0': 'x'}),
+    ('left', [None]), ('address', None), ('ready', 1),
+)]  # fmt: skip
+BETWEEN = [{k: v for k, v in MESSAGE.items() if k != key} for key in MESSAGE]
+BETWEEN += [{**MESSAGE, 'pieces': pieces} for pieces in ([2], [-1], ['x'], None)]
+BETWEEN += [{**ASK, 'asked': 'x'}, {**ASK, 'kind': 'has', 'number': 'x'}, {**ASK, 'view': 2**70}]
+
+
+@pytest.mark.parametrize('place', ['switch', 'process'])
+def test_what_cannot_be_read_is_dropped_and_said_once(run, capsys, place):
+    """At any port, of one that has the secret: as of another version."""
+    groups, members = run.groups(TWO), Sockets(KEYS)
+    victim, bad = groups[1].peer, [*UNREADABLE, *BETWEEN]
+    at_switch = f'tcp://127.0.0.1:{run.switch.port}', SWITCH
+    address, name = at_switch if place == 'switch' else (address_of(victim._door), victim._name)
+
+    def says(own, address, name, heads):
+        call, end = members.calling('x', 20.0), time.monotonic() + 10
+        call.identity = own
+        call.connect(address)
+        while not put(call, *name, b'{}'):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        for words in heads:
+            put(call, *name, words)
+
+    says(b'1.other', address, [name], bad)
+    for own in (b'x', b'9' * 20, b'77.other', b'-5.x', b'x/d', b'1.other/d', b'\xff\xfe'):
+        says(own, address, [name], [*bad, HERE])
+        says(own + b'.', address, [name, 'nobody'], bad)
+    for kind in ('', '/d'):  # forwarded
+        says(b'1.third/d' + kind.encode(), *at_switch[:1], [SWITCH, victim._name + kind], bad)
+    assert max(ring(groups, 20)) < 2
+    time.sleep(1.5)  # signs of life
+    assert max(ring(groups, 2, first=20)) < 2
+    assert run.switch.thread.is_alive()
+    assert not any(g.peer._error for g in groups)
+    members.close()
+    said = capsys.readouterr().err.splitlines()
+    assert 1 <= len(said) <= 3  # of the switch and of two processes
+    assert all(line.startswith('jaxmp: dropped a message of ') for line in said)
 
 
 def test_a_squatter_is_told_nothing_and_believed_nothing():
@@ -855,6 +1071,74 @@ def test_one_that_was_killed_is_replaced_at_once():
     desk.look(lost=['1.a'])
     desk.hear('1.b', ready=True)
     assert desk.told['0.a']['why'] == 'process 1 (stage 1) was started again'
+
+
+def test_who_replaces_one_that_is_not_known_to_be_dead_is_told_to_wait():
+    desk = Desk()
+    desk.begin()
+    alive, waits = ('0.a', '2.a'), ('1.b',)
+    desk.look(5.0, heard=alive)
+    desk.look(4.0, heard=alive + waits)
+    assert desk.told['1.b']['kind'] == 'wait'
+    assert desk.told['1.b']['why'] == (
+        'this process waits until another one, process 1 (stage 1), is given up, in 11 s, and '
+        'takes its place'
+    )
+    desk.look(12.0, heard=alive)
+    for identity in alive:
+        desk.hear(identity, view=1, ready=True)
+    desk.hear('1.b', ready=True)
+    assert (desk.register.number, desk.register.on) == (2, True)
+
+
+def test_who_comes_with_other_flags_of_jax_ends_alone():
+    config = config_of(model='lenet', runtime='mpmd')
+    about = {**settings_of(config), **TERMS._asdict()}
+    with jax.enable_x64(True):
+        other = {**settings_of(config), **TERMS._asdict()}
+    desk = Desk()
+    for identity in ('0.a', '1.a', '2.a'):
+        desk.hear(identity, ready=True, about=about)
+    desk.hear('1.b', about=other)
+    why = "process 1 (stage 1) was started with JAX_ENABLE_X64='True' (first: 'False'); start all "
+    assert desk.told['1.b'] == {'kind': 'failed', 'why': why + 'with the same settings'}
+    assert desk.register.on
+
+
+def test_the_launcher_says_how_long_a_start_may_take():
+    words = [*LAUNCH[:-2], '1', '--start-timeout', '7', '--', sys.executable, '-c']
+    out = subprocess.check_output([*words, 'import sys; print(sys.argv[1])'], env=ENV, text=True)
+    assert out == '--start-timeout=7\n'
+    with pytest.raises(ValueError, match='--start-timeout=0 is too short; give 1 second or more'):
+        connect.endpoint(Address('10.0.0.1:80', 2, 0, start=0))
+
+
+def test_who_ends_alone_leaves_its_part_to_another():
+    desk = Desk()
+    desk.begin()
+    desk.hear('1.a', 'fail', why='process 1 (stage 1) has other data', alone=True)
+    assert desk.told['1.a'] == {'kind': 'failed', 'why': 'process 1 (stage 1) has other data'}
+    for identity in ('0.a', '2.a'):
+        assert desk.told[identity]['why'] == 'process 1 (stage 1) has other data'
+        desk.hear(identity, view=1, ready=True)
+    desk.hear('1.b', ready=True)
+    assert desk.register.on
+
+
+def test_a_part_is_offered_again_where_a_spare_process_does_not_come():
+    desk = Desk(TERMS._replace(back=60.0))
+    asked = lambda name: desk.hear(name, 'spare') or desk.told[name]['process']
+    desk.begin()
+    alive = '0.a', '2.a'
+    desk.look(GRACE + 1, lost=['1.a'], heard=alive)
+    for identity in alive:
+        desk.hear(identity, view=1, ready=True)
+    desk.look(31.0, heard=alive)
+    assert (asked('-1.a'), asked('-1.b')) == (1, None)
+    desk.look(9.0, heard=alive)
+    assert asked('-1.b') is None
+    desk.look(2.0, heard=alive)
+    assert (asked('-1.b'), asked('-1.c')) == (1, None)
 
 
 def test_a_spare_process_takes_the_part_of_one_that_does_not_come_back():

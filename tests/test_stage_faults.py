@@ -358,6 +358,20 @@ def test_a_sentence_says_that_one_of_two_does_not_come_back(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_others_are_waited_for_as_long_as_the_command_says(tmp_path):
+    env, flags = {**ENV, 'JAXMP_TOKEN': 'secret'}, {'start-timeout': 1.5, 'processes': 1}
+    run = Run(tmp_path, env, {**PAIR, 'model': 'tests.tiny_stages:build'}, **flags | {'back': 0})
+    run.close()
+    run.flags = [f.replace('processes=1', 'processes=3') for f in run.flags]
+    run.start(0)
+    try:
+        [said] = run.endings(30)
+    finally:
+        run.close()
+    assert 'process 1 (stage 1) and process 2 (stage 2) did not connect within 1.5 s' in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('late', [0, 1])
 def test_a_sentence_says_which_stage_hangs(tmp_path, late):
     """And not the one before, which waits for it."""

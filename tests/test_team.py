@@ -25,7 +25,7 @@ from jaxmp.launch import guard
 from jaxmp.net import address, connect
 from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.connect import Address, names_of
-from jaxmp.net.group import LONG, ProcessGroup
+from jaxmp.net.group import ALONE, LONG, ProcessGroup
 from jaxmp.net.views import Terms
 from jaxmp.runtimes import world
 from jaxmp.training import agreement, elastic, loop, parallel
@@ -284,7 +284,7 @@ def test_what_computes_is_compared_before_a_run(monkeypatch):
     """Between the processes of a group, and of an elastic run by the switch."""
     monkeypatch.setattr(loop, 'Trainer', lambda exp, group: None)
     other = lambda value: [value, {**value, 'random bits': '0'} if value else value]
-    group = SimpleNamespace(index=0, count=2, names=NAMES[:2], share=other)
+    group = SimpleNamespace(index=0, count=2, names=NAMES[:2], share=other, view=ALONE)
     config = config_of(model='lenet', runtime='mpmd', fwd='raw', bwd='raw')
     with pytest.raises(ProcessGroupError, match=r'\(random bits: 0, process 0: .* XLA_FLAGS'):
         loop.prepare(config, group)

@@ -121,15 +121,6 @@ def waits(command: Sequence[str]) -> bool:
     return bool(back) and back[1].strip('0.') != ''
 
 
-def impatient(asked: Sequence[int]) -> bool:
-    """Whether Ctrl-C came a second time.
-
-    >>> impatient([signal.SIGTERM, signal.SIGINT]), impatient([signal.SIGINT] * 2)
-    (False, True)
-    """
-    return asked.count(signal.SIGINT) > 1
-
-
 def _say(text: str) -> None:
     print(f'jaxmp launch: {text}', file=sys.stderr, flush=True)
 
@@ -190,8 +181,9 @@ def watch(
         if now >= term:
             _signal(running, signal.SIGTERM)
             term = math.inf
-        if kill > -math.inf and (now >= kill or impatient(asked)):
-            _kill(running, 'the second Ctrl-C' if impatient(asked) else 'the time to save and end')
+        twice = asked.count(signal.SIGINT) > 1
+        if kill > -math.inf and (now >= kill or twice):
+            _kill(running, 'the second Ctrl-C' if twice else 'the time to save and end')
             kill = -math.inf
         time.sleep(0.1)
 
@@ -264,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         '--restarts', type=int, default=3, help='of a killed process, with --elastic or --back'
     )
+    parser.add_argument('--start-timeout', help='seconds in which all processes have to come')
     parser.add_argument('command', nargs='+', help='-- python train.py ...')
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -273,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.port is not None and not 0 < args.port < 65535:
         parser.error(f'--port {args.port}: give a port from 1 to 65534')
     asked = _signals()
-    group = group_of(args.command, args.processes, args.port or free_port())
+    started = [f'--start-timeout={args.start_timeout}'] if args.start_timeout else []
+    group = group_of([*args.command, *started], args.processes, args.port or free_port())
     if args.elastic:
         try:
             Switch(keys_of(group.token), '127.0.0.1', group.port, _say)

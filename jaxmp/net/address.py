@@ -6,10 +6,12 @@ import contextlib
 import ipaddress
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
 TOKEN = 'JAXMP_TOKEN'  # the environment variable that holds the secret
+SHORT = 16  # letters; a random text of fewer can be found by trying
 ANSWER = 5.0  # seconds in which a machine accepts a connection
 
 
@@ -65,7 +67,16 @@ def token_of(file: str | None, host: str) -> str:
             f'any machine that reaches {host} could join this run: give all processes the same '
             f'secret text, by the environment variable {TOKEN} or by --token_file'
         )
+    if 0 < len(token) < SHORT:
+        tell(f'the secret has {len(token)} letters, which can be guessed: openssl rand -hex 16')
+    if file and os.name == 'posix' and (mode := os.stat(file).st_mode & 0o777) & 0o077:
+        tell(f'other users may read the secret in {file}, of mode {mode:o}; chmod 600 {file}')
     return token
+
+
+def tell(text: str) -> None:
+    """Says what is not as it should be, and ends nothing."""
+    print(f'jaxmp: {text}', file=sys.stderr, flush=True)
 
 
 def is_loopback(host: str) -> bool:
@@ -98,6 +109,27 @@ def own_address(host: str) -> str:
             trial.bind(address)
             return str(address[0])
     return ''
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on ``address``, or on all addresses for ''.
+
+    Raises:
+      ProcessGroupError: if the port is in use.
+    """
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ':' in address else socket.AF_INET
+    try:
+        server = socket.create_server(
+            (address, port), family=family, backlog=4096, dualstack_ipv6=dual
+        )
+    except OSError as error:
+        raise ProcessGroupError(
+            f'port {port} cannot be used: {error}; give another port'
+        ) from error
+    if hasattr(socket, 'TCP_DEFER_ACCEPT'):  # Linux keeps who says nothing to itself, for 60 s
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 60)
+    return server
 
 
 def reach(address: tuple[str, int], patience: float, wrong: str, advice: str) -> socket.socket:

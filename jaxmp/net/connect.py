@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import os
 import secrets
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 from jaxmp.net.address import ProcessGroupError, host_and_port, reach, token_of
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.keys import Keys, keys_of
+from jaxmp.net.messages import TO_SPARE, read
 from jaxmp.net.peer import ANSWER, Peer
-from jaxmp.net.sockets import SWITCH, Sockets, put, url
+from jaxmp.net.sockets import SWITCH, Line, Sockets, put, url
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import BEAT, Terms
 
-START = 50.0  # seconds in which all processes have to come
 LAST = 1.0  # seconds in which the others hear from the switch in process 0 why all end
 
 
@@ -41,6 +40,7 @@ class Address(NamedTuple):
       silent: seconds without a sign of life, or without any work done, after which a process counts
         as failed.
       back: seconds for which the others wait until a process that has failed is back.
+      start: seconds in which all processes have to come.
     """
 
     coordinator: str | None
@@ -49,6 +49,7 @@ class Address(NamedTuple):
     token_file: str | None = None
     silent: float = 60.0
     back: float = 0.0
+    start: float = 50.0
 
 
 def connect(
@@ -73,7 +74,7 @@ def connect(
     owner = owners(1 + max(parts), int(address.processes or 0), what)
     names, process = names_of([owner[part] for part in parts], what), int(address.process or 0)
     place, keys = entrance(address)
-    terms = Terms(names, len(names), START, address.silent, address.back)
+    terms = Terms(names, len(names), address.start, address.silent, address.back)
     switch = Switch(keys, *place) if process == 0 else None
     ending = functools.partial(end, names[process], LAST if switch else 0.0)
     about = {**about, 'processes': len(names)}
@@ -98,6 +99,8 @@ def endpoint(address: Address) -> tuple[str, int]:
         raise ValueError(f'--silent={address.silent} is too short; give 1 second or more')
     if not 0 <= address.back < math.inf:
         raise ValueError(f'--back={address.back} is no time to wait; give 0 seconds or more')
+    if not 1 <= address.start < math.inf:
+        raise ValueError(f'--start-timeout={address.start} is too short; give 1 second or more')
     return host_and_port(coordinator)
 
 
@@ -131,17 +134,19 @@ def take_part(address: Address) -> Address | None:
             'give all the same --back, such as --back=60'
         )
     switch, keys = entrance(address._replace(process=0))
-    reach(switch, START, 'nobody answers', 'start the run first, and check its port').close()
+    reach(switch, address.start, 'nobody answers', 'start the run, and check its port').close()
     sockets = Sockets(keys)
     socket = sockets.calling(f'-1.{secrets.token_hex(8)}', address.silent)
-    socket.connect(url(*switch))
+    line, numbers = Line(socket, SWITCH, url(*switch), address.silent), list[int | None]()
+    take = lambda _, name, frames: numbers.append(read(frames, TO_SPARE)['process'])
     # The first answer shows that the secret is the same; then the switch may be lost for a while.
     heard, patience, number = time.monotonic(), ANSWER, None
     while number is None and time.monotonic() - heard < patience:
+        line.look(time.monotonic())
         put(socket, SWITCH, {'kind': 'spare'})
-        for _, _, frames in sockets.arrived(BEAT):
-            heard, patience = time.monotonic(), address.silent + address.back
-            number = json.loads(frames[0].bytes)['process']
+        sockets.serve(BEAT, take)
+        while numbers:
+            heard, patience, number = time.monotonic(), address.silent + address.back, numbers.pop()
         time.sleep(BEAT / 4)
     sockets.close()
     if patience == ANSWER:

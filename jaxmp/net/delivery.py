@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxmp.net.sockets import Buffer, Head, put
+from jaxmp.net.messages import Head
+from jaxmp.net.sockets import Buffer, put
 
 Way = tuple[Any, ...]  # a socket, and the names that lead from there to the other process
 

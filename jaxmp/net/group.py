@@ -54,7 +54,7 @@ class ProcessGroup:
           ProcessGroupError: if the run has ended, as where a process that is lost does not return.
         """
         assert self.peer
-        self.view, self._decisions = self.peer.ready(), 0
+        self.view, self._decisions = self.peer.ready('again'), 0
         self.begin(0)
 
     def address(self, tag: str, place: tuple[int, int] | None = None) -> Address:

@@ -7,8 +7,8 @@ listens at a port of its own, and messages take the shorter way as soon as that 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import secrets
 import threading
 import time
@@ -18,21 +18,12 @@ from typing import Any, TypeVar
 
 import zmq
 
-from jaxmp.net.address import ProcessGroupError, reach
-from jaxmp.net.blame import LOST, clock, nobody, stepped
+from jaxmp.net.address import ProcessGroupError, reach, tell
+from jaxmp.net.blame import LOST, Work, clock, nobody, stepped
 from jaxmp.net.delivery import Delivery
 from jaxmp.net.keys import Keys
-from jaxmp.net.sockets import (
-    SWITCH,
-    Buffer,
-    Head,
-    Sockets,
-    address_of,
-    joined,
-    pieces,
-    put,
-    url,
-)
+from jaxmp.net.messages import BETWEEN, OF_SWITCH, Head, read
+from jaxmp.net.sockets import SWITCH, Buffer, Line, Sockets, address_of, joined, pieces, put, url
 from jaxmp.net.switch import DATA
 from jaxmp.net.views import BEAT, GRACE, LEAVING, Terms, View, ViewChangedError
 
@@ -80,9 +71,9 @@ class Peer:
         self._control = self._sockets.calling(self._name, terms.silent)
         # Messages have connections of their own: a sign of life must not wait behind a long one.
         self._caller = self._sockets.calling(self._name + DATA, terms.silent)
-        for socket in (self._control, self._caller):
-            socket.connect(url(host, switch[1]))
-        self._caller.heartbeat_timeout = round(1e3 * terms.silent / CUT)  # of all but the switch
+        where, sockets = (SWITCH, url(host, switch[1]), terms.silent), (self._control, self._caller)
+        self._lines, self._place = [Line(socket, *where) for socket in sockets], switch
+        self._links = dict[tuple[str, str], Line]()  # by name and address of a process
         self._door = self._sockets.listening(self._name, self.host, patience=terms.silent / CUT)
         address = address_of(self._door) if direct else ''
         self._about: Head = {'about': {**about, **terms._asdict()}, 'address': address}
@@ -194,17 +185,19 @@ class Peer:
             self._do(self._say)
         return before
 
-    def fail(self, why: str, follows: bool = False) -> None:
+    def fail(self, why: str, follows: bool = False, alone: bool = False) -> None:
         """Ends the run for all, with the cause; returns when they are told.
 
         Args:
           why: the cause.
           follows: whether that may follow from another process's end, which is then the cause.
+          alone: whether the others may wait for another process in the place of this one.
         """
         with self._changed:
             first = lambda: self._error or (self._inside and not follows)
             self._changed.wait_for(first, GRACE + 2 * BEAT)
-        self._do(lambda: put(self._control, SWITCH, {'kind': 'fail', 'why': why}))
+        words = {'kind': 'fail', 'why': why[:10_000], 'alone': alone}
+        self._do(lambda: put(self._control, SWITCH, words))
         with self._changed:
             self._changed.wait_for(lambda: self._error, LEAVING)
 
@@ -254,11 +247,7 @@ class Peer:
                 pause = BEAT if self._answered and now > self._hurry else BEAT / 20
                 if now - self._looked >= pause:
                     self._look(now)
-                for socket, name, frames in self._sockets.arrived(min(pause, BEAT / 4)):
-                    if socket is self._control:
-                        self._obey(json.loads(frames[0].bytes))
-                    else:
-                        self._take(socket, name, frames)
+                self._sockets.serve(min(pause, BEAT / 4), self._take)
                 while self._tasks:
                     self._tasks[0]()  # it is under way until it is done: `close` waits for it
                     self._tasks.popleft()
@@ -284,7 +273,9 @@ class Peer:
             self._heard = self._worked = now
         self._looked, quiet = now, now - self._heard
         # A switch that is lost with its process was there a moment ago, and may return with it.
-        self._cut = not self._say() and (self._cut or quiet < GRACE)
+        if (lost := not self._say()) and self._answered and quiet > BEAT:
+            threading.Thread(target=self._seek, daemon=True).start()  # it may take long
+        self._cut = lost and (self._cut or quiet < GRACE)
         back = self.terms.back if self._inside_of else 0.0
         if self._cut and self._inside_of and self._answered:
             limit, what = (back or GRACE) + BEAT, f'{LOST}, at {clock(quiet)}{nobody(back)}'
@@ -298,12 +289,21 @@ class Peer:
             self._stop(f'{self._switch} {what}')
         for delivery in self._deliveries.values():
             delivery.look()
+        for line in (*self._lines, *self._links.values()):
+            line.look(now)
+
+    def _seek(self) -> None:
+        """Looks where the switch is reached now: its name may lead elsewhere than before."""
+        with contextlib.suppress(ProcessGroupError), reach(self._place, 0.0, '', '') as trial:
+            for line in self._lines:
+                line.address = url(trial.getpeername()[0], self._place[1])
 
     def _say(self) -> bool:
         """Tells the switch all that it may have to know; False if there is no connection."""
         now = time.monotonic()
-        first = [(*wait, now - since) for *wait, since in sorted(self._waits.copy())[:1]]
-        work = now - self._worked, self._phase, self._limit, *(first[0] if first else ())
+        work = Work(now - self._worked, self._phase, self._limit)
+        for step, source, tag, since in sorted(self._waits.copy())[:1]:
+            work = work._replace(step=step, source=source, tag=tag, seconds=now - since)
         words = {'view': self._seen, 'ready': self._ready, 'value': self._value, 'work': work}
         members, left = [*self._places.items()] if self._inside else [], sorted(self._left)
         words |= {'kind': 'here', 'members': members, 'left': left, **self._about}
@@ -311,20 +311,23 @@ class Peer:
 
     def _take(self, socket: zmq.Socket, name: str, frames: list[zmq.Frame]) -> None:
         """Takes a message of another process, a question what has arrived, or the answer to one."""
+        if socket is self._control:
+            return self._obey(read(frames, OF_SWITCH))
         way = socket, name
         if name == SWITCH:  # which says from whom
             name, frames = frames[0].bytes.decode(), frames[1:]
             way = *way, name
-        name, words = name.removesuffix(DATA), json.loads(frames[0].bytes)
-        delivery = self._delivery(name)
+        name, words = name.removesuffix(DATA), read(frames, BETWEEN)
+        source, delivery = int(name.partition('.')[0]), self._delivery(name)
         if words['kind'] == 'has':
-            delivery.confirm(way, words)
-        elif delivery.answer(way, words):
-            address = words['view'], int(name.partition('.')[0]), words['step'], words['tag']
+            return delivery.confirm(way, words)
+        if delivery.answer(way, words):
+            address = words['view'], source, words['step'], words['tag']
             rest = iter(frames[1:])
             with self._changed:
                 self._mail[address] = [[*itertools.islice(rest, n)] for n in words['pieces']]
                 self._changed.notify_all()
+        return None
 
     def _obey(self, state: Head) -> None:
         """Acts on what the switch says: ends, or enters or leaves a view."""
@@ -333,7 +336,12 @@ class Peer:
             return self._stop(state['why'])
         if state['kind'] == 'bye':
             return self._closed.set()
-        number, members = state['view'], dict(state.get('members', ()))
+        if state['kind'] == 'wait':
+            if not self._answered:
+                tell(state['why'])
+            self._answered = True
+            return None
+        number, members = state['view'], dict(state['members'])
         called = members.get(self.process, [''])[0] == self._name
         with self._changed:
             self._answered, self._left = True, set(state['left'])
@@ -355,20 +363,16 @@ class Peer:
         self._inside, self._ready, self._hurry = True, False, time.monotonic() + BEAT
         self.progress()
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] >= number}
-        before, after = self._links(self._places), self._links(members)
-        for address in before - after:
-            self._caller.disconnect(address)
-        for address in after - before:
-            self._caller.connect(address)
+        ends = {(n, place) for i, (n, place, _) in members.items() if place and i != self.process}
+        for end in self._links.keys() - ends:
+            self._links.pop(end).cut()
+        for end in ends - self._links.keys():
+            self._links[end] = Line(self._caller, *end, self.terms.silent / CUT)
         self._places = members
         names = {name for name, _, _ in members.values()}
         self._deliveries = {n: d for n, d in self._deliveries.items() if n in names}
         for delivery in self._deliveries.values():
             delivery.begin(number)
-
-    def _links(self, places: Mapping[int, Place]) -> set[str]:
-        """The addresses of other processes that have one."""
-        return {address for i, (_, address, _) in places.items() if address and i != self.process}
 
     def _delivery(self, name: str) -> Delivery:
         """The messages to and from a process: directly, as it has come, or by the switch."""

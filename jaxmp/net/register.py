@@ -21,6 +21,7 @@ from jaxmp.net.blame import LOST, Work, blamed, clock, listed, nobody
 from jaxmp.net.views import BEAT, GRACE, Terms
 
 RETURN = 10.0  # seconds in which the members of a view come to a new switch
+OFFER = 10.0  # seconds in which a spare process has to take the part that it was told
 SUSPENDED = 5.0  # seconds without a look, after which this process was stopped itself
 HANGS = 'it is suspended, hangs or swaps, or the network failed'
 
@@ -69,18 +70,23 @@ class Register:
         self.terms, self.about = Terms((), 0), Message()  # of the first that has come
         self.seats, self.left = dict[int, Seat](), set[int]()
         self.members = dict[int, list[Any]]()  # name, address and value
-        self.gone, self.replaced = dict[int, str](), set[int]()  # whose part a spare process takes
+        self.gone, self.offered = dict[int, str](), dict[int, float]()  # to a spare process, when
 
     # What a process says.
 
     def take(self, name: str, message: Message, now: float) -> None:
         """Acts on a message of the process of that name."""
         kind, i = message['kind'], int(name.split('.')[0])
+        if kind == 'here' and not 0 <= i < len(message['about']['names']):
+            raise ValueError('the run has no process of this number')
         seated = i in self.seats and self.seats[i].name == name
         if name in self.failed:
             self.out.append((name, {'kind': 'failed', 'why': self.failed[name]}))
         elif kind == 'here':
             self._here(i, name, message, now)
+        elif kind == 'fail' and seated and message['alone'] and self.began:
+            self._remove(i, message['why'].removeprefix(f'{self._called(i)} '), now)
+            self.fail(message['why'], name)
         elif kind == 'fail' and seated:
             self.fail(f'{self._called(i)}: {message["why"]}')
         elif kind == 'spare':
@@ -109,6 +115,10 @@ class Register:
                 return self.fail(why, name)
             seat.told = {}, 0.0  # to tell it something shows whether it is reachable
             if seat.lost is None:
+                if now > first + GRACE:  # the other one says nothing, and may be dead
+                    when = f'is given up, in {self.terms.silent - now + seat.heard:.0f} s'
+                    why = f'this process waits until another one, {self._called(i)}, {when}'
+                    self.out.append((name, {'kind': 'wait', 'why': f'{why}, and takes its place'}))
                 return None
             self._remove(i, 'was started again', now)
             seat = self.seats[i] = Seat(name, message, now)
@@ -148,7 +158,7 @@ class Register:
         if len(ready) < enough or {i for i in self.seats if self._inside(i)} - {*ready}:
             return
         self.number, self.on, self.began = self.number + 1, True, True
-        self.left, self.gone, self.replaced = set(), {}, set()
+        self.left, self.gone, self.offered = set(), {}, {}
         rows = ((i, self.seats[i]) for i in ready)
         self.members = {i: [s.name, s.last['address'], s.last['value']] for i, s in rows}
         self.say(f'view {self.number}: {listed(map(self._called, ready))}')
@@ -168,10 +178,11 @@ class Register:
             self._end(f'{self._called(i)} {why}', now)
 
     def _vacant(self, now: float) -> int | None:
-        """A process that was not back in half of the time, named once; None if there is none."""
+        """A process that was not back in half of the time, if none is about to take its part."""
         late = not self.on and self.began and now - self.since > self.terms.back / 2
-        absent = sorted(self.gone.keys() - self.seats.keys() - self.replaced) if late else []
-        self.replaced.update(absent[:1])
+        waits = {i for i, since in self.offered.items() if now - since < OFFER}
+        absent = sorted(self.gone.keys() - self.seats.keys() - waits) if late else []
+        self.offered.update(dict.fromkeys(absent[:1], now))
         return absent[0] if absent else None
 
     def fail(self, why: str, only: str = '') -> None:
@@ -224,7 +235,8 @@ class Register:
         absent = (self._called(i) for i in range(len(self.terms.names)) if i not in self.seats)
         gone, seconds = '; '.join(self.gone.values()), now - self.since
         if not self.began and seconds > self.terms.start:
-            self.fail(f'{listed(absent)} did not connect within {self.terms.start:g} s')
+            late = f'{listed(absent)} did not connect within {self.terms.start:g} s'
+            self.fail(f'{late}; start all, or give all a longer --start-timeout')
         elif self.began and seconds >= self.terms.back:
             self.fail(gone + nobody(self.terms.back))
 
@@ -246,8 +258,8 @@ class Register:
             last, when = seat.told
             if state != last or now - when > BEAT:  # which also finds connections that are lost
                 seat.told, current = (state, now), seat.last['view'] == self.number
-                members = {'members': [*self.members.items()]} if self.on and not current else {}
-                self.out.append((seat.name, {**state, **members}))
+                members = [*self.members.items()] if self.on and not current else []
+                self.out.append((seat.name, {**state, 'members': members}))
 
     def _inside(self, i: int) -> bool:
         """Whether a process that is present is a member, and not another one in its place."""

@@ -7,7 +7,6 @@ where they are, and they go on. What is forwarded is encrypted between each proc
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ import zmq
 
 from jaxmp.net.address import own_address
 from jaxmp.net.keys import Keys
+from jaxmp.net.messages import TO_SWITCH, read
 from jaxmp.net.register import Register
 from jaxmp.net.sockets import SWITCH, Sockets, address_of, put
 from jaxmp.net.views import LEAVING
@@ -61,20 +61,22 @@ class Switch:
           ProcessGroupError: if the port is in use.
         """
         self._sockets, self._register = Sockets(keys), Register(aside(say))
-        self._socket = self._sockets.listening(SWITCH, own_address(host), port or '*')
+        self._socket = self._sockets.listening(SWITCH, own_address(host), port)
         self.port, self._running = int(address_of(self._socket).rpartition(':')[2]), True
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:
         while self._running:
-            for _, name, frames in self._sockets.arrived(TICK):
-                self._take(name, frames)
+            self._sockets.serve(TICK, lambda _, name, frames: self._take(name, frames))
             self._register.look(time.monotonic())
             while self._register.out:
                 name, message = self._register.out.popleft()
-                if not put(self._socket, name, message):
-                    self._register.unreachable(name, time.monotonic())
+                try:
+                    if not put(self._socket, name, message):
+                        self._register.unreachable(name, time.monotonic())
+                except ValueError as error:  # what all have said is too long together
+                    self._register.fail(str(error))
         self._sockets.close()
 
     def _take(self, name: str, frames: list[zmq.Frame]) -> None:
@@ -82,7 +84,7 @@ class Switch:
         if name.endswith(DATA):
             put(self._socket, frames[0], name, *frames[1:])
         else:
-            self._register.take(name, json.loads(frames[0].bytes), time.monotonic())
+            self._register.take(name, read(frames, TO_SWITCH), time.monotonic())
 
     def stop(self) -> None:
         """Ends within a fraction of a second."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxmp.net.address import ProcessGroupError, own_address, reach
+from jaxmp.net.address import ProcessGroupError, listen, own_address, reach
 from jaxmp.net.connect import Address, endpoint
 from jaxmp.net.group import ProcessGroup
 
@@ -64,22 +64,6 @@ def start_jax(address: Address, group: ProcessGroup) -> None:
     )
     _outlast(port, patience)
     group.after.insert(0, jax.distributed.shutdown)
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on ``address``, or on all addresses for ''.
-
-    Raises:
-      ProcessGroupError: if the port is in use.
-    """
-    dual = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual or ':' in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family, dualstack_ipv6=dual)
-    except OSError as error:
-        raise ProcessGroupError(
-            f'port {port} cannot be used: {error}; give another coordinator port'
-        ) from error
 
 
 def _held_open(address: tuple[str, int], patience: float) -> int:

@@ -18,7 +18,7 @@ from jaxmp.data import Dataset, parts
 from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.fingerprint import fingerprint, weights
+from jaxmp.training.fingerprint import fingerprint, switches, weights
 
 Settings = dict[str, Any]  # of a configuration, by their keys with dots
 HERE = ('data.dir', 'data.download', 'data.cache')  # keys that may differ between hosts
@@ -29,7 +29,7 @@ def settings_of(config: Config) -> Settings:
     keys = schema.flat(config.to_dict())
     shared = {k: v for k, v in keys.items() if k not in HERE}
     versions = {'jaxmp': jaxmp.__version__, 'jax': jax.__version__}
-    return json.loads(json.dumps({**versions, **shared}))
+    return json.loads(json.dumps({**versions, **switches(), **shared}))
 
 
 def check_alike(group: ProcessGroup, exp: Experiment) -> None:
@@ -66,18 +66,25 @@ def compare(
       cure: what to do, by the name of the first text that differs.
 
     Raises:
-      ProcessGroupError: if a process has other texts than process 0.
+      ProcessGroupError: if a process has other texts than process 0, or than those before it.
     """
     if group.count == 1:
         return
     rows, names = group.share(texts), group.names
+    again = [i for i, value in sorted(group.view.values.items()) if value]  # were there before
+    old = again[0] if again else 0
     for i, row in enumerate(rows):
-        if differ := [k for k in {**rows[0], **row} if row.get(k) != rows[0].get(k)]:
+        if differ := [k for k in {**rows[old], **row} if row.get(k) != rows[old].get(k)]:
             first = differ[0]
-            raise ProcessGroupError(
-                f'{names[i]} {wrong} {names[0]}, in {", ".join(differ)} ({first}: '
-                f'{row.get(first)}, process 0: {rows[0].get(first)}); {cure(first)}'
+            why = (
+                f'{names[i]} {wrong} {names[old]}, in {", ".join(differ)} ({first}: '
+                f'{row.get(first)}, process {old}: {rows[old].get(first)}); {cure(first)}'
             )
+            if again and i not in again:
+                if i == group.index and group.peer:
+                    group.peer.fail(why, alone=True)
+                group.barrier()  # that process does not reach it, and the view ends
+            raise ProcessGroupError(why)
 
 
 def cure_of(name: str) -> str:

@@ -53,6 +53,9 @@ SILENT = flags.DEFINE_float(
 BACK = flags.DEFINE_float(
     'back', 0.0, 'seconds in which a process of mpmd that was killed may be started again'
 )
+START = flags.DEFINE_float(
+    'start_timeout', 50.0, 'seconds in which all processes have to come at the start'
+)
 SPARE = flags.DEFINE_bool(
     'spare', False, 'wait, and take the part of a process that is not back in half of --back'
 )
@@ -61,7 +64,7 @@ PROCESS = flags.DEFINE_integer('process', None, 'number of this process, from 0'
 
 def parse(argv: list[str]) -> list[str]:
     """The rest of ``argv`` after its flags are parsed; an invalid flag exits with one line."""
-    argv = ['--dry_run' if a == '--dry-run' else a for a in argv]
+    argv = [re.sub('^--(dry|start|token)-', r'--\1_', a) for a in argv]
     name = base_of(argv)
     for i, text in enumerate(argv):
         if match := re.fullmatch('--?config(?:=(.*))?', text):
@@ -164,7 +167,7 @@ def run(argv: list[str]) -> None:
     workdir = Path(WORKDIR.value or default_workdir(config))
     place = COORDINATOR.value, PROCESSES.value, PROCESS.value
     try:
-        address = Address(*place, TOKEN_FILE.value, SILENT.value, BACK.value)
+        address = Address(*place, TOKEN_FILE.value, SILENT.value, BACK.value, START.value)
         if config.parallel.elastic and not DRY_RUN.value:
             with tracked(config, workdir, not address.process) as callbacks:
                 sys.exit(143 if train_as_member(config, workdir, address, callbacks) is None else 0)

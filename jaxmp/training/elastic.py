@@ -42,7 +42,6 @@ from jaxmp.training.task import Task
 from jaxmp.training.trackers import Callback
 from jaxmp.training.trainer import Trainer
 
-START = 50.0  # seconds to wait for all replicas at the start, and for the switch
 ALONE = Exchange(lambda grads, n: (), lambda grads, state, key, via: (grads, state))
 
 
@@ -69,7 +68,7 @@ def train_as_member(
     check(config, address)
     k, (switch, keys) = int(address.process or 0), entrance(address)
     names = names_of(range(config.parallel.replicas), 'replica')
-    terms = Terms(names, 1, START, address.silent)
+    terms = Terms(names, 1, address.start, address.silent)
     workdir = workdir / 'replicas' / str(k) if k else workdir
     exp = experiment_of(config, task)
     trainer = ElasticTrainer(exp, k, workdir)

@@ -48,7 +48,7 @@ def fingerprint(exp: Experiment) -> dict[str, str]:
     them, random bits of a fixed key, a `digest` of a decoded message of each channel and exchange.
     """
     return {
-        **{name.upper(): str(getattr(jax.config, name, None)) for name in SWITCHES},
+        **switches(),
         **own_files(flat(exp.config.to_dict())),
         **weights(exp.config.model.path),
         'default float': jnp.result_type(float).name,
@@ -56,6 +56,11 @@ def fingerprint(exp: Experiment) -> dict[str, str]:
         **crossed(exp),
         **{f'exchange={e}': exchanged(e) for e in exchanges(exp)},
     }
+
+
+def switches() -> dict[str, str]:
+    """The values of JAX's switches, by their environment variables."""
+    return {name.upper(): str(getattr(jax.config, name, None)) for name in SWITCHES}
 
 
 def own_files(config: Mapping[str, Any]) -> dict[str, str]:

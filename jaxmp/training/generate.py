@@ -237,6 +237,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         '--token_file', '--token-file', help='with the secret of all; default $JAXMP_TOKEN'
     )
     apart.add_argument('--silent', type=float, default=60.0, help='seconds until one has failed')
+    apart.add_argument('--start-timeout', type=float, default=50.0, help='seconds for all to come')
     apart.add_argument('--link', default='', help='emulated between processes, such as 20mbit,40ms')
     args = parser.parse_args(argv)
     if args.tokens < 1 or not args.temperature >= 0 or not 0 < args.top_p <= 1:  # nor nan
@@ -257,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_channels([args.codec] if args.codec else [])
         cuts_of(args.cuts)
-        address = placed(Address(*place, args.token_file, args.silent))
+        address = placed(Address(*place, args.token_file, args.silent, 0.0, args.start_timeout))
         group, texts = (
             by_processes(args, address) if address.processes != 1 else (group, here(args))
         )
