@@ -25,10 +25,12 @@ import os
 import random
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +41,7 @@ from jaxmp.launch.signals import leave_closed_terminal, stopping
 from jaxmp.net.address import TOKEN, ProcessGroupError, secret
 from jaxmp.net.keys import keys_of
 from jaxmp.net.switch import Switch
+from jaxmp.terminal import SAID
 
 PATIENCE = 60.0  # seconds in which all processes must save and end after a signal
 NOTICE = 6.0  # seconds after a failure in which the others say why they end, before SIGTERM
@@ -280,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ProcessGroupError as error:
             parser.error(str(error))
     watcher, running = _guard(), []
+    os.environ[SAID] = tempfile.mkdtemp(prefix='jaxmp-')  # so also of those that it starts
 
     def again(i: int) -> subprocess.Popen:
         process = start(group, i)
@@ -292,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             running.append(again(i))
     except OSError as error:
         watcher.kill()
+        os.rmdir(os.environ[SAID])
         print(
             f'jaxmp launch: cannot start {args.command[0]}: {error.strerror or error}; give a '
             'program after --, such as: -- python train.py --config.parallel.runtime=mpmd',
@@ -305,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _signal([p for p in running if has_members(p)], signal.SIGKILL)
         watcher.kill()
         watcher.wait()
+        shutil.rmtree(os.environ[SAID], ignore_errors=True)
 
 
 if __name__ == '__main__':

@@ -367,13 +367,24 @@ def rows_of(channel: Channel) -> int:
     return len(jax.tree.leaves(tx)[0])
 
 
-def warnings_on_text(exp: Experiment) -> list[str]:
-    """A line for each forward channel that breaks on activations of a language model.
+def warnings_on(exp: Experiment) -> list[str]:
+    """A line for what compresses nothing, and for each forward channel that breaks on text.
 
-    There is none where the model's input is not of token ids. Each codec takes a compilation.
+    The latter are of models whose input is of token ids. Each codec takes a compilation.
     """
+    c, idle = exp.config, list[str]()
+    if not exp.model.boundaries and {c.fwd, c.bwd} != {'raw'}:
+        idle.append(
+            f'a model of one stage has no boundary, so config.fwd={c.fwd!r} and config.bwd='
+            f'{c.bwd!r} compress nothing; split it in two or more, as by config.model.stages=2'
+        )
+    if exp.replicas == 1 and c.exchange != 'mean':
+        idle.append(
+            f'one replica shares no gradient, so config.exchange={c.exchange!r} compresses '
+            'nothing; give config.parallel.replicas=2 or more'
+        )
     boundaries = [*exp.model.boundaries, *(b for p in exp.phases for b in p.boundaries)]
-    return warnings_of((b.fwd for b in boundaries), exp.task.like)
+    return idle + warnings_of((b.fwd for b in boundaries), exp.task.like)
 
 
 def microbatch_like(exp: Experiment) -> Like:

@@ -1,13 +1,14 @@
 """`footprint`: the memory that a process needs for a step, counted before anything is read.
 
-Counted are the arrays of which a step keeps all at once. What the compiler uses besides, and what
-JAX itself takes, is not, so a process needs more than this.
+Counted are the arrays of which a step keeps all at once, and on a CPU what Python, JAX and the data
+take already. What the compiler uses besides is not, so a process needs more than this.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import jax
 
@@ -18,7 +19,7 @@ from jaxmp.training.groups import Group, split
 from jaxmp.training.sizes import feedback_ends, residual_rows, shapes
 from jaxmp.wire import nbytes
 
-_GIB = 2**30
+GIB = 2**30
 
 
 def footprint(exp: Experiment, stages: Iterable[int]) -> dict[str, int]:
@@ -96,8 +97,23 @@ def described(sizes: Mapping[str, int]) -> str:
     >>> described({'parameters': 2**30, 'gradients': 2**29})
     'at least 1.50 GiB: parameters 1.00, gradients 0.50'
     """
-    parts = ', '.join(f'{name} {size / _GIB:.2f}' for name, size in sizes.items())
-    return f'at least {sum(sizes.values()) / _GIB:.2f} GiB: {parts}'
+    parts = ', '.join(f'{name} {size / GIB:.2f}' for name, size in sizes.items())
+    return f'at least {sum(sizes.values()) / GIB:.2f} GiB: {parts}'
+
+
+def program() -> dict[str, int]:
+    """What a process has before its parameters; none where they are on a device of their own."""
+    here = status('VmRSS') if jax.default_backend() == 'cpu' else 0
+    return {'Python, JAX and data': here} if here else {}
+
+
+def status(name: str) -> int:
+    """Bytes that Linux counts under a name of ``/proc/self/status``; elsewhere 0."""
+    try:
+        lines = Path('/proc/self/status').read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)
 
 
 def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> str:
@@ -112,7 +128,7 @@ def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> str:
       ValueError: if it has less than it needs; the message names the keys that help.
     """
     have = memory() * (1 if jax.default_backend() == 'cpu' else devices)
-    line = f'memory of a process: {described(sizes)}; it has {have / _GIB:.2f} GiB'
+    line = f'memory of a process: {described(sizes)}; it has {have / GIB:.2f} GiB'
     if sum(sizes.values()) <= have:
         return line
     c, helps = exp.config, []

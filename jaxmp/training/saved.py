@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxmp.config import KEYS, Summary, complete, flat, nested
 from jaxmp.net.group import ProcessGroup
+from jaxmp.terminal import near_file
 from jaxmp.training.checkpoint import Checkpoints, Place
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.step import TrainState
@@ -47,8 +48,8 @@ def load(workdir: Path) -> Run:
             raise ValueError('it has a checkpoint')
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
-            f'{workdir} is not the workdir of a run: {error}; jaxmp evaluate of a '
-            'checkpoint needs --text=FILE'
+            f'{workdir} is not the workdir of a run: {error}{near_file(str(workdir))}; jaxmp '
+            'evaluate of a checkpoint needs --text=FILE'
         ) from None
     if (count := values.get('parallel.replicas', 1)) > 1:
         raise ValueError(

@@ -54,9 +54,11 @@ class Trainer:
       training: the runtime with the boundaries that are configured.
       across: what a step needs over all stages.
       say: is told what a user should know of a step, in the first process.
+      announced: bytes of memory that a user was told this process needs at least, or 0.
     """
 
     say: Callable[[str], object] = print
+    announced = 0
     scored = 0  # number of the replica whose feedback and weights are those of the run
 
     def __init__(self, exp: Experiment, group: ProcessGroup) -> None:

@@ -1,0 +1,94 @@
+"""What a user reads in a terminal or a pipe: the typed command, 'did you mean', tables that fit."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SAID = 'JAXMP_SAID'  # names the folder of a launch with a file per line that a process has said
+PIPE = 10_000  # columns where the output is no terminal: nothing wraps
+FOLDED = 20  # columns that a cell which may fold needs at least
+
+
+def command() -> str:
+    """What was typed: ``jaxmp COMMAND``, as for `python -m jaxmp`, or the name of a script."""
+    script = Path(sys.argv[0])
+    ours = script.name == 'jaxmp' or script.parts[-2:] == ('jaxmp', '__main__.py')
+    return ' '.join(['jaxmp', *sys.argv[1:2]]) if ours else script.name
+
+
+def end(line: str) -> NoReturn:
+    """Ends with a line behind the command; one process of a launch says it for all."""
+    try:
+        mark = hashlib.blake2b(line.encode(), digest_size=16).hexdigest()
+        (Path(os.environ[SAID]) / mark).touch(exist_ok=False)
+    except FileExistsError:
+        sys.exit(1)
+    except (KeyError, OSError):  # no launch, or one that has ended
+        pass
+    sys.exit(f'{command()}: {line}')
+
+
+def hint(word: str, words: Iterable[str]) -> str:
+    """The question behind a misspelt word; empty where none of ``words`` is near."""
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f' (did you mean {near[0]}?)' if near else ''
+
+
+def near_file(path: str) -> str:
+    """The question behind a path that is not there, by the names beside it; else empty."""
+    place = Path(path).expanduser()
+    names = {} if place.exists() else {p.name: p for p in place.parent.glob('*')}
+    near = difflib.get_close_matches(place.name, names, n=1)
+    return f' (did you mean {names[near[0]]}?)' if near else ''
+
+
+def named_as_on_hub(text: str) -> bool:
+    """Whether a text that is no file here is ``owner/name`` of the hub.
+
+    A misspelt path is not to find a stranger's repository: one into a folder that exists, one from
+    the root or from home, or a file of weights.
+    """
+    parts = re.fullmatch(r'([\w-][\w.-]*)/[\w-][\w.-]*', text)
+    file = text.endswith(('.gguf', '.safetensors'))
+    return bool(parts) and not file and not Path(parts[1]).is_dir()
+
+
+def show(*parts: Table | str) -> None:
+    """Prints tables and lines to standard output; a pipe gets each line whole.
+
+    Of a table that is wider than the terminal each row is a paragraph with its heads.
+    """
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPE)
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    for part in parts:
+        if isinstance(part, str):
+            say(part)
+            continue
+        title, caption, part.title, part.caption = part.title, part.caption, None, None
+        cells = [[str(cell) for cell in column.cells] for column in part.columns]
+        spare = (max(map(len, c), default=0) - FOLDED for c in cells)
+        folds = (column.overflow == 'fold' for column in part.columns)
+        spared = sum(max(0, n) for n, fold in zip(spare, folds, strict=True) if fold)
+        say(*filter(None, [title]), end='\n' * bool(title))
+        if console.measure(part).maximum - spared <= console.width:
+            console.print(part)
+        else:
+            for row in zip(*cells, strict=True):
+                pairs = zip((str(column.header) for column in part.columns), row, strict=True)
+                line = ', '.join(f'{head} {cell}'.strip() for head, cell in pairs if cell)
+                say(textwrap.fill(line, console.width, subsequent_indent='  '))
+        say(*filter(None, [caption]), end='\n' * bool(caption))
