@@ -372,19 +372,15 @@ def warnings_on(exp: Experiment) -> list[str]:
 
     The latter are of models whose input is of token ids. Each codec takes a compilation.
     """
-    c, idle = exp.config, list[str]()
-    if not exp.model.boundaries and {c.fwd, c.bwd} != {'raw'}:
-        idle.append(
-            f'a model of one stage has no boundary, so config.fwd={c.fwd!r} and config.bwd='
-            f'{c.bwd!r} compress nothing; split it in two or more, as by config.model.stages=2'
-        )
+    c, idle = exp.config, 'compresses nothing, of one'
+    alone = [f'config.{k}={c[k]!r} {idle} stage; give config.model.stages=2 or more'
+             for k in ('fwd', 'bwd') if not exp.model.boundaries and c[k] != 'raw']  # fmt: skip
     if exp.replicas == 1 and c.exchange != 'mean':
-        idle.append(
-            f'one replica shares no gradient, so config.exchange={c.exchange!r} compresses '
-            'nothing; give config.parallel.replicas=2 or more'
+        alone.append(
+            f'config.exchange={c.exchange!r} {idle} replica; give config.parallel.replicas=2'
         )
     boundaries = [*exp.model.boundaries, *(b for p in exp.phases for b in p.boundaries)]
-    return idle + warnings_of((b.fwd for b in boundaries), exp.task.like)
+    return alone + warnings_of((b.fwd for b in boundaries), exp.task.like)
 
 
 def microbatch_like(exp: Experiment) -> Like:

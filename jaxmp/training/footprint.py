@@ -7,6 +7,7 @@ take already. What the compiler uses besides is not, so a process needs more tha
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -109,11 +110,9 @@ def program() -> dict[str, int]:
 
 def status(name: str) -> int:
     """Bytes that Linux counts under a name of ``/proc/self/status``; elsewhere 0."""
-    try:
-        lines = Path('/proc/self/status').read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    file = Path('/proc/self/status')
+    found = re.search(rf'{name}:\s*(\d+)', file.read_text() if file.exists() else '')
+    return 1024 * int(found[1]) if found else 0
 
 
 def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> str:

@@ -125,9 +125,7 @@ def prepare(
         say(footprint.check(exp, sizes, len(set(stages))))
     check_alike(group, exp)
     group.barrier()  # all are here: links open now, before compiling parts them
-    trainer = Trainer(exp, group)
-    trainer.announced = sum(sizes.values())
-    return trainer
+    return Trainer(exp, group, sum(sizes.values()))
 
 
 def prepare_again(trainer: Trainer) -> Trainer:
@@ -227,8 +225,8 @@ def begun(
         folder = workdir if lead else None
         records = stack.enter_context(closing(Records(folder, tested, callbacks)))
         tokens = math.prod(exp.task.like.shape) if vocabulary(exp.task) else 0
-        size = resolved.batch_size
-        display = Display(total, done, quiet or not lead, size, size * tokens)
+        sizes = (n * resolved.batch_size for n in (1, tokens))
+        display = Display(total, done, quiet or not lead, *sizes)
         trainer.say = display.say
         with closing(display), stop_signals() as seen:
             if task is not None or ':' in resolved.model.name + resolved.data.name:
@@ -383,7 +381,7 @@ def record(r: Run, state: TrainState, place: Place) -> None:
 
 def before_training(r: Run, state: TrainState) -> None:
     """Tests pretrained weights, unless a start of this run before has: what is it better than?"""
-    there = any(row['kind'] == 'test' for row in r.records.records)
+    there = any(row.get('compression') == 'on' for row in r.records.records)  # written last
     if not r.trainer.group.share(there)[0]:  # the first process has the records
         r.display.say(f'before training  test {tested(r, state, {"step": 0, "epoch": 0})}')
 

@@ -8,11 +8,10 @@ from contextlib import closing, contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, Task
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 T = TypeVar('T')
-BAR = 20  # columns of a bar at most
+BAR, WIDE = 20, 90  # columns of a bar, and of a terminal that has one
 
 
 class Display:
@@ -35,9 +34,10 @@ class Display:
           tokens: number of tokens per step; 0 where the input is of numbers.
         """
         self._console = Console(stderr=True, quiet=quiet)
-        self._bar = Progress(_Line(self._console), console=self._console, transient=True)
-        first = ['start', 'compiling']
-        self._task = self._bar.add_task('', total=total, completed=done, parts=first)
+        more = [BarColumn(BAR), TimeElapsedColumn()] * (self._console.width >= WIDE)
+        columns = TextColumn('{task.description}'), *more
+        self._bar = Progress(*columns, console=self._console, transient=True)
+        self._task = self._bar.add_task('start  compiling', total=total, completed=done)
         self._total, self._sizes = total, (examples, tokens)
         self._start: tuple[float, int] | None = None
         self._mark: tuple[float, int] | None = None
@@ -67,7 +67,10 @@ class Display:
         if timed and any(self._sizes):
             parts = [*parts, speed((now - self._mark[0]) / timed, *self._sizes)]
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=step, parts=[name, *parts])
+            room = self._console.width - 1 - (BAR + 9) * (len(self._bar.columns) > 1)
+            while sum(len(part) + 2 for part in parts) + len(name) > room:
+                parts = parts[:-1]
+            self._bar.update(self._task, completed=step, description='  '.join([name, *parts]))
         elif now - self._last > 10 and steps:
             self._last = now
             self.say('  '.join([name, *parts]))
@@ -80,27 +83,6 @@ class Display:
         """Removes the bar."""
         if self._console.is_terminal:
             self._bar.stop()
-
-
-class _Line(ProgressColumn):
-    """The first parts of a task that fit in the terminal, and a bar in the rest."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def render(self, task: Task) -> Text:
-        """See `ProgressColumn`."""
-        line, *parts = task.fields['parts']
-        width = self._console.width - 1
-        for part in (*parts, duration(task.elapsed or 0)):
-            if len(line) + 2 + len(part) > width:
-                break
-            line += f'  {part}'
-        room = max(0, min(BAR, width - 2 - len(line)))
-        done = round(room * task.percentage / 100)
-        bar = ('━' * done, 'bar.complete'), ('━' * (room - done), 'bar.back')
-        return Text.assemble(line, '  ' * bool(room), *bar)
 
 
 def speed(seconds: float, examples: int, tokens: int) -> str:

@@ -20,7 +20,6 @@ from jaxmp.report import curves, style
 from jaxmp.training import footprint, profile
 from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.footprint import GIB
 from jaxmp.training.locks import WorkdirError, replacing, write_json
 from jaxmp.training.resume import Place
 from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
@@ -110,14 +109,11 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
     show(summary)
     if r.exp.config.parallel.profile:
         profile.show(r.workdir)
-    on_device = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
-    if r.trainer.announced:
-        most = on_device or footprint.status('VmHWM')
-        print(
-            f'memory of this process: {most / GIB:.2f} GiB at its peak; at least '
-            f'{r.trainer.announced / GIB:.2f} GiB was said, without what XLA compiles and its '
-            'temporary arrays'
-        )
+    if said := r.trainer.announced:
+        on_device = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
+        most = (on_device or footprint.status('VmHWM')) / footprint.GIB
+        print(f'memory of this process: {most:.2f} GiB at its peak; at least {said / footprint.GIB:.2f} '
+              'GiB was said, without temporary arrays of XLA and what it compiles')  # fmt: skip
     if draw:
         figure = curves.draw(r.records.records, summary)
         for end in ('png', 'svg'):
@@ -296,7 +292,7 @@ def _moved(summary: Summary) -> Table:
     sent = f'{summary["interface"]:,} bytes a step' if summary['interface'] else 'not known'
     table = Table(
         title=f'bytes per step over {summary["processes"]} processes',
-        caption=f'for comparison, all that its machine sent by any network: {sent}',
+        caption=f'for comparison, from all programs on the machine of process 0: {sent}',
     )
     heads = [
         f'{what} {way}' for what in ('payload', 'collectives') for way in ('forward', 'backward')
