@@ -266,11 +266,9 @@ def _check_values(where: str, law: Law, x: np.ndarray, y: np.ndarray, dtype: np.
         if law.spoilt is not None:
             expected, source = law.spoilt(x, y), np.argwhere(~np.isfinite(x))[0].tolist()
             fits = [f.__name__ for f in SPOILT if np.array_equal(f(x, y), nans)]
-            name = getattr(law.spoilt, '__name__', str(law.spoilt))
-            say = (
-                f'{x[tuple(source)]} in element {source} may spoil {np.sum(expected)} elements and '
-            )
-            say += f'spoilt {nans.sum()}; if that is meant, say Law(spoilt={(fits or ["f(x, y) -> mask"])[0]})'
+            name, meant = getattr(law.spoilt, '__name__', law.spoilt), [*fits, 'f(x, y) -> mask'][0]
+            say = f'{x[tuple(source)]} in element {source} may spoil {np.sum(expected)} elements, '
+            say += f'it spoilt {nans.sum()}; if your codec means that, say Law(spoilt={meant})'
             _keeps(nans != expected, where, f'spoilt={name}', f'{say}; they differ')
         return
     _keeps(nans, where, 'finite', 'a finite x arrives finite; mind a scale of 0 and overflow; NaN')

@@ -95,7 +95,9 @@ def length(run: Summary) -> str:
     else:
         made = max(tested, run['saved'])
         epochs = made * epoch / tested if tested else 0  # before the first test it is not known
-    return f'{made:,} steps' if run['config'].get('steps') or not epochs else f'{epochs:.4g} epochs'
+    if run['config'].get('steps') or not epochs:
+        return f'{made:,} steps'
+    return f'{epochs:.4g} epoch{"s" * (epochs != 1)}'
 
 
 def labelled(runs: Mapping[str, Summary]) -> dict[str, Summary]:

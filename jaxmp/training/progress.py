@@ -88,13 +88,12 @@ class Display:
 def speed(seconds: float, examples: int, tokens: int) -> str:
     """The speed of steps of some seconds: these if they are long, and tokens or examples.
 
-    >>> speed(12.5, 4, 512), speed(0.5, 4, 512), speed(2.0, 64, 0), speed(0.01, 64, 0)
-    ('12.5 s/step  41 tokens/s', '1,024 tokens/s', '2 s/step', '6,400 ex/s')
+    >>> speed(12.5, 4, 512), speed(12.5, 4, 0), speed(0.5, 64, 0)
+    ('12.5 s/step  41 tokens/s', '12.5 s/step  0.32 ex/s', '128 ex/s')
     """
     count, unit = (tokens, 'tokens') if tokens else (examples, 'ex')
-    rate = f'{count / seconds:,.{0 if count > 10 * seconds else 2}f} {unit}/s'
-    long = [f'{seconds:.3g} s/step'] if seconds > 1 else []
-    return '  '.join([*long, *([rate] if tokens or not long else [])])
+    rate = f'{count / seconds:,.{0 if count >= seconds else 2}f} {unit}/s'
+    return f'{seconds:.3g} s/step  {rate}' if seconds > 1 else rate
 
 
 def tracked(items: Sequence[T], name: str) -> Iterator[T]:

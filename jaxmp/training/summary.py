@@ -20,6 +20,7 @@ from jaxmp.report import curves, style
 from jaxmp.training import footprint, profile
 from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
+from jaxmp.training.footprint import GIB
 from jaxmp.training.locks import WorkdirError, replacing, write_json
 from jaxmp.training.resume import Place
 from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
@@ -47,7 +48,7 @@ def finish(
     """
     metric, config = exp.task.metric, exp.config.to_dict()
     for mode in ('off', 'on'):
-        if not any(r['step'] for r in tests_of(records, mode)):
+        if not any(r['step'] for r in rows_of(records, mode)):
             raise WorkdirError(
                 f'{workdir / "metrics.jsonl"} has no test records of this run; restore the file, '
                 'or give a new --workdir'
@@ -111,9 +112,11 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
         profile.show(r.workdir)
     if said := r.trainer.announced:
         on_device = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
-        most = (on_device or footprint.status('VmHWM')) / footprint.GIB
-        print(f'memory of this process: {most:.2f} GiB at its peak; at least {said / footprint.GIB:.2f} '
-              'GiB was said, without temporary arrays of XLA and what it compiles')  # fmt: skip
+        most = on_device or footprint.status('VmHWM')
+        print(
+            f'memory of this process: {most / GIB:.2f} GiB at its peak; at least {said / GIB:.2f} '
+            'was said, without temporary arrays of XLA and what it compiles'
+        )
     if draw:
         figure = curves.draw(r.records.records, summary)
         for end in ('png', 'svg'):
@@ -141,7 +144,7 @@ def best_and_last(
     tests = {}
     scores = lambda r: {k: v for k, v in r.items() if k not in ('kind', 'step', 'compression')}
     for mode in ('off', 'on'):
-        rows = tests_of(records, mode)
+        rows = rows_of(records, mode)
         before, trained = ([r for r in rows if bool(r['step']) == t] for t in (False, True))
         after = [r for r in trained if r['epoch'] > warmup] or trained
         best = max(after, key=metric.rank)
@@ -150,7 +153,7 @@ def best_and_last(
     return tests
 
 
-def tests_of(records: list[Record], mode: str) -> list[Record]:
+def rows_of(records: list[Record], mode: str) -> list[Record]:
     """The tests with compression ``'off'`` or ``'on'``."""
     return [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
 
@@ -167,7 +170,7 @@ def history(records: list[Record], names: Sequence[str]) -> dict[str, Columns | 
     def columns(rows: list[Record]) -> Columns:
         return {k: [round(r[k], 6) for r in rows] for k in ('step', 'epoch', *names)}
 
-    modes = {m: columns([r for r in tests_of(records, m) if r['step']]) for m in ('off', 'on')}
+    modes = {m: columns([r for r in rows_of(records, m) if r['step']]) for m in ('off', 'on')}
     return {'train': columns([r for r in records if r['kind'] == 'train']), **modes}
 
 
