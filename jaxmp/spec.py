@@ -150,8 +150,8 @@ def _look_up(name: str, names: Names) -> object:
 def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], names: Names) -> object:
     function = _look_up(name, names)
     if not callable(function) or isinstance(function, tuple) or function in ROUNDINGS:
-        right = f'uniform(4, rounding={name})' if function in ROUNDINGS else name
-        raise SpecError(f'{name} takes no arguments; write {right}')
+        such = f', as in uniform(4, rounding={name})' if function in ROUNDINGS else ''
+        raise SpecError(f'{name} takes no arguments; write {name}{such}')
     built = [_argument(a, names) for a in args]
     named = {k.arg or '**': _argument(k.value, names) for k in keywords}
     if len(named) < len(keywords):

@@ -21,15 +21,16 @@ PIPE = 10_000  # columns where the output is no terminal: nothing wraps
 FOLDED = 20  # columns that a cell which may fold needs at least
 
 
-def command() -> str:
-    """What was typed: ``jaxmp COMMAND``, as for `python -m jaxmp`, or the name of a script."""
-    script = Path(sys.argv[0])
-    ours = script.name == 'jaxmp' or script.parts[-2:] == ('jaxmp', '__main__.py')
-    return ' '.join(['jaxmp', *sys.argv[1:2]]) if ours else script.name
+def command(name: str = '') -> str:
+    """What was typed: a script such as ``train.py``, or ``jaxmp NAME``, perhaps by `python -m`."""
+    script = Path(sys.argv[0]).name
+    if script.endswith('.py') and script != '__main__.py':
+        return script
+    return ' '.join(['jaxmp', *([name] if name else sys.argv[1:2])])
 
 
-def end(line: str) -> NoReturn:
-    """Ends with a line behind the command; one process of a launch says it for all."""
+def end(name: str, line: str) -> NoReturn:
+    """Ends a command with a line behind its name, which one process of a launch says for all."""
     try:
         mark = hashlib.blake2b(line.encode(), digest_size=16).hexdigest()
         (Path(os.environ[SAID]) / mark).touch(exist_ok=False)
@@ -37,7 +38,7 @@ def end(line: str) -> NoReturn:
         sys.exit(1)
     except (KeyError, OSError):  # no launch, or one that has ended
         pass
-    sys.exit(f'{command()}: {line}')
+    sys.exit(f'{name}: {line}')
 
 
 def hint(word: str, words: Iterable[str]) -> str:

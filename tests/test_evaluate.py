@@ -114,7 +114,8 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
 
     config = {'seed': 0, 'batch_size': 100, 'fwd': 'raw', 'bwd': 'raw', 'model': {'path': ''}}
     s = SimpleNamespace(
-        config=ml_collections.ConfigDict(config), points=points.Points(epoch=4, test=4, save=36, end=12),
+        config=ml_collections.ConfigDict(config),
+        points=points.Points(epoch=4, test=4, save=36, end=12),
         task=SimpleNamespace(metric=ACCURACY, scores=('loss', 'accuracy'), stages=()),
         data=SimpleNamespace(train=SimpleNamespace(y=np.zeros(400))),
     )  # fmt: skip

@@ -500,7 +500,10 @@ def test_no_two_columns_have_one_name(studies):
     found = [t for run in runs for t in closing.tables({**run, **links})]
     changes = config.default()
     changes.update(fwd='top_k(0.1)', bwd='raw')
-    found += [dry_run.boundaries(experiment_of(changes)), compare.table({'a': runs[0], 'b': runs[1]})]
+    found += [
+        dry_run.boundaries(experiment_of(changes)),
+        compare.table({'a': runs[0], 'b': runs[1]}),
+    ]
     heads = [[str(c.header).strip() for c in table.columns] for table in found]
     for own in [*heads, *tables.HEADS.values()]:
         assert len({*own}) == len(own), own

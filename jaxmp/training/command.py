@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from jaxmp.config import KEYS, KINDS, Config, Key, Nested, complete, flat, nearest
 from jaxmp.config.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
-from jaxmp.terminal import end, hint, near_file
+from jaxmp.terminal import command, end, hint, near_file
 from jaxmp.training.trackers import Callback
 
 LONGEST = 150  # characters of the channels in a folder's name
@@ -79,7 +79,7 @@ def parse(argv: list[str]) -> list[str]:
         left = flags.FLAGS(argv)
         CONFIG.value.to_dict()
     except Exception as error:  # a Python file and two libraries can raise almost any exception
-        end(mistake(name, argv, error))
+        end(command('train'), mistake(name, argv, error))
     return left
 
 
@@ -113,7 +113,7 @@ def described(name: str) -> str:
     try:
         keys = listing(load(name).to_dict())
     except Exception as error:  # raised by a file of the user
-        end(mistake(name, [], error))
+        end(command('train'), mistake(name, [], error))
     defined = flags.FLAGS.get_flags_for_module(__name__)
     rows = [(f'--{f.name}', str(f.help)) for f in defined if f.name != 'config']
     configs = [(f'--config={p.stem}', first_line(p)) for p in files()]
@@ -151,7 +151,10 @@ def main(argv: list[str] | None = None) -> None:
 def run(argv: list[str]) -> None:
     """Trains the configuration that the flags select."""
     if len(argv) > 1:
-        end(f'unexpected arguments {argv[1:]}; options are written --config.key=value')
+        end(
+            command('train'),
+            f'unexpected arguments {argv[1:]}; options are written --config.key=value',
+        )
     import jax
 
     from jaxmp.launch.signals import end_without_memory
@@ -196,7 +199,7 @@ def run(argv: list[str]) -> None:
         if line is None:
             raise
         sys.excepthook = lambda *_: None  # for threads that a library has left
-        end(line)
+        end(command('train'), line)
     sys.exit(143 if summary is None else 0)
 
 

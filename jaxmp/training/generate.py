@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         group.close()
     except (OSError, ValueError, ImportError, WorkdirError) as error:
         group.fail(f'jaxmp generate: {error}')
-        end(str(error))
+        end('jaxmp generate', str(error))
     except BaseException as error:
         group.fail(f'{type(error).__name__}: {error}')
         raise
