@@ -29,16 +29,21 @@ def command(name: str = '') -> str:
     return ' '.join(['jaxmp', *([name] if name else sys.argv[1:2])])
 
 
-def end(name: str, line: str) -> NoReturn:
-    """Ends a command with a line behind its name, which one process of a launch says for all."""
+def first(line: str) -> bool:
+    """Whether no other process of the launch that started this one, if one did, has said a line."""
     try:
         mark = hashlib.blake2b(line.encode(), digest_size=16).hexdigest()
         (Path(os.environ[SAID]) / mark).touch(exist_ok=False)
     except FileExistsError:
-        sys.exit(1)
+        return False
     except (KeyError, OSError):  # no launch, or one that has ended
         pass
-    sys.exit(f'{name}: {line}')
+    return True
+
+
+def end(name: str, line: str) -> NoReturn:
+    """Ends a command with a line behind its name, which one process of a launch says for all."""
+    sys.exit(f'{name}: {line}' if first(line) else 1)
 
 
 def hint(word: str, words: Iterable[str]) -> str:

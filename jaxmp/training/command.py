@@ -90,7 +90,7 @@ def mistake(name: str, argv: list[str], error: Exception) -> str:
     except Exception as cause:
         names = [p.stem for p in files()]
         file = name.partition(':')[0]
-        near = near_file(file) or hint(file, names) * (not Path(file).exists())
+        near = near_file(file) or hint(Path(file).stem, names) * (not Path(file).exists())
         return (
             f'--config={name}: {one_line(cause)}{near}; give a Python file with get_config(), or '
             f'one of {", ".join(names)}'
