@@ -1,7 +1,7 @@
 """`footprint`: the memory that a process needs for a step, counted before anything is read.
 
-Counted are the arrays of which a step keeps all at once, and on a CPU what Python, JAX and the data
-take already. What the compiler uses besides is not, so a process needs more than this.
+Counted are the arrays of which a step keeps all at once. Python, JAX and the data have their memory
+by then, as `program` says. What XLA compiles, and its temporary arrays, are in neither.
 """
 
 from __future__ import annotations
@@ -102,10 +102,9 @@ def described(sizes: Mapping[str, int]) -> str:
     return f'at least {sum(sizes.values()) / GIB:.2f} GiB: {parts}'
 
 
-def program() -> dict[str, int]:
-    """What a process has before its parameters; none where they are on a device of their own."""
-    here = status('VmRSS') if jax.default_backend() == 'cpu' else 0
-    return {'Python, JAX and data': here} if here else {}
+def program() -> int:
+    """Bytes that a process has before its parameters; 0 where these are on another device."""
+    return status('VmRSS') if jax.default_backend() == 'cpu' else 0
 
 
 def status(name: str) -> int:
@@ -128,7 +127,9 @@ def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> str:
     """
     have = memory() * (1 if jax.default_backend() == 'cpu' else devices)
     line = f'memory of a process: {described(sizes)}; it has {have / GIB:.2f} GiB'
-    if sum(sizes.values()) <= have:
+    if before := program():
+        line += f', of which Python, JAX and data have {before / GIB:.2f}'
+    if sum(sizes.values()) + before <= have:
         return line
     c, helps = exp.config, []
     low_rank = c.model.train.startswith('lora')

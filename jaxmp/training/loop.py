@@ -118,14 +118,15 @@ def prepare(
     release_freed_pages()  # of the data as it was read
     if group.count == 1:
         check_memory(exp)
-    sizes = {}
+    announced = 0
     if config.model.path:
         stages = exp.parallel.stages_of_process(group.index, group.count)
-        sizes = footprint.footprint(exp, stages) | footprint.program()
+        sizes = footprint.footprint(exp, stages)
         say(footprint.check(exp, sizes, len(set(stages))))
+        announced = sum(sizes.values()) + footprint.program()
     check_alike(group, exp)
     group.barrier()  # all are here: links open now, before compiling parts them
-    return Trainer(exp, group, sum(sizes.values()))
+    return Trainer(exp, group, announced)
 
 
 def prepare_again(trainer: Trainer) -> Trainer:

@@ -112,7 +112,7 @@ def check(text: str, choice: Trained, paths: Iterable[tuple[int, Path]]) -> None
             forms = 'all', 'no_table', f'lora({re.sub(r"[^0-9]", "", pattern) or 8})'
             near = hint(pattern, [*forms, *every])
             raise ValueError(
-                f'config.model.train={text!r}: {pattern!r} matches no parameter{near}; there are '
+                f'config.model.train={text!r}{near}: {pattern!r} matches no parameter; there are '
                 f'{", ".join(names)}, also with stage0. to stage{max(paths)[0]}. before them; '
                 f'allowed are {_FORMS}'
             )
