@@ -79,7 +79,8 @@ def show(*parts: Table | str) -> None:
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPE)
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = functools.partial(console.print, markup=False, highlight=False)
+    natural = console.options.update(width=PIPE)
     for part in parts:
         if isinstance(part, str):
             say(part)
@@ -89,12 +90,11 @@ def show(*parts: Table | str) -> None:
         spare = (max(map(len, c), default=0) - FOLDED for c in cells)
         folds = (column.overflow == 'fold' for column in part.columns)
         spared = sum(max(0, n) for n, fold in zip(spare, folds, strict=True) if fold)
-        say(*filter(None, [title]), end='\n' * bool(title))
-        if console.measure(part).maximum - spared <= console.width:
-            console.print(part)
-        else:
-            for row in zip(*cells, strict=True):
-                pairs = zip((str(column.header) for column in part.columns), row, strict=True)
-                line = ', '.join(f'{head} {cell}'.strip() for head, cell in pairs if cell)
-                say(textwrap.fill(line, console.width, subsequent_indent='  '))
-        say(*filter(None, [caption]), end='\n' * bool(caption))
+        rows: list[Table | str] = [part]
+        if console.measure(part, options=natural).maximum - spared > console.width:
+            heads = [str(column.header) for column in part.columns]
+            pairs = (zip(heads, row, strict=True) for row in zip(*cells, strict=True))
+            lines = (', '.join(f'{h} {c}'.strip() for h, c in row if c) for row in pairs)
+            rows = [textwrap.fill(text, console.width, subsequent_indent='  ') for text in lines]
+        for line in filter(None, (title, *rows, caption)):
+            say(line)

@@ -147,4 +147,4 @@ def test_a_loop_tells_the_time_left_after_what_compiles(monkeypatch, capsys):
         now[0] += 100 if item == 0 else 8
     assert seen == [0, 1, 2, 3, 4]
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ['text  0:24 left  2 of 5', 'text  0:08 left  4 of 5']
+    assert lines == ['text  0:24 left  step 2/5', 'text  0:08 left  step 4/5']

@@ -330,10 +330,8 @@ def advance(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place,
         pages_after_step(now - began)
         began = now
         means, metric, count = means_of(r, place), exp.task.metric, tested + place['steps']
-        name = f'step {count}/{points.end}'
+        name = points.name(count) if points.in_steps else f'epoch {epoch + 1}/{points.epochs}'
         parts = [f'loss {means["loss"]:.3f}', f'{metric.name} {metric.format(means)}']
-        if not points.in_steps:
-            name, parts = f'epoch {epoch + 1}/{points.epochs}', [*parts, name]
         r.display.update(name, count, parts)
         if stop:
             break

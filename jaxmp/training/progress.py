@@ -66,6 +66,8 @@ class Display:
             parts = [f'{duration(left)} left', *parts]
         if timed and any(self._sizes):
             parts = [*parts, speed((now - self._mark[0]) / timed, *self._sizes)]
+        if name != (count := f'step {step}/{self._total}'):
+            parts = [*parts, count]
         if self._console.is_terminal:
             room = self._console.width - 1 - (BAR + 9) * (len(self._bar.columns) > 1)
             while sum(len(part) + 2 for part in parts) + len(name) > room:
@@ -77,7 +79,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def close(self) -> None:
         """Removes the bar."""
@@ -101,7 +103,7 @@ def tracked(items: Sequence[T], name: str) -> Iterator[T]:
     with closing(Display(len(items), 0)) as display:
         for done, item in enumerate(items, 1):
             yield item
-            display.update(name, done, [f'{done} of {len(items)}'])
+            display.update(name, done, [])
 
 
 def duration(seconds: float) -> str:

@@ -114,8 +114,8 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
         on_device = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
         most = on_device or footprint.status('VmHWM')
         print(
-            f'memory of this process: {most / GIB:.2f} GiB at its peak; {said / GIB:.2f} were foreseen, '
-            'without what XLA compiles and its temporary arrays'
+            f'memory of this process: {most / GIB:.2f} GiB at its peak; {said / GIB:.2f} '
+            'were foreseen, without what XLA compiles and its temporary arrays'
         )
     if draw:
         figure = curves.draw(r.records.records, summary)
