@@ -31,13 +31,11 @@ def command(name: str = '') -> str:
 
 def first(line: str) -> bool:
     """Whether no other process of the launch that started this one, if one did, has said a line."""
+    mark = hashlib.blake2b(line.encode(), digest_size=16).hexdigest()
     try:
-        mark = hashlib.blake2b(line.encode(), digest_size=16).hexdigest()
-        (Path(os.environ[SAID]) / mark).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except (KeyError, OSError):  # no launch, or one that has ended
-        pass
+        Path(os.environ.get(SAID, os.devnull), mark).touch(exist_ok=False)
+    except OSError as error:  # no launch, or one that has ended
+        return not isinstance(error, FileExistsError)
     return True
 
 
@@ -61,14 +59,11 @@ def near_file(path: str) -> str:
 
 
 def named_as_on_hub(text: str) -> bool:
-    """Whether a text that is no file here is ``owner/name`` of the hub.
-
-    A misspelt path is not to find a stranger's repository: one into a folder that exists, one from
-    the root or from home, or a file of weights.
-    """
+    """Whether a text that is no file here is ``owner/name`` of the hub, not a misspelt path."""
     parts = re.fullmatch(r'([\w-][\w.-]*)/[\w-][\w.-]*', text)
-    file = text.endswith(('.gguf', '.safetensors'))
-    return bool(parts) and not file and not Path(parts[1]).is_dir()
+    if not parts or text.endswith(('.gguf', '.safetensors')):
+        return False
+    return not Path(parts[1]).is_dir()  # a path into it is not to find a stranger's repository
 
 
 def show(*parts: Table | str) -> None:
@@ -87,9 +82,10 @@ def show(*parts: Table | str) -> None:
             continue
         title, caption, part.title, part.caption = part.title, part.caption, None, None
         cells = [[str(cell) for cell in column.cells] for column in part.columns]
-        spare = (max(map(len, c), default=0) - FOLDED for c in cells)
-        folds = (column.overflow == 'fold' for column in part.columns)
-        spared = sum(max(0, n) for n, fold in zip(spare, folds, strict=True) if fold)
+        folding = (
+            c for c, column in zip(cells, part.columns, strict=True) if column.overflow == 'fold'
+        )
+        spared = sum(max(0, max(map(len, c), default=0) - FOLDED) for c in folding)
         rows: list[Table | str] = [part]
         if console.measure(part, options=natural).maximum - spared > console.width:
             heads = [str(column.header) for column in part.columns]

@@ -19,6 +19,7 @@ and starts a process again that was killed; the others go on meanwhile.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import math
 import os
@@ -284,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
     watcher, running = _guard(), []
     os.environ[SAID] = tempfile.mkdtemp(prefix='jaxmp-')  # so also of those that it starts
+    atexit.register(shutil.rmtree, os.environ[SAID], ignore_errors=True)
 
     def again(i: int) -> subprocess.Popen:
         process = start(group, i)
@@ -296,7 +298,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             running.append(again(i))
     except OSError as error:
         watcher.kill()
-        os.rmdir(os.environ[SAID])
         print(
             f'jaxmp launch: cannot start {args.command[0]}: {error.strerror or error}; give a '
             'program after --, such as: -- python train.py --config.parallel.runtime=mpmd',
@@ -310,7 +311,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _signal([p for p in running if has_members(p)], signal.SIGKILL)
         watcher.kill()
         watcher.wait()
-        shutil.rmtree(os.environ[SAID], ignore_errors=True)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 """`footprint`: the memory that a process needs for a step, counted before anything is read.
 
 Counted are the arrays of which a step keeps all at once. Python, JAX and the data have their memory
-by then, as `program` says. What XLA compiles, and its temporary arrays, are in neither.
+by then. What XLA compiles, and its temporary arrays, are in neither.
 """
 
 from __future__ import annotations
@@ -102,11 +102,6 @@ def described(sizes: Mapping[str, int]) -> str:
     return f'at least {sum(sizes.values()) / GIB:.2f} GiB: {parts}'
 
 
-def program() -> int:
-    """Bytes that a process has before its parameters; 0 where these are on another device."""
-    return status('VmRSS') if jax.default_backend() == 'cpu' else 0
-
-
 def status(name: str) -> int:
     """Bytes that Linux counts under a name of ``/proc/self/status``; elsewhere 0."""
     file = Path('/proc/self/status')
@@ -114,8 +109,8 @@ def status(name: str) -> int:
     return 1024 * int(found[1]) if found else 0
 
 
-def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> str:
-    """A line that says what a process needs and what it has.
+def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> tuple[str, int]:
+    """A line that says what a process needs and what it has, and the bytes that it needs at least.
 
     Args:
       exp: the experiment.
@@ -127,10 +122,10 @@ def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> str:
     """
     have = memory() * (1 if jax.default_backend() == 'cpu' else devices)
     line = f'memory of a process: {described(sizes)}; it has {have / GIB:.2f} GiB'
-    if before := program():
+    if before := status('VmRSS') if jax.default_backend() == 'cpu' else 0:
         line += f', of which Python, JAX and data have {before / GIB:.2f}'
-    if sum(sizes.values()) + before <= have:
-        return line
+    if (needs := sum(sizes.values()) + before) <= have:
+        return line, needs
     c, helps = exp.config, []
     low_rank = c.model.train.startswith('lora')
     if c.model.name == 'pretrained' and not low_rank:

@@ -122,8 +122,8 @@ def prepare(
     if config.model.path:
         stages = exp.parallel.stages_of_process(group.index, group.count)
         sizes = footprint.footprint(exp, stages)
-        say(footprint.check(exp, sizes, len(set(stages))))
-        announced = sum(sizes.values()) + footprint.program()
+        line, announced = footprint.check(exp, sizes, len(set(stages)))
+        say(line)
     check_alike(group, exp)
     group.barrier()  # all are here: links open now, before compiling parts them
     return Trainer(exp, group, announced)
@@ -236,8 +236,10 @@ def begun(
                 display.say(f'warning: {line}')
             if exp.sending and lead:
                 display.say(f'boundary {exp.first} {exp.sending}')
-            ended = done == total and not place['steps'] and finished(workdir, total) is not None
-            tell_resumption(display, checkpoints, workdir, done, ended)
+            if done == total and not place['steps'] and finished(workdir, total):
+                display.say(f'{workdir} has ended already, at step {done}; its summary:')
+            else:
+                tell_resumption(display, checkpoints, workdir, done)
             probe = prober(exp) if probed(exp, group) else None
             r = Run(trainer, probe, checkpoints, records, display, seen, workdir, done)
             with profiled(trainer, workdir):

@@ -116,18 +116,14 @@ def check_length(exp: Experiment, workdir: Path, done: int) -> None:
             )
 
 
-def tell_resumption(
-    display: Display, checkpoints: Checkpoints, workdir: Path, done: int, ended: bool
-) -> None:
-    """Shows that the run has ended, or the step from which it resumes, and damaged checkpoints."""
+def tell_resumption(display: Display, checkpoints: Checkpoints, workdir: Path, done: int) -> None:
+    """Shows the step from which the run resumes, and the checkpoints that were skipped."""
     for step, why in checkpoints.damaged.items():
         display.say(
             f'checkpoint at step {step} is damaged ({why}), moved to {workdir / "damaged"}; '
             f'resuming from step {done}'
         )
-    if ended:
-        display.say(f'{workdir} has ended already, at step {done}; its summary:')
-    elif done:
+    if done:
         display.say(f'resuming from step {done} of {workdir}')
 
 

@@ -130,16 +130,15 @@ def best_and_last(
 ) -> dict[str, dict[str, Record]]:
     """The best and the last scores with compression off and on, without the epochs of the warm-up.
 
-    Where pretrained weights were tested before the first step, those scores are ``before``.
+    Those of pretrained weights, at step 0, are neither, but ``before``.
 
-    >>> row = lambda e, l, a: {'step': e, 'epoch': e, 'loss': l, 'accuracy': a}
-    >>> scores = (0, 0.1, 0.9), (1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6)
-    >>> rows = [{'kind': 'test', 'compression': 'on', **row(*s)} for s in scores]
+    >>> on = {'kind': 'test', 'compression': 'on'}
+    >>> rows = [{**on, 'step': e, 'epoch': e, 'loss': l, 'accuracy': a}
+    ...         for e, l, a in ((0, 0, 1), (1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6))]
     >>> off = [{**r, 'compression': 'off'} for r in rows]
     >>> from jaxmp.metrics import ACCURACY
-    >>> scores = best_and_last(rows + off, ACCURACY, warmup=1)['on']
-    >>> scores['best'], scores['before']
-    ({'epoch': 2, 'loss': 0.3, 'accuracy': 0.7}, {'epoch': 0, 'loss': 0.1, 'accuracy': 0.9})
+    >>> best_and_last(rows + off, ACCURACY, warmup=1)['on']['best']
+    {'epoch': 2, 'loss': 0.3, 'accuracy': 0.7}
     """
     tests = {}
     scores = lambda r: {k: v for k, v in r.items() if k not in ('kind', 'step', 'compression')}
@@ -159,9 +158,7 @@ def rows_of(records: list[Record], mode: str) -> list[Record]:
 
 
 def history(records: list[Record], names: Sequence[str]) -> dict[str, Columns | dict[str, Columns]]:
-    """The curves of a run: step, epoch and scores in training and in the tests off and on.
-
-    They begin with the first test of the training, so that curves of several runs have equal steps.
+    """The curves of a run: step, epoch and scores in training and in its tests off and on.
 
     >>> history([{'kind': 'train', 'step': 9, 'epoch': 1, 'loss': 2.0}], ['loss'])['train']
     {'step': [9], 'epoch': [1], 'loss': [2.0]}
