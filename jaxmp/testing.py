@@ -268,7 +268,10 @@ def _check_values(where: str, law: Law, x: np.ndarray, y: np.ndarray, dtype: np.
             fits = [f.__name__ for f in SPOILT if np.array_equal(f(x, y), nans)]
             name, meant = getattr(law.spoilt, '__name__', law.spoilt), [*fits, 'f(x, y) -> mask'][0]
             say = f'{x[tuple(source)]} in element {source} may spoil {np.sum(expected)} elements, '
-            say += f'it spoilt {nans.sum()}; if your codec means that, say Law(spoilt={meant})'
+            say += f'it spoilt {nans.sum()}; '
+            say += (
+                f'if it is to do that, say Law(spoilt={meant})' if nans.any() else 'let NaN survive'
+            )
             _keeps(nans != expected, where, f'spoilt={name}', f'{say}; they differ')
         return
     _keeps(nans, where, 'finite', 'a finite x arrives finite; mind a scale of 0 and overflow; NaN')
