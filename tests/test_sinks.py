@@ -116,3 +116,12 @@ def test_huge_elements_do_not_overflow_in_half_precision():
 def test_the_sample_is_the_one_of_its_notice():
     digest = hashlib.sha256(sinks.SAMPLE.read_bytes()).hexdigest()
     assert digest in sinks.SAMPLE.with_suffix('.NOTICE').read_text()
+
+
+def test_what_compresses_nothing_is_said():
+    exp = experiment.experiment_of(
+        config_of('text_gpt2', stages=1, fwd='uniform(4)', bwd='raw', exchange='all_gather(one_bit)')
+    )
+    fwd, exchange = experiment.warnings_on(exp)
+    assert fwd.startswith("config.fwd='uniform(4)' compresses nothing, of one stage; give config.")
+    assert exchange.startswith("config.exchange='all_gather(one_bit)' compresses nothing, of one r")
