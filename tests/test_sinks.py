@@ -120,7 +120,9 @@ def test_the_sample_is_the_one_of_its_notice():
 
 def test_what_compresses_nothing_is_said():
     exp = experiment.experiment_of(
-        config_of('text_gpt2', stages=1, fwd='uniform(4)', bwd='raw', exchange='all_gather(one_bit)')
+        config_of(
+            'text_gpt2', stages=1, fwd='uniform(4)', bwd='raw', exchange='all_gather(one_bit)'
+        )
     )
     fwd, exchange = experiment.warnings_on(exp)
     assert fwd.startswith("config.fwd='uniform(4)' compresses nothing, of one stage; give config.")
