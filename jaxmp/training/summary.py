@@ -113,7 +113,7 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
     if said := r.trainer.announced:
         on_device = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
         most = on_device or footprint.status('VmHWM')
-        print(
+        terminal.show(
             f'memory of this process: {most / GIB:.2f} GiB at its peak; {said / GIB:.2f} '
             'were foreseen, without what XLA compiles and its temporary arrays'
         )
@@ -122,7 +122,7 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
         for end in ('png', 'svg'):
             with replacing(r.workdir / f'curves.{end}') as part:
                 style.write(figure, part, end)
-    print(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
+    terminal.show(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
 
 
 def best_and_last(
