@@ -253,10 +253,8 @@ def _check_alone(text: str, results: dict[str, np.ndarray]) -> None:
 
 def _keeps(broken: np.ndarray | bool, where: str, law: str, text: str) -> None:
     """Raises AssertionError with a law, what was expected and what came, and where it is broken."""
-    first = np.argwhere(broken)[:1].tolist()
-    places = f' in {np.sum(broken)} of {np.size(broken)} elements, first {first}' * (
-        np.size(broken) > 1
-    )
+    count, first = np.size(broken), np.argwhere(broken)[:1].tolist()
+    places = f' in {np.sum(broken)} of {count} elements, first {first}' if count > 1 else ''
     assert not np.any(broken), f'{where}: law {law}: {text}{places}'
 
 
@@ -267,12 +265,10 @@ def _check_values(where: str, law: Law, x: np.ndarray, y: np.ndarray, dtype: np.
             expected, source = law.spoilt(x, y), np.argwhere(~np.isfinite(x))[0].tolist()
             fits = [f.__name__ for f in SPOILT if np.array_equal(f(x, y), nans)]
             name, meant = getattr(law.spoilt, '__name__', law.spoilt), [*fits, 'f(x, y) -> mask'][0]
+            cure = f'if it is to, say Law(spoilt={meant})' if nans.any() else 'let NaN survive'
             say = f'{x[tuple(source)]} in element {source} may spoil {np.sum(expected)} elements, '
-            say += f'it spoilt {nans.sum()}; '
-            say += (
-                f'if it is to do that, say Law(spoilt={meant})' if nans.any() else 'let NaN survive'
-            )
-            _keeps(nans != expected, where, f'spoilt={name}', f'{say}; they differ')
+            say += f'it spoilt {nans.sum()}; {cure}; they differ'
+            _keeps(nans != expected, where, f'spoilt={name}', say)
         return
     _keeps(nans, where, 'finite', 'a finite x arrives finite; mind a scale of 0 and overflow; NaN')
     info = jnp.finfo(dtype)

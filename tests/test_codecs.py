@@ -734,7 +734,7 @@ def broken(encode):
             broken(lambda x, ctx: x + 0 * x.max(-1, keepdims=True)),
             testing.Law(spoilt=testing.sample), 'nan',
             r'law spoilt=sample: nan in element \[1, 3, 20\] may spoil 301 elements, it spoilt 43; '
-            r'if it is to do that, say Law\(spoilt=row\); they differ in 258 of 1204 elements',
+            r'if it is to, say Law\(spoilt=row\); they differ in 258 of 1204 elements',
         ),
         (
             broken(lambda x, ctx: x.sum() * x), testing.Law(spoilt=testing.blocks(7)), 'nan',
