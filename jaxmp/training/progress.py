@@ -54,14 +54,11 @@ class Display:
             self._mark = self._mark[0] + time.time() - start, self._mark[1]
 
     def update(self, name: str, step: int, parts: Sequence[str]) -> None:
-        """Shows where ``step`` is, the time left, and further parts, the most important first.
-
-        The first step, which compiles, tells nothing of the time that others take.
-        """
+        """Shows where ``step`` is, the time left, and further parts, the most important first."""
         now = time.time()
         self._start, self._mark = self._start or (now, step), self._mark or (now, step)
         steps, timed = step - self._start[1], step - self._mark[1]
-        if steps:
+        if steps:  # the first one, which compiles, tells nothing of the time of others
             left = (self._total - step) * (now - self._start[0]) / steps
             parts = [f'{duration(left)} left', *parts]
         if timed and any(self._sizes):

@@ -107,7 +107,7 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
             r.exp.task.export(str(folder), weights)
     if quiet:
         return
-    show(summary)
+    terminal.show(*tables(summary))
     if r.exp.config.parallel.profile:
         profile.show(r.workdir)
     if said := r.trainer.announced:
@@ -303,8 +303,3 @@ def _moved(summary: Summary) -> Table:
         cells = [*row['payload'], *row['collectives']]
         table.add_row(str(row['boundary']), *(f'{n:,}' for n in cells))
     return table
-
-
-def show(summary: Summary) -> None:
-    """Prints the tables of a summary to standard output."""
-    terminal.show(*tables(summary))
