@@ -77,7 +77,7 @@ def trained(lab, words, folder):
 def curve(records):
     """Steps, seconds and losses of the tests."""
     train = {r['step']: r['seconds'] for r in records if r['kind'] == 'train'}
-    test = [r for r in records if r['kind'] == 'test' and r['compression'] == 'on']
+    test = [r for r in records if r['kind'] == 'test' and r['compression'] == 'on' and r['step']]
     first, last = test[0]['step'], test[-1]['step']
     pace = (train[last] - train[first]) / (last - first)
     return [(r['step'], train[r['step']] - train[first] + pace * first, r['loss']) for r in test]

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+from jaxmp.terminal import command, hint
+
 COMMANDS = {
     'train': ('jaxmp.training.command', 'train a model with compressed boundaries'),
     'sweep': ('jaxmp.study.sweep.runner', 'run every row of a study for every seed'),
@@ -29,7 +31,7 @@ def leave(*_: object) -> None:
     """Ends at a Ctrl-C with one line, whatever is being imported, compiled or written."""
     shown = '\x1b[?25h' if os.isatty(2) else ''  # the cursor, which a progress bar hides
     text = 'stopped by Ctrl-C; the same command begins again or goes on from the last checkpoint'
-    os.write(2, f'{shown}{"train.py" if "train" in sys.argv[0] else "jaxmp"}: {text}\n'.encode())
+    os.write(2, f'{shown}{command()}: {text}\n'.encode())
     os._exit(130)
 
 
@@ -53,11 +55,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f'jaxmp {__version__}')
         return
     if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f' (did you mean {near[0]}?)' if near else ''
-        sys.exit(f'jaxmp: no command {name!r}{hint}; there are {", ".join(COMMANDS)}')
+        sys.exit(
+            f'jaxmp: no command {name!r}{hint(name, COMMANDS)}; there are {", ".join(COMMANDS)}'
+        )
     if of_process and name in ('train', 'sweep', 'generate', 'bench'):
         signal.signal(signal.SIGINT, leave)
     elif of_process:  # `jaxmp codecs | head` ends quietly

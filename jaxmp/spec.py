@@ -8,13 +8,13 @@ namespace is the registry.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmp import codecs, feedback
 from jaxmp.feedback import Channel, direct
+from jaxmp.terminal import hint
 from jaxmp.wire import Codec
 from jaxmp.wire.words import called, form, named
 
@@ -144,15 +144,14 @@ def _look_up(name: str, names: Names) -> object:
     if name in names:
         return found
     allowed = sorted(k for k, thing in names.items() if not isinstance(thing, NoWord))
-    near = difflib.get_close_matches(name, allowed, n=1)
-    hint = f' (did you mean {near[0]}?)' if near else ''
-    raise SpecError(f'unknown word {name!r}{hint}; allowed are {", ".join(allowed)}')
+    raise SpecError(f'unknown word {name!r}{hint(name, allowed)}; allowed are {", ".join(allowed)}')
 
 
 def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], names: Names) -> object:
     function = _look_up(name, names)
     if not callable(function) or isinstance(function, tuple) or function in ROUNDINGS:
-        raise SpecError(f'{name} takes no arguments; write {name}')
+        such = f', as in uniform(4, rounding={name})' if function in ROUNDINGS else ''
+        raise SpecError(f'{name} takes no arguments; write {name}{such}')
     built = [_argument(a, names) for a in args]
     named = {k.arg or '**': _argument(k.value, names) for k in keywords}
     if len(named) < len(keywords):

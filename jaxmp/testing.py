@@ -125,6 +125,11 @@ def sample(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.broadcast_to(bad.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
 
 
+def row(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The row, along the last axis."""
+    return np.broadcast_to(element(x, y).any(-1, keepdims=True), x.shape)
+
+
 def sent(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The element itself, if it is sent."""
     return element(x, y) & (y != 0)
@@ -143,8 +148,11 @@ def blocks(size: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         bad = np.pad(flat, (0, -flat.size % size)).reshape(-1, size).any(1)
         return np.repeat(bad, size)[: flat.size].reshape(x.shape)
 
+    spoilt.__name__ = f'blocks({size})'
     return spoilt
 
+
+SPOILT = element, sent, row, sample, sent_of_sample, feature, tensor, sent_of_tensor
 
 # The check.
 
@@ -218,14 +226,15 @@ def check(
         m, y, _, _ = pair.cross(x, tx, rx, ctx)
         results[name] = y
         where = f'{text} of {name}'
-        assert (y.shape, y.dtype) == (x.shape, x.dtype), f'{where}: shape and dtype are kept'
-        size = sum(np.asarray(a).nbytes for a in jax.tree.leaves(m))
-        assert 8 * size == bits(channel, like, ctx), f'{where}: bits are those of the payload'
+        came, kept = (f'{a.dtype}{list(a.shape)}' for a in (y, x))
+        _keeps(came != kept, where, 'shape and dtype', f'expected {kept} as sent, came {came}')
+        size, said = 8 * sum(a.nbytes for a in jax.tree.leaves(m)), bits(channel, like, ctx)
+        _keeps(size != said, where, 'bits', f'jaxmp.bits says {said}, the message has {size}')
         _check_values(where, law, x.astype(np.float64), y.astype(np.float64), x.dtype)
         if law.idempotent and np.isfinite(x.astype(np.float64)).all():
             tx, rx = pair.init()
             again = pair.cross(y, tx, rx, ctx)[1]
-            assert (again == y).all(), f'{where}: idempotent'
+            _keeps(again != y, where, 'idempotent', 'expected C(C(x)) = C(x) to the bit, differs')
 
     promised = channel.codec.samples == 'alone' and channel == direct(channel.codec)
     if law.alone or promised:
@@ -235,26 +244,44 @@ def check(
 def _check_alone(text: str, results: dict[str, np.ndarray]) -> None:
     if 'normal' not in results:
         return
-    rest = [i for i in range(SAMPLES) if i != BAD[0]]
     for name in {'outlier', 'largest', 'nan', 'inf'} & results.keys():
-        same = results[name][rest] == results['normal'][rest]
-        assert same.all(), f'{text} of {name}: other samples are not touched'
+        touched = results[name] != results['normal']
+        touched[BAD[0]] = False
+        say = f'other samples are not touched by sample {BAD[0]}; they changed'
+        _keeps(touched, f'{text} of {name}', 'alone', say)
+
+
+def _keeps(broken: np.ndarray | bool, where: str, law: str, text: str) -> None:
+    """Raises AssertionError with a law, what was expected and what came, and where it is broken."""
+    count, first = np.size(broken), np.argwhere(broken)[:1].tolist()
+    places = f' in {np.sum(broken)} of {count} elements, first {first}' if count > 1 else ''
+    assert not np.any(broken), f'{where}: law {law}: {text}{places}'
 
 
 def _check_values(where: str, law: Law, x: np.ndarray, y: np.ndarray, dtype: np.dtype) -> None:
+    nans = ~np.isfinite(y)
     if not np.isfinite(x).all():
         if law.spoilt is not None:
-            spoilt, expected = ~np.isfinite(y), law.spoilt(x, y)
-            assert (spoilt == expected).all(), f'{where}: what is not finite'
+            expected, source = law.spoilt(x, y), np.argwhere(~np.isfinite(x))[0].tolist()
+            fits = [f.__name__ for f in SPOILT if np.array_equal(f(x, y), nans)]
+            name, meant = getattr(law.spoilt, '__name__', law.spoilt), [*fits, 'f(x, y) -> mask'][0]
+            cure = f'if it is to, say Law(spoilt={meant})' if nans.any() else 'let NaN survive'
+            say = f'{x[tuple(source)]} in element {source} may spoil {np.sum(expected)} elements, '
+            say += f'it spoilt {nans.sum()}; {cure}; they differ'
+            _keeps(nans != expected, where, f'spoilt={name}', say)
         return
-    assert np.isfinite(y).all(), f'{where}: finite stays finite'
+    _keeps(nans, where, 'finite', 'a finite x arrives finite; mind a scale of 0 and overflow; NaN')
     info = jnp.finfo(dtype)
     rounding = 0.0 if dtype == np.float32 else float(info.eps)
     if law.bound is not None:
-        bound = law.bound(x)
+        bound = np.broadcast_to(law.bound(x), x.shape)
         slack = float(info.tiny) if np.any(bound) else 0.0
         excess = np.abs(x - y) - bound - rounding * (np.abs(x) + bound) - slack
-        assert (excess <= 0).all(), f'{where}: error exceeds its bound by {excess.max():.3g}'
+        i = np.unravel_index(excess.argmax(), x.shape)
+        worst = f'where C({x[i]:.6g}) is {y[i]:.6g} it exceeds {bound[i]:.6g} by {excess[i]:.3g};'
+        _keeps(excess > 0, where, 'bound', f'an error is within its bound; {worst} too large')
     if law.kept is not None:
         lost, all_ = (np.square(a).reshape(len(a), -1).sum(1) for a in (x - y, x))
-        assert (lost <= (1 - law.kept) * all_).all(), f'{where}: contraction'
+        most, came = 1 - law.kept, (lost / np.maximum(all_, info.tiny)).max()
+        say = f'|x - C(x)|^2 is at most {most:.6g} |x|^2 in a sample, and came as {came:.6g};'
+        _keeps(lost > most * all_, where, f'kept={law.kept}', f'{say} too much was lost')

@@ -720,3 +720,48 @@ def test_rans_has_the_same_tables_everywhere():
     assert (t.frequency.sum(1) == 4096).all()
     assert zlib.crc32(t.frequency.tobytes()) == 3438968100
     assert zlib.crc32(t.frequency[: rans.TABLES].tobytes()) == 2570030131
+
+
+def broken(encode):
+    """A codec that sends what ``encode`` makes of a tensor of float32."""
+    return jaxmp.Codec(encode, lambda m, like, ctx: m)
+
+
+@pytest.mark.parametrize(
+    ('codec', 'law', 'name', 'message'),
+    [
+        (
+            broken(lambda x, ctx: x + 0 * x.max(-1, keepdims=True)),
+            testing.Law(spoilt=testing.sample), 'nan',
+            r'law spoilt=sample: nan in element \[1, 3, 20\] may spoil 301 elements, it spoilt 43; '
+            r'if it is to, say Law\(spoilt=row\); they differ in 258 of 1204 elements',
+        ),
+        (
+            broken(lambda x, ctx: x.sum() * x), testing.Law(spoilt=testing.blocks(7)), 'nan',
+            r'law spoilt=blocks\(7\): nan .* it spoilt 1204; .* say Law\(spoilt=tensor\)',
+        ),
+        (
+            broken(lambda x, ctx: jnp.nan_to_num(x)), testing.Law(spoilt=testing.sample), 'nan',
+            'law spoilt=sample: .* 301 elements, it spoilt 0; let NaN survive; they differ in 301',
+        ),
+        (
+            broken(lambda x, ctx: x / x), testing.Law(), 'zeros',
+            'law finite: a finite x arrives finite; mind a scale of 0 and overflow; NaN in 1204 of',
+        ),
+        (
+            broken(lambda x, ctx: x + 1), testing.Law(bound=lambda x: 0.5), 'zeros',
+            r'law bound: .*; where C\(0\) is 1 it exceeds 0\.5 by 0\.5; too large in 1204 of 1204',
+        ),
+        (
+            broken(lambda x, ctx: x / 2), testing.Law(kept=0.9), 'constant',
+            r'law kept=0\.9: .* at most 0\.1 \|x\|\^2 in a sample, and came as 0\.25; too much was',
+        ),
+        (
+            broken(lambda x, ctx: x / 2), testing.Law(idempotent=True), 'constant',
+            r'law idempotent: expected C\(C\(x\)\) = C\(x\) to the bit, differs in 1204 of 1204',
+        ),
+    ],
+)  # fmt: skip
+def test_a_law_that_is_broken_says_what_was_expected_and_what_came(codec, law, name, message):
+    with pytest.raises(AssertionError, match=f'of {name}: {message}'):
+        testing.check(codec, law, {name: testing.FLOAT32[name]})

@@ -93,13 +93,20 @@ def test_runs_are_compared(tmp_path, capsys, monkeypatch):
     assert status == 2
     assert 'x.pdf: pictures are PNG and SVG; give x.png' in err
     last = json.loads(kept[1].read_text())['test']['on']['last']['accuracy']
-    assert re.search(rf'top10, seed 0 .* {last:.2%} ', out)
-    assert 'top10, seed 1' in out
-    assert re.search(r'begun .* 25\.00% .* not ended', out)
+    assert re.search(rf'{kept[1]}, seed 0 .* epochs .* {last:.2%} ', out)
+    assert f'{kept[2]}, seed 1 ' in out
+    assert re.search(rf'{begun} .* 1 epoch .* 25\.00% .* not ended', out)
     reads = {**config['data'], 'files': '*.txt'}
     (begun / 'config.json').write_text(json.dumps({**config, 'name': 'reads', 'data': reads}))
     out, _, _ = run(['compare', str(begun)], capsys)
-    assert re.search(r'reads .* perplexity .* 7\.389 .* not ended', out)
+    assert re.search(rf'{begun} .* perplexity .* 7\.389 .* not ended', out)
+    (begun / 'metrics.jsonl').write_text('')  # stopped before its first test
+    (begun / 'checkpoints' / '6251').mkdir(parents=True)
+    (begun / 'checkpoints' / '9.orbax-checkpoint-tmp-1').mkdir()
+    out, _, _ = run(['compare', str(begun)], capsys)
+    assert re.search(rf'{begun} .* 6,251 steps .* not ended', out)
+    _, err, _ = run(['compare', str(begun)[:-1]], capsys)
+    assert f'(did you mean {begun}?)' in err
     old = shutil.copy(kept[0], tmp_path / 'old.json')
     (tmp_path / 'old.json').write_text(
         json.dumps({**json.loads(kept[0].read_text()), 'config': {'lr': 0.1}})

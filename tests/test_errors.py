@@ -55,6 +55,7 @@ SETTINGS = {
     'a network of text': ({'model': 'gpt2'}, 'no text .digits.'),
     'a rounding that is called': ({'fwd': 'uniform(4, rounding=stochastic(1, 2, 3))'},
                                   'stochastic takes no arguments; write stochastic'),
+    'arguments of a rounding': ({'fwd': 'stochastic(4)'}, r'as in uniform\(4, rounding=stochastic'),
     'tables without end': ({'fwd': 'aqsgd(uniform(4), examples=1000000000000)'},
                            r'keep feedback states of [\d,.]+ GiB .*is a memory of .*; take'),
 }  # fmt: skip
@@ -328,6 +329,8 @@ FLAGS = {
     'no name': (['--config.=3'], r'no key config\.;'),
     'no such file': (['--config=nowhere.py', '--config.model.width=3'], 'nowhere.py: .*no such'),
     'a folder': (['--config=configs'], '--config=configs: .*give a Python file with get_config'),
+    'a misspelt file': (['--config=finetun'], r'no such Python file \(did you mean finetune\?\)'),
+    'a misspelt path': (['--config=configs/finetun.py'], 'did you mean configs/finetune.py'),
     'no Python': (['--config', 'README.md'], '--config=README.md: .*give a Python file'),
     'a number of text': (['--config.optimizer.lr=low'], r"'low'; .*lr is a number, such as 0\.02"),
     'half a number': (['--config.epochs=1.5'], r"'1\.5'; config\.epochs is a whole number, such"),

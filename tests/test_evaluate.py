@@ -112,9 +112,10 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
         now[0] += 1000
         return {mode: {'loss': 1.0, 'accuracy': 0.5} for mode in ('off', 'on')}
 
-    config = ml_collections.ConfigDict({'seed': 0, 'batch_size': 100, 'fwd': 'raw', 'bwd': 'raw'})
+    config = {'seed': 0, 'batch_size': 100, 'fwd': 'raw', 'bwd': 'raw', 'model': {'path': ''}}
     s = SimpleNamespace(
-        config=config, points=points.Points(epoch=4, test=4, save=36, end=12),
+        config=ml_collections.ConfigDict(config),
+        points=points.Points(epoch=4, test=4, save=36, end=12),
         task=SimpleNamespace(metric=ACCURACY, scores=('loss', 'accuracy'), stages=()),
         data=SimpleNamespace(train=SimpleNamespace(y=np.zeros(400))),
     )  # fmt: skip
@@ -125,7 +126,7 @@ def test_examples_a_second_leave_the_evaluation_out(monkeypatch, capsys):
             drained=lambda state: state, **dict.fromkeys(('check', 'export'), lambda state: None)),
         checkpoints=SimpleNamespace(save=lambda *given: None),
         records=records.Records(None, 0),
-        display=progress.Display(ACCURACY, 12, 0, 100),
+        display=progress.Display(12, 0, examples=100),
     )  # fmt: skip
     loop.train(
         r,
@@ -146,4 +147,4 @@ def test_a_loop_tells_the_time_left_after_what_compiles(monkeypatch, capsys):
         now[0] += 100 if item == 0 else 8
     assert seen == [0, 1, 2, 3, 4]
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ['text: 2 of 5, 0:24 left', 'text: 4 of 5, 0:08 left']
+    assert lines == ['text  0:24 left  step 2/5', 'text  0:08 left  step 4/5']

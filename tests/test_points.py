@@ -256,7 +256,7 @@ def test_epochs_of_a_run_in_steps_are_those_that_it_begins():
     exp = experiment.experiment_of(small(steps=12, phases='raw@:1; raw@-1:', fwd='uniform(2)'))
     assert exp.points.epochs == 3
     assert [p.epochs for p in exp.phases] == [range(1), range(2, 3)]
-    assert exp.points == points.Points(5, 5, 5, 12)
+    assert exp.points == points.Points(5, 5, 5, 12, in_steps=True)
     with pytest.raises(ValueError, match='warmup_epochs=4 is not between 0 and epochs=3'):
         experiment.experiment_of(small(steps=12, warmup_epochs=4))
 
@@ -273,13 +273,13 @@ def test_a_text_is_drawn_by_steps_and_images_by_epochs(tmp_path, monkeypatch):
             'measure': 'loss',
             'history': dict.fromkeys(('train', 'off', 'on'), scores),
         }
-        compare.draw(tmp_path, compare.shown([run]))
+        compare.draw(tmp_path, {'runs/x': run})
         loss, test, _ = seen['figure'].axes
         for axes in (loss, test):
             assert axes.get_xlabel() == unit
             assert list(axes.lines[0].get_xdata()) == x
         run['history'] = {p: {**scores, 'step': [3, 14], 'epoch': [0.4, 2]} for p in run['history']}
-        assert compare.shown([run])[0].curves['on'][unit] == ([3, 14] if x[0] == 7 else [0.4, 2])
+        assert compare.curves_of(run)['on'][unit] == ([3, 14] if x[0] == 7 else [0.4, 2])
         rows = [
             {'kind': 'train', 'step': s, 'epoch': e, 'loss': 1.0} for s, e in ((3, 0.4), (14, 2))
         ]

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.error
 
@@ -214,6 +215,55 @@ def test_a_second_seed_trains_with_the_programs_of_the_first(tmp_path):
         assert summary['seed'] == seed
 
 
+def test_a_fine_tuning_is_tested_before_its_first_step(tmp_path, monkeypatch, capsys):
+    """Which changes nothing of it, is made once, and is neither its best test nor in its curves."""
+    words = {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4, rounding=stochastic))'}
+    words |= {'optimizer.schedule': 'constant', 'train': 'lora(2)', 'eval_every': '3 steps'}
+    folder = tiny(tmp_path / 'base')
+    first, whole = (small(folder, steps=n, **words) for n in (3, 6))
+    trainer = loop.prepare(whole, ProcessGroup(), say=print)
+    run = lambda config, name, **more: loop.train_and_evaluate(
+        config, tmp_path / name, trainer=trainer.of_seed(config), draw=False, **more
+    )
+    summary = run(whole, 'tested')
+    out, err = capsys.readouterr()
+    before = [r for r in records(tmp_path / 'tested') if not r['step']]
+    assert [(r['kind'], r['epoch'], r['compression']) for r in before] == [
+        ('test', 0, 'off'), ('test', 0, 'on'),
+    ]  # fmt: skip
+    [said] = (line for line in err.splitlines() if line.startswith('before training  test '))
+    for row in before:
+        tests, shown = summary['test'][row['compression']], np.exp(row['loss'])
+        assert tests['before']['loss'] == row['loss'] != tests['last']['loss']
+        assert f'{shown:.4g}' in said
+        assert tests['best']['epoch'] > 0
+        assert summary['history'][row['compression']]['step'] == [3, 6]
+    assert 'step 6/6' in err
+    assert 'epoch' not in err
+    assert re.search(r'before training .* \(step\) ', out)
+    assert re.search(r'^memory of this process: 0\.\d\d GiB at its peak; 0\.[1-9]', out, re.M)
+    # Given again, it has ended.
+    assert run(whole, 'tested') == summary
+    assert 'has ended already, at step 6; its summary:' in capsys.readouterr().err
+    # Without it, as an older version made a workdir: the same numbers, and it goes on as it is.
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, 'before_training', lambda r, state: None)
+        run(first, 'older', quiet=True)
+    run(whole, 'older', quiet=True)
+    assert records(tmp_path / 'older') == records(tmp_path / 'tested')[2:]
+    # Resumed, or begun again where it was killed before its first checkpoint, it is not made anew.
+    run(first, 'resumed', quiet=True)
+    monkeypatch.setattr(
+        loop, 'tested', lambda r, state, base, t=loop.tested: base['step'] and t(r, state, base)
+    )
+    run(whole, 'resumed', quiet=True)
+    shutil.rmtree(tmp_path / 'resumed' / 'checkpoints')
+    run(whole, 'resumed', quiet=True)
+    assert records(tmp_path / 'resumed') == records(tmp_path / 'tested')
+    read = lambda name: load_file(tmp_path / name / 'model/adapter_model.safetensors')
+    jax.tree.map(np.testing.assert_array_equal, read('older'), read('tested'))
+
+
 def test_a_stage_updates_its_optimizer_state_in_place(tmp_path):
     """Where stages are apart, as where one program holds them: half of a large model's memory."""
     config = small(tiny(tmp_path), train='no_table', runtime='mpmd')
@@ -289,6 +339,7 @@ def test_two_processes_one_of_them_killed_end_like_two_that_were_not(tmp_path, t
     assert code == 0, out[-2000:]
     assert 'resuming from step' in out
     assert records(cut) == records(whole)
+    assert [r['step'] for r in records(cut)[:3]] == [0, 0, 3]
     a, b = (json.loads((w / 'summary.json').read_text()) for w in (whole, cut))
     assert a['processes'] == 2
     same = ('bytes', *(['tied'] if train == 'all' else []))
@@ -424,6 +475,7 @@ def test_patterns_name_what_is_trained(tmp_path):
         ('lora(0)', "train='lora.0.': .*rank 0 .* rank from 1; allowed are all, no_table"),
         ("lora(2, targets='q_proj kproj')", f"targets 'kproj', .* of {', '.join(PROJECTIONS)}"),
         ('lora(2, dropout=1)', 'dropout'),
+        ('lora8', r"'lora8' \(did you mean lora\(8\)\?\): 'lora8' matches no parameter; there are"),
         ('lora', "'lora' matches no parameter; there are embed_tokens.weight, layers.inp"),
         ('*nrom*', r"'\*nrom\*' matches no parameter; there are embed_tokens.weight, layers.inp"),
         (' ', "train=' ' names nothing; allowed are all"),
@@ -605,6 +657,8 @@ def test_the_memory_of_a_process_is_that_of_its_arrays(tmp_path, changes):
     assert sizes['activations'] == sum(size for size, _ in residual_rows(exp))
     [line] = lines
     assert line.startswith(f'memory of a process: {footprint.described(sizes)}; it has ')
+    assert re.search(r' GiB, of which Python, JAX and data have \d\.[1-9]', line)
+    assert trainer.announced > sum(sizes.values()) + 2**26
     apart = [footprint.footprint(exp, [s])['parameters'] for s in range(3)]
     table = state.model.params[0]['embed_tokens']['weight'].nbytes
     assert sum(apart) == sizes['parameters'] + table
@@ -638,7 +692,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_read(tmp_path, monk
     monkeypatch.setattr(pretrained, 'read', None)
     config = small(folder, train='no_table')
     config.model.remat = False
-    needs = r'at least 0\.00 GiB: parameters 0\.00, gradients .*; it has 0\.00 GiB; try config\.'
+    needs = r'at least 0\.00 GiB: parameters 0\.00, gradients .*; it has 0\.00 GiB.*; try config\.'
     helps = (
         r"model\.train='lora\(8\)', config\.model\.remat=True, a config\.batch_size below 4, stage"
     )
@@ -782,9 +836,21 @@ def test_a_download_that_was_cut_off_goes_on(tmp_path, hub, monkeypatch):
     hub['network'] = lambda **kwargs: 'completed'
     assert str(huggingface.local('owner/name')) == 'completed'
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
-    says = 'HF_HUB_OFFLINE is set: there is no folder owner/name, .* download model-1.safetensors'
+    says = (
+        'there is no folder owner/name, .*; HF_HUB_OFFLINE is set: .* download model-1.safetensors'
+    )
     with pytest.raises(ConnectionError, match=says):
         huggingface.local('owner/name')
+
+
+def test_a_misspelt_path_is_not_asked_of_the_hub(tmp_path, hub, monkeypatch):
+    hub['local'] = hub['network'] = lambda **kwargs: pytest.fail('a stranger may have the name')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'runs' / 'alice').mkdir(parents=True)
+    with pytest.raises(
+        FileNotFoundError, match=r'no runs/alcie \(did you mean runs/alice\?\); give a'
+    ):
+        huggingface.local('runs/alcie')
 
 
 def test_a_gated_model_without_a_token(hub):

@@ -454,20 +454,19 @@ def test_runs_with_default_names_are_compared_legibly(tmp_path):
 
     names = ('none', 'top10', 'aqsgd-top20-warm10', 'ef_mixed_accumulated-top10-warm20')
     paths = [ROOT / 'results' / 'mnist' / f'{n}-s0.json' for n in names]
-    paths += [ROOT / 'results' / 'few_bits' / 'converged' / 'entropy-weaned2.7-s0.json'] * 2
-    runs = [json.loads(p.read_text()) for p in paths]
-    for run in runs:
+    paths.append(ROOT / 'results' / 'few_bits' / 'converged' / 'entropy-weaned2.7-s0.json')
+    runs = {f'runs/{p.stem}': json.loads(p.read_text()) for p in paths}
+    for run in runs.values():
         run['config']['name'] = 'run'
-    shown = compare.shown(runs)
-    labels = [r.label for r in shown]
-    assert len({*labels}) == len(labels)
-    assert labels[-1] == f'{labels[-2]} #2'
-    assert labels[0].startswith('run, data.name mnist, pool 1, augment none, model.name lenet, ')
+    shown = compare.labelled(runs)
+    labels = list(shown)
+    start = 'runs/none-s0, data.name mnist, pool 1, augment none, model.name lenet, '
+    assert labels[0].startswith(start)
     assert ', phases none, ' in labels[0]
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(style, 'save', lambda figure, path: drawn.append(figure))
-        for kept in (shown, shown[:2]):
+        for kept in (shown, dict(list(shown.items())[:2])):
             compare.draw(tmp_path / 'x.png', kept)
     for figure in drawn:
         with style.style():
@@ -501,7 +500,10 @@ def test_no_two_columns_have_one_name(studies):
     found = [t for run in runs for t in closing.tables({**run, **links})]
     changes = config.default()
     changes.update(fwd='top_k(0.1)', bwd='raw')
-    found += [dry_run.boundaries(experiment_of(changes)), compare.table(compare.shown(runs))]
+    found += [
+        dry_run.boundaries(experiment_of(changes)),
+        compare.table({'a': runs[0], 'b': runs[1]}),
+    ]
     heads = [[str(c.header).strip() for c in table.columns] for table in found]
     for own in [*heads, *tables.HEADS.values()]:
         assert len({*own}) == len(own), own

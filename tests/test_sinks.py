@@ -90,7 +90,7 @@ def test_a_dry_run_of_text_warns_and_one_of_images_does_not(monkeypatch, capsys)
 def test_the_warnings_are_of_every_boundary_and_phase():
     changes = {'fwd': 'raw;outliers(lloyd(4));lloyd(4)', 'phases': 'uniform(4)@:1', 'epochs': 2}
     exp = experiment.experiment_of(config_of('text_gpt2', warmup_epochs=0, **changes))
-    assert [w.partition(':')[0] for w in experiment.warnings_on_text(exp)] == [
+    assert [w.partition(':')[0] for w in experiment.warnings_on(exp)] == [
         'lloyd(4)',
         'uniform(4)',
     ]
@@ -116,3 +116,14 @@ def test_huge_elements_do_not_overflow_in_half_precision():
 def test_the_sample_is_the_one_of_its_notice():
     digest = hashlib.sha256(sinks.SAMPLE.read_bytes()).hexdigest()
     assert digest in sinks.SAMPLE.with_suffix('.NOTICE').read_text()
+
+
+def test_what_compresses_nothing_is_said():
+    exp = experiment.experiment_of(
+        config_of(
+            'text_gpt2', stages=1, fwd='uniform(4)', bwd='raw', exchange='all_gather(one_bit)'
+        )
+    )
+    fwd, exchange = experiment.warnings_on(exp)
+    assert fwd.startswith("config.fwd='uniform(4)' compresses nothing, of one stage; give config.")
+    assert exchange.startswith("config.exchange='all_gather(one_bit)' compresses nothing, of one r")

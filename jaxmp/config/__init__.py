@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from jaxmp.config.plugins import load as load
+from jaxmp.terminal import hint
 
 Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types
 Nested = Mapping[str, Any]  # a configuration by groups, as a file of `configs/` has it
@@ -370,12 +371,12 @@ def _problem(name: str, key: Key, value: Any) -> str:
         return ''
     if key.pattern and re.fullmatch(key.pattern, value):
         return ''
-    near = difflib.get_close_matches(value, key.words, n=1)
-    hint = f' (did you mean {near[0]}?)' if near else ''
     path = f", nor an import path 'package.module:name' of {key.own}" if key.own else ''
     such = f', nor {key.such}' if key.such else ''
     late = '; a pipeline that stays full is config.optimizer.delay=N' * value.startswith('async')
-    return f'is not one of {", ".join(map(repr, key.words))}{hint}{such}{path}{late}'
+    return (
+        f'is not one of {", ".join(map(repr, key.words))}{hint(value, key.words)}{such}{path}{late}'
+    )
 
 
 def nearest(name: str, config: Nested) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmp.data.content import content_of
 from jaxmp.data.documents import Document, Pieces, Place, Source
+from jaxmp.terminal import named_as_on_hub, near_file
 
 _ROWS = 1000  # that are read at once
 _TESTS = ('validation', 'valid', 'dev', 'test')  # names of splits, the first of which is the test
@@ -61,10 +62,10 @@ def _splits(name: str) -> Any:
         )
     owner, repository, *configuration = name.split('/', 2)
     parts = [str(folder)] if folder.is_dir() else [f'{owner}/{repository}', *configuration]
-    if not folder.is_dir() and (name[0] in '/.~' or not repository):
+    if not folder.is_dir() and not named_as_on_hub(f'{owner}/{repository}'):
         raise FileNotFoundError(
-            f'config.data.name={name!r} is no folder; give one with text that the package datasets '
-            'can load, or owner/name of a data set on the hub'
+            f'config.data.name={name!r} is no folder{near_file(name)}; give one with text that the '
+            'package datasets can load, or owner/name of a data set on the hub'
         )
     load: Any = datasets.load_dataset  # whose overloads differ in what further arguments mean
     once = datasets.DownloadConfig(max_retries=1)

@@ -19,16 +19,19 @@ and starts a process again that was killed; the others go on meanwhile.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import math
 import os
 import random
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +42,7 @@ from jaxmp.launch.signals import leave_closed_terminal, stopping
 from jaxmp.net.address import TOKEN, ProcessGroupError, secret
 from jaxmp.net.keys import keys_of
 from jaxmp.net.switch import Switch
+from jaxmp.terminal import SAID
 
 PATIENCE = 60.0  # seconds in which all processes must save and end after a signal
 NOTICE = 6.0  # seconds after a failure in which the others say why they end, before SIGTERM
@@ -274,6 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ProcessGroupError as error:
             parser.error(str(error))
     watcher, running = _guard(), []
+    os.environ[SAID] = tempfile.mkdtemp(prefix='jaxmp-')  # so also of those that it starts
+    atexit.register(shutil.rmtree, os.environ[SAID], ignore_errors=True)
 
     def again(i: int) -> subprocess.Popen:
         process = start(group, i)

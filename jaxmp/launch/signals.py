@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxmp.terminal import command
+
 # SIGHUP: the terminal is closed. SIGUSR1: Slurm's --signal, ahead of the time limit.
 STOP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
@@ -38,7 +40,7 @@ def leave_closed_terminal(outputs: Sequence[int] = (1, 2)) -> None:
 
 def end_without_memory(name: str) -> None:
     """Makes a MemoryError in any thread end the process; by default only the thread ends."""
-    text = f'train.py: {name}: MemoryError, out of memory\n'.encode()
+    text = f'{command()}: {name}: MemoryError, out of memory\n'.encode()
 
     def ending(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def hook(args: Any) -> None:

@@ -6,7 +6,6 @@ where it was cut off.
 
 from __future__ import annotations
 
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -14,13 +13,13 @@ from http.client import HTTPException
 from pathlib import Path
 
 from jaxmp.models.checkpoint import lacking
+from jaxmp.terminal import named_as_on_hub, near_file
 
 COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights
     'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
     'chat_template*', 'generation_config.json',
 )  # fmt: skip
 FILES = ('config.json', 'model*.safetensors', 'model.safetensors.index.json', *COMPANIONS)
-ON_HUB = re.compile(r'(?!.*\.gguf$)[\w-][\w.-]*/[\w-][\w.-]*')  # what a name there looks like
 _SECONDS = 5
 
 
@@ -38,10 +37,10 @@ def local(path: str) -> Path:
     place = Path(path).expanduser()
     if place.exists():
         return place
-    if not ON_HUB.fullmatch(path):
+    if not named_as_on_hub(path):
         raise FileNotFoundError(
-            f'there is no {path}; give a folder with config.json and weights, a GGUF file, or '
-            'owner/name of the Hugging Face hub'
+            f'there is no {path}{near_file(path)}; give a folder with config.json and weights, a '
+            'GGUF file, or owner/name of the Hugging Face hub'
         )
     return Path(fetch(path))
 
@@ -78,8 +77,8 @@ def fetch(repository: str, files: Sequence[str] = FILES) -> str:
         ) from error
     page = f'{constants.ENDPOINT}/{repository}'
     instead = f'check the network, or download {missing} elsewhere and give the directory'
-    _check_answer(constants.ENDPOINT, f'there is no folder {repository}, and its files are not '
-                  f'all in the cache; {instead}', constants.HF_HUB_OFFLINE)  # fmt: skip
+    where = f'there is no folder {repository}, and its files are not all in the cache'
+    _check_answer(constants.ENDPOINT, where, instead, constants.HF_HUB_OFFLINE)
     try:
         return hub.snapshot_download(**wanted)
     except errors.GatedRepoError as error:
@@ -98,14 +97,15 @@ def fetch(repository: str, files: Sequence[str] = FILES) -> str:
         ) from error
 
 
-def _check_answer(address: str, instead: str, offline: bool) -> None:
+def _check_answer(address: str, where: str, instead: str, offline: bool) -> None:
     """Raises ConnectionError unless the hub answers; its client would retry for minutes."""
     if offline:
-        raise ConnectionError(f'HF_HUB_OFFLINE is set: {instead}')
+        raise ConnectionError(f'{where}; HF_HUB_OFFLINE is set: {instead}')
     try:
         request = urllib.request.Request(address, method='HEAD')
         urllib.request.urlopen(request, timeout=_SECONDS).close()
     except urllib.error.HTTPError:
         pass  # it answers
     except (OSError, HTTPException) as error:
-        raise ConnectionError(f'{address} does not answer ({error}): {instead}') from error
+        line = f'{where}; {address} does not answer ({error}): {instead}'
+        raise ConnectionError(line) from error

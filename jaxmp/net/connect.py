@@ -24,6 +24,7 @@ from jaxmp.net.peer import ANSWER, Peer
 from jaxmp.net.sockets import SWITCH, Line, Sockets, put, url
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import BEAT, Terms
+from jaxmp.terminal import command, first
 
 LAST = 1.0  # seconds in which the others hear from the switch in process 0 why all end
 
@@ -203,6 +204,7 @@ def end(name: str, seconds: float, why: str) -> None:
     """Ends this process from any of its threads, some seconds after it has said the cause."""
     text = why if why.startswith(f'{name}: ') else f'{name}: stopped: {why}'
     sys.stdout.flush()
-    os.write(2, f'train.py: {text}\n'.encode())
+    if first(why.partition(', at ')[0]):  # a time of day may differ
+        os.write(2, f'{command()}: {text}\n'.encode())
     time.sleep(seconds)
     os._exit(1)

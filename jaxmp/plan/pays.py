@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxmp import terminal
 from jaxmp.config import Config
 from jaxmp.net.speed import Link
 from jaxmp.plan.asked import asked
@@ -166,11 +167,8 @@ def record(v: Verdict) -> dict[str, Any]:
 
 def show(v: Verdict) -> None:
     """Prints the sentence and a row per rate."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
-    console.print(said(v), highlight=False)
     table = Table(title='a step, in units of a step alone; above 1 is slower')
     for head in ('link', 'raw', 'compressed', 'codecs', 'pays'):
         table.add_column(head, justify='right' if head in ('raw', 'compressed') else 'left')
@@ -179,9 +177,7 @@ def show(v: Verdict) -> None:
         pays = {'It pays': 'yes', 'It does not pay': 'no'}.get(paying(ratio), 'alike')
         cells = f'{r.raw / v.alone:.2f}', f'{ratio:.2f}', named(r.choice), pays
         table.add_row(spelled(r.link) + mark, *cells)
-    console.print(table)
-    for text in filter(None, (unsteady(v), v.late, following(v))):
-        console.print(text, highlight=False)
+    terminal.show(said(v), table, *filter(None, (unsteady(v), v.late, following(v))))
 
 
 def draw(v: Verdict, path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
-from rich.console import Console
 from rich.table import Table
 
+from jaxmp import terminal
 from jaxmp.net.speed import Link
 from jaxmp.plan.choose import ALIKE, Choice, Probed
 from jaxmp.plan.verdict import spelled
@@ -39,14 +38,14 @@ def show(
       budget: of the error.
       every: whether codecs that were not chosen are shown.
     """
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
-    console.print(predictions(choice, others, budget))
-    if why := slower_because(choice, others, budget):
-        console.print(why, highlight=False)
-    for made in (crossings(probed, choice, link, budget, every), stages(probed, choice)):
-        console.print(made)
-    if why := open_because(probed, choice, budget):
-        console.print(why, highlight=False)
+    parts = (
+        predictions(choice, others, budget),
+        slower_because(choice, others, budget),
+        crossings(probed, choice, link, budget, every),
+        stages(probed, choice),
+        open_because(probed, choice, budget),
+    )
+    terminal.show(*(part for part in parts if part))
 
 
 def slower_because(

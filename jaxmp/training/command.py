@@ -22,6 +22,7 @@ from ml_collections import config_flags
 
 from jaxmp.config import KEYS, KINDS, Config, Key, Nested, complete, flat, nearest
 from jaxmp.config.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
+from jaxmp.terminal import command, end, hint, near_file
 from jaxmp.training.trackers import Callback
 
 LONGEST = 150  # characters of the channels in a folder's name
@@ -81,7 +82,7 @@ def parse(argv: list[str]) -> list[str]:
         left = flags.FLAGS(argv)
         CONFIG.value.to_dict()
     except Exception as error:  # a Python file and two libraries can raise almost any exception
-        sys.exit(f'train.py: {mistake(name, argv, error)}')
+        end(command('train'), mistake(name, argv, error))
     return left
 
 
@@ -90,17 +91,19 @@ def mistake(name: str, argv: list[str], error: Exception) -> str:
     try:
         config = load(name)
     except Exception as cause:
-        names = ', '.join(p.stem for p in files())
+        names = [p.stem for p in files()]
+        file = name.partition(':')[0]
+        near = near_file(file) or hint(Path(file).stem, names) * (not Path(file).exists())
         return (
-            f'--config={name}: {one_line(cause)}; give a Python file with get_config(), or one of '
-            f'{names}'
+            f'--config={name}: {one_line(cause)}{near}; give a Python file with get_config(), or '
+            f'one of {", ".join(names)}'
         )
     values = flat(config.to_dict())
     keys = [match[1] for text in argv if (match := re.match(r'--?(?:no)?config\.([^=]*)', text))]
     for key in (k for k in keys if k not in values):
         near = nearest(key, values)
-        hint = f' (did you mean config.{near}?)' if near else ''
-        return f'no key config.{key}{hint}; --help lists the keys of --config={name}'
+        meant = f' (did you mean config.{near}?)' if near else ''
+        return f'no key config.{key}{meant}; --help lists the keys of --config={name}'
     text = ' '.join(str(error).split())
     for key in (k for k in keys if text.startswith(f'flag --config.{k}=')):
         kind = KINDS.get(type(values[key]), 'another kind')
@@ -113,7 +116,7 @@ def described(name: str) -> str:
     try:
         keys = listing(load(name).to_dict())
     except Exception as error:  # raised by a file of the user
-        sys.exit(f'train.py: {mistake(name, [], error)}')
+        end(command('train'), mistake(name, [], error))
     defined = flags.FLAGS.get_flags_for_module(__name__)
     rows = [(f'--{f.name}', str(f.help)) for f in defined if f.name != 'config']
     configs = [(f'--config={p.stem}', first_line(p)) for p in files()]
@@ -151,8 +154,9 @@ def main(argv: list[str] | None = None) -> None:
 def run(argv: list[str]) -> None:
     """Trains the configuration that the flags select."""
     if len(argv) > 1:
-        sys.exit(
-            f'train.py: unexpected arguments {argv[1:]}; options are written --config.key=value'
+        end(
+            command('train'),
+            f'unexpected arguments {argv[1:]}; options are written --config.key=value',
         )
     import jax
 
@@ -198,7 +202,7 @@ def run(argv: list[str]) -> None:
         if line is None:
             raise
         sys.excepthook = lambda *_: None  # for threads that a library has left
-        sys.exit(f'train.py: {line}')
+        end(command('train'), line)
     sys.exit(143 if summary is None else 0)
 
 

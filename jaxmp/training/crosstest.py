@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jaxmp import terminal
 from jaxmp.boundary import Boundary, boundary
 from jaxmp.codecs import raw
 from jaxmp.data.content import decoded
@@ -131,7 +132,6 @@ def rows_of(run: Run, texts: Sequence[str], again: bool, moments: bool) -> Itera
 
 def show(rows: Sequence[Scored], texts: Sequence[str], metric: Metric) -> None:
     """Prints the rows as a table."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f'test {metric.name} by the codec in the test, without feedback')
@@ -140,7 +140,7 @@ def show(rows: Sequence[Scored], texts: Sequence[str], metric: Metric) -> None:
         table.add_column(text, justify='right', overflow='fold')
     for name, scores in rows:
         table.add_row(name, *map(metric.format, scores))  # a row may have the first codecs alone
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    terminal.show(table)
 
 
 def draw(path: Path, rows: Sequence[Scored], texts: Sequence[str], metric: Metric) -> None:

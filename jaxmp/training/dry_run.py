@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from jaxmp import data
+from jaxmp import data, terminal
 from jaxmp.config import Config
 from jaxmp.net.group import ProcessGroup
-from jaxmp.training.experiment import Experiment, microbatch_like, warnings_on_text
+from jaxmp.training.experiment import Experiment, microbatch_like, warnings_on
 from jaxmp.training.footprint import parameters
 from jaxmp.training.loop import prepare
 from jaxmp.training.sizes import (
@@ -35,28 +33,22 @@ def dry_run(config: Config, group: ProcessGroup, task: Task | None = None) -> No
     Raises:
       ValueError: for a configuration that makes no sense, or that needs more memory than there is.
     """
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
-    say = lambda line: None if group.index else console.print(line, highlight=False)
+    say = lambda *parts: None if group.index else terminal.show(*parts)
     trainer = prepare(config, group, task, say)
     exp = trainer.exp
     if group.index == 0:
-        for table in (stages(exp), boundaries(exp)):
-            console.print(table)
-        for line in warnings_on_text(exp):
-            console.print(f'warning: {line}', markup=False, highlight=False)
+        say(stages(exp), boundaries(exp))
+        say(*(f'warning: {line}' for line in warnings_on(exp)))
         if exp.sending:
-            console.print(f'boundary {exp.first} {exp.sending}', markup=False, highlight=False)
+            say(f'boundary {exp.first} {exp.sending}')
     if exp.parallel.apart:
         check_residuals(exp)
-        if group.index == 0:
-            console.print(residuals(exp))
+        say(residuals(exp))
     seconds = first_update(trainer)
-    if group.index == 0:
-        console.print(
-            f'compiles, and its first update runs: {seconds:.1f} s with the compilation; '
-            f'{exp.points.end:,} steps in all',
-            highlight=False,
-        )
+    say(
+        f'compiles, and its first update runs: {seconds:.1f} s with the compilation; '
+        f'{exp.points.end:,} steps in all'
+    )
 
 
 def stages(exp: Experiment) -> Table:

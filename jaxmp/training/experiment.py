@@ -378,13 +378,20 @@ def rows_of(channel: Channel) -> int:
     return len(jax.tree.leaves(tx)[0])
 
 
-def warnings_on_text(exp: Experiment) -> list[str]:
-    """A line for each forward channel that breaks on activations of a language model.
+def warnings_on(exp: Experiment) -> list[str]:
+    """A line for what compresses nothing, and for each forward channel that breaks on text.
 
-    There is none where the model's input is not of token ids. Each codec takes a compilation.
+    The latter are of models whose input is of token ids. Each codec takes a compilation.
     """
+    c, idle = exp.config, 'compresses nothing, of one'
+    alone = [f'config.{k}={c[k]!r} {idle} stage; give config.model.stages=2 or more'
+             for k in ('fwd', 'bwd') if not exp.model.boundaries and c[k] != 'raw']  # fmt: skip
+    if exp.replicas == 1 and c.exchange != 'mean':
+        alone.append(
+            f'config.exchange={c.exchange!r} {idle} replica; give config.parallel.replicas=2'
+        )
     boundaries = [*exp.model.boundaries, *(b for p in exp.phases for b in p.boundaries)]
-    return warnings_of((b.fwd for b in boundaries), exp.task.like)
+    return alone + warnings_of((b.fwd for b in boundaries), exp.task.like)
 
 
 def microbatch_like(exp: Experiment) -> Like:

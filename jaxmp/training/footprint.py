@@ -1,13 +1,15 @@
 """`footprint`: the memory that a process needs for a step, counted before anything is read.
 
-Counted are the arrays of which a step keeps all at once. What the compiler uses besides, and what
-JAX itself takes, is not, so a process needs more than this.
+Counted are the arrays of which a step keeps all at once. Python, JAX and the data have their memory
+by then. What XLA compiles, and its temporary arrays, are in neither.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import jax
 
@@ -18,7 +20,7 @@ from jaxmp.training.groups import Group, split
 from jaxmp.training.sizes import feedback_ends, residual_rows, shapes
 from jaxmp.wire import nbytes
 
-_GIB = 2**30
+GIB = 2**30
 
 
 def footprint(exp: Experiment, stages: Iterable[int]) -> dict[str, int]:
@@ -96,12 +98,19 @@ def described(sizes: Mapping[str, int]) -> str:
     >>> described({'parameters': 2**30, 'gradients': 2**29})
     'at least 1.50 GiB: parameters 1.00, gradients 0.50'
     """
-    parts = ', '.join(f'{name} {size / _GIB:.2f}' for name, size in sizes.items())
-    return f'at least {sum(sizes.values()) / _GIB:.2f} GiB: {parts}'
+    parts = ', '.join(f'{name} {size / GIB:.2f}' for name, size in sizes.items())
+    return f'at least {sum(sizes.values()) / GIB:.2f} GiB: {parts}'
 
 
-def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> str:
-    """A line that says what a process needs and what it has.
+def status(name: str) -> int:
+    """Bytes that Linux counts under a name of ``/proc/self/status``; elsewhere 0."""
+    file = Path('/proc/self/status')
+    found = re.search(rf'{name}:\s*(\d+)', file.read_text() if file.exists() else '')
+    return 1024 * int(found[1]) if found else 0
+
+
+def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> tuple[str, int]:
+    """A line that says what a process needs and what it has, and the bytes that it needs at least.
 
     Args:
       exp: the experiment.
@@ -112,9 +121,11 @@ def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> str:
       ValueError: if it has less than it needs; the message names the keys that help.
     """
     have = memory() * (1 if jax.default_backend() == 'cpu' else devices)
-    line = f'memory of a process: {described(sizes)}; it has {have / _GIB:.2f} GiB'
-    if sum(sizes.values()) <= have:
-        return line
+    line = f'memory of a process: {described(sizes)}; it has {have / GIB:.2f} GiB'
+    if before := status('VmRSS') if jax.default_backend() == 'cpu' else 0:
+        line += f', of which Python, JAX and data have {before / GIB:.2f}'
+    if (needs := sum(sizes.values()) + before) <= have:
+        return line, needs
     c, helps = exp.config, []
     low_rank = c.model.train.startswith('lora')
     if c.model.name == 'pretrained' and not low_rank:

@@ -39,6 +39,7 @@ from jaxmp.net.address import is_loopback
 from jaxmp.net.connect import Address, connect, endpoint, owners
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.speed import parse as parse_link
+from jaxmp.terminal import end
 from jaxmp.training.language_model import (
     LanguageModel,
     config_of_run,
@@ -172,7 +173,7 @@ def modes(model: LanguageModel, codec: str) -> dict[str, tuple[Boundary, ...] | 
     """The boundaries of each text, by its headline; one without where there is no choice."""
     if model.boundaries is None or codec or model.fwd == 'raw':
         return {'': boundaries_of(model, codec) if codec else None}
-    off, on = (f'--- compression {mode} (fwd {model.fwd}) ---' for mode in ('off', 'on'))
+    off, on = '--- without compression ---', f'--- with compression, fwd {model.fwd} ---'
     try:
         return {off: None, on: boundaries_of(model)}
     except ValueError as error:
@@ -272,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         group.close()
     except (OSError, ValueError, ImportError, WorkdirError) as error:
         group.fail(f'jaxmp generate: {error}')
-        sys.exit(f'jaxmp generate: {error}')
+        end('jaxmp generate', str(error))
     except BaseException as error:
         group.fail(f'{type(error).__name__}: {error}')
         raise

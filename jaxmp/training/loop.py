@@ -25,7 +25,7 @@ from jaxmp.runtimes.world import beside, start_jax
 from jaxmp.training import footprint
 from jaxmp.training.agreement import check_alike, inputs, settings_of
 from jaxmp.training.checkpoint import Checkpoints
-from jaxmp.training.experiment import Experiment, experiment_of, warnings_on_text
+from jaxmp.training.experiment import Experiment, experiment_of, vocabulary, warnings_on
 from jaxmp.training.locks import claim, owned
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.portable import Portable, layout, variables_of
@@ -118,12 +118,15 @@ def prepare(
     release_freed_pages()  # of the data as it was read
     if group.count == 1:
         check_memory(exp)
+    announced = 0
     if config.model.path:
         stages = exp.parallel.stages_of_process(group.index, group.count)
-        say(footprint.check(exp, footprint.footprint(exp, stages), len(set(stages))))
+        sizes = footprint.footprint(exp, stages)
+        line, announced = footprint.check(exp, sizes, len(set(stages)))
+        say(line)
     check_alike(group, exp)
     group.barrier()  # all are here: links open now, before compiling parts them
-    return Trainer(exp, group)
+    return Trainer(exp, group, announced)
 
 
 def prepare_again(trainer: Trainer) -> Trainer:
@@ -216,13 +219,15 @@ def begun(
         memory = memory if group.peer and group.peer.terms.back else None
         checkpoints = Checkpoints(workdir, group, written, inputs(exp), memory)
         stack.enter_context(closing(checkpoints))
-        warnings = warnings_on_text(exp) if lead else []  # compiled before weights take memory
+        warnings = warnings_on(exp) if lead else []  # compiled before weights take memory
         state, place = begin(trainer, checkpoints, workdir)
         done, total = int(state.step), exp.points.end
         tested = done - (place['steps'] > 0)  # a test of ``done`` would have set it to 0
         folder = workdir if lead else None
         records = stack.enter_context(closing(Records(folder, tested, callbacks)))
-        display = Display(exp.task.metric, total, done, resolved.batch_size, quiet or not lead)
+        tokens = math.prod(exp.task.like.shape) if vocabulary(exp.task) else 0
+        sizes = (n * resolved.batch_size for n in (1, tokens))
+        display = Display(total, done, quiet or not lead, *sizes)
         trainer.say = display.say
         with closing(display), stop_signals() as seen:
             if task is not None or ':' in resolved.model.name + resolved.data.name:
@@ -231,7 +236,10 @@ def begun(
                 display.say(f'warning: {line}')
             if exp.sending and lead:
                 display.say(f'boundary {exp.first} {exp.sending}')
-            tell_resumption(display, checkpoints, workdir, done)
+            if done == total and not place['steps'] and finished(workdir, total):
+                display.say(f'{workdir} has ended already, at step {done}; its summary:')
+            else:
+                tell_resumption(display, checkpoints, workdir, done)
             probe = prober(exp) if probed(exp, group) else None
             r = Run(trainer, probe, checkpoints, records, display, seen, workdir, done)
             with profiled(trainer, workdir):
@@ -285,6 +293,9 @@ def train(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place, b
     """
     points, stop = r.exp.points, False
     start = time.time() - place['seconds']
+    if r.exp.config.model.path and not int(state.step):
+        with r.display.pause():
+            before_training(r, state)
     while not stop and (place['steps'] or int(state.step) < points.end):
         if not (place['steps'] and points.tests(int(state.step))):  # as where a replica has joined
             state, place, stop = advance(r, state, place)
@@ -320,8 +331,10 @@ def advance(r: Run, state: TrainState, place: Place) -> tuple[TrainState, Place,
         now = time.time()
         pages_after_step(now - began)
         began = now
-        means = means_of(r, place)
-        r.display.update(f'epoch {epoch + 1}/{points.epochs}', tested + place['steps'], means)
+        means, metric, count = means_of(r, place), exp.task.metric, tested + place['steps']
+        name = points.name(count) if points.in_steps else f'epoch {epoch + 1}/{points.epochs}'
+        parts = [f'loss {means["loss"]:.3f}', f'{metric.name} {metric.format(means)}']
+        r.display.update(name, count, parts)
         if stop:
             break
     return state, place, stop
@@ -360,14 +373,27 @@ def record(r: Run, state: TrainState, place: Place) -> None:
     if r.probe and base['epoch'] >= r.exp.config.warmup_epochs:
         for row in r.probe(r.trainer.export(state)):
             r.records.write({'kind': 'boundary', **base, **row})
+    scores = tested(r, state, base)
+    r.display.say(
+        f'{points.name(step)}  {duration(place["seconds"])}  '
+        f'train loss {means["loss"]:.4f}  test {scores}'
+    )
+
+
+def before_training(r: Run, state: TrainState) -> None:
+    """Tests pretrained weights, unless a start of this run before has: what is it better than?"""
+    there = any(row.get('compression') == 'on' for row in r.records.records)  # written last
+    if not r.trainer.group.share(there)[0]:  # the first process has the records
+        r.display.say(f'before training  test {tested(r, state, {"step": 0, "epoch": 0})}')
+
+
+def tested(r: Run, state: TrainState, base: Record) -> str:
+    """Tests a state with compression off and on, writes the records, and returns what they say."""
     metric = r.exp.task.metric
     with r.trainer.group.phase('testing'):
         tests = r.trainer.tested(state)
     for mode, scores in tests.items():
         r.records.write({'kind': 'test', **base, 'compression': mode, **scores})
     labels = modes(len(r.exp.task.stages) - 1, r.exp.config)
-    scores = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
-    r.display.say(
-        f'{points.name(step)}  {duration(place["seconds"])}  '
-        f'train loss {means["loss"]:.4f}  test {metric.name} {"  ".join(scores)}'
-    )
+    shown = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
+    return f'{metric.name} {"  ".join(shown)}'

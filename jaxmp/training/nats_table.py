@@ -29,6 +29,7 @@ from jaxmp.feedback import Channel, direct
 from jaxmp.grammar import check_channels
 from jaxmp.models.checkpoint import digest
 from jaxmp.spec import parse
+from jaxmp.terminal import hint
 from jaxmp.training.language_model import LanguageModel, open_language_model
 from jaxmp.training.locks import locked, replacing, write
 from jaxmp.training.moments import Arrived
@@ -109,7 +110,8 @@ def rows_of(study: str, names: Sequence[str] = ()) -> list[Row]:
             f'the first row of {study} is not {NONE!r}, which others are compared with'
         )
     if unknown := [n for n in names if n not in defined]:
-        raise ValueError(f'no row {unknown[0]!r}; allowed are {", ".join(defined)}')
+        near = hint(unknown[0], defined)
+        raise ValueError(f'no row {unknown[0]!r}{near}; allowed are {", ".join(defined)}')
     return [row for row in rows if not names or row.name in names]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxmp import terminal
 from jaxmp.report import labels, style
 from jaxmp.training.perplexity import Score
 
@@ -16,7 +16,6 @@ LEAST = 1e-3  # nats; a codec that loses less stands there as a triangle
 
 def show(results: Scores, title: str) -> None:
     """Prints a row per model and codec."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title)
@@ -28,7 +27,7 @@ def show(results: Scores, title: str) -> None:
         for codec, s in scores.items():
             numbers = f'{s.bits:.2f}', f'{s.perplexity:.6g}', f'{s.lost:+.4f}', f'{s.error:.4f}'
             table.add_row(model, codec, *numbers)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    terminal.show(table)
 
 
 def record(results: Scores) -> dict[str, dict[str, dict[str, float | None]]]:

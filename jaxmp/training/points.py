@@ -19,12 +19,14 @@ class Points(NamedTuple):
       test: steps from one test to the next.
       save: steps from one checkpoint to the next.
       end: steps of the run, at whose end it is tested and saved.
+      in_steps: its length was given in steps, in which it is then told.
     """
 
     epoch: int
     test: int
     save: int
     end: int
+    in_steps: bool = False
 
     @property
     def epochs(self) -> int:
@@ -67,7 +69,7 @@ class Points(NamedTuple):
         >>> Points(epoch=10, test=4, save=5, end=30).name(20)
         'step 20/30'
         """
-        if self.test % self.epoch or self.end % self.epoch:
+        if self.in_steps or self.test % self.epoch or self.end % self.epoch:
             return f'step {step}/{self.end}'
         return f'epoch {step // self.epoch}/{self.epochs}'
 
@@ -77,7 +79,7 @@ def points_of(config: Config, epoch_steps: int) -> Points:
     end = config.steps or config.epochs * epoch_steps
     test = steps_of(config.eval_every, epoch_steps, end)
     save = steps_of(config.checkpoint_every, epoch_steps, end)
-    return Points(epoch_steps, test, save, end)
+    return Points(epoch_steps, test, save, end, bool(config.steps))
 
 
 def steps_of(length: str | float, epoch_steps: int, end: int) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
+from jaxmp import terminal
 from jaxmp.report import style
 from jaxmp.runtimes import timeline
 from jaxmp.runtimes.schedule import Action
@@ -91,7 +90,7 @@ def show(profile: Profile, folder: Path) -> None:
         table.add_column(head, justify='right')
     for line in lines:
         table.add_row(*line)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(table)
+    terminal.show(table)
     head, *page = (f'| {" | ".join(line)} |' for line in (HEADS, *lines))
     page = '\n'.join([head, f'|{"--:|" * len(HEADS)}', *page])
     write(folder / 'profile.md', f'{page}\n\n{about(profile)}\n\n![timeline](timeline.png)\n')

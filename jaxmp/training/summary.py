@@ -5,22 +5,22 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jaxtyping import PyTree
-from rich.console import Console
 from rich.table import Table
 
+from jaxmp import terminal
 from jaxmp.config import Config, Summary, flat
 from jaxmp.metrics import Metric, by_phases, epochs_of, of_summary, to_summary
 from jaxmp.report import curves, style
-from jaxmp.training import profile
+from jaxmp.training import footprint, profile
 from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
+from jaxmp.training.footprint import GIB
 from jaxmp.training.locks import WorkdirError, replacing, write_json
 from jaxmp.training.resume import Place
 from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
@@ -48,7 +48,7 @@ def finish(
     """
     metric, config = exp.task.metric, exp.config.to_dict()
     for mode in ('off', 'on'):
-        if not any(r['kind'] == 'test' and r['compression'] == mode for r in records):
+        if not any(r['step'] for r in rows_of(records, mode)):
             raise WorkdirError(
                 f'{workdir / "metrics.jsonl"} has no test records of this run; restore the file, '
                 'or give a new --workdir'
@@ -68,22 +68,13 @@ def finish(
         'epochs': exp.points.epochs_at(steps),
         **({'kept': exp.kept} if exp.kept else {}),
         'seconds': round(place['seconds'], 1),
-        'peak_memory': peak_memory(),
+        'peak_memory': footprint.status('VmHWM'),
         **provenance(),
         # The folder of the data does not affect the run, and would disclose paths of the machine.
         'config': {**config, 'data': {k: v for k, v in config['data'].items() if k != 'dir'}},
     }
     write_json(workdir / 'summary.json', summary)
     return summary
-
-
-def peak_memory() -> int:
-    """The most bytes of memory that this process has had, as Linux counts them; elsewhere 0."""
-    try:
-        lines = Path('/proc/self/status').read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith('VmHWM')), 0)
 
 
 def recipe(config: Config) -> str:
@@ -116,15 +107,22 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
             r.exp.task.export(str(folder), weights)
     if quiet:
         return
-    show(summary)
+    terminal.show(*tables(summary))
     if r.exp.config.parallel.profile:
         profile.show(r.workdir)
+    if said := r.trainer.announced:
+        on_device = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
+        most = on_device or footprint.status('VmHWM')
+        terminal.show(
+            f'memory of this process: {most / GIB:.2f} GiB at its peak; {said / GIB:.2f} '
+            'were foreseen, without what XLA compiles and its temporary arrays'
+        )
     if draw:
         figure = curves.draw(r.records.records, summary)
         for end in ('png', 'svg'):
             with replacing(r.workdir / f'curves.{end}') as part:
                 style.write(figure, part, end)
-    print(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
+    terminal.show(f'{summary["seconds"]} s; summary{" and curves" * draw}: {r.workdir}')
 
 
 def best_and_last(
@@ -132,8 +130,11 @@ def best_and_last(
 ) -> dict[str, dict[str, Record]]:
     """The best and the last scores with compression off and on, without the epochs of the warm-up.
 
-    >>> rows = [{'kind': 'test', 'compression': 'on', 'epoch': e, 'loss': l, 'accuracy': a}
-    ...         for e, l, a in ((1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6))]
+    Those of pretrained weights, at step 0, are neither, but ``before``.
+
+    >>> on = {'kind': 'test', 'compression': 'on'}
+    >>> rows = [{**on, 'step': e, 'epoch': e, 'loss': l, 'accuracy': a}
+    ...         for e, l, a in ((0, 0, 1), (1, 0.1, 0.9), (2, 0.3, 0.7), (3, 0.4, 0.6))]
     >>> off = [{**r, 'compression': 'off'} for r in rows]
     >>> from jaxmp.metrics import ACCURACY
     >>> best_and_last(rows + off, ACCURACY, warmup=1)['on']['best']
@@ -142,15 +143,22 @@ def best_and_last(
     tests = {}
     scores = lambda r: {k: v for k, v in r.items() if k not in ('kind', 'step', 'compression')}
     for mode in ('off', 'on'):
-        rows = [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
-        after = [r for r in rows if r['epoch'] > warmup] or rows
+        rows = rows_of(records, mode)
+        before, trained = ([r for r in rows if bool(r['step']) == t] for t in (False, True))
+        after = [r for r in trained if r['epoch'] > warmup] or trained
         best = max(after, key=metric.rank)
         tests[mode] = {'best': scores(best), 'last': scores(rows[-1])}
+        tests[mode] |= {'before': scores(before[0])} if before else {}
     return tests
 
 
+def rows_of(records: list[Record], mode: str) -> list[Record]:
+    """The tests with compression ``'off'`` or ``'on'``."""
+    return [r for r in records if r['kind'] == 'test' and r['compression'] == mode]
+
+
 def history(records: list[Record], names: Sequence[str]) -> dict[str, Columns | dict[str, Columns]]:
-    """The curves of a run: step, epoch and scores in training and in the tests off and on.
+    """The curves of a run: step, epoch and scores in training and in its tests off and on.
 
     >>> history([{'kind': 'train', 'step': 9, 'epoch': 1, 'loss': 2.0}], ['loss'])['train']
     {'step': [9], 'epoch': [1], 'loss': [2.0]}
@@ -159,8 +167,7 @@ def history(records: list[Record], names: Sequence[str]) -> dict[str, Columns | 
     def columns(rows: list[Record]) -> Columns:
         return {k: [round(r[k], 6) for r in rows] for k in ('step', 'epoch', *names)}
 
-    test = [r for r in records if r['kind'] == 'test']
-    modes = {m: columns([r for r in test if r['compression'] == m]) for m in ('off', 'on')}
+    modes = {m: columns([r for r in rows_of(records, m) if r['step']]) for m in ('off', 'on')}
     return {'train': columns([r for r in records if r['kind'] == 'train']), **modes}
 
 
@@ -213,13 +220,19 @@ def tables(summary: Summary) -> list[Table]:
     shared = f', exchange {summary["exchange"]["text"]}' if 'exchange' in summary else ''
     scores = Table(title=f'{summary["name"]}: fwd {summary["fwd"]}, bwd {summary["bwd"]}{shared}')
     metric = of_summary(summary)
-    heads = f'{metric.name} best', '(epoch)', f'{metric.name} last', 'loss last'
-    for head in ('compression', *heads):
+    before = ['before training'] if 'before' in summary['test']['on'] else []
+    unit, each = '(epoch)', 1.0
+    if summary['config'].get('steps'):  # its length was given in steps
+        unit, each = '(step)', summary['steps'] / epochs_of(summary)
+    heads = f'{metric.name} best', unit, f'{metric.name} last', 'loss last'
+    for head in ('compression', *before, *heads):
         scores.add_column(head, justify='right')
     for mode, label in modes(len(summary['bytes']), summary).items():
-        best, last = summary['test'][mode]['best'], summary['test'][mode]['last']
-        row = metric.format(best), f'{best["epoch"]:.4g}', metric.format(last)
-        scores.add_row(label or 'none', *row, f'{last["loss"]:.4f}')
+        tests = summary['test'][mode]
+        best, last = tests['best'], tests['last']
+        row = metric.format(best), f'{best["epoch"] * each:.6g}', metric.format(last)
+        first = [metric.format(tests['before'])] if before else []
+        scores.add_row(label or 'none', *first, *row, f'{last["loss"]:.4f}')
     size = Table(title='bytes per step')
     for head in BYTES:
         size.add_column(head, justify='right')
@@ -276,10 +289,10 @@ def _add_exchange(size: Table, exchange: Traffic, processes: int) -> None:
 
 def _moved(summary: Summary) -> Table:
     """A table of bytes per link: payload, and operands of the compiled collectives."""
-    sent = f'{summary["interface"]:,}' if summary['interface'] else 'not known'
+    sent = f'{summary["interface"]:,} bytes a step' if summary['interface'] else 'not known'
     table = Table(
         title=f'bytes per step over {summary["processes"]} processes',
-        caption=f'sent by the machine of process 0, other programs included: {sent}',
+        caption=f'for comparison, from all programs on the machine of process 0: {sent}',
     )
     heads = [
         f'{what} {way}' for what in ('payload', 'collectives') for way in ('forward', 'backward')
@@ -290,10 +303,3 @@ def _moved(summary: Summary) -> Table:
         cells = [*row['payload'], *row['collectives']]
         table.add_row(str(row['boundary']), *(f'{n:,}' for n in cells))
     return table
-
-
-def show(summary: Summary) -> None:
-    """Prints the tables of a summary to standard output."""
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
-    for table in tables(summary):
-        console.print(table)

@@ -26,6 +26,7 @@ from jaxmp import spec
 from jaxmp.models.decoder import PROJECTIONS, Lora
 from jaxmp.models.pretrained import LOW_RANK
 from jaxmp.runtimes.trained import Path, Select, everything
+from jaxmp.terminal import hint
 
 _TABLES = ('embed_tokens', 'lm_head')
 _FORMS = (
@@ -108,8 +109,10 @@ def check(text: str, choice: Trained, paths: Iterable[tuple[int, Path]]) -> None
     every = [name for place in paths for name in _names(*place)]
     for pattern in choice.patterns:
         if not fnmatch.filter(every, pattern):
+            forms = 'all', 'no_table', f'lora({re.sub(r"[^0-9]", "", pattern) or 8})'
+            near = hint(pattern, [*forms, *every])
             raise ValueError(
-                f'config.model.train={text!r}: {pattern!r} matches no parameter; there are '
+                f'config.model.train={text!r}{near}: {pattern!r} matches no parameter; there are '
                 f'{", ".join(names)}, also with stage0. to stage{max(paths)[0]}. before them; '
                 f'allowed are {_FORMS}'
             )

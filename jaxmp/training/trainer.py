@@ -59,17 +59,18 @@ class Trainer:
     say: Callable[[str], object] = print
     scored = 0  # number of the replica whose feedback and weights are those of the run
 
-    def __init__(self, exp: Experiment, group: ProcessGroup) -> None:
+    def __init__(self, exp: Experiment, group: ProcessGroup, announced: int = 0) -> None:
         """Takes the devices and opens every link, which parts that compile could not do.
 
         Args:
           exp: the experiment, the same in all processes.
           group: the processes.
+          announced: bytes of memory that a user was told this process needs at least, or 0.
 
         Raises:
           ValueError: as `jaxmp.training.parallel.Parallel.builder`.
         """
-        self.exp, self.group = exp, group
+        self.exp, self.group, self.announced = exp, group, announced
         self._build = self.builder()
         self._runtimes: dict[tuple[tuple[Boundary, ...], bool], Any] = {}
         self._steps: dict[tuple[Any, Rules], Callable[..., tuple[TrainState, Values]]] = {}

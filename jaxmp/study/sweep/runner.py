@@ -27,6 +27,7 @@ from jaxmp.config import Summary
 from jaxmp.config.change import put
 from jaxmp.models.checkpoint import digest
 from jaxmp.study.sweep.study import Job, finished, jobs, study_of
+from jaxmp.terminal import hint
 from jaxmp.training.command import one_line, set_up
 from jaxmp.training.locks import locked, write
 
@@ -191,8 +192,9 @@ def plan_of(args: argparse.Namespace) -> list[Job]:
     study = study_of(args.file).get_study(args.scale, tuple(map(int, args.tables.split(','))))
     rows = {r for r in args.rows.split(',') if r}
     if unknown := rows - {c.name for _, c in study}:
-        names = ', '.join(dict.fromkeys(c.name for _, c in study))
-        raise ValueError(f'no rows {", ".join(sorted(unknown))}; allowed are {names}')
+        names = dict.fromkeys(c.name for _, c in study)
+        each = ', '.join(row + hint(row, names) for row in sorted(unknown))
+        raise ValueError(f'no rows {each}; allowed are {", ".join(names)}')
     chosen = [(s, c) for s, c in study if (not rows or c.name in rows)]
     chosen = [(s, c) for s, c in chosen if not args.seeds or s < args.seeds]
     for seed, config in chosen:
