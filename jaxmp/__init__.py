@@ -1,6 +1,13 @@
 """jaxmp: compress what the stages of a model-parallel network send each other."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# For each program that it finds compiled jax 0.10.1 logs, in 2 kB, that this machine differs from
+# itself and may crash. Errors come as exceptions all the same. 1 is what jax sets, also for the
+# processes that another one starts.
+if os.environ.get('TF_CPP_MIN_LOG_LEVEL', '1') == '1':
+    os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'  # read when jax is imported
 
 from jaxmp import codecs
 from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback, value_and_grad

@@ -41,8 +41,6 @@ def main(argv: list[str] | None = None) -> None:
     Args:
       argv: the command; by default that of the process, whose handling of signals then follows it.
     """
-    # For each program that it finds compiled, jax 0.10.1 logs that the machine differs from itself.
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
     of_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else '--help'
     if name in ('--help', '-h', 'help'):

@@ -98,7 +98,7 @@ def test_a_folded_run_is_evaluated_and_compared_as_any_other(pair, tmp_path, cap
     assert 'run-folded, statistics again' in capsys.readouterr().out
     compare.main([str(folder), str(out), '--out', str(tmp_path / 'both.png')])
     shown = capsys.readouterr().out
-    assert 'digits_resnet-folded' in shown
+    assert 'run-folded' in shown
     assert shown.count(' 1 ') >= 2  # an epoch each
 
 
