@@ -1,8 +1,8 @@
 """What gradients that come late cost in steps, and which correction makes up for it, as a study.
 
-Table 1, SmolLM2-135M fine-tuned, 64 steps of 4 x 256 new tokens of WikiText-2 v1:
+Table 1, SmolLM2-135M-Instruct fine-tuned, 64 steps of 4 x 256 new tokens of WikiText-2 v1:
 jaxmp sweep configs/late.py --scale=study --tables=1 --set data.dir=TEXT \
-    --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf
+    --set model.path=SmolLM2-135M-Instruct-Instruct.Q4_1.gguf
 Table 2, a GPT-2 of 1.3 million parameters from nothing, one pass over the same text:
 jaxmp sweep configs/late.py --scale=study --tables=2 --set data.dir=TEXT
 The scale long fine-tunes for four times as many steps. The scale smoke takes Alice, two epochs:
@@ -27,7 +27,7 @@ MORE_SEEDS = {'untied': 3}  # the first three have 1.084 ± .018 times the steps
 
 
 def finetuned(scale: str, train: str, rate: float) -> Config:
-    """SmolLM2-135M in four stages; ``train`` as config.model.train."""
+    """SmolLM2-135M-Instruct in four stages; ``train`` as config.model.train."""
     c = load('finetune')
     steps = 256 if scale == 'long' else 64
     c.data.update(name='wikitext-2', train_examples=4 * steps, test_examples=32)

@@ -7,7 +7,7 @@ converged: real CIFAR-10, 15,000 steps until little more is learned, about 20 mi
 Table 5 with a pretrained checkpoint per seed, each `wikitext_gpt2_small:pretrain` of this seed:
   --tables=5 --set data.dir=TEXT --set model.path=BASE-{seed}/model \
   --set data.tokenizer=BASE-0/model
-pretrained: Table 5 with SmolLM2-135M, 102,400 tokens of WikiText-2, 15 to 30 minutes of a core:
+pretrained: Table 5 with SmolLM2-135M-Instruct, 102,400 tokens of WikiText-2, 15 to 30 minutes of a core:
   --tables=5 --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf --set data.dir=TEXT
 slack: real CIFAR-10 at its full side, half the width, 30 epochs, for over 92 %, an accelerator.
 paper: section 3.1 as it is, an accelerator.
@@ -104,7 +104,8 @@ PRETRAINED = [
         Row(f'trellis-{r.name[5:]}', r.fwd.replace('=True)', '=True, trellis=True)', 1), r.bwd)
         for r in BEST[1:]
     ),
-    Row('default', 'outliers(rotate(lloyd(4), 64), causal=True)', 'nvfp4'),  # 4.4 bits
+    Row('causal-4.4', 'outliers(rotate(lloyd(4), 64), causal=True)', 'nvfp4'),
+    Row("causal-8.3", "outliers(rotate(uniform(8), 64), causal=True)", "nvfp4"),  # configs/finetune
     Row('nvfp4', 'nvfp4', 'nvfp4'),
     Row('lora-none', 'raw', 'raw', changes=LOW_RANK),
     *(r._replace(name=f'lora-{r.name}', changes=LOW_RANK) for r in BEST),
@@ -185,7 +186,7 @@ def converged(table: int) -> Config:
 
 
 def pretrained(table: int) -> Config:
-    """SmolLM2-135M in four stages, all but its table.
+    """SmolLM2-135M-Instruct in four stages, all but its table.
 
     Raises:
       ValueError: for another table than 5.

@@ -30,7 +30,7 @@ APART = (  # a few heavy tokens or channels: they are sent apart, or no scale is
     'outliers(rotate(trellis(3)))',
     'mx(8)',
     'outliers(rotate(trellis(2)))',
-    'outliers(rotate(lloyd(4), 64), causal=True)',
+    'outliers(rotate(uniform(8), 64), causal=True)',
     'block(8)',
     'top_k(0.3, values=fp16)',
 )

@@ -154,7 +154,8 @@ def setting(table: Table) -> str:
     rows = list(table.rows.values())
     same = lambda key: ', '.join(sorted({str(r[key]) for r in rows}))
     none = table.rows['none']
-    cuts = sorted({', '.join(map(str, r['cuts'])) for r in rows}, key=len)
+    sent = [r for r in rows if r['fwd'] != 'raw'] or rows
+    cuts = sorted({', '.join(map(str, r['cuts'])) for r in sent}, key=len)
     taught = sorted({r['learned_tokens'] for r in rows} - {0})
     texts = sorted({r['learned_from'] for r in rows} - {''})
     learned = (
