@@ -7,7 +7,7 @@ converged: real CIFAR-10, 15,000 steps until little more is learned, about 20 mi
 Table 5 with a pretrained checkpoint per seed, each `wikitext_gpt2_small:pretrain` of this seed:
   --tables=5 --set data.dir=TEXT --set model.path=BASE-{seed}/model \
   --set data.tokenizer=BASE-0/model
-pretrained: Table 5 with SmolLM2-135M-Instruct, 102,400 tokens of WikiText-2, 15 to 30 minutes of a core:
+pretrained: Table 5 with SmolLM2-135M-Instruct, 102,400 tokens of WikiText-2, 15 to 30 minutes:
   --tables=5 --set model.path=SmolLM2-135M-Instruct.Q4_1.gguf --set data.dir=TEXT
 slack: real CIFAR-10 at its full side, half the width, 30 epochs, for over 92 %, an accelerator.
 paper: section 3.1 as it is, an accelerator.

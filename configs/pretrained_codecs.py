@@ -1,4 +1,4 @@
-"""Nats that SmolLM2-135M-Instruct loses where its activations are sent in few bits; nothing is trained.
+"""Nats that SmolLM2-135M-Instruct loses where activations are sent in few bits; nothing is trained.
 
 jaxmp evaluate SmolLM2-135M-Instruct.Q4_1.gguf --text=wiki.test.raw --before=wiki.train.tokens \
     --study=pretrained_codecs --batch=8 --out=results/pretrained_codecs

@@ -292,7 +292,10 @@ def test_a_killed_sweep_loses_no_more_than_an_epoch(tmp_path, capfd):
 @pytest.mark.parametrize(
     ('more', 'message'),
     [
-        (['--rows=fw9-bw9'], r'no rows fw9-bw9 \(did you mean fw4-bw8\?\); allowed are none, fw4-bw8'),
+        (
+            ['--rows=fw9-bw9'],
+            r'no rows fw9-bw9 \(did you mean fw4-bw8\?\); allowed are none, fw4-bw8',
+        ),
         (['--set', 'widht=3'], "no key 'widht'"),
         (['--tables=9'], 'the tables 1, 2, 3, 4, 5'),
     ],
