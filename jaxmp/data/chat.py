@@ -75,7 +75,8 @@ def answers(template: Template, messages: Messages) -> tuple[str, list[tuple[int
     """The text of a conversation, and where in it the answers begin and end, in characters.
 
     An answer is what follows the text at whose end the template asks for one, up to the token that
-    ends it; the white space from there to the next message is not. One of ``weight`` 0 is no answer.
+    ends it; the white space from there to the next message is not. A message of ``weight`` 0, as
+    in OpenAI's files, is read and not learnt.
 
     Raises:
       ValueError: if there is no answer, the template leaves a part of a message out, or it renders
@@ -111,7 +112,7 @@ def answers(template: Template, messages: Messages) -> tuple[str, list[tuple[int
 
 def _check_keys(template: Template, messages: Messages) -> None:
     """Raises ValueError for a key of a message that nobody reads: the template has to name it."""
-    named = {a or b for a, b in re.findall(r'''\.(\w+)|['"](\w+)['"]''', template.source)}
+    named = {a or b for a, b in re.findall(r"""\.(\w+)|['"](\w+)['"]""", template.source)}
     for i, message in enumerate(messages, 1):
         understood(
             f'message {i} of {len(messages)}',

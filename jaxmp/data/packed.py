@@ -196,8 +196,8 @@ def _write(
             _save(out, noted, note)
             shown(place, note.rows * length)
     if not note.rows:
-        equal = 'equal one of the test or are blank' if seen else 'are blank'
-        reason = f' ({left_out:,} documents were left out, as they {equal})' if left_out else ''
+        equal = ' or as one of the test' if seen else ''
+        reason = f' (documents left out as blank{equal}: {left_out:,})' if left_out else ''
         raise ValueError(
             f'{source.name}: the {file.stem} text has {len(rest[0]):,} tokens that are in no block '
             f'of {length}, and no block{reason}; shorten config.data.sequence_length, or give a '
