@@ -372,7 +372,7 @@ WRONG = {
         r'a.txt, line 1 is not UTF-8 text .byte 0xff, invalid start byte.; convert it',
     ),
     'test documents alone': (
-        lambda d: [lines(d / f'{n}.jsonl', 'text', ['abcdefgh', *rest]) for n, rest in ('a ', 'b')],
+        lambda d: [lines(d / f'{n}.jsonl', 'text', ['abcdefgh', x]) for n, x in ('a ', 'b.')],
         {'tests': 'b.*'}, ValueError,
         r'in no block of 4, and no block .documents left out as blank or as one of the test: 2.; s',
     ),
@@ -382,7 +382,7 @@ WRONG = {
     ),
     'no answer': (
         lambda d: lines(d / 'a.jsonl', 'text', [TALK[:1]] * 4), {'words': 'folder'}, ValueError,
-        'line 4: a conversation without a message of the assistant .it has user.',
+        'line 4: a conversation without a message of the assistant of weight 1 .it has user.; re',
     ),
     'a chat among texts': (
         lambda d: lines(d / 'a.jsonl', 'text', ['abcdefgh', TALK, *['abcdefgh'] * 40]),
@@ -461,7 +461,7 @@ REFUSED = {  # contents of the second line's field, and what is said of it
     'a weight of text': ([USER, {**TALK[1], 'weight': '0'}], "weight='0'; allowed is 0 or 1 or No"),
     'nothing to learn': (
         [USER, {**TALK[1], 'weight': 0}],
-        'the assistant whose weight is not 0 .it has assistant, u',
+        'of the assistant of weight 1 .it has assistant, user.; remove it',
     ),
 }
 

@@ -102,9 +102,8 @@ def answers(template: Template, messages: Messages) -> tuple[str, list[tuple[int
             spans.append((len(before), len(through.rstrip())))
     if not spans:
         roles = ', '.join(sorted({str(m['role']) for m in messages}))
-        unlearned = ' whose weight is not 0' if ANSWERS in roles else ''
         raise ValueError(
-            f'a conversation without a message of the {ANSWERS}{unlearned} (it has {roles}); '
+            f'a conversation without a message of the {ANSWERS} of weight 1 (it has {roles}); '
             'remove it'
         )
     return text, spans
