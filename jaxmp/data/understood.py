@@ -56,7 +56,7 @@ def number(
     Raises:
       ValueError: if the entry is none above ``above``, or no whole one.
     """
-    value = said.get(key)
+    value: Any = said.get(key)
     if not (type(value) in ((int,) if whole else (int, float)) and above < value < 2**63):
         wanted = f'a whole number from {above + 1}' if whole else f'a number above {above}'
         raise ValueError(f'{place} has {key}={reprlib.repr(value)}, which is not {wanted}; {AGAIN}')

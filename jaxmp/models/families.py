@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,7 +74,7 @@ _READ = IDLE | keys(
     tie_word_embeddings rope_theta rope_scaling rope_parameters is_llama_config"""
 )
 _GROUPS = 'num_key_value_heads'
-_SWITCHES = dict.fromkeys(('tie_word_embeddings', 'use_sliding_window'), EITHER)
+_SWITCHES: dict[str, Any] = {'tie_word_embeddings': EITHER, 'use_sliding_window': EITHER}
 _TYPES = ('full_attention', 'sliding_attention')
 _WHOLE = keys(  # where they are said
     """head_dim num_key_value_heads max_position_embeddings sliding_window sliding_window_pattern
