@@ -257,11 +257,11 @@ DAMAGES = {
     'unknown positions': (
         described_as(rope_parameters={'rope_type': 'longrope'}), ValueError, "e='longrope'; allow"),
     'positions without a factor': (
-        described_as(rope_parameters={'rope_type': 'linear'}), ValueError, "linear' need 'factor'"),
+        described_as(rope_parameters={'rope_type': 'linear'}), ValueError, 'factor=None, which is'),
     'an unknown activation': (
         described_as(hidden_act='relu'), ValueError, "hidden_act='relu'; allowed is 'silu' or"),
     'kinds of blocks': (
-        described_as(layer_types=['full_attention']), ValueError, 'layer_types has 1 of full'),
+        described_as(layer_types=['full_attention']), ValueError, 'a list of 3, each full_att'),
     'key heads': (described_as(num_key_value_heads=3), ValueError, '4 heads, which 3 key/value'),
 }  # fmt: skip
 

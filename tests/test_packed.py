@@ -371,13 +371,18 @@ WRONG = {
         lambda d: (d / 'a.txt').write_bytes(b'abc\xff'), {}, ValueError,
         r'a.txt, line 1 is not UTF-8 text .byte 0xff, invalid start byte.; convert it',
     ),
+    'test documents alone': (
+        lambda d: [lines(d / f'{n}.jsonl', 'text', ['abcdefgh', x]) for n, x in ('a ', 'b.')],
+        {'tests': 'b.*'}, ValueError,
+        r'in no block of 4, and no block .documents left out as blank or as one of the test: 2.; s',
+    ),
     'no template': (
         lambda d: lines(d / 'a.jsonl', 'text', [TALK] * 4), {}, ValueError,
         'a.jsonl, line [14] holds chat messages, and the tokenizer has no chat template; give',
     ),
     'no answer': (
         lambda d: lines(d / 'a.jsonl', 'text', [TALK[:1]] * 4), {'words': 'folder'}, ValueError,
-        'line 4: a conversation without a message of the assistant .it has user.',
+        'line 4: a conversation without a message of the assistant of weight 1 .it has user.; re',
     ),
     'a chat among texts': (
         lambda d: lines(d / 'a.jsonl', 'text', ['abcdefgh', TALK, *['abcdefgh'] * 40]),
@@ -441,7 +446,22 @@ REFUSED = {  # contents of the second line's field, and what is said of it
     'no value': ([{'from': 'gpt', 'text': 'he'}], 'message 1 of 1 has the value null; allowed are'),
     'calls left out': (
         [USER, CALL],
-        r'message 2 of 2 has tool_calls, which the chat template leav',
+        r'message 2 of 2 has tool_calls=.* allowed is no such key: remove the key or the conv',
+    ),
+    'a call of the old form': (
+        [USER, {**CALL, 'tool_calls': None, 'function_call': {'name': 'he'}}],
+        "message 2 of 2 has function_call={'name': 'he'}; allowed is no such key",
+    ),
+    'thoughts': ([USER, {**TALK[1], 'thinking': 'he'}], "has thinking='he'; allowed is no such ke"),
+    'two forms': (
+        [{**USER, 'value': 'eh'}, TALK[1]],
+        "message 1 of 2 has value='eh'; allowed is n",
+    ),
+    'half a weight': ([USER, {**TALK[1], 'weight': 0.5}], 'weight=0.5; allowed is 0 or 1 or None'),
+    'a weight of text': ([USER, {**TALK[1], 'weight': '0'}], "weight='0'; allowed is 0 or 1 or No"),
+    'nothing to learn': (
+        [USER, {**TALK[1], 'weight': 0}],
+        'of the assistant of weight 1 .it has assistant, user.; remove it',
     ),
 }
 
@@ -471,9 +491,24 @@ def test_chats_in_parts_and_of_sharegpt_are_messages(tmp_path):
     one, two = read_lines(tmp_path / 'a.jsonl', 'conversations')
     assert [m['content'] for m in one] == ['he eh', '']
     assert one[1]['tool_calls'] == CALL['tool_calls']
+    assert 'weight' not in two[1]
     assert [(m['role'], m['content']) for m in two] == [
         *zip(('system', 'user', 'assistant'), 'abc', strict=True)
     ]
+
+
+def test_what_is_about_a_message_is_not_learnt():
+    template = chat.Template(TEMPLATE)
+    text, spans = chat.answers(template, TALK)
+    talk = [{**m, 'weight': 0, 'model': 'a', 'tool_calls': []} for m in TALK[:3]]
+    talk.append({**TALK[3], 'weight': 1, 'end_turn': True})
+    assert chat.answers(template, talk) == (text, spans[1:])
+    thinks = TEMPLATE.replace('{% generation %}', '{% generation %}{{ m.thinking }}')
+    text, spans = chat.answers(chat.Template(thinks), [*TALK[:3], {**TALK[3], 'thinking': 'hm'}])
+    assert text[slice(*spans[1])] == f'hm{TALK[3]["content"]}<|im_end|>'
+    calls = '{% for m in messages %}{% for c in m.tool_calls %}{% endfor %}{% endfor %}'
+    with pytest.raises(ValueError, match="refuses the messages: 'int' object is not iterable"):
+        chat.answers(chat.Template(calls), [{**TALK[1], 'tool_calls': 5}])
 
 
 @pytest.mark.parametrize('size', [16, 2**18])

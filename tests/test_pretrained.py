@@ -921,6 +921,14 @@ def test_a_run_is_not_resumed_on_another_text_or_other_weights(tmp_path, monkeyp
                 with pytest.raises(ValueError, match=low):
                     language_model.open_language_model(str(place))
         file.write_bytes(content)
+    low_rank = run / 'model' / 'adapter_model.safetensors'
+    content = low_rank.read_bytes()
+    low_rank.write_bytes(content[:-4] + b'\0\0\0\1')
+    with pytest.raises(
+        locks.WorkdirError, match=r'weights: model/adapter\S+ \w+ \(now \w+\); give'
+    ):
+        language_model.open_language_model(str(run))
+    low_rank.write_bytes(content)
     assert language_model.open_language_model(str(run)).positions == 20
     alone = fingerprint.weights(str(base))
     adapters.write_adapters(tmp_path / 'low', str(base), *_of_rank_1(base), '')

@@ -73,9 +73,33 @@ def test_the_configs_of_transformers_and_published_ones_are_read(tmp_path, famil
         ('llama', {'rope_parameters': {'mrope_section': [1]}}, r'mrope_section=\[1\]; allowed'),
         ('llama', {'rope_parameters': {'type': 'dynamic'}}, "type='dynamic'; allowed is 'default'"),
         ('qwen2', {'num_key_value_heads': [1, 2]}, r'heads=\[1, 2\], which is not a whole number'),
+        ('llama', {'num_key_value_heads': 0}, 'num_key_value_heads=0, which is not a whole number'),
+        ('llama', {'tie_word_embeddings': 'false'}, "embeddings='false'; allowed is True or False"),
+        ('qwen2', {'use_sliding_window': 1}, 'use_sliding_window=1; allowed is True or False or N'),
+        ('llama', {'rms_norm_eps': None}, 'rms_norm_eps=None, which is not a number above 0; down'),
+        ('llama', {'rms_norm_eps': -1}, 'rms_norm_eps=-1, which is not a number above 0'),
+        ('llama', {'rms_norm_eps': float('nan')}, 'rms_norm_eps=nan, which is not a number above'),
+        ('llama', {'head_dim': -64}, 'head_dim=-64, which is not a whole number from 1'),
+        ('llama', {'head_dim': 63}, 'heads of width 63, by head_dim .* allowed is an even number'),
+        ('mistral', {'sliding_window': '512'}, "sliding_window='512', which is not a whole number"),
+        ('gemma2', {'sliding_window': -5}, 'sliding_window=-5, which is not a whole number from 1'),
+        ('gemma3', {'sliding_window_pattern': 0}, 'sliding_window_pattern=0, which is not a whole'),
+        ('qwen2', {'max_window_layers': -1}, 'max_window_layers=-1, which is not a whole number f'),
+        ('gemma2', {'attn_logit_softcapping': True}, 'attn_logit_softcapping=True, which is not a'),
+        ('llama', {'rope_theta': '10000'}, "rope_theta='10000', which is not a number above 0"),
+        ('llama', {'rope_scaling': [1]}, r'rope_scaling=\[1\]; allowed is an object or null; down'),
+        ('llama', {'rope_parameters': 'yarn'}, "rope_parameters='yarn'; allowed is an object or n"),
+        ('llama', {'rope_parameters': {'full_attention': 2}}, 'full_attention=2; allowed is an ob'),
+        ('llama', {'rope_parameters': {'factor': 2.0}}, 'a factor and no rope_type; allowed is on'),
+        ('llama', {'rope_parameters': {'type': 'linear', 'factor': '2'}}, "of config.json has fac"),
+        ('llama', {'rope_parameters': {'rope_theta': None}}, 'rope_theta=None, which is not a num'),
+        ('llama', {'rope_parameters': {'type': 'linear', 'rope_type': 'yarn'}}, 'linear and yarn;'),
+        ('llama', {'rope_parameters': {'truncate': 'no'}}, "truncate='no'; allowed is True or Fal"),
+        ('llama', {'layer_types': [None] * 3}, r'layer_types=\[None, None, None\]; allowed is a l'),
+        ('llama', {'layer_types': 'full_attention'}, "layer_types='full_attention'; allowed is a "),
     ],
 )  # fmt: skip
-def test_a_key_of_config_json_that_nobody_reads_is_refused(case, said, message):
+def test_what_config_json_says_and_nobody_reads_is_refused(case, said, message):
     with pytest.raises(ValueError, match=message):
         families.config_of(described(case) | said)
 
@@ -227,11 +251,17 @@ def test_positions_of_a_gguf_file_are_those_of_transformers(tmp_path, monkeypatc
         ({'llama.rope.scaling.yarn_attn_factor': 1.5}, 'yarn_attn_factor=1.5; allowed is no such'),
         ({'llama.rope.scaling.type': 'yarn'}, r'does not say its llama\.rope\.scaling\.factor'),
         ({'llama.attention.head_count_kv': [1, 2]}, 'has a number for each block as llama.attenti'),
+        ({'llama.attention.head_count': 0}, 'a.gguf: llama has attention.head_count=0, which is n'),
+        ({'llama.rope.freq_base': '1e4'}, "a.gguf has rope_theta='1e4', which is not a number abo"),
+        (
+            {'llama.rope.scaling.type': 'linear', 'llama.rope.scaling.factor': 0.0},
+            'rope_parameters of .*a.gguf has factor=0.0, which is not a number above 0',
+        ),
     ],
 )  # fmt: skip
 def test_an_entry_of_a_gguf_file_that_nobody_reads_is_refused(tmp_path, said, message):
     with pytest.raises(ValueError, match=message):
-        opened(tmp_path, **said)
+        families.config_of(opened(tmp_path, **said), f'{tmp_path}/a.gguf')
 
 
 def test_all_tokens_that_end_a_text_of_a_gguf_file_do(tmp_path):

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from jaxmp.data.chat import ANSWERS, Messages
+from jaxmp.data.chat import ANSWERS, CALLS, Messages
 
 ROLES = {role: role for role in ('system', 'developer', 'user', 'assistant', 'tool')}
 SHAREGPT = {'human': 'user', 'gpt': 'assistant'}  # whose messages are 'from' and 'value'
@@ -96,7 +96,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         came = f'the {key} {_shown(role)}' if key in message else f'no {key}, but {_shown(message)}'
         raise ValueError(f'{where} has {came}; allowed are {", ".join(roles)}: {_CURE}')
     value = message.get(names[1])
-    if value is None and roles[role] == ANSWERS and message.get('tool_calls'):
+    if value is None and roles[role] == ANSWERS and any(map(message.get, CALLS)):
         value = ''  # as OpenAI's API writes an answer that calls tools alone
     parts: list[Any] = value if isinstance(value, list) else [{'type': 'text', 'text': value}]
     kinds = [p.get('text') for p in parts if isinstance(p, dict) and p.get('type') == 'text']
@@ -106,7 +106,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
             f'{where} has the {names[1]} {_shown(value)}; allowed are a text, parts of the type '
             f'text, and null where an {ANSWERS} has tool_calls: {_CURE}'
         )
-    rest = {k: v for k, v in message.items() if k not in names}
+    # Arrow gives each message the keys of all others, as null, over which a template may stumble.
+    rest = {k: v for k, v in message.items() if k not in names and v is not None}
     return {**rest, 'role': roles[role], 'content': whole(''.join(texts), where)}
 
 

@@ -174,10 +174,12 @@ def _write(
     columns = 2 if chats else 1
     note = _resume(part, noted, columns, length)
     shown = Progress(f'{source.name}, {file.stem}', source, note.place)
+    left_out = 0
     with part.open('ab') as out:
         rest = np.array(note.rest, np.int32).reshape(2, -1)
         for documents, place in source.read(note.place):
             new = [d for d in documents if not _left_out(d, seen)]
+            left_out += len(documents) - len(new)
             if not chats and (odd := [d for d in new if not isinstance(d.content, str)]):
                 raise ValueError(
                     f'{odd[0].where} holds chat messages, and the first document is a text; give '
@@ -194,10 +196,12 @@ def _write(
             _save(out, noted, note)
             shown(place, note.rows * length)
     if not note.rows:
+        equal = ' or as one of the test' if seen else ''
+        reason = f' (documents left out as blank{equal}: {left_out:,})' if left_out else ''
         raise ValueError(
             f'{source.name}: the {file.stem} text has {len(rest[0]):,} tokens that are in no block '
-            f'of {length}, and no block; shorten config.data.sequence_length, or give a longer '
-            'text, config.data.test_files or config.data.test_share'
+            f'of {length}, and no block{reason}; shorten config.data.sequence_length, or give a '
+            'longer text, config.data.test_files or config.data.test_share'
         )
     file.with_suffix('.json').write_text(json.dumps({'columns': columns, 'blocks': note.rows}))
     part.rename(file)

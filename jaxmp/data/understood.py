@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 AGAIN = 'download the files again'
+EITHER = (True, False, None)  # the values of a switch
 
 
 def keys(text: str) -> frozenset[str]:
@@ -45,6 +46,21 @@ def understood(
             raise ValueError(
                 f'{place} has {key}={reprlib.repr(value)}; allowed is {values}: {cure}'
             )
+
+
+def number(
+    place: object, said: Mapping[str, Any], key: str, above: float = 0, whole: bool = False
+) -> Any:
+    """A number of a file.
+
+    Raises:
+      ValueError: if the entry is none above ``above``, or no whole one.
+    """
+    value: Any = said.get(key)
+    if not (type(value) in ((int,) if whole else (int, float)) and above < value < 2**63):
+        wanted = f'a whole number from {above + 1}' if whole else f'a number above {above}'
+        raise ValueError(f'{place} has {key}={reprlib.repr(value)}, which is not {wanted}; {AGAIN}')
+    return value
 
 
 def contents(file: Path) -> dict[str, Any]:

@@ -7,13 +7,14 @@ table of tensors is needed: ``layers/self_attn/q_proj/weight`` of a stage is a s
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.data.understood import keys, understood
+from jaxmp.data.understood import AGAIN, EITHER, keys, number, understood
 from jaxmp.models.checkpoint import IDLE, OFF, UNSAID, Described
 from jaxmp.models.decoder import Config, Kind
 from jaxmp.models.rotary import Rope, frequencies
@@ -73,6 +74,16 @@ _READ = IDLE | keys(
     tie_word_embeddings rope_theta rope_scaling rope_parameters is_llama_config"""
 )
 _GROUPS = 'num_key_value_heads'
+_SWITCHES: dict[str, Any] = {'tie_word_embeddings': EITHER, 'use_sliding_window': EITHER}
+_TYPES = ('full_attention', 'sliding_attention')
+_WHOLE = keys(  # where they are said
+    """head_dim num_key_value_heads max_position_embeddings sliding_window sliding_window_pattern
+    _sliding_window_pattern"""
+)
+_ABOVE_0 = keys(
+    """attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar rope_theta
+    rope_local_base_freq"""
+)
 _GATES = ('silu', 'gelu_pytorch_tanh')
 _NEUTRAL = OFF | {  # what is read, and parts that no published checkpoint of these families has
     'hidden_act': _GATES, 'hidden_activation': _GATES, 'bias': (False, None),
@@ -108,19 +119,26 @@ qwen2, qwen3 and gpt2; give a checkpoint of one of them
     family = FAMILIES[name]
     understood(place, described, _READ.union(family.keys), _NEUTRAL, UNSAID)
     d = {'hidden_act': 'silu', 'rms_norm_eps': 1e-6, **family.defaults, **described}
-    sizes = {ours: _size(d, theirs, place) for ours, theirs in _SIZES.items()}
-    heads, blocks = sizes['heads'], _size(d, 'num_hidden_layers', place)
-    kv_heads = _size({**d, _GROUPS: d.get(_GROUPS) or heads}, _GROUPS, place)
+    _check_values(d, place)
+    sizes = {ours: number(place, d, theirs, whole=True) for ours, theirs in _SIZES.items()}
+    heads, blocks = sizes['heads'], number(place, d, 'num_hidden_layers', whole=True)
+    kv_heads = d.get(_GROUPS) or heads
     if heads % kv_heads:
         raise ValueError(
             f'{place} has {heads} heads, which {kv_heads} key/value heads do not divide'
         )
     depth = d.get('head_dim') or sizes['width'] // heads
+    if depth < 2 or depth % 2:
+        raise ValueError(
+            f'{place} has heads of width {depth}, by head_dim or else hidden_size / '
+            f'num_attention_heads; allowed is an even number from 2; {AGAIN}'
+        )
     scalar = d.get('query_pre_attn_scalar')
-    kinds, layers = _kinds(name, d, depth, blocks)
+    kinds, layers = _kinds(name, d, depth, blocks, place)
     return Config(
         **sizes, kv_heads=kv_heads, head_width=depth, kinds=kinds, layers=layers,
-        epsilon=d['rms_norm_eps'], activation=d.get('hidden_activation') or d['hidden_act'],
+        epsilon=number(place, d, 'rms_norm_eps'),
+        activation=d.get('hidden_activation') or d['hidden_act'],
         tied=bool(d.get('tie_word_embeddings', False)),
         query_scale=scalar**-0.5 if scalar else 0.0,
         attention_cap=d.get('attn_logit_softcapping') or 0.0,
@@ -133,28 +151,31 @@ qwen2, qwen3 and gpt2; give a checkpoint of one of them
 GEMMAS = ('gemma2', 'gemma3_text')
 
 
-def _size(d: Described, key: str, place: str) -> int:
-    value = d.get(key)
-    if type(value) is not int or value < 1:
-        raise ValueError(
-            f'{place} has {key}={value!r}, which is not a whole number from 1; download it again'
-        )
-    return value
+def _check_values(d: Described, place: str) -> None:
+    """Raises ValueError for a value of another type than its key has, which may also be null."""
+    understood(place, {k: d[k] for k in _SWITCHES if k in d}, (), _SWITCHES, AGAIN)
+    for key in (k for k in (*_WHOLE, *_ABOVE_0) if d.get(k) is not None):
+        number(place, d, key, whole=key in _WHOLE)
+    if d.get('max_window_layers') is not None:
+        number(place, d, 'max_window_layers', above=-1, whole=True)
 
 
 def _kinds(
-    name: str, d: Described, depth: int, blocks: int
+    name: str, d: Described, depth: int, blocks: int, place: str
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     """The kinds of blocks, and the number of each block's kind."""
-    types = d.get('layer_types') or _layer_types(name, d, blocks)
-    if len(types) != blocks or set(types) - {'full_attention', 'sliding_attention'}:
+    types = d.get('layer_types')
+    if types is None:
+        types = _layer_types(name, d, blocks)
+    if not isinstance(types, list) or len(types) != blocks or any(t not in _TYPES for t in types):
         raise ValueError(
-            f'layer_types has {len(types)} of {", ".join(sorted(set(types)))}; it must have '
-            f'{blocks}, each full_attention or sliding_attention'
+            f'{place} has layer_types={reprlib.repr(types)}; allowed is a list of {blocks}, each '
+            f'{" or ".join(_TYPES)}; {AGAIN}'
         )
     names = list(dict.fromkeys(types))
     window = {'full_attention': 0, 'sliding_attention': d.get('sliding_window') or 0}
-    kinds = (Kind(*frequencies(depth, _rope(name, d, t)), window=window[t]) for t in names)
+    ropes = {t: _rope(name, d, t, place) for t in names}
+    kinds = (Kind(*frequencies(depth, ropes[t], place), window=window[t]) for t in names)
     return tuple(kinds), tuple(map(names.index, types))
 
 
@@ -172,12 +193,22 @@ def _layer_types(name: str, d: Described, blocks: int) -> list[str]:
     return ['sliding_attention' if s else 'full_attention' for s in sliding]
 
 
-def _rope(name: str, d: Described, layer_type: str) -> Rope:
+def _rope(name: str, d: Described, layer_type: str, place: str) -> Rope:
     """Rotary positions of a kind of blocks, as transformers 5 writes them or as 4 did."""
-    rope = d.get('rope_parameters') or {}
-    rope = rope.get(layer_type, rope)
+    rope = _words(d, 'rope_parameters', place)
+    rope = _words(rope, layer_type, place) if layer_type in rope else rope
     theta = d.get('rope_theta') or 10000.0
     if name == 'gemma3_text' and layer_type == 'sliding_attention':
         return {'rope_theta': d.get('rope_local_base_freq') or 10000.0, **rope}
     positions = {'original_max_position_embeddings': d.get('max_position_embeddings')}
-    return {'rope_theta': theta, **positions, **(d.get('rope_scaling') or {}), **rope}
+    return {'rope_theta': theta, **positions, **_words(d, 'rope_scaling', place), **rope}
+
+
+def _words(d: Described, key: str, place: str) -> Rope:
+    """The object under a key; null and none are an empty one."""
+    value = {} if d.get(key) is None else d[key]
+    if not isinstance(value, dict):
+        raise ValueError(
+            f'{place} has {key}={reprlib.repr(value)}; allowed is an object or null; {AGAIN}'
+        )
+    return value

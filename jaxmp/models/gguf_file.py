@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp.data import release
 from jaxmp.data.gguf import Fields, Tensors, opened
-from jaxmp.data.understood import keys, understood
+from jaxmp.data.understood import keys, number, understood
 from jaxmp.models.checkpoint import AGAIN, Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.rotary import frequencies
@@ -119,8 +119,10 @@ def _described(file: Path, fields: Fields, tensors: Tensors) -> Described:
         return value
 
     # What older files leave out has a default.
-    heads, width = get('attention.head_count'), get('embedding_length')
-    depth = get('attention.key_length', width // heads)
+    whole = ('attention.head_count', 'embedding_length')
+    heads, width = (number(f'{file}: {kind}', said, key, whole=True) for key in whole)
+    said = {'attention.key_length': width // heads, **said}
+    depth = number(f'{file}: {kind}', said, 'attention.key_length', whole=True)
     of_head = {'rope.dimension_count': (depth,), 'attention.value_length': (depth,)}
     understood(file, said, _READ, _NEUTRAL | of_head, 'give a folder of safetensors')
     described = {
@@ -134,10 +136,10 @@ def _described(file: Path, fields: Fields, tensors: Tensors) -> Described:
         'num_key_value_heads': get('attention.head_count_kv', heads),
         'head_dim': depth,
         'hidden_act': 'silu',
-        'rms_norm_eps': float(get('attention.layer_norm_rms_epsilon')),
+        'rms_norm_eps': get('attention.layer_norm_rms_epsilon'),
         'max_position_embeddings': get('context_length', 2048),
         'tie_word_embeddings': 'output.weight' not in tensors,
-        'rope_theta': float(get('rope.freq_base', 10000.0)),
+        'rope_theta': get('rope.freq_base', 10000.0),
     }
     if scaling := _scaling(file, get, described, tensors):
         described['rope_scaling'] = scaling
@@ -161,7 +163,7 @@ def _scaling(
             'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192,
         }  # fmt: skip
         depth, theta = described['head_dim'], {'rope_theta': described['rope_theta']}
-        plain, scaled = (frequencies(depth, theta | s)[0] for s in ({}, scaling))
+        plain, scaled = (frequencies(depth, theta | s, file)[0] for s in ({}, scaling))
         if kind != 'none' or not np.allclose(np.divide(plain, divisors), scaled, rtol=1e-3):
             raise ValueError(
                 f'{file} scales its rotary positions as no published Llama 3 does; give a folder '
@@ -172,7 +174,7 @@ def _scaling(
         return {}
     return {
         'rope_type': kind,
-        'factor': float(get('rope.scaling.factor', older or None)),
+        'factor': get('rope.scaling.factor', older or None),
         'original_max_position_embeddings': get(
             'rope.scaling.original_context_length', described['max_position_embeddings']
         ),

@@ -18,24 +18,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxmp.data.understood import keys, understood
+from jaxmp.data.understood import AGAIN, EITHER, keys, number, understood
 from jaxmp.models.checkpoint import UNSAID
 
 _ROWS = 128  # queries that are computed together; see `jaxmp.models.layers.attention`
 Rope = Mapping[str, Any]  # ``rope_parameters`` of a config.json, with ``rope_theta``
-KINDS = ('default', 'linear', 'llama3', 'yarn')
-_READ = keys(  # a kind leaves out what belongs to another, as transformers does
-    """rope_theta factor original_max_position_embeddings low_freq_factor
-    high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim truncate
-    finetuned"""
+_NEEDS = {
+    'default': (), 'linear': ('factor',), 'yarn': ('factor', 'original_max_position_embeddings'),
+    'llama3': ('factor', 'original_max_position_embeddings', 'low_freq_factor', 'high_freq_factor'),
+}  # fmt: skip
+KINDS = tuple(sorted(_NEEDS))
+_NUMBERS = keys(  # a kind leaves out what belongs to another, as transformers does
+    """factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow
+    attention_factor mscale mscale_all_dim"""
 )
 _NEUTRAL = {
     'rope_type': KINDS, 'type': KINDS, 'partial_rotary_factor': (1, None),
-    'attn_factor': (1, None), 'extrapolation_factor': (1, None),
+    'attn_factor': (1, None), 'extrapolation_factor': (1, None), 'truncate': EITHER,
+    'finetuned': EITHER,
 }  # fmt: skip
 
 
-def frequencies(depth: int, rope: Rope) -> tuple[tuple[float, ...], float]:
+def frequencies(
+    depth: int, rope: Rope, place: object = 'config.json'
+) -> tuple[tuple[float, ...], float]:
     r"""The ``D / 2`` frequencies of rotary positions, and what cosine and sine are scaled by.
 
     .. math:: f_i = \theta^{-2 i / D}, \text{ scaled as } rope\_type \text{ says}
@@ -44,30 +50,33 @@ def frequencies(depth: int, rope: Rope) -> tuple[tuple[float, ...], float]:
       depth: width of a head, D.
       rope: ``rope_theta``, ``rope_type`` (one of `KINDS`) and the numbers that it needs, as
         ``rope_parameters`` of Hugging Face's ``config.json``.
+      place: the file, for messages.
 
     Raises:
-      ValueError: if the type is unknown, or a number that it needs is missing.
+      ValueError: if the type is unknown, or a number that it needs is missing or wrong.
 
     >>> frequencies(4, {'rope_theta': 100.0, 'rope_type': 'linear', 'factor': 2.0})
     ((0.5, 0.05000000074505806), 1.0)
     """
-    understood('rope_parameters of config.json', rope, _READ, _NEUTRAL, UNSAID)
+    place = f'rope_parameters of {place}'
+    understood(place, rope, {'rope_theta', *_NUMBERS}, _NEUTRAL, UNSAID)
     rope = {key: value for key, value in rope.items() if value is not None}
-    kind = rope.get('rope_type') or rope.get('type', 'default')
-    theta, scale = rope['rope_theta'], 1.0
+    named = {rope[key] for key in ('rope_type', 'type') if key in rope}
+    if len(named) > 1 or (not named and 'factor' in rope):
+        came = f'the types {" and ".join(sorted(named))}' if named else 'a factor and no rope_type'
+        raise ValueError(f'{place} has {came}; allowed is one of {", ".join(KINDS)}; {AGAIN}')
+    kind = next(iter(named), 'default')
+    for key in (k for k in _NUMBERS if k in rope or k in _NEEDS[kind]):
+        number(place, rope, key)
+    theta, scale = number(place, rope, 'rope_theta', above=1), 1.0
     f = (1 / theta ** (np.arange(0, depth, 2, dtype=np.float32) / depth)).astype(np.float32)
-    try:
-        if kind == 'linear':
-            f = f / rope['factor']
-        elif kind == 'llama3':
-            f = _llama3(f, rope)
-        elif kind == 'yarn':
-            f, scale = _yarn(f, depth, rope)
-    except KeyError as error:
-        raise ValueError(
-            f'rotary positions of type {kind!r} need {error}, and have {", ".join(sorted(rope))}; '
-            'download config.json again'
-        ) from None
+    if kind == 'linear':
+        f = f / rope['factor']
+    elif kind == 'llama3':
+        number(place, rope, 'high_freq_factor', above=rope['low_freq_factor'])
+        f = _llama3(f, rope)
+    elif kind == 'yarn':
+        f, scale = _yarn(f, depth, rope)
     return tuple(np.asarray(f, np.float32).tolist()), scale
 
 

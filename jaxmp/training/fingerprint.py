@@ -24,6 +24,7 @@ from jaxtyping import Array
 
 from jaxmp.config import KEYS, flat
 from jaxmp.config.plugins import module_of
+from jaxmp.data import documents
 from jaxmp.exchange import Exchange
 from jaxmp.exchange.collectives import Params, Tree, metered
 from jaxmp.exchange.layout import State
@@ -86,6 +87,12 @@ def weights(path: str) -> dict[str, str]:
     {}
     """
     return {'config.model.path': adapters.digest(path)} if path else {}
+
+
+def exported(folder: Path) -> dict[str, str]:
+    """A digest of each file of weights in the folder that a run has written, by its name."""
+    files = sorted(folder.glob('*.safetensors'))
+    return {f'model/{file.name}': documents.digest(file)[:16] for file in files}
 
 
 def _is_own(key: str, value: object) -> bool:

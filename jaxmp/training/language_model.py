@@ -28,6 +28,7 @@ from jaxmp.training import saved
 from jaxmp.training.agreement import digests
 from jaxmp.training.checkpoint import check_inputs, inputs_of
 from jaxmp.training.experiment import Experiment, experiment_of
+from jaxmp.training.fingerprint import exported
 from jaxmp.training.fingerprint import weights as weights_of
 
 
@@ -178,6 +179,8 @@ def opened(workdir: str | Path) -> tuple[Experiment, Read]:
     if not Path(began_with).expanduser().exists():  # its folder model may be whole without it
         began_with = ''
     check_inputs(*inputs_of(folder), {**digests(exp.data), **weights_of(began_with)})
+    if (summary := folder / 'summary.json').is_file():  # older ones do not say what was written
+        check_inputs(folder, contents(summary).get('exported', {}), exported(folder / 'model'))
     count = len(exp.task.stages)
     return exp, functools.partial(_some, lambda s: exp.task.start(s, {}, key), count)
 

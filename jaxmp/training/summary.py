@@ -20,6 +20,7 @@ from jaxmp.report import curves, style
 from jaxmp.training import footprint, profile
 from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
+from jaxmp.training.fingerprint import exported
 from jaxmp.training.footprint import GIB
 from jaxmp.training.locks import WorkdirError, replacing, write_json
 from jaxmp.training.resume import Place
@@ -105,6 +106,8 @@ def conclude(r: Run, summary: Summary, weights: PyTree, quiet: bool, draw: bool)
     if r.exp.task.export:
         with replacing(r.workdir / 'model') as folder:
             r.exp.task.export(str(folder), weights)
+        summary['exported'] = exported(r.workdir / 'model')
+        write_json(r.workdir / 'summary.json', summary)
     if quiet:
         return
     terminal.show(*tables(summary))
