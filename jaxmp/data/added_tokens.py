@@ -1,0 +1,137 @@
+"""Tokens that are added to a tokenizer: what its folder says, read as transformers 5 does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmp.data.understood import AGAIN, contents, keys, understood
+
+CONFIG, NAMES, ADDED = FILES = (
+    'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json'
+)  # fmt: skip
+_CURE = f'write it into tokenizer.json, or remove it from {CONFIG}'
+# Published files have endless keys that change no token, so those that change some are refused,
+# and not all that nobody reads.
+_NEUTRAL = {
+    'split_special_tokens': (False, None), 'do_lower_case': (False, None),
+    'fix_mistral_regex': (False, None),
+}  # fmt: skip
+_ROLES = keys('bos_token eos_token unk_token sep_token pad_token cls_token mask_token')
+_FLAGS = keys('content single_word lstrip rstrip normalized special id __type')
+_TABLES = 'model_specific_special_tokens', 'extra_special_tokens'  # of names and their tokens
+_PREFIX = rb'"add_prefix_space":true|"prepend_scheme":"(always|first)"|"type":"Prepend"'
+
+
+def about_tokens(root: Path) -> dict[str, Any]:
+    """What the files beside a tokenizer say.
+
+    Raises:
+      ValueError: if a file is damaged.
+    """
+    config, names, added = (contents(root / f) if (root / f).is_file() else {} for f in FILES)
+    if 'added_tokens_decoder' in config:  # which is all: the older files are not read
+        return config
+    return {**config, **names, ADDED: added}
+
+
+def add_tokens(
+    root: Path,
+    tokenizer: Any,
+    about: Mapping[str, Any],
+    only: Mapping[str, Collection[Any]] | None = None,
+) -> dict[str, str]:
+    """Adds the tokens that a folder names to its tokenizer, and returns those with a role.
+
+    Args:
+      root: the folder.
+      tokenizer: of the library tokenizers.
+      about: of `about_tokens`.
+      only: further keys, and their values that change no token.
+
+    Raises:
+      ValueError: if a key would change the tokens otherwise, a token is none, or the tokenizer has
+        it not or under another id.
+    """
+    state = b''.join(p.__getstate__() for p in (tokenizer.normalizer, tokenizer.pre_tokenizer) if p)
+    prefix = (bool(re.search(_PREFIX, state)), None)
+    neutral = {**_NEUTRAL, **(only or {}), 'add_prefix_space': prefix}
+    understood(root / CONFIG, {k: about.get(k) for k in neutral}, (), neutral, _CURE)
+    numbered, named, listed = _entries(root, about)
+    marks = [*named.values(), *listed]
+    words = {token.content for _, token in numbered}
+    for token in marks:
+        if token.content not in words and tokenizer.token_to_id(token.content) is None:
+            raise ValueError(
+                f'{root / CONFIG} has the token {token.content!r}, which the tokenizer lacks; '
+                f'correct it there and in {NAMES}, or add it to tokenizer.json and to the model'
+            )
+    known = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
+    # What a decoder says of a token is said last; what the older files say, first.
+    first = ADDED in about
+    rows = [t for _, t in numbered if t.content not in known or (
+        not first and repr(t) != repr(known[t.content])
+    )]  # fmt: skip
+    new = {t.content: t for t in reversed(marks) if t.content not in {*known, *words}}
+    tokenizer.add_tokens([*rows, *new.values()])
+    for i, token in numbered:
+        if (now := tokenizer.token_to_id(token.content)) != i:
+            raise ValueError(
+                f'{root} has the token {token.content!r} as {i} in {CONFIG} or {ADDED}, and as '
+                f'{now} in its tokenizer; {AGAIN}'
+            )
+    return {k: token.content for k, token in named.items()}
+
+
+def _entries(root: Path, about: Mapping[str, Any]) -> tuple[list, dict[str, Any], list]:
+    """The added tokens with their ids, those with a role, and those without both."""
+    from tokenizers import AddedToken
+
+    is_role = lambda k, v: k in _ROLES or (k.endswith('_token') and isinstance(v, str | dict))
+    named = {k: v for k, v in about.items() if is_role(k, v)}
+    for key in _TABLES:
+        named |= about[key] if isinstance(about.get(key), dict) else {}
+    named = {k: _token(root, k, v) for k, v in named.items() if v}
+    # A list of the new name takes the place of that of the old.
+    extra = about.get('extra_special_tokens')
+    key = 'additional_special_tokens' if not extra or isinstance(extra, dict) else _TABLES[1]
+    listed = [_token(root, key, v) for v in _of_type(root, key, about.get(key), list)]
+
+    key = 'added_tokens_decoder'
+    rows = _of_type(root, key, about.get(key), dict).items()
+    numbered = [(i, _token(root, key, v, special=False)) for i, v in rows]
+    special = {token.content for token in (*named.values(), *listed)}
+    numbered += [
+        (i, AddedToken(word, normalized=word not in special, special=word in special))
+        for word, i in _of_type(root, ADDED, about.get(ADDED), dict).items()
+    ]
+    for i, token in numbered:
+        if not re.fullmatch(r'\d+', str(i)):
+            raise ValueError(f'{root} has {i!r} as the id of {token.content!r}; {AGAIN}')
+    return sorted(((int(i), t) for i, t in numbered), key=lambda row: row[0]), named, listed
+
+
+def _of_type(root: Path, key: str, value: Any, kind: type) -> Any:
+    """A value, or an empty one in place of null."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f'{root / CONFIG} has {key}={value!r}, and allowed is a {kind.__name__}: '
+                         f'{AGAIN}')  # fmt: skip
+    return value or kind()
+
+
+def _token(root: Path, key: str, value: Any, special: bool = True) -> Any:
+    """An added token, special if it is to be or says so."""
+    from tokenizers import AddedToken
+
+    flags = value if isinstance(value, dict) else {'content': value}
+    understood(root / CONFIG, flags, _FLAGS, {}, AGAIN)
+    flags = {k: v for k, v in flags.items() if k not in ('__type', 'id')}
+    flags |= {'special': True} if special else {}
+    try:
+        if flags.get('content'):
+            return AddedToken(**flags)
+    except TypeError:  # a flag is no bool, or the content no text
+        pass
+    raise ValueError(f'{root / CONFIG} has {key}={value!r}, which is not a token; {AGAIN}')
