@@ -429,7 +429,7 @@ def test_tokens_beside_a_tokenizer_are_those_of_transformers(tmp_path, files, ch
         ({'eos_token': 5}, 'eos_token=5, which is not a token; download'),
         ({'pad_token': {'content': 'e', 'width': 2}}, 'width=2; allowed is no such key'),
         ({'added_tokens_decoder': ['x']}, r"config.json has added_tokens_decoder=\['x'\], and al"),
-        ({'added_tokens_decoder': {'a': LETTER}}, "has 'a' as the id of 'e'; download"),
+        ({'added_tokens_decoder': {'a': LETTER}}, "has the token 'e' as a in tokenizer_config"),
         ({'added_tokens_decoder': {'1': LETTER}}, "has the token 'e' as 1 in tokenizer_config"),
         ({'added_tokens_decoder': {'9999': LETTER | {'content': '<new>'}}}, "'<new>' as 9999 in"),
     ],

@@ -37,28 +37,20 @@ def about_tokens(root: Path) -> dict[str, Any]:
     return {**config, **names, ADDED: added}
 
 
-def add_tokens(
-    root: Path,
-    tokenizer: Any,
-    about: Mapping[str, Any],
-    only: Mapping[str, Collection[Any]] | None = None,
-) -> dict[str, str]:
-    """Adds the tokens that a folder names to its tokenizer, and returns those with a role.
+def neutral(root: Path, about: Mapping[str, Any], allowed: Mapping[str, Collection[Any]]) -> None:
+    """Raises ValueError unless these keys have values that change no token."""
+    understood(root / CONFIG, {k: about.get(k) for k in allowed}, (), allowed, _CURE)
 
-    Args:
-      root: the folder.
-      tokenizer: of the library tokenizers.
-      about: of `about_tokens`.
-      only: further keys, and their values that change no token.
+
+def add_tokens(root: Path, tokenizer: Any, about: Mapping[str, Any]) -> dict[str, str]:
+    """Adds the tokens that a folder is said to have to its tokenizer; returns those with a role.
 
     Raises:
       ValueError: if a key would change the tokens otherwise, a token is none, or the tokenizer has
         it not or under another id.
     """
     state = b''.join(p.__getstate__() for p in (tokenizer.normalizer, tokenizer.pre_tokenizer) if p)
-    prefix = (bool(re.search(_PREFIX, state)), None)
-    neutral = {**_NEUTRAL, **(only or {}), 'add_prefix_space': prefix}
-    understood(root / CONFIG, {k: about.get(k) for k in neutral}, (), neutral, _CURE)
+    neutral(root, about, {**_NEUTRAL, 'add_prefix_space': (bool(re.search(_PREFIX, state)), None)})
     numbered, named, listed = _entries(root, about)
     marks = [*named.values(), *listed]
     words = {token.content for _, token in numbered}
@@ -69,15 +61,14 @@ def add_tokens(
                 f'correct it there and in {NAMES}, or add it to tokenizer.json and to the model'
             )
     known = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
-    # What a decoder says of a token is said last; what the older files say, first.
-    first = ADDED in about
-    rows = [t for _, t in numbered if t.content not in known or (
-        not first and repr(t) != repr(known[t.content])
-    )]  # fmt: skip
+    fixed = {*known} if ADDED in about else set()  # the older files alter no token
+    rows = [
+        t for _, t in numbered if t.content not in fixed and repr(t) != repr(known.get(t.content))
+    ]
     new = {t.content: t for t in reversed(marks) if t.content not in {*known, *words}}
     tokenizer.add_tokens([*rows, *new.values()])
     for i, token in numbered:
-        if (now := tokenizer.token_to_id(token.content)) != i:
+        if str(now := tokenizer.token_to_id(token.content)) != str(i):
             raise ValueError(
                 f'{root} has the token {token.content!r} as {i} in {CONFIG} or {ADDED}, and as '
                 f'{now} in its tokenizer; {AGAIN}'
@@ -107,10 +98,9 @@ def _entries(root: Path, about: Mapping[str, Any]) -> tuple[list, dict[str, Any]
         (i, AddedToken(word, normalized=word not in special, special=word in special))
         for word, i in _of_type(root, ADDED, about.get(ADDED), dict).items()
     ]
-    for i, token in numbered:
-        if not re.fullmatch(r'\d+', str(i)):
-            raise ValueError(f'{root} has {i!r} as the id of {token.content!r}; {AGAIN}')
-    return sorted(((int(i), t) for i, t in numbered), key=lambda row: row[0]), named, listed
+    # By their numbers, whether numbers, texts of them or neither, which no tokenizer has.
+    numbered.sort(key=lambda row: (len(str(row[0])), str(row[0])))
+    return numbered, named, listed
 
 
 def _of_type(root: Path, key: str, value: Any, kind: type) -> Any:

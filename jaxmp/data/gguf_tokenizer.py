@@ -58,7 +58,7 @@ def from_gguf(path: Path) -> Tokenizer:
       ImportError: if the package gguf is not installed.
       ValueError: if the file has none, or one of another kind than a byte-level BPE.
     """
-    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
     from tokenizers import Tokenizer as Whole
 
     fields = opened(path).fields
@@ -84,16 +84,11 @@ def from_gguf(path: Path) -> Tokenizer:
             f'{len(kinds)} kinds of tokens; allowed are as many of each: {_FOLDER}'
         )
     ids = _ids(path, said, len(words))
-    for i in ids.values():  # one token, as in llama.cpp, but for '!' as 0 for want of another
-        kinds[i] = _CONTROL if kinds[i] == _NORMAL and len(words[i]) > 1 else kinds[i]
+    # One token each whatever its kind; but a letter, such as '!', is an id for want of another.
+    whole_words = {i for i in ids.values() if kinds[i] == _NORMAL and len(words[i]) > 1}
+    kinds = [_CONTROL if i in whole_words else k for i, k in enumerate(kinds)]
     by_words = name == 'llama-bpe'  # a word that is a token is one, whatever merges make of it
-    try:
-        whole = Whole(models.BPE(vocabulary, pairs, ignore_merges=by_words))
-    except Exception as error:  # the tokenizers library raises plain Exception
-        odd = next((' '.join(pair) for pair in pairs if len(pair) != 2), str(error))
-        raise ValueError(
-            f'{path} has merges that are not of two of its tokens each ({odd}): {_FOLDER}'
-        ) from error
+    whole = Whole(_model(path, vocabulary, pairs, by_words))
     if name == 'qwen2':
         whole.normalizer = normalizers.NFC()
     whole.pre_tokenizer = pre_tokenizers.Sequence(splits)
@@ -125,6 +120,19 @@ def from_gguf(path: Path) -> Tokenizer:
         template=template,
         identity=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
     )
+
+
+def _model(path: Path, vocabulary: dict[str, int], pairs: list[Any], by_words: bool) -> Any:
+    """The BPE of these tokens and merges."""
+    from tokenizers import models
+
+    try:
+        return models.BPE(vocabulary, pairs, ignore_merges=by_words)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        odd = next((' '.join(pair) for pair in pairs if len(pair) != 2), str(error))
+        raise ValueError(
+            f'{path} has merges that are not of two of its tokens each ({odd}): {_FOLDER}'
+        ) from error
 
 
 def _ids(path: Path, said: Mapping[str, Any], size: int) -> dict[str, int]:

@@ -284,7 +284,8 @@ def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
             f'{len(vocabulary)}; download both files again'
         )
     about = added_tokens.about_tokens(root)
-    named = added_tokens.add_tokens(root, tokenizer._tokenizer, about, _OF_GPT2)
+    added_tokens.neutral(root, about, _OF_GPT2)
+    named = added_tokens.add_tokens(root, tokenizer._tokenizer, about)
     return _of_gpt2(tokenizer, root, named.get('eos_token', _END))
 
 
