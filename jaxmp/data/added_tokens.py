@@ -12,6 +12,7 @@ from jaxmp.data.understood import AGAIN, contents, keys, understood
 CONFIG, NAMES, ADDED = FILES = (
     'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json'
 )  # fmt: skip
+_WHERE = f'in {CONFIG} or {NAMES}'
 _CURE = f'write it into tokenizer.json, or remove it from {CONFIG}'
 # Published files have endless keys that change no token, so those that change some are refused,
 # and not all that nobody reads.
@@ -57,8 +58,8 @@ def add_tokens(root: Path, tokenizer: Any, about: Mapping[str, Any]) -> dict[str
     for token in marks:
         if token.content not in words and tokenizer.token_to_id(token.content) is None:
             raise ValueError(
-                f'{root / CONFIG} has the token {token.content!r}, which the tokenizer lacks; '
-                f'correct it there and in {NAMES}, or add it to tokenizer.json and to the model'
+                f'{root} has the token {token.content!r} {_WHERE}, which its tokenizer lacks; '
+                f'correct it there, or add it to tokenizer.json and to the model'
             )
     known = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
     fixed = {*known} if ADDED in about else set()  # the older files alter no token
@@ -106,8 +107,9 @@ def _entries(root: Path, about: Mapping[str, Any]) -> tuple[list, dict[str, Any]
 def _of_type(root: Path, key: str, value: Any, kind: type) -> Any:
     """A value, or an empty one in place of null."""
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f'{root / CONFIG} has {key}={value!r}, and allowed is a {kind.__name__}: '
-                         f'{AGAIN}')  # fmt: skip
+        raise ValueError(
+            f'{root} has {key}={value!r} {_WHERE}, and allowed is a {kind.__name__}: {AGAIN}'
+        )
     return value or kind()
 
 
@@ -116,7 +118,7 @@ def _token(root: Path, key: str, value: Any, special: bool = True) -> Any:
     from tokenizers import AddedToken
 
     flags = value if isinstance(value, dict) else {'content': value}
-    understood(root / CONFIG, flags, _FLAGS, {}, AGAIN)
+    understood(f'{root}: {key}', flags, _FLAGS, {}, AGAIN)
     flags = {k: v for k, v in flags.items() if k not in ('__type', 'id')}
     flags |= {'special': True} if special else {}
     try:
@@ -124,4 +126,4 @@ def _token(root: Path, key: str, value: Any, special: bool = True) -> Any:
             return AddedToken(**flags)
     except TypeError:  # a flag is no bool, or the content no text
         pass
-    raise ValueError(f'{root / CONFIG} has {key}={value!r}, which is not a token; {AGAIN}')
+    raise ValueError(f'{root} has {key}={value!r} {_WHERE}, which is not a token; {AGAIN}')
