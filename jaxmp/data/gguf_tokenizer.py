@@ -147,6 +147,7 @@ def _ids(path: Path, said: Mapping[str, Any], size: int) -> dict[str, int]:
 def _save(whole: Any, folder: Path, tokens: dict[str, str], template: str | None) -> None:
     """Writes the files that transformers reads."""
     whole.save(str(folder / 'tokenizer.json'))
-    about = {'tokenizer_class': 'PreTrainedTokenizerFast', **tokens}
+    marks = {role: word for role, word in tokens.items() if len(word) > 1}  # as `from_gguf`
+    about = {'tokenizer_class': 'PreTrainedTokenizerFast', **marks}
     about |= {'chat_template': template} if template else {}
     (folder / 'tokenizer_config.json').write_text(json.dumps(about, indent=1), encoding='utf-8')
