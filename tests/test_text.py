@@ -133,6 +133,25 @@ def test_a_learned_bpe_is_read_back(tmp_path):
     assert len(t.encode(samples)[0]) < len(samples[0].encode()) / 2
 
 
+def test_tokens_beside_a_bpe_of_two_files(tmp_path):
+    vocabulary = write_bpe(tmp_path)
+    (tmp_path / 'added_tokens.json').write_text('{"<pad>": 258}')
+    said = {'model_max_length': 1024, 'eos_token': '<pad>', 'tokenizer_class': 'GPT2Tokenizer'}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(said))
+    t = tokenizer.from_folder(str(tmp_path))
+    (tmp_path / 'again').mkdir()
+    t.save(tmp_path / 'again')
+    for tokens in (t, tokenizer.from_folder(str(tmp_path / 'again'))):
+        assert tokens.encode(['he<pad>'])[0].tolist() == [vocabulary['he'], 258]
+        assert (tokens.size, tokens.end) == (259, (258,))
+    for said in ({'tokenizer_class': 'Qwen2Tokenizer'}, {'add_bos_token': True}):
+        (tmp_path / 'tokenizer_config.json').write_text(json.dumps(said))
+        with pytest.raises(
+            ValueError, match=r'config.json has .*=.*; allowed is .* or None: write'
+        ):
+            tokenizer.from_folder(str(tmp_path))
+
+
 BROKEN = {
     'nothing': (
         lambda d: None,

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import types
 
 import jax.numpy as jnp
@@ -374,9 +375,112 @@ def test_tokens_that_the_config_of_a_folder_adds_are_whole(tmp_path):
     wanted = [original.encode(text, add_special_tokens=False).ids for text in HARD]
     assert ids[1] == wanted != ids[0]
     assert seen[0].identity != seen[1].identity
-    (tmp_path / 'tokenizer_config.json').write_text('{"split_special_tokens": true}')
-    with pytest.raises(ValueError, match='split_special_tokens=True; allowed is False or None: wr'):
+
+
+PLAIN = {  # what published files say that changes no token
+    'model_max_length': 1e30, 'clean_up_tokenization_spaces': False, 'chat_template': '{{ x }}',
+    'tokenizer_class': 'LlamaTokenizer', 'legacy': False, 'sp_model_kwargs': {}, 'errors': 'x',
+    'spaces_between_special_tokens': False, 'use_default_system_prompt': False,
+    'add_prefix_space': False, 'padding_side': 'left', 'model_input_names': ['input_ids'],
+    'auto_map': {}, 'add_bos_token': True, 'add_eos_token': False, 'bos_token': None,
+    'eos_token': '<|end|>', 'pad_token': {'content': '<unk>', '__type': 'AddedToken'},
+    'additional_special_tokens': ['<|begin|>', '<|end|>'], 'extra_special_tokens': {},
+    'split_special_tokens': False, 'backend': 'tokenizers', 'is_local': True, 'auto': 1,
+}  # fmt: skip
+LETTER = {
+    'content': 'e',
+    'lstrip': True,
+    'rstrip': False,
+    'normalized': False,
+    'single_word': False,
+}
+
+
+def folder_of(tmp_path, **files):
+    """A folder with a tokenizer.json and these files, with ids in place of ``#word``."""
+    original, vocabulary, _ = of_family('gpt-2')
+    original.save(str(tmp_path / 'tokenizer.json'))
+    number = lambda m: f'"{vocabulary[m[1]]}":' if m[2] else str(vocabulary[m[1]])
+    for name, said in files.items():
+        lines = re.sub(r'"#([^"]+)"(:?)', number, json.dumps(said))
+        (tmp_path / f'{name}.json').write_text(lines)
+    return original
+
+
+@pytest.mark.parametrize(
+    ('files', 'changes'),
+    [
+        ({'tokenizer_config': PLAIN}, False),
+        ({'tokenizer_config': {'eos_token': 'e'}}, True),
+        ({'tokenizer_config': {'pad_token': LETTER | {'__type': 'AddedToken'}}}, True),
+        ({'tokenizer_config': {'image_token': 'e'}}, True),
+        ({'tokenizer_config': {'additional_special_tokens': ['e']}}, True),
+        ({'tokenizer_config': {'extra_special_tokens': ['e']}}, True),
+        ({'tokenizer_config': {'extra_special_tokens': {'image_token': 'e'}}}, True),
+        ({'special_tokens_map': {'eos_token': LETTER}}, True),
+        ({'special_tokens_map': {'additional_special_tokens': ['e']}}, True),
+        (
+            {'special_tokens_map': {'pad_token': 'e'}, 'tokenizer_config': {'pad_token': None}},
+            True,
+        ),
+        (
+            {
+                'special_tokens_map': {'eos_token': 'e'},
+                'tokenizer_config': {'added_tokens_decoder': {}},
+            },
+            False,
+        ),
+        ({'tokenizer_config': {'added_tokens_decoder': {'#e': LETTER}}}, True),
+        ({'tokenizer_config': {'added_tokens_decoder': {
+            '#<|end|>': LETTER | {'content': '<|end|>', 'special': True},
+        }}}, True),
+        ({'added_tokens': {'e': '#e'}}, True),
+    ],
+)  # fmt: skip
+def test_tokens_beside_a_tokenizer_are_those_of_transformers(tmp_path, files, changes):
+    transformers = pytest.importorskip('transformers')
+    plain, folder = folder_of(tmp_path, **files), str(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    texts = [*HARD, 'x <|end|> hat']
+    wanted = [theirs.encode(text, add_special_tokens=False) for text in texts]
+    seen = tokenizer.tokenizer_of(folder)
+    assert [ids.tolist() for ids in seen.encode(texts)] == wanted
+    assert (wanted != [plain.encode(t, add_special_tokens=False).ids for t in texts]) == changes
+
+
+@pytest.mark.parametrize(
+    ('said', 'message'),
+    [
+        ({'split_special_tokens': True}, 'split_special_tokens=True; allowed is False or None: wr'),
+        ({'add_prefix_space': True}, 'config.json has add_prefix_space=True; allowed is False or'),
+        ({'eos_token': '<new>'}, "'<new>' in tokenizer_config.json or .*, which its tok"),
+        ({'extra_special_tokens': ['<new>']}, "'<new>' in .*, which its tokenizer lacks"),
+        ({'extra_special_tokens': 'e'}, "extra_special_tokens='e' in .*, and allowed is a list"),
+        ({'eos_token': 5}, 'eos_token=5 in .*, which is not a token; download'),
+        ({'pad_token': {'content': 'e', 'width': 2}}, 'width=2; allowed is no such key'),
+        ({'added_tokens_decoder': ['x']}, r"has added_tokens_decoder=\['x'\] in .*and allowed is"),
+        ({'added_tokens_decoder': {'a': LETTER}}, "has the token 'e' as a in tokenizer_config"),
+        ({'added_tokens_decoder': {'1': LETTER}}, "has the token 'e' as 1 in tokenizer_config"),
+        ({'added_tokens_decoder': {'9999': LETTER | {'content': '<new>'}}}, "'<new>' as 9999 in"),
+    ],
+)  # fmt: skip
+def test_tokens_beside_a_tokenizer_that_it_has_not_are_refused(tmp_path, said, message):
+    folder_of(tmp_path, tokenizer_config=said)
+    with pytest.raises(ValueError, match=message) as caught:
         tokenizer.tokenizer_of(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize('role', ['eos', 'eot', 'eom', 'unknown', 'padding', 'fim_pre'])
+def test_a_token_of_a_gguf_file_with_a_role_is_whole_whatever_its_kind(tmp_path, role):
+    vocabulary = {w: i for i, w in enumerate(['<', 'h', 'i', '>', 'x', '<hi>', 'xx', *SPECIAL])}
+    said = {f'{k}_token_id': None for k in ('bos', 'eos', 'padding')}
+    said |= {f'{role}_token_id': 5, 'bos_token_id': 4, 'token_type': None}  # 4: a letter
+    path = write_gguf(tmp_path / 'a.gguf', words_of('gpt-2', vocabulary, [('x', 'x')], **said))
+    seen = tokenizer.tokenizer_of(str(path))
+    seen.save(tmp_path)
+    for t in (seen, tokenizer.tokenizer_of(str(tmp_path))):
+        assert t.encode(['xx<hi>'])[0].tolist() == [6, 5]
 
 
 def test_equal_tokens_of_other_kinds_are_not_found_in_a_cache(tmp_path):
@@ -399,6 +503,12 @@ def test_equal_tokens_of_other_kinds_are_not_found_in_a_cache(tmp_path):
         ({'token_type': [1] * 7}, '8 tokens, 8 of them different, and 7 kinds'),
         ({'tokens': ['a'] * 8}, '8 tokens, 1 of them different, and 8 kinds'),
         ({'merges': None}, 'is read, with tokens, merges, and gpt-2'),
+        ({'tokens': 'a'}, 'is read, with tokens, merges, and gpt-2'),
+        ({'merges': ['a b ab']}, r'merges that are not of two of its tokens each \(a b ab\): give'),
+        ({'merges': ['a']}, r'merges that are not of two of its tokens each \(a\): give'),
+        ({'merges': ['a z']}, 'merges that are not of two of its tokens each .*out of vocabulary'),
+        ({'eot_token_id': 99}, 'a.gguf has eot_token_id=99; allowed is 0 to 7: give config'),
+        ({'eos_token_id': -1}, 'a.gguf has eos_token_id=-1; allowed is 0 to 7: give config'),
         ({'pre': 'tekken'}, 'kind gpt2, tekken; of a GGUF file gpt2 is read'),
     ],
 )  # fmt: skip
@@ -519,6 +629,11 @@ ARRAY = np.zeros((4, 6), np.float32)
         ({'revision': 'v2'}, "revision='v2'; allowed is 'main' or '' or None"),
         ({'new_method': 1}, 'new_method=1; allowed is no such key'),
         ({'r': 0}, 'has r=0 and lora_alpha=8 for model.layers.0.self_attn.q_proj; allow'),
+        ({'r': True}, 'adapter_config.json has r=True and lora_alpha=8'),
+        ({'lora_alpha': float('nan')}, 'adapter_config.json has r=4 and lora_alpha=nan'),
+        ({'alpha_pattern': {'q_proj': '8'}}, "adapter_config.json has r=4 and lora_alpha='8'"),
+        ({'alpha_pattern': {'q_proj(': 8}}, r'_config.json has alpha_pattern=.*; allowed is a d'),
+        ({'rank_pattern': ['q_proj']}, r"_config.json has rank_pattern=\['q_proj'\].*allowed is a"),
         ({'rank_pattern': {'q_proj': 3}}, r'shapes \[\(4, 6\), \(8, 4\)\], and by .*\[\(3, 6\)'),
         ({'extra': {f'{ROOT}lm_head.weight': ARRAY}}, 'has base_model.model.lm_head.weight; a'),
         (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxmp.data.chat import Template
 from jaxmp.data.gguf import opened
@@ -55,7 +58,7 @@ def from_gguf(path: Path) -> Tokenizer:
       ImportError: if the package gguf is not installed.
       ValueError: if the file has none, or one of another kind than a byte-level BPE.
     """
-    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
     from tokenizers import Tokenizer as Whole
 
     fields = opened(path).fields
@@ -63,15 +66,15 @@ def from_gguf(path: Path) -> Tokenizer:
     said = {k.removeprefix(head): v for k, v in fields.items() if k.startswith(head)}
     kind, name = said.get('model'), said.get('pre')
     splits = _splits(str(name)) if kind == 'gpt2' else []
-    if not splits or not {'tokens', 'merges'} <= said.keys():
+    if not splits or not all(isinstance(said.get(k), list) for k in ('tokens', 'merges')):
         raise ValueError(
             f'{path} has a tokenizer of the kind {kind}, {name}; of a GGUF file gpt2 is read, with '
             f'tokens, merges, and gpt-2, smollm, llama-bpe or qwen2: {_FOLDER}'
         )
     understood(path, said, _READ, _NEUTRAL, _FOLDER)
     # The file has the tokens and merges of a tokenizer.json, and of its other parts the name alone.
-    words, pairs = said['tokens'], [tuple(pair.split(' ')) for pair in said['merges']]
-    kinds = said.get('token_type', [_NORMAL] * len(words))
+    words, pairs = said['tokens'], [tuple(str(pair).split(' ')) for pair in said['merges']]
+    kinds = np.atleast_1d(said.get('token_type', [_NORMAL] * len(words))).tolist()
     vocabulary = {word: i for i, word in enumerate(words)}
     for k in {*kinds}:
         understood(path, {'token_type': k}, (), {'token_type': _KINDS}, _FOLDER)
@@ -80,8 +83,12 @@ def from_gguf(path: Path) -> Tokenizer:
             f'{path} has {len(words)} tokens, {len(vocabulary)} of them different, and '
             f'{len(kinds)} kinds of tokens; allowed are as many of each: {_FOLDER}'
         )
+    ids = _ids(path, said, len(words))
+    # One token each whatever its kind; but a letter, such as '!', is an id for want of another.
+    whole_words = {i for i in ids.values() if kinds[i] == _NORMAL and len(words[i]) > 1}
+    kinds = [_CONTROL if i in whole_words else k for i, k in enumerate(kinds)]
     by_words = name == 'llama-bpe'  # a word that is a token is one, whatever merges make of it
-    whole = Whole(models.BPE(vocabulary, pairs, ignore_merges=by_words))
+    whole = Whole(_model(path, vocabulary, pairs, by_words))
     if name == 'qwen2':
         whole.normalizer = normalizers.NFC()
     whole.pre_tokenizer = pre_tokenizers.Sequence(splits)
@@ -90,8 +97,7 @@ def from_gguf(path: Path) -> Tokenizer:
     whole.add_special_tokens([AddedToken(w, special=True) for w in of_kind(_UNKNOWN, _CONTROL)])
     whole.add_tokens([AddedToken(w, normalized=False) for w in of_kind(_ADDED)])
 
-    ids = {k: said.get(f'{k}_token_id') for k in ('bos', 'eos')}
-    tokens = {f'{k}_token': words[i] for k, i in ids.items() if i in range(len(words))}
+    tokens = {k: words[ids[k]] for k in ('bos_token', 'eos_token') if k in ids}
     # What a file does not say is as in llama.cpp.
     defaults = {'bos_token': by_words and 'bos_token' in tokens, 'eos_token': False}
     adds = [k for k, default in defaults.items() if said.get(f'add_{k}', default)]
@@ -110,15 +116,38 @@ def from_gguf(path: Path) -> Tokenizer:
         whole,
         save=lambda folder: _save(whole, folder, tokens, source),
         begin=tuple(vocabulary[word] for word in before),
-        end=(ids['eos'],) if 'eos_token' in tokens else (),
+        end=(ids['eos_token'],) if 'eos_token' in tokens else (),
         template=template,
         identity=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
     )
 
 
+def _model(path: Path, vocabulary: dict[str, int], pairs: list[Any], by_words: bool) -> Any:
+    """The BPE of these tokens and merges."""
+    from tokenizers import models
+
+    try:
+        return models.BPE(vocabulary, pairs, ignore_merges=by_words)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        odd = next((' '.join(pair) for pair in pairs if len(pair) != 2), str(error))
+        raise ValueError(
+            f'{path} has merges that are not of two of its tokens each ({odd}): {_FOLDER}'
+        ) from error
+
+
+def _ids(path: Path, said: Mapping[str, Any], size: int) -> dict[str, int]:
+    """The ids of the tokens with a role, such as ``eos_token``."""
+    ids = {k.removesuffix('_id'): i for k, i in said.items() if k.endswith('_token_id')}
+    for role, i in ids.items():
+        if type(i) is not int or i not in range(size):
+            raise ValueError(f'{path} has {role}_id={i!r}; allowed is 0 to {size - 1}: {_FOLDER}')
+    return ids
+
+
 def _save(whole: Any, folder: Path, tokens: dict[str, str], template: str | None) -> None:
     """Writes the files that transformers reads."""
     whole.save(str(folder / 'tokenizer.json'))
-    about = {'tokenizer_class': 'PreTrainedTokenizerFast', **tokens}
+    marks = {role: word for role, word in tokens.items() if len(word) > 1}  # as `from_gguf`
+    about = {'tokenizer_class': 'PreTrainedTokenizerFast', **marks}
     about |= {'chat_template': template} if template else {}
     (folder / 'tokenizer_config.json').write_text(json.dumps(about, indent=1), encoding='utf-8')

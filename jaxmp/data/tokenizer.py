@@ -15,19 +15,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmp.data import added_tokens
 from jaxmp.data.chat import Template
-from jaxmp.data.understood import contents, understood
+from jaxmp.data.understood import contents
 
 Located = tuple[np.ndarray, np.ndarray]  # ids (n,), and (n, 2): where each begins and ends
 
 _END = '<|endoftext|>'
 _TEXTS = 1024  # encoded together: what the library returns beside the ids is far larger
-_FILES = (
-    'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja'
-)  # fmt: skip
-# Of tokenizer_config.json, which cut a text otherwise than tokenizer.json says; the rest does not.
-_NEUTRAL = {'split_special_tokens': (False, None), 'do_lower_case': (False, None)}
-_CURE = 'write it into tokenizer.json, or remove it from tokenizer_config.json'
+_BESIDE = (*added_tokens.FILES, 'chat_template.jinja')
+# Of GPT-2's two files, which have no place for what these say.
+_OF_GPT2 = {
+    'tokenizer_class': ('GPT2Tokenizer', 'GPT2TokenizerFast', None),
+    'add_bos_token': (False, None), 'add_eos_token': (False, None),
+}  # fmt: skip
 
 
 class Tokenizer(NamedTuple):
@@ -161,7 +162,6 @@ def from_json(root: Path) -> Tokenizer:
     Raises:
       ValueError: if a file is damaged.
     """
-    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Whole
 
     file = root / 'tokenizer.json'
@@ -171,16 +171,11 @@ def from_json(root: Path) -> Tokenizer:
         raise ValueError(f'{file} is not a tokenizer ({error}); download it again') from error
     tokenizer.no_truncation()  # some files keep the settings of a training
     tokenizer.no_padding()
-    files = [root / name for name in _FILES[2:0:-1] if (root / name).is_file()]
-    about = {k: v for file in files for k, v in contents(file).items()}
-    understood(root, {k: v for k, v in about.items() if k in _NEUTRAL}, (), _NEUTRAL, _CURE)
-    known = tokenizer.get_added_tokens_decoder()
-    # As transformers, which adds them to those of tokenizer.json.
-    more = [t for i, t in (about.get('added_tokens_decoder') or {}).items() if int(i) not in known]
-    flags = [{k: v for k, v in token.items() if k != '__type'} for token in more]
-    tokenizer.add_tokens([AddedToken(**token) for token in flags])
-    content = lambda v: str((v.get('content') if isinstance(v, dict) else v) or '')
-    tokens = {k: content(v) for k, v in about.items() if k.endswith('_token') and content(v)}
+    about = added_tokens.about_tokens(root)
+    plain = tokenizer.get_added_tokens_decoder()
+    tokens = added_tokens.add_tokens(root, tokenizer, about)
+    added = tokenizer.get_added_tokens_decoder().items()
+    more = [(i, t) for i, t in added if repr(t) != repr(plain.get(i))]
     end = tokenizer.token_to_id(tokens.get('eos_token', ''))
     begin, after = _around(tokenizer)
     digest = hashlib.blake2b(file.read_bytes(), digest_size=16)
@@ -188,9 +183,8 @@ def from_json(root: Path) -> Tokenizer:
     digest.update(f'{source} {tokens}{more or ""}'.encode())
 
     def save(folder: Path) -> None:
-        for name in _FILES:
-            if (root / name).is_file():
-                shutil.copyfile(root / name, folder / name)
+        shutil.copyfile(file, folder / file.name)
+        _copy(root, folder)
 
     return wrapped(
         tokenizer,
@@ -200,6 +194,13 @@ def from_json(root: Path) -> Tokenizer:
         template=Template(source, tuple(sorted(tokens.items()))) if source else None,
         identity=digest.hexdigest(),
     )
+
+
+def _copy(root: Path, folder: Path) -> None:
+    """Copies the files beside a tokenizer."""
+    for name in _BESIDE:
+        if (root / name).is_file():
+            shutil.copyfile(root / name, folder / name)
 
 
 def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -245,12 +246,18 @@ def wrapped(tokenizer: Any, **about: Any) -> Tokenizer:
     return Tokenizer(size, encode, decode, locate=locate, **about)
 
 
-def _of_gpt2(tokenizer: Any) -> Tokenizer:
-    """A `Tokenizer` that is saved as GPT-2's two files."""
-    end = tokenizer.token_to_id(_END)
+def _of_gpt2(tokenizer: Any, root: Path | None = None, last: str = _END) -> Tokenizer:
+    """A `Tokenizer` that is saved as GPT-2's two files, with those beside them in ``root``."""
+    end = tokenizer.token_to_id(last)
+
+    def save(folder: Path) -> None:
+        tokenizer.save_model(str(folder))
+        if root:
+            _copy(root, folder)
+
     return wrapped(
         tokenizer,
-        save=lambda folder: tokenizer.save_model(str(folder)),
+        save=save,
         end=() if end is None else (end,),
         identity=hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest(),
     )
@@ -276,7 +283,10 @@ def _bpe(root: Path, vocabulary: dict[str, int], merges: Path) -> Tokenizer:
             f'the tokeniser in {root} has {tokenizer.get_vocab_size()} tokens and its vocab.json '
             f'{len(vocabulary)}; download both files again'
         )
-    return _of_gpt2(tokenizer)
+    about = added_tokens.about_tokens(root)
+    added_tokens.neutral(root, about, _OF_GPT2)
+    named = added_tokens.add_tokens(root, tokenizer._tokenizer, about)
+    return _of_gpt2(tokenizer, root, named.get('eos_token', _END))
 
 
 def _vocabulary(file: Path) -> dict[str, int]:

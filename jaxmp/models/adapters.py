@@ -37,6 +37,7 @@ ABOUT = 'adapter_config.json'
 BASE = 'digest_of_base'  # a note in `FILE`, which PEFT does not read
 _PREFIX = 'base_model.model.'
 _MERGE = 'merge them with PEFT (merge_and_unload)'
+_PATTERN = r'(.*\.)?({})$'  # the end of a module's name, in whole words
 _READ = keys(  # and what says which kernels have tensors, or how training began
     """base_model_name_or_path lora_alpha r use_rslora alpha_pattern rank_pattern
     auto_mapping eva_config exclude_modules inference_mode layers_pattern layers_to_transform
@@ -71,6 +72,7 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
         return open_checkpoint(place)
     about = contents(place / ABOUT)
     understood(place / ABOUT, {'peft_type': None, **about}, _READ, _NEUTRAL, _MERGE)
+    _check_patterns(place / ABOUT, about)
     if not (place / FILE).is_file():
         raise FileNotFoundError(f'{place} has {ABOUT} and no {FILE}; {AGAIN}')
     whose = str(about.get('base_model_name_or_path'))
@@ -122,6 +124,20 @@ def _base(place: Path, name: str) -> Checkpoint:
     return base
 
 
+def _check_patterns(file: Path, about: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the patterns are regular expressions and what they stand for."""
+    for key in ('rank_pattern', 'alpha_pattern'):
+        rows = about.get(key)
+        try:
+            for pattern in {} if rows is None else rows.keys():
+                re.compile(_PATTERN.format(pattern))
+        except (re.error, AttributeError) as error:
+            raise ValueError(
+                f'{file} has {key}={rows!r} ({error}); allowed is a dict of regular expressions: '
+                f'{AGAIN}'
+            ) from error
+
+
 def _update(
     place: Path, about: Mapping[str, Any], base: Checkpoint, module: str, shapes: Mapping
 ) -> Lora:
@@ -129,14 +145,15 @@ def _update(
 
     def value(key: str, patterns: str) -> Any:
         rows = (about.get(patterns) or {}).items()
-        matching = (v for pattern, v in rows if re.match(rf'(.*\.)?({pattern})$', module))
+        matching = (v for pattern, v in rows if re.match(_PATTERN.format(pattern), module))
         return next(matching, about.get(key))
 
     rank, alpha = value('r', 'rank_pattern'), value('lora_alpha', 'alpha_pattern')
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    is_number = type(alpha) in (int, float) and abs(alpha) < 1e30  # float32's
+    if type(rank) is not int or rank < 1 or not is_number:
         raise ValueError(
             f'{place / ABOUT} has r={rank!r} and lora_alpha={alpha!r} for {module}; allowed are a '
-            f'whole number from 1 and a number: {AGAIN}'
+            f'whole number from 1 and a finite number: {AGAIN}'
         )
     kernel = base.shapes.get(f'{module}.weight', ())
     said = {**FAMILIES[base.described['model_type']].defaults, **base.described}
