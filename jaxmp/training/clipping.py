@@ -119,9 +119,8 @@ def of_stage(
     says = f'config.optimizer.name={name!r} moves'
     if not any(moves):
         raise ValueError(
-            f'{says} no parameter in {FINITE} steps, by which it is seen how it clips; let it move '
-            'some, by fewer steps a move or a rate above 0, or take config.optimizer.clip_norm to '
-            'clip'
+            f'{says} no parameter in {FINITE} steps, by which it is seen how it clips; let it do '
+            'so, by its rate or fewer steps a move, and take config.optimizer.clip_norm to clip'
         )
     if all(alone):
         return optimizer
@@ -129,16 +128,15 @@ def of_stage(
         return whole_norm(optimizer)
     raise ValueError(
         f'{says} parameters by more of other stages than the norm of their gradients in the step, '
-        'and every stage has an optimizer of its own; take config.optimizer.clip_norm to clip, and '
-        'an optimizer without clipping of momentum or of sums of steps, and without statistics '
-        'over all arrays'
+        'all that a stage knows; take config.optimizer.clip_norm to clip, and an optimizer that '
+        'clips no momentum or sum of steps, and has no statistics over all arrays'
     )
 
 
 def _trial(
     optimizer: optax.GradientTransformation, name: str, params: Params, several: bool
 ) -> tuple[bool, bool, bool]:
-    """Whether an optimizer moves ``params``; two stages as one tree; as `whole_norm`, too."""
+    """Whether an optimizer moves ``params``; two stages as one tree; as `whole_norm` of it."""
     stages = _gradients(params)
     norms = [[np.sqrt(sum(np.vdot(a, a) for a in jax.tree.leaves(g))) for g in s] for s in stages]
     plain = WholeNorm(optimizer.init, lambda grads, _, *rest: optimizer.update(grads, *rest))
@@ -156,13 +154,13 @@ def _trial(
         (whole,) = _updates(plain, two(params, params), [list(map(two, *stages))], norms)
         normed = _updates(whole_norm(optimizer), params, stages, norms[::-1])
     except Exception as error:  # it takes its arrays in no other tree
-        if not several or _mixes(plain, params, stages):
-            raise ValueError(
-                f'{says} may move parameters by gradients of other stages, and cannot be given '
-                f'their norm beside its arrays ({type(error).__name__}: {error}); take '
-                'config.optimizer.clip_norm to clip, or look names up by all of their path'
-            ) from error
-        return moves, True, False
+        if several and not _mixes(plain, params, stages):
+            return moves, True, False
+        raise ValueError(
+            f'{says} may move parameters by gradients of other stages, and cannot be given their '
+            f'norm beside its arrays ({type(error).__name__}: {error}); take '
+            'config.optimizer.clip_norm to clip, or look names up by all of their path'
+        ) from error
     return moves, _close(two(*apart), whole), _close(two(*normed), whole)
 
 
@@ -179,13 +177,10 @@ def _gradients(params: Params) -> list[list[Grads]]:
 
 def _mixes(rule: WholeNorm, params: Params, stages: list[list[Grads]]) -> bool:
     """Whether the update of an array depends on the gradients of others."""
-    n = jax.tree.structure(params).num_leaves
+    structure = jax.tree.structure(params)
     other, base = (list(zip(*map(jax.tree.leaves, steps), strict=True)) for steps in stages)
-    rows = [base, *([*base[:i], other[i], *base[i + 1 :]] for i in range(n))]
-    grads = [
-        [jax.tree.unflatten(jax.tree.structure(params), g) for g in zip(*row, strict=True)]
-        for row in rows
-    ]
+    rows = [base, *([*base[:i], a, *base[i + 1 :]] for i, a in enumerate(other))]
+    grads = [[structure.unflatten(leaves) for leaves in zip(*row, strict=True)] for row in rows]
     zeros = [[0.0] * (FINITE + AFTER)] * len(rows)
     before, *after = map(jax.tree.leaves, _updates(rule, params, grads, zeros))
     pairs = ((before[:i] + before[i + 1 :], a[:i] + a[i + 1 :]) for i, a in enumerate(after))
@@ -216,11 +211,9 @@ def _updates(
 
 def _close(a: Tree, b: Tree) -> bool:
     """Whether all numbers of two trees agree to five digits of the largest in array and step."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(_near(x.reshape(len(x), -1), y.reshape(len(y), -1)) for x, y in pairs)
-
-
-def _near(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether the rows of two arrays agree; NaN and infinity where the other has them."""
-    largest = np.where(np.isfinite(y), np.abs(y), 0).max(1, initial=0, keepdims=True)
-    return bool(np.all(np.isclose(x, y, rtol=0, atol=1e-5 * largest, equal_nan=True)))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        sizes = np.where(np.isfinite(y), np.abs(y), 0).reshape(len(y), -1)
+        largest = sizes.max(1, initial=0).reshape(-1, *[1] * (y.ndim - 1))
+        if not np.isclose(x, y, rtol=0, atol=1e-5 * largest, equal_nan=True).all():
+            return False
+    return True
