@@ -51,11 +51,20 @@ def hint(word: str, words: Iterable[str]) -> str:
 
 
 def near_file(path: str) -> str:
-    """The question behind a path that is not there, by the names beside it; else empty."""
+    """The question behind a path that is not there, by names that are; else empty."""
     place = Path(path).expanduser()
-    names = {} if place.exists() else {p.name: p for p in place.parent.glob('*')}
+    near = None if place.exists() else _near(place)
+    return f' (did you mean {near}?)' if near else ''
+
+
+def _near(place: Path) -> Path | None:
+    """The path if it exists, or one of which each name that is not there is nearest."""
+    if place.exists():
+        return place
+    parent = _near(place.parent) if place.name else None
+    names = {p.name: p for p in parent.glob('*')} if parent else {}
     near = difflib.get_close_matches(place.name, names, n=1)
-    return f' (did you mean {names[near[0]]}?)' if near else ''
+    return names[near[0]] if near else None
 
 
 def named_as_on_hub(text: str) -> bool:
@@ -63,7 +72,8 @@ def named_as_on_hub(text: str) -> bool:
     parts = re.fullmatch(r'([\w-][\w.-]*)/[\w-][\w.-]*', text)
     if not parts or text.endswith(('.gguf', '.safetensors')):
         return False
-    return not Path(parts[1]).is_dir()  # a path into it is not to find a stranger's repository
+    near = _near(Path(text))  # a path of such a name is not to find a stranger's repository
+    return not Path(parts[1]).is_dir() and not (near and near.name == Path(text).name)
 
 
 def show(*parts: Table | str) -> None:

@@ -212,9 +212,15 @@ def check(
 
     Raises:
       AssertionError: naming the law and the input.
+      TypeError: if ``channel`` or ``law`` is of another type.
     """
     channel = parse(channel, names) if isinstance(channel, str) else channel
     channel = direct(channel) if isinstance(channel, Codec) else channel
+    if not isinstance(channel, Channel) or not isinstance(law, Law):
+        raise TypeError(
+            f'check({channel!r}, {law!r}): give a codec or a feedback rule, called as top_k(0.1) '
+            'is, or its text, and a Law'
+        )
     text = str(channel)
     compiled: dict[tuple, Ends] = {}
     results: dict[str, np.ndarray] = {}

@@ -83,6 +83,12 @@ def test_a_law_of_samples_is_checked_where_a_codec_promises_it():
         testing.check(promising, inputs=testing.FLOAT32)
 
 
+@pytest.mark.parametrize('given', [(3,), (None,), (jaxmp.top_k,), ('fp16', 0.1)])
+def test_what_is_no_codec_or_no_law_is_told(given):
+    with pytest.raises(TypeError, match=r'^check\(.*\): give a codec .*, or its text, and a Law$'):
+        testing.check(*given)
+
+
 LONG = (  # those that scale by the extremes, a sum or a norm of many numbers, and a few others
     *('uniform(4)', 'uniform(4, rounding=stochastic)', 'max_scaled(4)', 'block(4)', 'block(8)'),
     *('log_scale(4)', 'log_scale(2)', 'top_k(0.4, values=log_scale(4), indices=bitmap)'),

@@ -17,8 +17,8 @@ BAD = {
     'sweep': (['nowhere.py', '--scale=cpu'], r'nowhere\.py is not a Python file; give one with'),
     'report': (['/nowhere', '--out', 'x'], r'/nowhere has no result of a finished run'),
     'compare': (['/nowhere'], r'/nowhere is not a run: .*; give workdirs or result files'),
-    'evaluate': (['/nowhere'], r'/nowhere is not the workdir of a run: .*No such file'),
-    'fold': (['/nowhere'], r'jaxmp fold: /nowhere is not the workdir of a run: .*No such file'),
+    'evaluate': (['/nowhere'], 'there is no run /nowhere; give the workdir of one$'),
+    'fold': (['/nowhere'], 'jaxmp fold: there is no run /nowhere; give the workdir of one$'),
     'generate': (['/nowhere'], r'there is no /nowhere; give a folder with config\.json'),
     'launch': (['--processes', '0', '--', 'x'], r'--processes 0: give 1 or more'),
     'pays': (['--link=fast'], '--link=fast: not a rate above 0'),
@@ -107,6 +107,9 @@ def test_runs_are_compared(tmp_path, capsys, monkeypatch):
     assert re.search(rf'{begun} .* 6,251 steps .* not ended', out)
     _, err, _ = run(['compare', str(begun)[:-1]], capsys)
     assert f'(did you mean {begun}?)' in err
+    for command in ('compare', 'evaluate', 'fold', 'generate'):
+        _, err, _ = run([command, f'{tmp_path}x/begun'], capsys)
+        assert f'(did you mean {begun}?)' in err, err
     old = shutil.copy(kept[0], tmp_path / 'old.json')
     (tmp_path / 'old.json').write_text(
         json.dumps({**json.loads(kept[0].read_text()), 'config': {'lr': 0.1}})

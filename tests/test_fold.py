@@ -208,7 +208,7 @@ def test_channels_are_an_axis_behind_the_batch():
 
 
 MISTAKES = {
-    'no run': ({}, r'nowhere is not the workdir of a run: .*No such file'),
+    'no run': ({}, r'there is no run .*nowhere; give the workdir of one$'),
     'uncompressed': ({'fwd': 'raw'}, r'trained on uncompressed activations at the end \(fwd raw\)'),
     'weaned': ({'phases': 'raw@:1', 'epochs': 2}, r'at the end \(fwd top_k\(0.1\)\), so it serves'),
     'replicas': ({'parallel.replicas': 2}, r'parallel\.replicas=2, .* give runs with one replica'),

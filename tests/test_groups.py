@@ -338,3 +338,60 @@ def test_an_optimizer_that_fails_on_a_name_says_so():
     other = ({'body': np.ones(3)},)
     with pytest.raises(ValueError, match=r"own.py:rule' fails on arrays .*KeyError: 'body'"):
         clipping.of_stage(by_name(False, LABELS['of the keys']), 'own.py:rule', other)
+
+
+def late(begins):
+    """Clips from a step on."""
+
+    def update(grads, step, params=None):
+        scale = jnp.where(step >= begins, jnp.minimum(1, 1 / optax.tree.norm(grads)), 1.0)
+        return jax.tree.map(lambda g: g * scale, grads), step + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+CLIP, SGD = optax.clip_by_global_norm(1.0), optax.sgd(0.1)
+OPTIMIZERS = {
+    'sgd': (SGD, 'alone'),
+    'adamw': (optax.adamw(optax.linear_schedule(0.0, 0.1, 1000)), 'alone'),
+    'lion': (optax.lion(0.1), 'alone'),
+    'lamb': (optax.lamb(0.1), 'alone'),
+    'every 4 steps': (optax.MultiSteps(SGD, 4).gradient_transformation(), 'alone'),
+    'frozen in part': (optax.masked(optax.set_to_zero(), lambda tree: [True, False]), 'alone'),
+    'clip': (optax.chain(CLIP, SGD), 'normed'),
+    'limit never reached': (optax.chain(optax.clip_by_global_norm(1e9), SGD), 'normed'),
+    'clip, adam': (optax.chain(CLIP, optax.adam(0.1)), 'normed'),
+    'clip, every 2 steps': (optax.chain(CLIP, optax.apply_every(2), SGD), 'normed'),
+    'injected': (
+        optax.chain(optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=1.0), SGD),
+        'normed',
+    ),
+    'no NaN, clip': (optax.chain(optax.zero_nans(), CLIP, SGD), 'normed'),
+    'if finite': (optax.apply_if_finite(SGD, 5), 'normed'),
+    'clip from step 9': (optax.chain(late(9), SGD), 'normed'),
+    'every 2 steps clip': (optax.MultiSteps(optax.chain(CLIP, SGD), 2), 'by more'),
+    'every 4 steps clip': (optax.MultiSteps(optax.chain(CLIP, SGD), 4), 'by more'),
+    'trace, clip': (optax.chain(optax.trace(0.9), CLIP, SGD), 'by more'),
+    'ema, clip': (optax.chain(optax.ema(0.9), CLIP, SGD), 'by more'),
+    'sum of 2, clip': (optax.chain(optax.apply_every(2), CLIP, SGD), 'by more'),
+    'decay, clip': (optax.chain(optax.add_decayed_weights(0.1), CLIP, SGD), 'by more'),
+    'dadapt': (optax.contrib.dadapt_adamw(1.0), 'by more'),
+    'every 13 steps': (optax.MultiSteps(optax.chain(CLIP, SGD), 13), 'no parameter in 12 steps'),
+    'frozen': (optax.set_to_zero(), 'no parameter in 12 steps'),
+}
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_an_optimizer_is_taken_where_stages_move_as_one_tree(name):
+    """Momentum, sums of steps, NaN and late clipping too; all else is refused."""
+    rule, says = OPTIMIZERS[name]
+    if says in ('alone', 'normed'):
+        is_normed = isinstance(clipping.of_stage(rule, 'own.py:rule'), clipping.WholeNorm)
+        assert is_normed == (says == 'normed')
+        return
+    with pytest.raises(
+        ValueError,
+        match=f"^config.optimizer.name='own.py:rule' moves.*{says}.*;.*"
+        'config.optimizer.clip_norm to clip',
+    ):
+        clipping.of_stage(rule, 'own.py:rule')

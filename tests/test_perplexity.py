@@ -150,7 +150,9 @@ def test_mistakes_are_told_in_a_line_before_weights_are_read(folder, text, case,
 
 
 def test_a_checkpoint_without_a_text(folder):
-    with pytest.raises(SystemExit, match=r'is not the workdir of a run: .* needs --text=FILE'):
+    with pytest.raises(
+        SystemExit, match=r'is not the workdir of a run: it has a checkpoint; .* --text=FILE'
+    ):
         crosstest.main([str(folder)])
     with pytest.raises(SystemExit, match='--tokenizer are of a checkpoint; give --text=FILE'):
         crosstest.main([str(folder), '--stages=2'])

@@ -30,11 +30,24 @@ def test_what_is_no_path_is_a_name_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'runs' / 'alice').mkdir(parents=True)
     assert terminal.named_as_on_hub('owner/name-1.5')
-    paths = ['runs/alica', './owner/name', '/owner', '~/name', 'name', 'a/b/c', '../a', '', 'a/']
+    paths = [
+        'runs/alica',
+        'run/alice',
+        './owner/name',
+        '/owner',
+        '~/name',
+        'name',
+        'a/b/c',
+        '../a',
+        '',
+        'a/',
+    ]
     for path in (*paths, 'owner/name.gguf', 'owner/name.safetensors'):
         assert not terminal.named_as_on_hub(path), path
     assert terminal.near_file('runs/alica') == ' (did you mean runs/alice?)'
     assert terminal.near_file(f'{tmp_path}/run') == f' (did you mean {tmp_path}/runs?)'
+    assert terminal.near_file('run/alica') == ' (did you mean runs/alice?)'
+    assert terminal.near_file(f'{tmp_path}/run/alice/') == f' (did you mean {tmp_path}/runs/alice?)'
     assert not terminal.near_file('runs/xyz')
     assert not terminal.near_file('gone/alice')
     assert not terminal.near_file('runs/alice')

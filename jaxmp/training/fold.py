@@ -154,8 +154,8 @@ def told(workdir: Path, out: Path | None, batchnorm: bool) -> None:
     folder = out or workdir.with_name(f'{workdir.resolve().name}-folded')
     if folder.exists():
         raise ValueError(f'{folder} exists; give another --out, or remove it')
-    check_writable(folder.parent, '--out')
     run = load(workdir)
+    check_writable(folder.parent, '--out')  # which makes it, and a misspelt run has none
     scores = fold(run, folder, batchnorm)
     trainer, metric = Trainer(run.exp, ProcessGroup()), run.exp.task.metric
     scores = {**trainer.tested(run.state), 'folded': scores}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxmp.config import KEYS, Summary, complete, flat, nested
 from jaxmp.net.group import ProcessGroup
-from jaxmp.terminal import near_file
+from jaxmp.terminal import named_as_on_hub, near_file
 from jaxmp.training.agreement import inputs
 from jaxmp.training.checkpoint import Checkpoints, Place, check_inputs, inputs_of
 from jaxmp.training.experiment import Experiment, experiment_of
@@ -47,9 +47,12 @@ def config_of(workdir: Path) -> dict[str, Any]:
         if 'model_type' in values:
             raise ValueError('it has a checkpoint')
     except (OSError, ValueError, AttributeError) as error:
+        if not workdir.exists() and not named_as_on_hub(str(workdir)):
+            near = near_file(str(workdir))
+            raise ValueError(f'there is no run {workdir}{near}; give the workdir of one') from None
         raise ValueError(
-            f'{workdir} is not the workdir of a run: {error}{near_file(str(workdir))}; jaxmp '
-            'evaluate of a checkpoint needs --text=FILE'
+            f'{workdir} is not the workdir of a run: {error}; give one, or to jaxmp evaluate of a '
+            'checkpoint --text=FILE'
         ) from None
     if (count := values.get('parallel.replicas', 1)) > 1:
         raise ValueError(
