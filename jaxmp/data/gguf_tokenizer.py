@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,9 @@ def from_gguf(path: Path) -> Tokenizer:
     understood(path, said, _READ, _NEUTRAL, _FOLDER)
     # The file has the tokens and merges of a tokenizer.json, and of its other parts the name alone.
     words, pairs = said['tokens'], [tuple(str(pair).split(' ')) for pair in said['merges']]
-    kinds = np.atleast_1d(said.get('token_type', [_NORMAL] * len(words))).tolist()
     vocabulary = {word: i for i, word in enumerate(words)}
-    for k in {*kinds}:
-        understood(path, {'token_type': k}, (), {'token_type': _KINDS}, _FOLDER)
-    if not len(kinds) == len(words) == len(vocabulary):
-        raise ValueError(
-            f'{path} has {len(words)} tokens, {len(vocabulary)} of them different, and '
-            f'{len(kinds)} kinds of tokens; allowed are as many of each: {_FOLDER}'
-        )
     ids = _ids(path, said, len(words))
-    # One token each whatever its kind; but a letter, such as '!', is an id for want of another.
-    whole_words = {i for i in ids.values() if kinds[i] == _NORMAL and len(words[i]) > 1}
-    kinds = [_CONTROL if i in whole_words else k for i, k in enumerate(kinds)]
+    kinds = _kinds(path, said, words, ids)
     by_words = name == 'llama-bpe'  # a word that is a token is one, whatever merges make of it
     whole = Whole(_model(path, vocabulary, pairs, by_words))
     if name == 'qwen2':
@@ -120,6 +110,23 @@ def from_gguf(path: Path) -> Tokenizer:
         template=template,
         identity=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
     )
+
+
+def _kinds(
+    path: Path, said: Mapping[str, Any], words: Sequence[str], ids: Mapping[str, int]
+) -> list[int]:
+    """The kind of each token; one with a role is a control token whatever the file says."""
+    kinds = np.atleast_1d(said.get('token_type', [_NORMAL] * len(words))).tolist()
+    for kind in {*kinds}:
+        understood(path, {'token_type': kind}, (), {'token_type': _KINDS}, _FOLDER)
+    if not len(kinds) == len(words) == len({*words}):
+        raise ValueError(
+            f'{path} has {len(words)} tokens, {len({*words})} of them different, and '
+            f'{len(kinds)} kinds of tokens; allowed are as many of each: {_FOLDER}'
+        )
+    # A letter, such as '!', has a role for want of another.
+    whole_words = {i for i in ids.values() if kinds[i] == _NORMAL and len(words[i]) > 1}
+    return [_CONTROL if i in whole_words else kind for i, kind in enumerate(kinds)]
 
 
 def _model(path: Path, vocabulary: dict[str, int], pairs: list[Any], by_words: bool) -> Any:

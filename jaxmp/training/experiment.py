@@ -105,8 +105,7 @@ def experiment_of(config: Config, task: Task | None = None) -> Experiment:
       task: in place of the one that ``config.model`` and ``config.data`` name.
 
     Raises:
-      ValueError: for a value that is not allowed, whose key the message names; or by a JAX that
-        computes wrongly.
+      ValueError: for a value that is not allowed (the message names its key), or a wrong JAX.
     """
     check_compiler()
     schema.check(config)
