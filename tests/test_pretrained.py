@@ -215,6 +215,14 @@ def test_a_second_seed_trains_with_the_programs_of_the_first(tmp_path):
         assert summary['seed'] == seed
 
 
+def test_the_same_tensors_and_notes_are_the_same_bytes(tmp_path):
+    written = set()
+    for i in range(8):
+        pretrained.save({'a.b': np.arange(3.0)}, tmp_path / f'{i}', one='1', two='2')
+        written.add((tmp_path / f'{i}').read_bytes())
+    assert len(written) == 1
+
+
 def test_a_fine_tuning_is_tested_before_its_first_step(tmp_path, monkeypatch, capsys):
     """Which changes nothing of it, is made once, and is neither its best test nor in its curves."""
     words = {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4, rounding=stochastic))'}

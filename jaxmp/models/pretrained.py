@@ -280,6 +280,21 @@ def save(tensors: dict[str, np.ndarray], file: Path, **notes: str) -> None:
         save_file(tensors, file, metadata={'format': 'pt', **notes})
     except SafetensorError as error:  # safetensors raises it for a full disk too
         raise OSError(f'cannot write {file} ({error}); free space there') from error
+    if notes:
+        _sort_notes(file)
+
+
+def _sort_notes(file: Path) -> None:
+    """Puts the notes of a safetensors file in order, which the library writes as they are hashed.
+
+    The same tensors and notes are then the same bytes.
+    """
+    with file.open('r+b') as opened:
+        size = int.from_bytes(opened.read(8), 'little')
+        header = json.loads(opened.read(size))
+        header['__metadata__'] = dict(sorted(header['__metadata__'].items()))
+        opened.seek(8)
+        opened.write(json.dumps(header, separators=(',', ':')).encode().ljust(size))
 
 
 def dump(value: object, file: Path) -> None:
