@@ -192,7 +192,14 @@ def parser() -> argparse.ArgumentParser:
     text = arguments.add_argument_group('perplexity of a text')
     text.add_argument('--text', type=Path, help='a file of plain text')
     text.add_argument('--stages', type=int, default=0, help='of a checkpoint; default 2')
-    text.add_argument('--cuts', default='', help="blocks before each boundary, such as '8 16 23'")
+    text.add_argument(
+        '--cuts', default='', help="blocks before each boundary, such as '8 16 23', or every"
+    )
+    text.add_argument(
+        '--predict', type=int, nargs='?', const=2048, default=0, metavar='TOKENS',
+        help='also predict, from one backward pass over the first tokens (2048), what codecs of '
+        'many kinds cost at each boundary; without --codec nothing else',
+    )  # fmt: skip
     text.add_argument('--tokenizer', default='', help="in place of a checkpoint's own")
     text.add_argument('--tokens', type=int, default=16384, help='first tokens of the text')
     text.add_argument('--block', type=int, default=256, help='tokens of a block')
@@ -266,9 +273,13 @@ def _by_text(args: argparse.Namespace) -> None:
         return _by_study(args)
     scores_of, about = {}, {}
     for path in args.run:
-        model, blocks, channels = perplexity.prepared(str(path), args)
+        model, blocks, measured, predicted = perplexity.prepared(str(path), args)
         name = str(path) if model.name in scores_of else model.name
-        scores_of[name] = perplexity.scores(model, blocks, channels, args.batch)
+        scores = perplexity.scores(model, blocks, measured, args.batch) if measured else {}
+        if predicted:
+            some = blocks[: max(args.predict // args.block, 2)]
+            scores = perplexity.predicted_too(scores, model, some, predicted, args.batch)
+        scores_of[name] = scores
         about[name] = {'stages': len(model.stages), 'blocks': len(blocks)}
     title = f'{args.text.name} in blocks of {args.block} tokens, by the codec of its activations'
     perplexity_page.show(scores_of, title)

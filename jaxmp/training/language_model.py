@@ -69,6 +69,7 @@ class LanguageModel(NamedTuple):
         return 0 if self.before and not self.cached else self.positions
 
 
+EVERY = -1  # of ``stages``: each block is one
 Selection = Callable[[int], Sequence[int]]  # numbers of the stages that are read, given how many
 Read = Callable[[Selection], Variables]
 
@@ -90,7 +91,7 @@ def open_language_model(
 
     Args:
       path: a folder, a GGUF file, ``owner/name`` of the hub, or the workdir of a run.
-      stages: number of stages of a checkpoint; 0: one.
+      stages: number of stages of a checkpoint; 0: one; `EVERY`: one for each block.
       cuts: numbers of blocks before each boundary, in place of ``stages``.
       tokenizer: of a checkpoint that has none; see `jaxmp.data.tokenizer.tokenizer_of`.
       select: the stages that are read; of the others the variables are None.
@@ -241,9 +242,12 @@ def _stages(
     """The stages of a checkpoint, which compute in float32, and what reads their variables."""
     folder, described = str(checkpoint.place), checkpoint.described
     if described.get('model_type') == 'gpt2':
-        parts = gpt2.gpt2(weights.read_config(folder), count, cuts or None)
+        network = weights.read_config(folder)
+        count = network.blocks if count == EVERY else count
+        parts = gpt2.gpt2(network, count, cuts or None)
         return parts, lambda select: weights.read(folder, parts)
     sizes = families.config_of(described, folder)
+    count = sizes.blocks if count == EVERY else count
     stages = decoder.decoder(
         dataclasses.replace(sizes, stream=jnp.float32), count, cuts, by_token=True
     )

@@ -21,26 +21,36 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxmp.boundary import FeedbackState, init_feedback, value_and_grad
-from jaxmp.boundary.pipeline import Variables, pipeline
-from jaxmp.codecs import raw
+from jaxmp.boundary import Boundary, FeedbackState, value_and_grad
+from jaxmp.boundary.pipeline import Variables
 from jaxmp.config.plugins import find, module
-from jaxmp.feedback import Channel, direct
+from jaxmp.feedback import Channel
 from jaxmp.grammar import check_channels
 from jaxmp.models.checkpoint import digest
 from jaxmp.spec import parse
 from jaxmp.terminal import hint
 from jaxmp.training.language_model import LanguageModel, open_language_model
 from jaxmp.training.locks import locked, replacing, write
-from jaxmp.training.moments import Arrived
-from jaxmp.training.perplexity import Initial, before_first, blocks_of, context, score_of, tail
+from jaxmp.training.perplexity import blocks_of, score_of
 from jaxmp.training.progress import duration, tracked
+from jaxmp.training.stagewise import (
+    UNCOMPRESSED,
+    activations,
+    before_first,
+    context,
+    cuts_with,
+    initial,
+    joined,
+    judged,
+    last_nats,
+    through,
+)
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Ctx, bits, like
 
 NONE = 'none'  # the row that the others are compared with
 Blocks = Int[np.ndarray, 'N T']
-Lesson = Callable[[Variables, FeedbackState, Array, Ctx], FeedbackState]
+Lesson = Callable[[FeedbackState, Array, Ctx], FeedbackState]
 Result = dict[str, Any]  # of a row, as its file has it
 
 
@@ -213,17 +223,19 @@ def record(row: Row, setting: Setting, out: Path) -> Result:
     model = opened(setting.path, setting.tokenizer, row.cuts)
     blocks = blocks_of(model, setting.text, setting.block, row.tokens, setting.batch)
     channels, _ = _sides(row.fwd, model, blocks)
-    initial, step = tail(model, channels, _sides(row.learn or 'raw', model, blocks)[1])
+    cuts = cuts_with(model, channels, _sides(row.learn or 'raw', model, blocks)[1])
     state = learned(row.cuts, row.learn, row.learned_tokens, setting) if row.learn else None
     parts, sizes = [], []
     for ctx, x in arrivals(model, blocks, setting, row.cuts, row.name):
-        state = initial(x) if state is None else state
-        nats, state = step(model.variables[1:], state, x, ctx)
-        parts.append(np.asarray(nats, np.float64).mean(1))
+        state = initial(cuts, x) if state is None else state
+        y, state = through(model, cuts, state, x, ctx)
+        arrived = {UNCOMPRESSED: activations(model, x, ctx)[-1], row.name: y}
+        parts.append(judged(model, arrived, ctx)[row.name])
         sizes = [bits(c, like(x)) / x.size for c in channels]
-    nats = np.concatenate(parts)
+    found = joined(parts)
+    nats = found.nats
     uncompressed = nats if row.name == NONE else _uncompressed(out, len(nats))
-    score = score_of(float(np.mean(sizes)), nats, uncompressed)
+    score = score_of(float(np.mean(sizes)), found, uncompressed)
     return {
         **described(row, setting), 'blocks': len(nats), **score.record(), 'bits_by_cut': sizes,
         'seconds': round(time.perf_counter() - start, 1),
@@ -285,36 +297,28 @@ def learned(cuts: tuple[int, ...], text: str, tokens: int, setting: Setting) -> 
     model = opened(setting.path, setting.tokenizer, cuts)
     assert setting.before is not None, 'see check'
     blocks = blocks_of(model, setting.before, setting.block, tokens, setting.batch)
-    initial, step = lesson(model, *_sides(text, model, blocks))
-    state = None
+    forward, backward = _sides(text, model, blocks)
+    boundaries = cuts_with(model, forward, backward)
+    forward_only = lambda states, x, ctx: through(model, boundaries, states, x, ctx)[1]
+    step = lesson(model, boundaries) if backward else forward_only
+    states = None
     for ctx, x in arrivals(model, blocks, setting, cuts, 'text to learn from'):
-        state = step(model.variables, initial(x) if state is None else state, x, ctx)
-    assert state is not None, 'there are blocks'
-    return state
+        states = step(initial(boundaries, x) if states is None else states, x, ctx)
+    assert states is not None, 'there are blocks'
+    return states
 
 
-def lesson(
-    model: LanguageModel, forward: list[Channel], backward: Channel | None
-) -> tuple[Initial, Lesson]:
-    """Initial states of channels, and a batch from which they learn.
-
-    Without a backward channel nothing behind the last boundary is computed.
-    """
-    if backward is None:
-        stages = (Arrived(), *model.stages[1:-1], Arrived())
-        pipe = pipeline(stages, forward, direct(raw))
-        step = lambda v, state, x, ctx: pipe.apply(({}, *v[1:-1], {}), state, x, ctx, train=False)[
-            2
-        ]
-        return lambda x: init_feedback(pipe.boundaries, [x] * len(forward)), jax.jit(step)
-    initial, run = tail(model, forward, backward)
+def lesson(model: LanguageModel, cuts: Sequence[Boundary]) -> Lesson:
+    """The states of boundaries after a batch, whose gradients return through them."""
 
     @jax.jit
-    def both_ways(variables: Variables, state: FeedbackState, x: Array, ctx: Ctx) -> FeedbackState:
-        def loss(_: Array, state: FeedbackState) -> tuple[Array, tuple[FeedbackState, None]]:
-            nats, after = run(variables[1:], state, x, ctx)
-            return jnp.sum(nats), (after, None)
+    def both_ways(variables: Variables, states: FeedbackState, x: Array, ctx: Ctx) -> FeedbackState:
+        here = model._replace(variables=variables)
 
-        return value_and_grad(loss)(jnp.zeros(()), state)[2]
+        def loss(_: Array, states: FeedbackState) -> tuple[Array, tuple[FeedbackState, None]]:
+            y, after = through(here, cuts, states, x, ctx)
+            return jnp.sum(last_nats(here, y, ctx)), (after, None)
 
-    return initial, both_ways
+        return value_and_grad(loss)(jnp.zeros(()), states)[2]
+
+    return functools.partial(both_ways, model.variables)

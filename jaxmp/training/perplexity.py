@@ -5,40 +5,70 @@ Nothing is trained. A block b of the text loses
 .. math:: d_b = \frac{1}{T} \sum_t [\log p(t) - \log p_{codec}(t)]
 
 and a codec the mean of :math:`d_b`, whose standard error is :math:`\sigma(d_b) / \sqrt{n}` over n
-blocks. Blocks differ much more than codecs do, so that the differences are paired.
+blocks. Blocks differ much more than codecs do, so that the differences are paired. The divergence
+of `jaxmp.training.stagewise` stands beside it.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
-from jaxmp.boundary import FeedbackState, init_feedback
-from jaxmp.boundary.pipeline import Variables, pipeline, run_stage
-from jaxmp.codecs import raw
+from jaxmp.boundary import FeedbackState
 from jaxmp.data.content import decoded
-from jaxmp.feedback import Channel, direct
+from jaxmp.feedback import Channel
 from jaxmp.grammar import channel_of
-from jaxmp.models.layers import next_token_nats
 from jaxmp.models.pretrained import check_length
-from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
-from jaxmp.training.moments import Arrived
+from jaxmp.training.divergence import predictions
+from jaxmp.training.language_model import EVERY, LanguageModel, is_run, open_language_model
 from jaxmp.training.progress import tracked
+from jaxmp.training.stagewise import (
+    UNCOMPRESSED,
+    Judged,
+    before_first,
+    context,
+    cuts_with,
+    initial,
+    joined,
+    judged,
+    through,
+)
 from jaxmp.training.task import cuts_of
-from jaxmp.wire import Ctx, Like, bits, like
+from jaxmp.wire import Like, bits, like
+
+CANDIDATES = (  # whose divergence is predicted, by bits
+    'outliers(rotate(uniform(8), 64), causal=True)',
+    'outliers(mx(8), channels=4, causal=True)',
+    'mx(8)',
+    'per_token(uniform(8))',
+    'outliers(mx(6), channels=16, causal=True)',
+    'outliers(rotate(uniform(6), 64), channels=16, causal=True)',
+    'outliers(rotate(uniform(6), 64), causal=True)',
+    'mx(6)',
+    'outliers(rotate(lloyd(5), 64), channels=16, causal=True)',
+    'outliers(nvfp4, channels=16, causal=True)',
+    'outliers(rotate(lloyd(4), 64), channels=16, causal=True)',
+    'nvfp4',
+    'outliers(rotate(lloyd(4), 64), causal=True)',
+    'per_token(rotate(lloyd(4), 64))',
+    'block(4)',
+    'outliers(rotate(lloyd(3), 64), causal=True)',
+)
+EVERY_BLOCK = 'every'  # of --cuts: a boundary behind each block
+Record = dict[str, float | list[float] | None]  # of a codec, as JSON has it
 
 
 def prepared(
     path: str, args: Namespace
-) -> tuple[LanguageModel, Int[np.ndarray, 'N T'], dict[str, Channel]]:
-    """A model, the blocks of a text and the channels of a test.
+) -> tuple[LanguageModel, Int[np.ndarray, 'N T'], dict[str, Channel], dict[str, Channel]]:
+    """A model, the blocks of a text, the channels that are measured and those predicted.
 
     Args:
       path: of a checkpoint or a run.
@@ -48,8 +78,9 @@ def prepared(
       FileNotFoundError: if there is no such model or text.
       ValueError: if the model has no boundary, or a codec is none.
     """
-    cuts, count = cuts_of(args.cuts), args.stages
-    default = 0 if cuts or is_run(Path(path).expanduser()) else 2
+    every = args.cuts == EVERY_BLOCK or (args.predict and not (args.cuts or args.stages))
+    cuts, count = () if every else cuts_of(args.cuts), args.stages
+    default = 0 if cuts or is_run(Path(path).expanduser()) else EVERY if every else 2
     of_text = []
 
     def before(model: LanguageModel) -> None:
@@ -59,10 +90,30 @@ def prepared(
 
     model = open_language_model(path, count or default, cuts, args.tokenizer, before=before)
     [blocks] = of_text
-    trained = [str(b.fwd) for b in model.boundaries or ()]
+    asked = [*(str(b.fwd) for b in model.boundaries or ()), *args.codec]
     numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
-    texts = dict.fromkeys(['raw', *trained, *args.codec])
-    return model, blocks, {text: channel_of(text, numbers) for text in texts}
+    named = lambda texts: {text: channel_of(text, numbers) for text in dict.fromkeys(texts)}
+    predicted = [*asked, *CANDIDATES] if args.predict else []
+    measured = [UNCOMPRESSED, *asked] if asked or not args.predict else []
+    return model, blocks, named(measured), named(predicted)
+
+
+class Mean(NamedTuple):
+    """A mean over blocks; NaN where nothing was measured, and its error for a single block."""
+
+    value: float = np.nan
+    error: float = np.nan
+
+    @property
+    def percent(self) -> float:
+        """Of perplexity, that so many nats add."""
+        return 100 * float(np.expm1(min(self.value, 700.0)))
+
+
+def mean_of(blocks: Float[np.ndarray, ' N']) -> Mean:
+    """The mean, with its standard error."""
+    error = np.std(blocks, ddof=1) / np.sqrt(len(blocks)) if len(blocks) > 1 else np.nan
+    return Mean(float(np.mean(blocks)), float(error))
 
 
 class Score(NamedTuple):
@@ -70,28 +121,46 @@ class Score(NamedTuple):
 
     Attributes:
       bits: per element of a message.
-      nats: of a token, the mean of each block.
-      lost: mean nats over those without compression.
-      error: its standard error; not a number of one block.
+      nats: of a token, the mean of each block; empty if they are only predicted.
+      lost: nats over those without compression.
+      kl: divergence of the next token from that without compression.
+      predicted: the same by `jaxmp.training.stagewise.divergence`, summed over the boundaries.
+      by_cut: of each boundary.
     """
 
     bits: float
     nats: Float[np.ndarray, ' N']
-    lost: float
-    error: float
+    lost: Mean = Mean()
+    kl: Mean = Mean()
+    predicted: Mean = Mean()
+    by_cut: tuple[float, ...] = ()
 
     @property
     def perplexity(self) -> float:
         """``exp`` of the mean nats."""
         return float(np.exp(min(np.mean(self.nats), 700.0)))
 
-    def record(self) -> dict[str, float | None]:
+    @property
+    def added(self) -> Mean:
+        """The divergence as it was measured, or else predicted."""
+        return self.predicted if np.isnan(self.kl.value) else self.kl
+
+    def record(self) -> Record:
         """The numbers as JSON has them."""
-        error = None if np.isnan(self.error) else self.error
-        return {
-            'bits': self.bits, 'perplexity': self.perplexity, 'nats': float(np.mean(self.nats)),
-            'nats_lost': self.lost, 'standard_error': error,
-        }  # fmt: skip
+        numbers: dict[str, float] = {'bits': self.bits}
+        if len(self.nats):
+            numbers |= {
+                'perplexity': self.perplexity, 'nats': float(np.mean(self.nats)),
+                'nats_lost': self.lost.value, 'standard_error': self.lost.error,
+                'kl': self.kl.value, 'kl_error': self.kl.error,
+            }  # fmt: skip
+        numbers['percent'] = self.added.percent
+        if self.by_cut:
+            numbers |= {
+                'predicted_kl': self.predicted.value, 'predicted_error': self.predicted.error,
+            }  # fmt: skip
+        by_cut = {'predicted_by_cut': list(self.by_cut)} if self.by_cut else {}
+        return {k: None if np.isnan(v) else v for k, v in numbers.items()} | by_cut
 
 
 def blocks_of(
@@ -142,76 +211,54 @@ def scores(
     """
     size = min(batch, len(blocks))
     start = before_first(model)
-    tails = {text: tail(model, channel) for text, channel in channels.items()}
-    by_codec: dict[str, list[np.ndarray]] = {text: [] for text in channels}
-    memory: dict[str, FeedbackState] = {}
+    cuts = {text: cuts_with(model, channel) for text, channel in channels.items()}
+    by_codec: dict[str, list[Judged]] = {text: [] for text in channels}
+    states: dict[str, FeedbackState] = {}
     message: Like | None = None
     for i in tracked(range(0, len(blocks), size), 'text'):
         tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
         x, ctx = start(tokens), context(i, tokens)
-        message = like(x)
+        message, arrived = like(x), {}
         # All codecs on one batch, so that what its first stage gave need not be kept.
-        for text, (initial, run) in tails.items():
-            before = memory[text] if i else initial(x)
-            nats, memory[text] = run(model.variables[1:], before, x, ctx)
-            by_codec[text].append(np.asarray(nats, np.float64).mean(1))
+        for text, ours in cuts.items():
+            before = states[text] if i else initial(ours, x)
+            arrived[text], states[text] = through(model, ours, before, x, ctx)
+        for text, found in judged(model, arrived, ctx).items():
+            by_codec[text].append(found)
     assert message is not None, 'there are blocks'
-    means = {text: np.concatenate(parts) for text, parts in by_codec.items()}
+    found = {text: joined(parts) for text, parts in by_codec.items()}
     return {
-        text: score_of(bits(channels[text], message) / message.size, nats, means['raw'])
-        for text, nats in means.items()
+        text: score_of(bits(channels[text], message) / message.size, own, found[UNCOMPRESSED].nats)
+        for text, own in found.items()
     }
 
 
-def before_first(model: LanguageModel) -> Callable[[Array], Array]:
-    """What computes, from a batch of tokens, what arrives at the first boundary."""
-    first, variables = model.stages[0], model.variables[0]
-    run = jax.jit(lambda v, x: run_stage(first, v, x, Ctx().reading(x), {'train': False})[0])
-    return lambda tokens: run(variables, tokens)
-
-
-def context(first: int, tokens: Int[Array, 'B T']) -> Ctx:
-    """The context of a batch whose first block has the number ``first``."""
-    key = jax.random.fold_in(jax.random.key(0), first)
-    return Ctx(key, jnp.arange(first, first + len(tokens)), tokens=tokens)
-
-
-def score_of(bits: float, nats: np.ndarray, uncompressed: np.ndarray) -> Score:
-    """The score of a codec, from nats by block with it and without."""
-    lost = nats - uncompressed
-    error = np.std(lost, ddof=1) / np.sqrt(len(lost)) if len(lost) > 1 else np.nan
-    return Score(bits, nats, float(np.mean(lost)), float(error))
-
-
-Initial = Callable[[Array], FeedbackState]
-Nats = tuple[Float[Array, 'B T1'], FeedbackState]  # of a batch, and the states after it
-Scorer = Callable[[Variables, FeedbackState, Array, Ctx], Nats]
-
-
-def tail(
-    model: LanguageModel, channel: Channel | Sequence[Channel], backward: Channel | None = None
-) -> tuple[Initial, Scorer]:
-    """What begins at the first boundary: initial states, and the nats of a batch with the next.
+def predicted_too(
+    scores: Mapping[str, Score],
+    model: LanguageModel,
+    blocks: Int[np.ndarray, 'N T'],
+    channels: Mapping[str, Channel],
+    batch: int,
+) -> dict[str, Score]:
+    """The scores, and beside them the predictions of `jaxmp.training.divergence`.
 
     Args:
+      scores: of what was measured.
       model: stages with variables.
-      channel: forward, of all boundaries or of each.
-      backward: whose state a forward channel reads; nothing is sent by it.
+      blocks: from which it is predicted.
+      channels: forward channels of all boundaries.
+      batch: blocks that cross the boundaries together.
     """
-    stages = (Arrived(), *model.stages[1:])
-    pipe = pipeline(stages, channel, backward or direct(raw))
-    last = model.stages[-1]
+    sent = jax.eval_shape(before_first(model), blocks[:batch])
+    found = dict(scores)
+    for text, rows in predictions(model, blocks, channels, batch).items():
+        known = found.get(text, Score(bits(channels[text], sent) / sent.size, np.zeros(0)))
+        found[text] = known._replace(
+            predicted=mean_of(rows.sum(1)), by_cut=tuple(rows.mean(0).tolist())
+        )
+    return found
 
-    def initial(x: Array) -> FeedbackState:
-        # Blocks leave shape and dtype of the residual stream as they are.
-        return init_feedback(pipe.boundaries, [x] * len(pipe.boundaries))
 
-    @jax.jit
-    def run(variables: Variables, feedback: FeedbackState, x: Array, ctx: Ctx) -> Nats:
-        y, _, after = pipe.apply(({}, *variables), feedback, x, ctx, train=False)
-        if getattr(last, 'by_token', False):
-            return y[:, :-1, 0], after
-        assert ctx.tokens is not None, 'the first stage reads them'
-        return next_token_nats(y, ctx.tokens), after
-
-    return initial, run
+def score_of(bits: float, found: Judged, uncompressed: Float[np.ndarray, ' N']) -> Score:
+    """The score of a codec, from its means by block and the nats without compression."""
+    return Score(bits, found.nats, mean_of(found.nats - uncompressed), mean_of(found.kl))

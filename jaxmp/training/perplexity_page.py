@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from jaxmp import terminal
 from jaxmp.report import labels, style
-from jaxmp.training.perplexity import Score
+from jaxmp.training.perplexity import Mean, Record, Score
 
 Scores = Mapping[str, Mapping[str, Score]]  # by codec, by model
 BITS = 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32  # ticks
@@ -15,28 +17,43 @@ LEAST = 1e-3  # nats; a codec that loses less stands there as a triangle
 
 
 def show(results: Scores, title: str) -> None:
-    """Prints a row per model and codec."""
+    """Prints a row per model and codec; what nobody measured or predicted has no column."""
     from rich.table import Table
 
+    columns = {
+        'bits': lambda s: f'{s.bits:.2f}',
+        'perplexity': lambda s: f'{s.perplexity:.6g}' if len(s.nats) else '',
+        'nats lost': lambda s: _with_error(s.lost, '+'),
+        'kl': lambda s: _with_error(s.kl),
+        'kl predicted': lambda s: _with_error(s.predicted),
+        '% of perplexity': lambda s: f'{s.added.percent:.3g}',
+    }
     table = Table(title=title)
     for name in ('model', 'codec'):
         table.add_column(name, overflow='fold')
-    for name in ('bits', 'perplexity', 'nats lost', '+-'):
+    rows = [(m, c, s) for m, scores in results.items() for c, s in scores.items()]
+    told = {k: text for k, text in columns.items() if any(text(s) for _, _, s in rows)}
+    for name in told:
         table.add_column(name, justify='right')
-    for model, scores in results.items():
-        for codec, s in scores.items():
-            numbers = f'{s.bits:.2f}', f'{s.perplexity:.6g}', f'{s.lost:+.4f}', f'{s.error:.4f}'
-            table.add_row(model, codec, *numbers)
+    for model, codec, s in rows:
+        table.add_row(model, codec, *(text(s) for text in told.values()))
     terminal.show(table)
 
 
-def record(results: Scores) -> dict[str, dict[str, dict[str, float | None]]]:
+def _with_error(mean: Mean, sign: str = '') -> str:
+    """A mean and its standard error, or nothing."""
+    if np.isnan(mean.value):
+        return ''
+    return f'{mean.value:{sign}.4f}' + ('' if np.isnan(mean.error) else f' ± {mean.error:.4f}')
+
+
+def record(results: Scores) -> dict[str, dict[str, Record]]:
     """The scores as JSON has them."""
     return {m: {c: s.record() for c, s in scores.items()} for m, scores in results.items()}
 
 
 def draw(path: Path, results: Scores, title: str) -> None:
-    """Nats lost against bits, with standard errors; both axes logarithmic."""
+    """Divergence against bits, with standard errors; both axes logarithmic."""
     with style.style():
         figure = style.figure(9, 4.5)
         axes, key = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -47,26 +64,31 @@ def draw(path: Path, results: Scores, title: str) -> None:
                     continue
                 name = codec if len(results) == 1 else f'{model}: {codec}'
                 colours[name] = colour = style.FAMILIES[style.family(codec)]
-                # A codec that loses nothing, or gains, has no place on a logarithmic axis.
-                places[name] = s.bits, max(s.lost, LEAST)
-                mark = 'o' if s.lost > LEAST else 'v'
-                axes.errorbar(*places[name], yerr=_bar(s), fmt=mark, color=colour, ms=5)
+                places[name] = s.bits, max(s.added.value, LEAST)
+                mark = 'o' if s.added.value > LEAST else 'v'
+                inside = 'white' if s.added is s.predicted else colour
+                axes.errorbar(
+                    *places[name], yerr=_bar(s.added), fmt=mark, color=colour, mfc=inside, ms=5
+                )
         axes.set_xscale('log')
         low, high = axes.get_xlim()
         axes.set_xticks([b for b in BITS if low <= b <= high], minor=False)
         axes.xaxis.set_major_formatter('{x:g}')
         axes.minorticks_off()
         style.logarithmic(axes)
-        axes.set(xlabel='bits per element', ylabel='nats per token lost')
+        axes.set(xlabel='bits per element', ylabel='divergence of the next token, nats')
         axes.set_ylim(bottom=LEAST / 1.5)
         figure.suptitle(title)
-        style.caption(figure, f'bars: standard error over blocks; triangle: {LEAST:g} nats or less')
+        style.caption(
+            figure,
+            f'bars: standard error over blocks; triangle: {LEAST:g} nats or less; white: predicted',
+        )
         labels.numbered(figure, axes, key, places, colours)
         style.save(figure, path, style.digest(record(results), __file__))
 
 
-def _bar(score: Score) -> list[list[float]] | None:
+def _bar(mean: Mean) -> list[list[float]] | None:
     """The standard error below and above a point, cut at the axis's end."""
-    if not score.error > 0 or score.lost <= LEAST:
+    if not mean.error > 0 or mean.value <= LEAST:
         return None
-    return [[min(score.error, score.lost - LEAST / 2)], [score.error]]
+    return [[min(mean.error, mean.value - LEAST / 2)], [mean.error]]
