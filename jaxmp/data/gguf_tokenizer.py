@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file: a byte-level BPE and its chat template."""
+"""The tokenizer in a GGUF file: a byte-level BPE or one of SentencePiece, and its template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmp.data.tokenizer import Tokenizer, wrapped
 from jaxmp.data.understood import keys, understood
 
 # Kinds of tokens: the special are one token wherever their text stands, the unused in no text.
-_NORMAL, _UNKNOWN, _CONTROL, _ADDED, _UNUSED = _KINDS = 1, 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _ADDED, _UNUSED, _BYTE = _KINDS = 1, 2, 3, 4, 5, 6
 _READ = keys(  # and what changes no token of a text
     """model pre tokens token_type merges bos_token_id eos_token_id add_bos_token add_eos_token
     eot_token_id eom_token_id unknown_token_id padding_token_id seperator_token_id mask_token_id
@@ -27,6 +27,10 @@ _NEUTRAL = {
     'add_sep_token': (False,), 'add_space_prefix': (False,), 'normalizer.lowercase': (False,),
     'normalizer.strip_accents': (False,), 'remove_extra_whitespaces': (False,),
     'suppress_tokens': ([],),
+}  # fmt: skip
+_OF_SCORES = {  # llama.cpp's defaults
+    'bos_token_id': 1, 'eos_token_id': 2, 'unknown_token_id': 0, 'add_bos_token': True,
+    'add_space_prefix': True,
 }  # fmt: skip
 _FOLDER = "give config.data.tokenizer the folder of the original's tokenizer.json"
 _WORDS = (  # of Llama 3; runs of up to {} digits
@@ -56,40 +60,42 @@ def from_gguf(path: Path) -> Tokenizer:
     Raises:
       FileNotFoundError: if there is no such file.
       ImportError: if the package gguf is not installed.
-      ValueError: if the file has none, or one of another kind than a byte-level BPE.
+      ValueError: if the file has none, or one of another kind than a byte-level BPE or
+        SentencePiece's.
     """
-    from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Whole
+    from tokenizers import AddedToken, processors
 
     fields = opened(path).fields
     head = 'tokenizer.ggml.'
     said = {k.removeprefix(head): v for k, v in fields.items() if k.startswith(head)}
     kind, name = said.get('model'), said.get('pre')
-    splits = _splits(str(name)) if kind == 'gpt2' else []
-    if not splits or not all(isinstance(said.get(k), list) for k in ('tokens', 'merges')):
+    scored = kind == 'llama'
+    said = _OF_SCORES | said if scored else said
+    needed = {'llama': ('tokens', 'scores'), 'gpt2': ('tokens', 'merges')}.get(str(kind), ())
+    known = scored or _splits(str(name))
+    if not needed or not known or not all(isinstance(said.get(k), list) for k in needed):
         raise ValueError(
             f'{path} has a tokenizer of the kind {kind}, {name}; of a GGUF file gpt2 is read, with '
-            f'tokens, merges, and gpt-2, smollm, llama-bpe or qwen2: {_FOLDER}'
+            'tokens, merges, and gpt-2, smollm, llama-bpe or qwen2, and llama is, with tokens and '
+            f'scores: {_FOLDER}'
         )
-    understood(path, said, _READ, _NEUTRAL, _FOLDER)
-    # The file has the tokens and merges of a tokenizer.json, and of its other parts the name alone.
-    words, pairs = said['tokens'], [tuple(str(pair).split(' ')) for pair in said['merges']]
+    prefix = {'add_space_prefix': (True, False)} if scored else {}
+    understood(path, said, _READ, _NEUTRAL | prefix, _FOLDER)
+    words: list[str] = said['tokens']
     vocabulary = {word: i for i, word in enumerate(words)}
     ids = _ids(path, said, len(words))
     kinds = _kinds(path, said, words, ids)
     by_words = name == 'llama-bpe'  # a word that is a token is one, whatever merges make of it
-    whole = Whole(_model(path, vocabulary, pairs, by_words))
-    if name == 'qwen2':
-        whole.normalizer = normalizers.NFC()
-    whole.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    whole.decoder = decoders.ByteLevel()
+    whole = _of_scores(path, said, kinds) if scored else _of_merges(path, said, str(name), by_words)
     of_kind = lambda *wanted: [w for w, k in zip(words, kinds, strict=True) if k in wanted]
     whole.add_special_tokens([AddedToken(w, special=True) for w in of_kind(_UNKNOWN, _CONTROL)])
-    whole.add_tokens([AddedToken(w, normalized=False) for w in of_kind(_ADDED)])
+    # SentencePiece looks for them where spaces are marked, which may be a part of them.
+    marked = scored and not said['add_space_prefix']
+    whole.add_tokens([AddedToken(w, normalized=marked) for w in of_kind(_ADDED)])
 
     tokens = {k: words[ids[k]] for k in ('bos_token', 'eos_token') if k in ids}
     # What a file does not say is as in llama.cpp.
-    defaults = {'bos_token': by_words and 'bos_token' in tokens, 'eos_token': False}
+    defaults = {'bos_token': (by_words or scored) and 'bos_token' in tokens, 'eos_token': False}
     adds = [k for k, default in defaults.items() if said.get(f'add_{k}', default)]
     if lacks := {*adds} - tokens.keys():
         raise ValueError(f'{path} has add_{min(lacks)}=True and no {min(lacks)}_id: {_FOLDER}')
@@ -101,7 +107,7 @@ def from_gguf(path: Path) -> Tokenizer:
         )
     source = fields.get('tokenizer.chat_template')
     template = Template(source, tuple(sorted(tokens.items()))) if source else None
-    text = f'{kind} {name} {words} {kinds} {pairs} {adds} {source}'
+    text = f'{whole.to_str()} {kinds} {adds} {source}'
     return wrapped(
         whole,
         save=lambda folder: _save(whole, folder, tokens, source),
@@ -117,8 +123,9 @@ def _kinds(
 ) -> list[int]:
     """The kind of each token; one with a role is a control token whatever the file says."""
     kinds = np.atleast_1d(said.get('token_type', [_NORMAL] * len(words))).tolist()
+    known = _KINDS if said['model'] == 'llama' else _KINDS[:-1]  # of others no token is a byte
     for kind in {*kinds}:
-        understood(path, {'token_type': kind}, (), {'token_type': _KINDS}, _FOLDER)
+        understood(path, {'token_type': kind}, (), {'token_type': known}, _FOLDER)
     if not len(kinds) == len(words) == len({*words}):
         raise ValueError(
             f'{path} has {len(words)} tokens, {len({*words})} of them different, and '
@@ -129,17 +136,66 @@ def _kinds(
     return [_CONTROL if i in whole_words else kind for i, kind in enumerate(kinds)]
 
 
-def _model(path: Path, vocabulary: dict[str, int], pairs: list[Any], by_words: bool) -> Any:
-    """The BPE of these tokens and merges."""
-    from tokenizers import models
+def _of_merges(path: Path, said: Mapping[str, Any], name: str, by_words: bool) -> Any:
+    """The byte-level BPE of a file's tokens and merges; the file only names its other parts."""
+    from tokenizers import Tokenizer as Whole
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+    vocabulary = {word: i for i, word in enumerate(said['tokens'])}
+    pairs: list[Any] = [tuple(str(pair).split(' ')) for pair in said['merges']]
     try:
-        return models.BPE(vocabulary, pairs, ignore_merges=by_words)
+        whole = Whole(models.BPE(vocabulary, pairs, ignore_merges=by_words))
     except Exception as error:  # the tokenizers library raises plain Exception
         odd = next((' '.join(pair) for pair in pairs if len(pair) != 2), str(error))
         raise ValueError(
             f'{path} has merges that are not of two of its tokens each ({odd}): {_FOLDER}'
         ) from error
+    if name == 'qwen2':
+        whole.normalizer = normalizers.NFC()
+    whole.pre_tokenizer = pre_tokenizers.Sequence(_splits(name))
+    whole.decoder = decoders.ByteLevel()
+    return whole
+
+
+def _of_scores(path: Path, said: Mapping[str, Any], kinds: Sequence[int]) -> Any:
+    """SentencePiece's BPE: of all pairs that make a token, that of the highest score is joined."""
+    from tokenizers import Tokenizer as Whole
+    from tokenizers import decoders, models, normalizers
+
+    words, scores, space = said['tokens'], said['scores'], '\u2581'
+    normal = {w: -s for w, s, k in zip(words, scores, kinds, strict=False) if k == _NORMAL}
+    if len(scores) != len(words) or len({*normal.values()}) < min(len(normal), 2):
+        raise ValueError(
+            f'{path} has {len(words)} tokens and {len(scores)} scores, {len({*scores})} of them '
+            f'different; allowed is a score for each, by which they are joined: {_FOLDER}'
+        )
+    vocabulary = {word: i for i, word in enumerate(words)}
+    model = models.BPE(
+        vocabulary, _pairs(normal, vocabulary), unk_token=words[said['unknown_token_id']],
+        fuse_unk=True, byte_fallback=_BYTE in kinds,
+    )  # fmt: skip
+    whole = Whole(model)
+    before = [normalizers.Prepend(space)] if said['add_space_prefix'] else []
+    after = [decoders.Strip(' ', 1, 0)] if said['add_space_prefix'] else []
+    whole.normalizer = normalizers.Sequence([*before, normalizers.Replace(' ', space)])
+    parts = decoders.Replace(space, ' '), decoders.ByteFallback(), decoders.Fuse()
+    whole.decoder = decoders.Sequence([*parts, *after])
+    return whole
+
+
+def _pairs(ranks: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs of tokens that make a token, the lowest rank first, then the lowest ids.
+
+    >>> _pairs({'a': 0, 'b': 0, 'ab': 2, 'ba': 1, 'aba': 3}, {'a': 0, 'b': 1, 'ab': 2, 'ba': 3})
+    [('b', 'a'), ('a', 'b'), ('a', 'ba'), ('ab', 'a')]
+    """
+    pairs = (
+        (rank, ids[word[:i]], ids[word[i:]], word[:i], word[i:])
+        for word, rank in ranks.items()
+        for i in range(1, len(word))
+        if word[:i] in ranks and word[i:] in ranks
+    )
+    return [(left, right) for *_, left, right in sorted(pairs)]
 
 
 def _ids(path: Path, said: Mapping[str, Any], size: int) -> dict[str, int]:

@@ -1,14 +1,15 @@
 """GGUF, llama.cpp's format, as a `Checkpoint`, described in the words of config.json.
 
 Quantised tensors are read as float32. The rows of a Llama's q and k are reordered: llama.cpp pairs
-neighbouring rows for the rotation, Hugging Face's layout the halves of a head.
+neighbouring rows for the rotation, Hugging Face's layout the halves of a head. Norms of Gemma have
+1 added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,41 @@ from jaxmp.models.checkpoint import AGAIN, Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.rotary import frequencies
 
-ARCHITECTURES = ('llama', 'qwen2', 'qwen3')
+
+class Architecture(NamedTuple):
+    """What a file has that one of a Llama has not.
+
+    Attributes:
+      family: its ``model_type`` in config.json.
+      inside: tensors of a block.
+      read: its keys, with those of config.json and llama.cpp's defaults; 0: it need not say.
+      largest: blocks of the model whose queries are scaled by width / heads (27B); 0: none.
+    """
+
+    family: str
+    inside: Mapping[str, str] = {}
+    read: Mapping[str, tuple[str, float | None]] = {}
+    largest: int = 0
+
+
+_GEMMA = {
+    'post_attention_norm': 'post_attention_layernorm', 'ffn_norm': 'pre_feedforward_layernorm',
+    'post_ffw_norm': 'post_feedforward_layernorm',
+}  # fmt: skip
+_FOLDER = 'give a folder of safetensors'
+_WINDOW, _PERIOD = 'attention.sliding_window', 'attention.sliding_window_pattern'
+ARCHITECTURES = {name: Architecture(name) for name in ('llama', 'qwen2', 'qwen3')} | {
+    'gemma2': Architecture('gemma2', _GEMMA, {
+        'attn_logit_softcapping': ('attn_logit_softcapping', 50.0),
+        'final_logit_softcapping': ('final_logit_softcapping', 30.0),
+        _WINDOW: ('sliding_window', 4096), _PERIOD: ('sliding_window_pattern', 2),
+    }, 46),
+    'gemma3': Architecture('gemma3_text', _GEMMA, {
+        'final_logit_softcapping': ('final_logit_softcapping', 0),
+        'rope.freq_base_swa': ('rope_local_base_freq', 10000.0),
+        _WINDOW: ('sliding_window', None), _PERIOD: ('sliding_window_pattern', 6),
+    }, 62),
+}  # fmt: skip
 _OUTSIDE = {'token_embd': 'embed_tokens', 'output_norm': 'norm', 'output': 'lm_head'}
 _INSIDE = {
     'attn_q': 'self_attn.q_proj', 'attn_k': 'self_attn.k_proj', 'attn_v': 'self_attn.v_proj',
@@ -57,7 +92,9 @@ def open_gguf(file: Path) -> Checkpoint:
     """
     fields, tensors = opened(file)
     described = _described(file, fields, tensors)
-    names = {_name(name): name for name in tensors if name != _ROPE}
+    arch = ARCHITECTURES[fields['general.architecture']]
+    names = {_name(name, {**_INSIDE, **arch.inside}): name for name in tensors if name != _ROPE}
+    offset = np.float32(FAMILIES[arch.family].switches.get('norm_offset', 0.0))
 
     def read(name: str) -> np.ndarray:
         from gguf import dequantize
@@ -68,7 +105,7 @@ def open_gguf(file: Path) -> Checkpoint:
         for part, heads in (('q', 'num_attention_heads'), ('k', 'num_key_value_heads')):
             if described['model_type'] == 'llama' and f'.{part}_proj.' in name:
                 array = by_halves(array, described[heads])
-        return array
+        return array - offset if name.endswith('norm.weight') else array
 
     shapes = {name: tuple(map(int, tensors[theirs].shape[::-1])) for name, theirs in names.items()}
     return Checkpoint(file, described, shapes, read)
@@ -85,11 +122,11 @@ def by_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     return paired.swapaxes(1, 2).reshape(weight.shape)
 
 
-def _name(name: str) -> str:
+def _name(name: str, inside: Mapping[str, str]) -> str:
     """A tensor's name in Hugging Face's files."""
     words = name.split('.')
-    if words[0] == 'blk' and words[2] in _INSIDE:
-        return f'model.layers.{words[1]}.{_INSIDE[words[2]]}.{words[3]}'
+    if words[0] == 'blk' and words[2] in inside:
+        return f'model.layers.{words[1]}.{inside[words[2]]}.{words[3]}'
     if words[0] in _OUTSIDE:
         room = '' if words[0] == 'output' else 'model.'
         return f'{room}{_OUTSIDE[words[0]]}.{words[1]}'
@@ -105,6 +142,7 @@ def _described(file: Path, fields: Fields, tensors: Tensors) -> Described:
             'read: give a folder of safetensors'
         )
 
+    arch = ARCHITECTURES[kind]
     # The tokenizer's words are read with it; of others, such as general.name, all are names.
     said = {
         k.removeprefix(f'{kind}.'): v for k, v in fields.items()
@@ -124,10 +162,10 @@ def _described(file: Path, fields: Fields, tensors: Tensors) -> Described:
     said = {'attention.key_length': width // heads, **said}
     depth = number(f'{file}: {kind}', said, 'attention.key_length', whole=True)
     of_head = {'rope.dimension_count': (depth,), 'attention.value_length': (depth,)}
-    understood(file, said, _READ, _NEUTRAL | of_head, 'give a folder of safetensors')
+    understood(file, said, _READ.union(arch.read), _NEUTRAL | of_head, _FOLDER)
     described = {
-        'architectures': [FAMILIES[kind].architecture],
-        'model_type': kind,
+        'architectures': [FAMILIES[arch.family].architecture],
+        'model_type': arch.family,
         'vocab_size': int(tensors['token_embd.weight'].shape[1]),
         'hidden_size': width,
         'intermediate_size': get('feed_forward_length'),
@@ -135,12 +173,17 @@ def _described(file: Path, fields: Fields, tensors: Tensors) -> Described:
         'num_attention_heads': heads,
         'num_key_value_heads': get('attention.head_count_kv', heads),
         'head_dim': depth,
-        'hidden_act': 'silu',
+        'hidden_act': FAMILIES[arch.family].defaults.get('hidden_activation', 'silu'),
         'rms_norm_eps': get('attention.layer_norm_rms_epsilon'),
         'max_position_embeddings': get('context_length', 2048),
         'tie_word_embeddings': 'output.weight' not in tensors,
         'rope_theta': get('rope.freq_base', 10000.0),
     }
+    beside = {ours: get(theirs, default) for theirs, (ours, default) in arch.read.items()}
+    described |= {key: value for key, value in beside.items() if value != 0}
+    if arch.largest:
+        largest = described['num_hidden_layers'] == arch.largest
+        described['query_pre_attn_scalar'] = width // heads if largest else depth
     if scaling := _scaling(file, get, described, tensors):
         described['rope_scaling'] = scaling
     begin, *stops = (fields.get(f'tokenizer.ggml.{k}_token_id') for k in _MARKS)
