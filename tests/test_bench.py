@@ -439,3 +439,28 @@ def test_rooms_that_import_each_other_are_found(bench, tmp_path):
         (root / f'{name}.py').write_text(line)
     assert statements.arrows(root) == {'a': {'b'}, 'b': {'c'}, 'c': {'a'}, 'd': {'a'}}
     assert sorted(statements.in_circles(statements.arrows(root))) == ['a', 'b', 'c']
+
+
+def test_texts_are_made_of_a_page_and_of_chats(bench):
+    """Markup, code and what only a browser shows are left out, and so is a chat that is no chat."""
+    texts = bench('texts')
+    page = '<noscript><p>JS</p></noscript><h1>A</h1><p>Das <b>ist</b>\n es.</p><p></p><pre>ls</pre>'
+    assert texts.german(f'{page}<p>Gut &amp; ja.</p>') == 'Das ist es.\nGut & ja.\n'
+    assert texts.cut('ä\nö\nü', 7) == 'ä\nö\n'
+    assert texts.cut('ä\nö\n', 6) == 'ä\nö\n'  # which it fills
+
+    def conversation(*words, first='human'):
+        names = ['human', 'gpt'] if first == 'human' else ['gpt', 'human']
+        turns = [{'from': names[i % 2], 'value': w} for i, w in enumerate(words)]
+        return {'id': 'a', 'conversations': turns}
+
+    kept = conversation('Hi', 'Hello ', 'So?', 'Yes.')
+    others = [
+        conversation('Hi', 'Hello'),
+        conversation('Hi', 'Hello', '```x```', 'Yes.'),
+        conversation('Hi', 'Grüße', 'So?', 'Yes.'),
+        conversation('Hi', 'Hello', 'So?', 'Yes.', first='gpt'),
+    ]
+    cut_off = json.dumps([kept, *others, kept, kept])[:-30]
+    chat = 'User: Hi\nAssistant: Hello\nUser: So?\nAssistant: Yes.\n'
+    assert texts.chat(cut_off) == f'{chat}\n{chat}'

@@ -344,6 +344,19 @@ def test_rows_of_late_gradients_differ_by_what_their_names_say():
         late.get_study('long', (2,))
 
 
+def test_two_depths_from_nothing_differ_by_their_stages_alone():
+    """So that a difference of their losses is one of the number of boundaries."""
+    module = study.study_of(str(ROOT / 'configs' / 'from_nothing.py'))
+    four, eight = (module.get_study(scale) for scale in ('four', 'eight'))
+    assert len(four) == len(module.CHANNELS) * 3
+    for (seed, shallow), (_, deep) in zip(four, eight, strict=True):
+        assert (seed, shallow.model.stages, deep.model.stages) == (shallow.seed, 4, 8)
+        shallow.model.stages = 8
+        assert shallow.to_dict() == deep.to_dict()
+    with pytest.raises(ValueError, match="no scale 'two'; allowed are four, eight"):
+        module.get_study('two')
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('row', ['muon-late1-predict', 'lora-late4-compensate'])
 def test_a_row_of_late_gradients_runs(tmp_path, row):
