@@ -799,8 +799,9 @@ LLAMA3 = {
 def test_a_gguf_file_is_listed_once_for_model_and_tokenizer(tmp_path, monkeypatch):
     import gguf
 
-    files, reader = [], gguf.GGUFReader
-    monkeypatch.setattr(gguf, 'GGUFReader', lambda file: files.append(file) or reader(file))
+    files, begin = [], gguf.GGUFReader.__init__
+    noted = lambda self, file: files.append(file) or begin(self, file)
+    monkeypatch.setattr(gguf.GGUFReader, '__init__', noted)
     file = as_gguf(tmp_path / 'one.gguf', 'llama')
     checkpoint.open_checkpoint(file)
     with pytest.raises(ValueError, match='has a tokenizer of the kind None'):

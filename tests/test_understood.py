@@ -633,6 +633,16 @@ def test_pieces_are_joined_by_their_scores(tmp_path, prefix):
     assert made.decode(made.encode(['a bc'])[0]) == 'a bc'
 
 
+@pytest.mark.parametrize('entry', ['tokens', 'scores'])
+def test_a_list_of_a_gguf_file_that_is_cut_off(tmp_path, entry):
+    said = {f'tokenizer.ggml.{entry}': pieces_of()[f'tokenizer.ggml.{entry}']}
+    whole = write_gguf(tmp_path / 'a.gguf', said).read_bytes()
+    for less in range(500, 504):  # in one case the bytes are whole numbers
+        (path := tmp_path / f'{less}.gguf').write_bytes(whole[:-less])
+        with pytest.raises(ValueError, match=rf'{less}\.gguf is damaged or cut off: [\d,]+ bytes'):
+            tokenizer.tokenizer_of(str(path))
+
+
 def test_spaces_that_are_a_token_are_one(tmp_path):
     for prefix in (False, True):
         path = write_gguf(tmp_path / f'{prefix}.gguf', pieces_of(add_space_prefix=prefix))
