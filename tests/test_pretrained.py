@@ -724,8 +724,10 @@ def by_pairs(weight, heads):
 def as_gguf(file, case, rope=None, **fields):
     """A golden model as llama.cpp's converter writes it, in float32."""
     gguf = pytest.importorskip('gguf')
-    d, theirs = described(case), {v: k for k, v in gguf_file._INSIDE.items()}
-    arch = fields.pop('architecture', d['model_type'])
+    d = described(case)
+    arch = fields.pop('architecture', d['model_type'].removesuffix('_text'))
+    known = gguf_file.ARCHITECTURES.get(arch, gguf_file.ARCHITECTURES['llama'])
+    theirs = {v: k for k, v in {**gguf_file._INSIDE, **known.inside}.items()}
     writer = gguf.GGUFWriter(file, arch)
     writer.add_context_length(d['max_position_embeddings'])
     writer.add_embedding_length(d['hidden_size'])
@@ -735,17 +737,25 @@ def as_gguf(file, case, rope=None, **fields):
     writer.add_head_count_kv(d['num_key_value_heads'])
     writer.add_key_length(d.get('head_dim') or d['hidden_size'] // d['num_attention_heads'])
     writer.add_layer_norm_rms_eps(d['rms_norm_eps'])
-    writer.add_rope_freq_base(d['rope_parameters'].get('rope_theta', 10000.0))
-    if d['rope_parameters']['rope_type'] in ('linear', 'yarn'):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(d['rope_parameters']['rope_type']))
-        writer.add_rope_scaling_factor(d['rope_parameters']['factor'])
-        if positions := d['rope_parameters'].get('original_max_position_embeddings'):
-            writer.add_rope_scaling_orig_ctx_len(positions)
+    positions = d['rope_parameters'].get('full_attention', d['rope_parameters'])
+    writer.add_rope_freq_base(positions.get('rope_theta', 10000.0))
+    if positions['rope_type'] in ('linear', 'yarn'):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(positions['rope_type']))
+        writer.add_rope_scaling_factor(positions['factor'])
+        if original := positions.get('original_max_position_embeddings'):
+            writer.add_rope_scaling_orig_ctx_len(original)
+    if arch.startswith('gemma'):
+        of_gemma(writer, arch, d)
     for name, a in tensors(case).items():
         a, words = a.astype(np.float32), name.split('.')
         for part, heads in (('q', 'num_attention_heads'), ('k', 'num_key_value_heads')):
             if arch == 'llama' and f'.{part}_proj.' in name:
                 a = by_pairs(a, d[heads])
+        if arch.startswith('gemma'):
+            a = a + 1 if name.endswith('norm.weight') else a
+            if name.endswith(f'{"q_proj" if arch == "gemma2" else "q_norm"}.weight'):
+                # A file does not say query_pre_attn_scalar: the queries are scaled instead.
+                a = a * np.float32((d['head_dim'] / d['query_pre_attn_scalar']) ** 0.5)
         if words[1] == 'layers':
             own = f'blk.{words[2]}.{theirs[".".join(words[3:-1])]}.{words[-1]}'
         else:
@@ -761,7 +771,19 @@ def as_gguf(file, case, rope=None, **fields):
     return file
 
 
-@pytest.mark.parametrize('case', ['llama', 'llama_linear', 'qwen2'])
+def of_gemma(writer, arch, d):
+    """What a file of a Gemma says beside; of Gemma 2 every second block sees all without a word."""
+    writer.add_sliding_window(d['sliding_window'])
+    if arch == 'gemma2':
+        writer.add_attn_logit_softcapping(d['attn_logit_softcapping'])
+        writer.add_final_logit_softcapping(d['final_logit_softcapping'])
+    else:
+        local = d['rope_parameters']['sliding_attention']['rope_theta']
+        writer.add_float32('gemma3.rope.freq_base_swa', local)
+        writer.add_uint32('gemma3.attention.sliding_window_pattern', 2)
+
+
+@pytest.mark.parametrize('case', ['llama', 'llama_linear', 'qwen2', 'gemma2', 'gemma3'])
 def test_a_gguf_file_is_read_as_the_folder(tmp_path, case):
     file = as_gguf(tmp_path / 'model.gguf', case)
     _, stages, variables = opened(file, cuts=(1,))
@@ -777,8 +799,9 @@ LLAMA3 = {
 def test_a_gguf_file_is_listed_once_for_model_and_tokenizer(tmp_path, monkeypatch):
     import gguf
 
-    files, reader = [], gguf.GGUFReader
-    monkeypatch.setattr(gguf, 'GGUFReader', lambda file: files.append(file) or reader(file))
+    files, begin = [], gguf.GGUFReader.__init__
+    noted = lambda self, file: files.append(file) or begin(self, file)
+    monkeypatch.setattr(gguf.GGUFReader, '__init__', noted)
     file = as_gguf(tmp_path / 'one.gguf', 'llama')
     checkpoint.open_checkpoint(file)
     with pytest.raises(ValueError, match='has a tokenizer of the kind None'):

@@ -200,10 +200,16 @@ MODEL = {
 }  # fmt: skip
 
 
-def opened(tmp_path, **said):
-    said = {k.replace('__', '.'): v for k, v in said.items()}
+def opened(tmp_path, model=MODEL, **said):
     table = {'token_embd.weight': np.zeros((3, 32), np.float32)}
-    return gguf_file.open_gguf(write_gguf(tmp_path / 'a.gguf', MODEL | said, table)).described
+    return gguf_file.open_gguf(write_gguf(tmp_path / 'a.gguf', model | said, table)).described
+
+
+def of_gemma(arch, **said):
+    """The entries of a file of Gemma."""
+    entries = {k.replace('llama.', f'{arch}.'): v for k, v in MODEL.items()}
+    entries |= {'general.architecture': arch, f'{arch}.attention.sliding_window': 4}
+    return {k: v for k, v in (entries | said).items() if v is not None}
 
 
 @pytest.mark.parametrize(
@@ -263,6 +269,62 @@ def test_positions_of_a_gguf_file_are_those_of_transformers(tmp_path, monkeypatc
 def test_an_entry_of_a_gguf_file_that_nobody_reads_is_refused(tmp_path, said, message):
     with pytest.raises(ValueError, match=message):
         families.config_of(opened(tmp_path, **said), f'{tmp_path}/a.gguf')
+
+
+@pytest.mark.parametrize('depth', [16, 8])
+@pytest.mark.parametrize(
+    ('arch', 'blocks', 'by_width'),
+    [('gemma2', 26, False), ('gemma2', 46, True), ('gemma3', 26, False), ('gemma3', 62, True)],
+)
+def test_a_gemma_of_a_gguf_file_is_as_llama_cpp_takes_it(tmp_path, arch, blocks, by_width, depth):
+    """By default, queries of the 27B by the width of the stream."""
+    sizes = {'attention.key_length': depth, 'attention.value_length': depth}
+    sizes |= {'rope.dimension_count': depth, 'block_count': blocks, 'rope.freq_base': 1e6}
+    entries = of_gemma(arch, **{f'{arch}.{k}': v for k, v in sizes.items()})
+    c = families.config_of(opened(tmp_path, entries))
+    assert c.query_scale == (16 if by_width else depth) ** -0.5
+    assert (c.activation, c.norm_offset, c.tied) == ('gelu_pytorch_tanh', 1.0, True)
+    assert (c.attention_cap, c.logits_cap) == ((50.0, 30.0) if arch == 'gemma2' else (0.0, 0.0))
+    period = 2 if arch == 'gemma2' else 6
+    assert [c.kinds[k].window for k in c.layers] == [
+        4 if (i + 1) % period else 0 for i in range(blocks)
+    ]
+    for kind in c.kinds:
+        local = arch == 'gemma3' and kind.window
+        wanted = frequencies(depth, {'rope_theta': 1e4 if local else 1e6})
+        assert (kind.frequencies, kind.scale) == wanted
+
+
+@pytest.mark.parametrize(
+    ('entries', 'message'),
+    [
+        (
+            of_gemma('gemma3', **{'gemma3.attn_logit_softcapping': 50.0}),
+            'attn_logit_softcapping=50.0; allowed is 0: give a folder of safetensors',
+        ),
+        (of_gemma('gemma3', **{'gemma3.attention.sliding_window': None}), 'not say its gemma3.att'),
+        (
+            of_gemma('gemma3', **{'gemma3.attention.sliding_window_pattern': [True]}),
+            'has a number for each block as gemma3.attention.sliding_window_pattern',
+        ),
+        (
+            of_gemma('gemma2', **{'gemma2.rope.freq_base_swa': 1e4}),
+            'rope.freq_base_swa=10000.0; allowed is no such key',
+        ),
+        (
+            of_gemma('gemma2', **{'gemma2.router_logit_softcapping': 30.0}),
+            'router_logit_softcapping=30.0; allowed is no such key',
+        ),
+        (
+            of_gemma('gemma2', **{'gemma2.attn_logit_softcapping': -1.0}),
+            'attn_logit_softcapping=-1.0, which is not a number above 0',
+        ),
+        (of_gemma('gemma2', **{'gemma2.attention.scale': 0.1}), 'scale=0.1.*; allowed is 0'),
+    ],
+)
+def test_an_entry_of_a_gemma_that_nobody_reads_is_refused(tmp_path, entries, message):
+    with pytest.raises(ValueError, match=message):
+        families.config_of(opened(tmp_path, entries))
 
 
 def test_all_tokens_that_end_a_text_of_a_gguf_file_do(tmp_path):
@@ -515,6 +577,95 @@ def test_equal_tokens_of_other_kinds_are_not_found_in_a_cache(tmp_path):
 def test_words_of_a_gguf_tokenizer_that_nobody_reads_are_refused(tmp_path, said, message):
     vocabulary = {w: i for i, w in enumerate(['a', 'b', 'ab', *SPECIAL, '<think>'])}
     path = write_gguf(tmp_path / 'a.gguf', words_of('gpt-2', vocabulary, [('a', 'b')], **said))
+    with pytest.raises(ValueError, match=message):
+        tokenizer.tokenizer_of(str(path))
+
+
+# SentencePiece's tokenizers: scores in place of merges.
+
+PIECES = {  # with kinds and scores
+    '<unk>': (2, 0.0), '<s>': (3, 0.0), '</s>': (3, 0.0), '\n\n': (4, -9.0), '  ': (4, -9.0),
+    **{f'<0x{i:02X}>': (6, 0.0) for i in range(256)},
+    'ab': (1, -1.0), 'bc': (1, -0.0), '\u2581a': (1, -2.0), 'abc': (1, -3.0), 'cc': (5, 5.0),
+    'ca': (1, -5.0), '\u2581': (1, -7.0), 'a': (1, -8.0), 'b': (1, -9.0), 'c': (1, -10.0),
+}  # fmt: skip
+
+
+def pieces_of(**said):
+    """The entries of SentencePiece's tokenizer in a GGUF file."""
+    kinds, scores = zip(*PIECES.values(), strict=True)
+    entries = {
+        'model': 'llama', 'pre': 'default', 'tokens': [*PIECES], 'scores': [*scores],
+        'token_type': [*kinds], 'bos_token_id': 1, 'eos_token_id': 2, 'unknown_token_id': 0,
+        'add_bos_token': True, 'add_space_prefix': False,
+    }  # fmt: skip
+    return {f'tokenizer.ggml.{k}': v for k, v in (entries | said).items() if v is not None}
+
+
+SCORED = [  # text, tokens, those with a space before
+    ('abc', 'abc', '\u2581a bc'),  # bc comes before all, a space and a before abc
+    ('abab', 'ab ab', '\u2581 ab ab'),
+    ('cab', 'c ab', '\u2581 c ab'),
+    ('cc', 'c c', '\u2581 c c'),  # cc is unused
+    ('a a', 'a \u2581a', '\u2581a \u2581a'),
+    ('a\n\nb', 'a \n\n b', '\u2581a \n\n \u2581 b'),
+    ('</s>a', '</s> a', '</s> \u2581a'),
+    ('\u00e9b\n', '<0xC3> <0xA9> b <0x0A>', '\u2581 <0xC3> <0xA9> b <0x0A>'),
+]
+
+
+@pytest.mark.parametrize('prefix', [False, True])
+def test_pieces_are_joined_by_their_scores(tmp_path, prefix):
+    """Also in what is saved, which transformers reads."""
+    transformers = pytest.importorskip('transformers')
+    path = write_gguf(tmp_path / 'a.gguf', pieces_of(add_space_prefix=None if prefix else False))
+    made = tokenizer.tokenizer_of(str(path))
+    made.save(tmp_path)
+    again = tokenizer.tokenizer_of(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    ids = {piece: i for i, piece in enumerate(PIECES)}
+    for text, *joined in SCORED:
+        wanted = [ids[piece] for piece in joined[prefix].split(' ')]
+        for t in (made, again):
+            assert (t.encode([text])[0].tolist(), t.begin) == (wanted, (1,))
+            assert t.decode(wanted) == text or prefix
+        assert theirs.encode(text) == [1, *wanted]
+    assert made.decode(made.encode(['a bc'])[0]) == 'a bc'
+
+
+@pytest.mark.parametrize('entry', ['tokens', 'scores'])
+def test_a_list_of_a_gguf_file_that_is_cut_off(tmp_path, entry):
+    said = {f'tokenizer.ggml.{entry}': pieces_of()[f'tokenizer.ggml.{entry}']}
+    whole = write_gguf(tmp_path / 'a.gguf', said).read_bytes()
+    for less in range(500, 504):  # in one case the bytes are whole numbers
+        (path := tmp_path / f'{less}.gguf').write_bytes(whole[:-less])
+        with pytest.raises(ValueError, match=rf'{less}\.gguf is damaged or cut off: [\d,]+ bytes'):
+            tokenizer.tokenizer_of(str(path))
+
+
+def test_spaces_that_are_a_token_are_one(tmp_path):
+    for prefix in (False, True):
+        path = write_gguf(tmp_path / f'{prefix}.gguf', pieces_of(add_space_prefix=prefix))
+        made = tokenizer.tokenizer_of(str(path))
+        assert [*PIECES].index('  ') in made.encode(['a  b'])[0]
+        assert made.decode(made.encode(['a  b'])[0]).replace('   ', '  ') == 'a  b'
+
+
+@pytest.mark.parametrize(
+    ('said', 'message'),
+    [
+        ({'model': 't5'}, 'kind t5, default; of a GGUF file gpt2 is read, .* and llama is, with'),
+        ({'scores': None}, 'and llama is, with tokens and scores: give config.data.tokenizer the'),
+        ({'scores': [1.0, 2.0]}, '271 tokens and 2 scores, 2 of them different; allowed is a sco'),
+        ({'scores': [0.0] * 271}, '271 tokens and 271 scores, 1 of them different; allowed is a'),
+        ({'token_type': [7] * 271}, 'token_type=7; allowed is 1 or 2 or 3 or 4 or 5 or 6: give'),
+        ({'unknown_token_id': 999}, 'unknown_token_id=999; allowed is 0 to 270: give config'),
+        ({'remove_extra_whitespaces': True}, 'remove_extra_whitespaces=True; allowed is False'),
+        ({'precompiled_charsmap': [1]}, r'precompiled_charsmap=\[1\]; allowed is no such key'),
+    ],
+)
+def test_a_tokenizer_of_scores_that_is_not_understood_is_refused(tmp_path, said, message):
+    path = write_gguf(tmp_path / 'a.gguf', pieces_of(**said))
     with pytest.raises(ValueError, match=message):
         tokenizer.tokenizer_of(str(path))
 

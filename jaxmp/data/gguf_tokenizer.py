@@ -60,8 +60,7 @@ def from_gguf(path: Path) -> Tokenizer:
     Raises:
       FileNotFoundError: if there is no such file.
       ImportError: if the package gguf is not installed.
-      ValueError: if the file has none, or one of another kind than a byte-level BPE or
-        SentencePiece's.
+      ValueError: if the file has none, or one of another kind.
     """
     from tokenizers import AddedToken, processors
 
@@ -71,9 +70,9 @@ def from_gguf(path: Path) -> Tokenizer:
     kind, name = said.get('model'), said.get('pre')
     scored = kind == 'llama'
     said = _OF_SCORES | said if scored else said
-    needed = {'llama': ('tokens', 'scores'), 'gpt2': ('tokens', 'merges')}.get(str(kind), ())
-    known = scored or _splits(str(name))
-    if not needed or not known or not all(isinstance(said.get(k), list) for k in needed):
+    known = scored or (kind == 'gpt2' and _splits(str(name)))
+    needed = 'tokens', 'scores' if scored else 'merges'
+    if not known or not all(isinstance(said.get(k), list) for k in needed):
         raise ValueError(
             f'{path} has a tokenizer of the kind {kind}, {name}; of a GGUF file gpt2 is read, with '
             'tokens, merges, and gpt-2, smollm, llama-bpe or qwen2, and llama is, with tokens and '
@@ -175,11 +174,12 @@ def _of_scores(path: Path, said: Mapping[str, Any], kinds: Sequence[int]) -> Any
         fuse_unk=True, byte_fallback=_BYTE in kinds,
     )  # fmt: skip
     whole = Whole(model)
-    before = [normalizers.Prepend(space)] if said['add_space_prefix'] else []
-    after = [decoders.Strip(' ', 1, 0)] if said['add_space_prefix'] else []
-    whole.normalizer = normalizers.Sequence([*before, normalizers.Replace(' ', space)])
-    parts = decoders.Replace(space, ' '), decoders.ByteFallback(), decoders.Fuse()
-    whole.decoder = decoders.Sequence([*parts, *after])
+    marks = [normalizers.Prepend(space), normalizers.Replace(' ', space)]
+    parts = [decoders.Replace(space, ' '), decoders.ByteFallback(), decoders.Fuse()]
+    if said['add_space_prefix']:  # also behind a special token, as llama.cpp does
+        parts.append(decoders.Strip(' ', 1, 0))
+    whole.normalizer = normalizers.Sequence(marks if said['add_space_prefix'] else marks[1:])
+    whole.decoder = decoders.Sequence(parts)
     return whole
 
 
