@@ -1,4 +1,4 @@
-"""Divergence by codec, number of boundaries, text and model: the table and the picture of docs/depth.md.
+"""Divergence by codec, number of boundaries, text and model: the table of docs/depth.md.
 
     python bench/texts.py --wikitext=wiki.test.raw TEXTS
     python bench/depth.py run MODELS TEXTS results/depth
@@ -31,7 +31,10 @@ CUTS = {
         1: [16], 3: [8, 16, 23], 7: [4, 8, 12, 16, 19, 23, 26], 14: [*range(2, 30, 2)],
         29: [*range(1, 30)],
     },
-    'gemma3': {1: [9], 3: [4, 9, 13], 7: [2, 4, 7, 9, 11, 13, 16], 14: [*range(1, 15)], 17: [*range(1, 18)]},
+    'gemma3': {
+        1: [9], 3: [4, 9, 13], 7: [2, 4, 7, 9, 11, 13, 16], 14: [*range(1, 15)],
+        17: [*range(1, 18)],
+    },
 }  # fmt: skip
 CODECS = (
     'bf16',
@@ -40,6 +43,11 @@ CODECS = (
     'per_token(uniform(8))',
     'mx(6)',
     'outliers(nvfp4, channels=16, causal=True)',
+    'outliers(asinh(8), channels=4, causal=True)',
+    'per_token(asinh(8))',
+    'outliers(asinh(6), channels=4, causal=True)',
+    'outliers(asinh(5), channels=4, causal=True)',
+    'outliers(asinh(4), channels=16, causal=True)',
     'nvfp4',
     'outliers(rotate(lloyd(4), 64), causal=True)',
     'per_token(rotate(lloyd(4), 64))',
@@ -70,41 +78,43 @@ def jobs():
     yield from (Job(m, t, 7) for t in TEXTS[1:] for m in MODELS)
 
 
-def run(job, models, texts):
-    """The result of a job."""
+def codecs_of(job):
+    """Those of a job; predictions are of further ones, as `jaxmp evaluate --predict` has them."""
+    return CODECS if job.cuts else tuple(dict.fromkeys([*CODECS, *perplexity.CANDIDATES]))
+
+
+def run(job, codecs, models, texts):
+    """The settings of a job, and the scores of codecs."""
     path = str(models / MODELS[job.model])
-    every = [*CUTS[job.model].values()][-1]
-    cuts = CUTS[job.model].get(job.cuts, every)
+    cuts = CUTS[job.model].get(job.cuts, [*CUTS[job.model].values()][-1])
     model = open_language_model(path, 0, cuts)
-    file = texts / f'{job.text}.txt'
-    blocks = perplexity.blocks_of(model, file, BLOCK, TOKENS, BATCH)
-    words = {text: channel_of(text, {'vocabulary': model.tokenizer.size}) for text in CODECS}
+    blocks = perplexity.blocks_of(model, texts / f'{job.text}.txt', BLOCK, TOKENS, BATCH)
+    words = {text: channel_of(text, {'vocabulary': model.tokenizer.size}) for text in codecs}
     if job.cuts:
         scores = perplexity.scores(model, blocks, {'raw': channel_of('raw', {}), **words}, BATCH)
     else:
-        more = dict.fromkeys([*CODECS, *perplexity.CANDIDATES])
-        words = {text: channel_of(text, {'vocabulary': model.tokenizer.size}) for text in more}
         scores = perplexity.predicted_too({}, model, blocks, words, BATCH)
-    return {
+    about = {
         'model': MODELS[job.model], 'weights': digest(path), 'text': job.text, 'cuts': cuts,
         'blocks': len(blocks), 'block': BLOCK, 'batch': BATCH,
-        'scores': {text: score.record() for text, score in scores.items()},
     }  # fmt: skip
+    return about, {text: score.record() for text, score in scores.items()}
 
 
 def run_all(models, texts, out):
-    """Runs what is not there yet."""
+    """Runs the codecs of each job that are not there yet."""
     out.mkdir(parents=True, exist_ok=True)
     for job in jobs():
         file = out / f'{job.name}.json'
-        if file.is_file():
+        old = json.loads(file.read_text()) if file.is_file() else {'scores': {}, 'runs': []}
+        if not (codecs := [c for c in codecs_of(job) if c not in old['scores']]):
             continue
         start = time.perf_counter()
-        result = run(job, models, texts)
+        about, scores = run(job, codecs, models, texts)
         seconds = round(time.perf_counter() - start, 1)
-        write_json(file, {**result, 'seconds': seconds, **provenance()})
-        left = sum(not (out / f'{j.name}.json').is_file() for j in jobs())
-        print(f'{job.name}  {seconds:.0f} s; {left} to do', flush=True)
+        runs = [*old['runs'], {'codecs': codecs, 'seconds': seconds, **provenance()}]
+        write_json(file, {**about, 'scores': {**old['scores'], **scores}, 'runs': runs})
+        print(f'{job.name}  {len(codecs)} codecs in {seconds:.0f} s', flush=True)
 
 
 def main():

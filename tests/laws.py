@@ -124,6 +124,20 @@ def relative_steps(bits: int) -> Callable[[np.ndarray], Any]:
     return bound
 
 
+def companded(bits: int) -> Callable[[np.ndarray], Any]:
+    """Half a step of the inverse hyperbolic sine over a quarter of the mean magnitude."""
+
+    def bound(x: np.ndarray) -> np.ndarray:
+        a = np.abs(x).reshape(len(x), -1)
+        knee = a.mean(1, keepdims=True) / 4 * (1 + 2.0**-7) + 1e-35
+        ratio = 2 ** (1 / 8) * (1 + 2.0**-7) * a.max(1, keepdims=True) / knee
+        step = np.arcsinh(np.maximum(ratio, 1)) / (2 ** (bits - 1) - 0.5)
+        u = np.arcsinh(a / knee * (1 + 2.0**-7))
+        return (knee * (np.sinh(u + step / 2) - np.sinh(u)) + 0.01 * a).reshape(x.shape)
+
+    return bound
+
+
 def nothing(x: np.ndarray) -> float:
     del x
     return 0.0
@@ -164,6 +178,7 @@ SPECS: dict[str, Law] = {
     'mx(4)': Law(microscaled(1, 0, 6.0), blocks(32), True, kept=0.0),
     'nvfp4': Law(nvfp4, blocks(16), kept=0.0),
     'log_scale(4)': Law(relative_steps(4), sent_of_sample, alone=True),
+    'asinh(5)': Law(companded(5), sample, kept=0.0, alone=True),
     'top_k(0.1)': Law(itself, element, True, 0.1, alone=True),
     'top_k(0.4, values=log_scale(4), indices=bitmap)': Law(None, sent_of_sample, alone=True),
     'polar(0.5, block=32)': Law(None, blocks(32)),

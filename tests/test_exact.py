@@ -22,7 +22,8 @@ STEPS, EXAMPLES, TOKENS = 3, 20, 5
 CODECS = (
     *('raw', 'fp16', 'bf16', 'max_scaled(4)', 'one_bit', 'as_bool', 'natural', 'qsgd(3)'),
     *('uniform(1)', 'uniform(4)', 'uniform(8, stochastic)', 'block(4)', 'block(8, size=32)'),
-    *('log_scale(2)', 'log_scale(4)', 'log_scale(8)', 'polar(0.5, 32)', 'rotate(uniform(4), 32)'),
+    *('log_scale(2)', 'log_scale(4)', 'log_scale(8)', 'asinh(5)', 'polar(0.5, 32)'),
+    'rotate(uniform(4), 32)',
     *('lloyd(3)', 'lloyd(2, signed=False, unbiased=True)', 'trellis(2, 4, unbiased=True)'),
     *('outliers(lloyd(3), 1, 1)', 'outliers(trellis(2), causal=True)'),
     *('rotate(lloyd(4), 64)', 'rotate(trellis(2), 128)'),

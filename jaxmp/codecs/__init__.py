@@ -6,6 +6,7 @@ explains how.
 """
 
 from jaxmp.codecs.adaptive import adaptive
+from jaxmp.codecs.companded import asinh
 from jaxmp.codecs.dct import dct
 from jaxmp.codecs.dense import bf16, fp16, raw
 from jaxmp.codecs.indices import IndexCoding, bitmap, block_local, elias_fano, int32, packed
@@ -27,6 +28,7 @@ __all__ = [
     'adaptive',
     'argmax',
     'as_bool',
+    'asinh',
     'bf16',
     'bitmap',
     'block',

@@ -45,20 +45,23 @@ from jaxmp.wire import Like, bits, like
 
 CANDIDATES = (  # whose divergence is predicted, by bits
     'outliers(rotate(uniform(8), 64), causal=True)',
-    'outliers(mx(8), channels=4, causal=True)',
     'mx(8)',
+    'outliers(asinh(8), channels=4, causal=True)',
     'per_token(uniform(8))',
-    'outliers(mx(6), channels=16, causal=True)',
-    'outliers(rotate(uniform(6), 64), channels=16, causal=True)',
+    'per_token(asinh(8))',
     'outliers(rotate(uniform(6), 64), causal=True)',
     'mx(6)',
-    'outliers(rotate(lloyd(5), 64), channels=16, causal=True)',
+    'outliers(asinh(6), channels=4, causal=True)',
+    'per_token(asinh(6))',
+    'outliers(rotate(lloyd(5), 64), causal=True)',
     'outliers(nvfp4, channels=16, causal=True)',
+    'outliers(asinh(5), channels=4, causal=True)',
     'outliers(rotate(lloyd(4), 64), channels=16, causal=True)',
+    'outliers(asinh(4), channels=16, causal=True)',
     'nvfp4',
+    'block(4)',
     'outliers(rotate(lloyd(4), 64), causal=True)',
     'per_token(rotate(lloyd(4), 64))',
-    'block(4)',
     'outliers(rotate(lloyd(3), 64), causal=True)',
 )
 EVERY_BLOCK = 'every'  # of --cuts: a boundary behind each block
