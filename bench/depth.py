@@ -10,6 +10,7 @@ All take about three hours of a core.
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import NamedTuple
