@@ -29,7 +29,7 @@ from jaxmp.plan import (
 )
 from jaxmp.plan.choose import Candidate, Choice, Order, Probed
 from jaxmp.plan.clock import PASSES, Clock
-from jaxmp.plan.crossings import handover, measured
+from jaxmp.plan.crossings import handover
 from jaxmp.plan.predict import Line, Message, Times
 from jaxmp.plan.seen import Seen, seen
 from jaxmp.runtimes.schedule import Costs, size
@@ -370,62 +370,34 @@ def test_no_candidate_breaks_where_something_is_heavy(heavy, falls):
     assert any(sinks.errors(spec.parse(text).codec).breaks for text in plain)
 
 
-def probe_of(monkeypatch, name, *network):
-    """An experiment of a probe, whose training steps were two micro-batches of noise."""
-    known_model(monkeypatch, name, lambda classes, width: network)
-    config = config_of('digits_resnet')
-    config.model.name = name
-    config.batch_size, config.parallel.num_microbatches = 8, 2
-    exp = experiment_of(config)
-    batches = [{k: v[8 * i :][:8] for k, v in exp.data.train._asdict().items()} for i in (0, 1)]
-    variables, _ = exp.model.init(jax.random.key(0), jnp.asarray(batches[0]['x'][:4]))
-    first = lambda b: network[0].apply(variables[0], jnp.asarray(b['x'][:4]))
-    return exp, steps.Trained({(0, 1): [first(b) for b in batches]}, variables, 1.0, 0.0, batches)
+def test_an_error_is_weighed_by_the_gradient_that_came_back():
+    """Half of the channels move the loss; white noise counts as its relative squared error."""
+    x = jax.random.normal(jax.random.key(0), (4, 64, 32))
+    g = jnp.ones((4, 64, 32)).at[..., :16].set(0.01)
+    noise = 0.1 * jax.random.normal(jax.random.key(1), x.shape)
+    assert loss.weighed([x], {0: x + noise}, [g]) == pytest.approx(0.01, rel=0.1)
+    small, large = noise.at[..., 16:].set(0), noise.at[..., :16].set(0)
+    found = [loss.weighed([x], {0: x + e}, [g]) for e in (small, large)]
+    assert found[0] < 0.001 * found[1]
+    sink = x.at[:, 0].set(1000.0)  # its energy is not what an error is compared with
+    assert loss.weighed([sink], {0: sink + noise}, [g]) == pytest.approx(0.01, rel=0.2)
+    assert loss.weighed([x], {0: x * jnp.nan}, [g]) == math.inf
 
 
-def test_an_error_is_weighed_by_what_it_does_to_the_loss(monkeypatch):
-    """The loss is of small numbers, which a codec with a smaller error loses: the order changes."""
-    exp, trained = probe_of(monkeypatch, 'flat', Flat(24), Flat(10))
-    [x, y] = (t.at[:, :12].mul(0.3) for t in trained.tensors[0, 1])
-    trained = trained._replace(tensors={(0, 1): [x, y]})
-    small = lambda exp, trained, first: (
-        lambda i, z: float(jnp.mean((z - trained.tensors[0, 1][i])[:, :12] ** 2))
-    )
-    found = {(0, 1): {text: spec.parse(text) for text in ('raw', 'top_k(0.5)', 'natural')}}
-    never, always = Clock(0.0, 0.0, str), Clock(math.inf, 0.0, str)
-    monkeypatch.setattr(loss, 'loss_behind', small)
-    alone, weighed = (measured(found, exp, trained, clock)[0, 1] for clock in (never, always))
-    order = lambda rows: [c.text for c in sorted(rows, key=lambda c: c.error)]
-    assert order(alone) == ['raw', 'top_k(0.5)', 'natural']
-    assert order(weighed) == ['raw', 'natural', 'top_k(0.5)']
-    noise = {i: t + loss.noise_for(t, jax.random.key(i + 5)) for i, t in enumerate((x, y))}
-    of_noise = loss.losses(exp, trained, (0, 1)).weighed(loss.NOISE, noise)
-    assert of_noise == pytest.approx(loss.NOISE, rel=0.3)
-
-
-def test_the_noise_of_a_sink_is_that_of_the_others():
-    """Noise of its own size would cost so much that no candidate's error counts beside it."""
-    x = jnp.ones((2, 64, 32)).at[:, 0].set(1000.0)
-    squares = np.mean(np.square(loss.noise_for(x, jax.random.key(0))), -1)
-    assert squares[:, 1:].mean() == pytest.approx(loss.NOISE, rel=0.1)
-    assert squares[:, 0].max() < 2 * loss.NOISE
-
-
-def test_the_loss_behind_a_boundary_is_the_model_s(monkeypatch):
-    """Of the micro-batch 0 of each batch; what a chance does to the loss changes no error."""
-    exp, trained = probe_of(monkeypatch, 'flat', Flat(24), Flat(10))
-    behind = loss.loss_behind(exp, trained, 1)
-    for i, batch in enumerate(trained.batches):
-        x = trained.tensors[0, 1][i]
-        logits = Flat(10).apply(trained.variables[1], x)
-        nats = -jax.nn.log_softmax(logits)[jnp.arange(4), batch['y'][:4]].mean()
-        assert behind(i, x) == pytest.approx(float(nats), rel=1e-5)
-    odd = loss.Losses(lambda i, y: 1.0 + float(y), [1.0, 1.0], 2.0, 0.5)
-    assert odd.weighed(0.04, {0: 0.09, 1: 0.09}) == 0.04  # .01 above 2 x .04, and 2 x .07 is chance
-    assert odd.weighed(0.04, {0: 9.0, 1: 9.0}) == pytest.approx(4.5, rel=0.1)
-    assert odd.weighed(0.04, {0: -9.0, 1: -9.0}) == loss.LEAST * 0.04
-    assert odd.weighed(0.04, {0: math.nan, 1: 0.0}) == math.inf
-    assert odd.weighed(0.0, {0: 9.0}) == 0.0
+def test_activations_stay_within_a_percent_of_perplexity():
+    """All boundaries together; what came back is as it was."""
+    row = lambda text, bits, *nats: [RAW._replace(text=text, bits=bits, nats=n) for n in nats]
+    words = row('raw', 32, 0, 0), row('fine', 8, 1e-4, 2e-4), row('good', 5, 2e-3, 6e-3)
+    words = *words, row('coarse', 3, 9e-3, 4e-2), row('even', 4, 4e-3, 1e-4)
+    edges = [(0, 1), (1, 2)]
+    given = {e: [w[i] for w in words] for i, e in enumerate(edges)} | {(1, 0): [SMALL], (2, 1): []}
+    texts = lambda percent: [[c.text for c in loss.within(given, percent)[e]] for e in edges]
+    assert texts(1.0) == [['raw', 'fine', 'good', 'coarse', 'even'], ['raw', 'fine', 'even']]
+    given = {e: rows[:-1] for e, rows in given.items() if rows} | {(1, 0): [SMALL]}
+    assert texts(1.0) == [['raw', 'fine', 'good'], ['raw', 'fine', 'good']]
+    assert texts(0.1) == [['raw', 'fine']] * 2
+    assert texts(0.0) == [['raw']] * 2
+    assert loss.within(given, 0.0)[1, 0] == [SMALL]
 
 
 def test_what_follows_the_gradients_is_timed_without_them():

@@ -23,6 +23,7 @@ class Asked(NamedTuple):
       listens: whether this machine is the other one.
       token_file: file with the secret of both machines.
       error: the largest.
+      percent: of perplexity that all activations may add; None: the default.
       seconds: of the probe.
       codecs: further channels.
       out: the file to write.
@@ -36,6 +37,7 @@ class Asked(NamedTuple):
     listens: bool
     token_file: str | None
     error: float
+    percent: float | None
     seconds: float
     codecs: Sequence[str]
     out: Path
@@ -73,6 +75,11 @@ def asked(argv: Sequence[str] | None, prog: str, description: str | None, out: s
     where.add_argument('--listen', help='HOST:PORT: be that second machine, until Ctrl-C')
     parser.add_argument('--token_file', help=f'with the secret of both machines; default ${TOKEN}')
     parser.add_argument('--error', type=float, default=0.1, help='largest error; default 0.1')
+    parser.add_argument(
+        '--percent', type=float,
+        help='of perplexity that the activations of all boundaries together may add; of a '
+        'pretrained language model, default 1',
+    )  # fmt: skip
     parser.add_argument('--seconds', type=float, default=60, help='of the probe; default 60')
     parser.add_argument('--codecs', default='', help='further channels, with ; between them')
     parser.add_argument('--out', type=Path, default=Path(out), help=f'default {out}')
@@ -85,6 +92,8 @@ def asked(argv: Sequence[str] | None, prog: str, description: str | None, out: s
             parser.error(f'unexpected {text!r}; keys are written --config.key=value')
     if not (args.error >= 0 and args.seconds > 0):
         parser.error('--error is a number from 0, and --seconds one above 0')
+    if args.percent is not None and not args.percent >= 0:
+        parser.error('--percent is a number from 0')
     address = args.peer or args.listen
     return Asked(
         args.config or base_of(rest),
@@ -94,6 +103,7 @@ def asked(argv: Sequence[str] | None, prog: str, description: str | None, out: s
         bool(args.listen),
         args.token_file,
         args.error,
+        args.percent,
         args.seconds,
         [t.strip() for t in args.codecs.split(';') if t.strip()],
         args.out,

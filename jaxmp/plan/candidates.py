@@ -25,12 +25,16 @@ ALIKE = (  # tokens and channels of about one size; first those of the paper, wh
     'top_k(0.1, values=fp16, indices=packed)',
 )
 APART = (  # a few heavy tokens or channels: they are sent apart, or no scale is of many elements
-    'outliers(rotate(lloyd(4)))',
+    'outliers(asinh(6), channels=4, causal=True)',
+    'outliers(rotate(lloyd(4), 64), causal=True)',
     'nvfp4',
+    'outliers(asinh(5), channels=4, causal=True)',
+    'outliers(rotate(lloyd(5), 64), causal=True)',
+    'outliers(asinh(7), channels=4, causal=True)',
+    'per_token(asinh(8))',
     'outliers(rotate(trellis(3)))',
-    'mx(8)',
     'outliers(rotate(trellis(2)))',
-    'outliers(rotate(uniform(8), 64), causal=True)',
+    'mx(8)',
     'block(8)',
     'top_k(0.3, values=fp16)',
 )
@@ -40,18 +44,22 @@ COMPONENTS = (  # most of the energy in few components, beside heavy tokens or c
 )
 
 
-def texts_for(seen: Seen) -> tuple[str, ...]:
+def texts_for(seen: Seen, pretrained: bool = False) -> tuple[str, ...]:
     """The candidates for a tensor, those that matter most first.
 
     With a heavy token or heavy channels none has one scale for the tensor, which is spoilt for all
     other elements. Only there `klt` is one: heavy elements are of trained models, whose components
     stay as they are, and those of a model that begins turn faster than it learns them.
 
+    Args:
+      seen: what the probe saw.
+      pretrained: whether it is an activation of a pretrained model, whose channels differ.
+
     >>> texts_for(Seen(token=140.0, channel=13.0, components=0.3))[:3]
-    ('raw', 'outliers(rotate(lloyd(4)))', \
+    ('raw', 'outliers(asinh(6), channels=4, causal=True)', \
 'outliers(klt(3, entropy=True), channels=2, scaled=False)')
     """
-    if not (seen.has_sink or seen.has_heavy_channel):
+    if not (pretrained or seen.has_sink or seen.has_heavy_channel):
         return RAW, *ALIKE
     return RAW, APART[0], *(COMPONENTS if seen.falls else ()), *APART[1:]
 

@@ -38,6 +38,8 @@ class Candidate(NamedTuple):
       encode: seconds.
       decode: seconds.
       nbytes: of the messages.
+      nats: the divergence of the next token that it is predicted to cause, of a pretrained language
+        model's activations; 0 where it was not asked for.
     """
 
     text: str
@@ -46,6 +48,7 @@ class Candidate(NamedTuple):
     encode: float
     decode: float
     nbytes: float
+    nats: float = 0.0
 
 
 Codecs = Mapping[Edge, Candidate]

@@ -16,7 +16,7 @@ from jaxmp.feedback import Channel
 from jaxmp.net.connect import processes
 from jaxmp.plan.choose import Candidate
 from jaxmp.plan.clock import PASSES, Clock, timed
-from jaxmp.plan.loss import Losses, losses
+from jaxmp.plan.loss import label_gradients, nats, weighed
 from jaxmp.plan.predict import Edge, Line
 from jaxmp.plan.seen import relative_error
 from jaxmp.plan.steps import Trained
@@ -29,11 +29,15 @@ LEAST = 4  # candidates
 LESSON = 100  # messages from which klt learns components: two books
 HANDOVERS = 30  # of a message of each size; the median counts
 SIZES = 2**12, 2**20  # bytes
-SHARES = {'losses': 0.6, 'codecs': 0.75}  # of the time, at whose end a part stops
+SHARE = 0.75  # of the time, at whose end no further candidate is measured
 
 
 def measured(
-    found: Mapping[Edge, Mapping[str, Channel]], exp: Experiment, trained: Trained, clock: Clock
+    found: Mapping[Edge, Mapping[str, Channel]],
+    exp: Experiment,
+    trained: Trained,
+    clock: Clock,
+    in_nats: bool = False,
 ) -> dict[Edge, list[Candidate]]:
     """The candidates of each edge, as many as the time allows, in turns of all edges.
 
@@ -42,14 +46,14 @@ def measured(
       exp: of the probe.
       trained: its training steps, whose tensors cross.
       clock: of the probe.
+      in_nats: whether errors of activations are predicted in nats too.
     """
     count = exp.config.parallel.num_microbatches
-    forward = [edge for edge in found if edge[0] < edge[1]]
-    weights = weights_of(exp, trained, forward, clock)
+    labels = label_gradients(exp, trained) if in_nats else {}
     rows: dict[Edge, list[Candidate]] = {edge: [] for edge in found}
     for i in range(max(map(len, found.values()))):
         turn = {edge: list(own.items())[i] for edge, own in found.items() if i < len(own)}
-        if i >= LEAST and clock.spent(SHARES['codecs']):
+        if i >= LEAST and clock.spent(SHARE):
             left = dict.fromkeys(t for own in found.values() for t in list(own)[i:])
             clock.say(f'no time for {"; ".join(left)}: give more --seconds, or fewer codecs')
             break
@@ -58,25 +62,13 @@ def measured(
         for edge, (text, channel) in turn.items():
             tensors = trained.tensors[edge]
             encode, decode, error, arrived = crossed(channel, ends[text], tensors)
-            weighed = weights[edge].weighed(error, arrived) if edge in weights else error
+            if edge[0] < edge[1] and (back := trained.tensors.get((edge[1], edge[0]))):
+                error = weighed(tensors, arrived, back)
             size = bits(channel, like(tensors[0]))
             times = count * encode, count * decode, count * size / 8
-            rows[edge].append(Candidate(text, size / tensors[0].size, weighed, *times))
+            lost = nats(tensors, arrived, labels[edge]) if edge in labels else 0.0
+            rows[edge].append(Candidate(text, size / tensors[0].size, error, *times, lost))
     return rows
-
-
-def weights_of(
-    exp: Experiment, trained: Trained, edges: Sequence[Edge], clock: Clock
-) -> dict[Edge, Losses]:
-    """What weighs the errors of each forward edge, as far as the time allows."""
-    found: dict[Edge, Losses] = {}
-    for edge in edges:
-        if clock.spent(SHARES['losses']):
-            clock.say('no time to weigh the errors by the loss: give more --seconds')
-            break
-        clock.say(f'the loss behind boundary {edge[1]}')
-        found[edge] = losses(exp, trained, edge)
-    return found if len(found) == len(edges) else {}  # errors are compared over boundaries
 
 
 def compiled(channel: Channel) -> tuple[Any, Any]:

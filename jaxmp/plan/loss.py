@@ -1,117 +1,107 @@
-r"""`Losses`: an error at a boundary, weighed by what it does to the loss.
+r"""An error at a boundary, weighed by what it does to the loss.
 
 The squared error of a message says how large the error is, not whether it matters: where a sink
-arrives well and all other tokens are lost, it is small. So the rest of the model runs once on what
-the receiver sees. If the loss rises by d, and by d' with white noise of the relative squared error
-n in the median token, the error counts as
+arrives well and all other tokens are lost, it is small. With g the gradient that came back in a
+training step, an error e of activations x counts as
 
-.. math:: E = n \, d / d'
+.. math:: E = \frac{\sum_{t, c} g_{tc}^2 e_{tc}^2}{\sum_{t, c} g_{tc}^2 m_t^2}
 
-the relative squared error of white noise that costs as much. Of d the first-order part is chance,
-with which the loss rises as often as it falls; only what is beyond it changes an error.
+with :math:`m_t^2` the mean square of token t, at most that of the median token: white noise of the
+relative squared error E costs as much to second order. A pretrained language model's errors are
+predicted in nats too, by `jaxmp.training.divergence`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmp.boundary.pipeline import run_stage
+from jaxmp.plan.choose import Candidate
 from jaxmp.plan.predict import Edge
 from jaxmp.plan.steps import Trained
 from jaxmp.runtimes.microbatch import cut
-from jaxmp.training.evaluate import model_of
+from jaxmp.training.divergence import divergence, gradients
 from jaxmp.training.experiment import Experiment
-from jaxmp.wire import Ctx
-
-NOISE = 0.05  # relative squared error of the white noise
-DOUBT = 2.0  # times what chance does: less does not change an error
-LEAST = 0.25  # of its own relative squared error: an error counts as no less
-
-Loss = Callable[[int, Array], float]  # of snapshot i, whose tensor arrives as given
+from jaxmp.training.language_model import LanguageModel
+from jaxmp.training.stagewise import activations, before_first, context
 
 
-class Losses(NamedTuple):
-    """What errors at one boundary do to the loss.
-
-    Attributes:
-      loss: of a snapshot, given what arrives.
-      exact: the loss of each snapshot where nothing is lost.
-      per_error: rise of the loss by white noise, over its relative squared error.
-      chance: what the loss of one snapshot moves by chance, over the root of that error.
-    """
-
-    loss: Loss
-    exact: Sequence[float]
-    per_error: float
-    chance: float
-
-    def weighed(self, error: float, arrived: Mapping[int, Array]) -> float:
-        """The relative squared error of white noise that costs as much.
-
-        Args:
-          error: the relative squared error itself.
-          arrived: what the receiver saw of some snapshots.
-        """
-        if error == 0 or not self.per_error > 0:
-            return error
-        rise = np.mean([self.loss(i, y) - self.exact[i] for i, y in arrived.items()])
-        if not np.isfinite(rise):
-            return float('inf')
-        doubt = DOUBT * self.chance * np.sqrt(error / len(arrived))
-        beyond = rise - self.per_error * error
-        known = np.sign(beyond) * max(abs(beyond) - doubt, 0.0)
-        return max(error + float(known) / self.per_error, LEAST * error)
-
-
-def losses(exp: Experiment, trained: Trained, edge: Edge) -> Losses:
-    """The losses of the boundary of a forward edge; compiles the rest of the model.
+def weighed(x: Sequence[Array], arrived: Mapping[int, Array], g: Sequence[Array]) -> float:
+    """The error of what arrived, weighed by the gradients that came back; see above.
 
     Args:
-      exp: of the probe.
+      x: what was sent, by snapshot.
+      arrived: what the receiver saw of some snapshots.
+      g: the gradients, by snapshot.
+
+    >>> x, g = jnp.ones((1, 2, 2)), jnp.array([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> weighed([x], {0: x.at[0, 0, 1].set(9.0)}, [g]), weighed([x], {0: 0.5 * x}, [g])
+    (0.0, 0.25)
+    """
+
+    def one(i: int, y: Array) -> float:
+        mean = jnp.mean(x[i].astype(jnp.float32) ** 2, -1, keepdims=True)
+        noise = jnp.sum(g[i] ** 2 * jnp.minimum(mean, jnp.median(mean)))
+        return float(jnp.sum((g[i] * (y - x[i])) ** 2) / jnp.where(noise > 0, noise, 1))
+
+    return _finite(np.mean([one(i, y) for i, y in arrived.items()]))
+
+
+def _finite(error: np.floating) -> float:
+    """An error, infinite where something was no number."""
+    return float(error) if np.isfinite(error) else np.inf
+
+
+def label_gradients(exp: Experiment, trained: Trained) -> dict[Edge, list[Array]]:
+    """The gradients of drawn labels by what each forward edge sent, of each snapshot's batch.
+
+    Args:
+      exp: of the probe, of a language model.
       trained: its training steps.
-      edge: whose activations arrive.
     """
-    tensors, loss = trained.tensors[edge], loss_behind(exp, trained, edge[1])
-    exact = np.array([loss(i, x) for i, x in enumerate(tensors)])
-    noise = [noise_for(x, jax.random.key(i)) for i, x in enumerate(tensors)]
-    pairs = enumerate(zip(tensors, noise, strict=True))
-    rises = np.array([[loss(i, x + e), loss(i, x - e)] for i, (x, e) in pairs]) - exact[:, None]
-    chance = np.sqrt(np.mean((rises[:, 0] - rises[:, 1]) ** 2)) / 2  # the odd part: of first order
-    return Losses(loss, exact.tolist(), float(rises.mean()) / NOISE, float(chance / np.sqrt(NOISE)))
+    tokenizer = exp.data.tokenizer
+    assert tokenizer is not None, 'it is of a text'
+    model = LanguageModel('', exp.task.stages, tuple(trained.variables), tokenizer)
+    found: dict[Edge, list[Array]] = {(s, s + 1): [] for s in range(len(exp.task.stages) - 1)}
+    for i, batch in enumerate(trained.batches):
+        n = exp.config.parallel.num_microbatches
+        tokens = exp.task.prepare(cut(jnp.asarray(batch['x']), n)[0], None)
+        ctx = context(i, tokens)
+        sent = activations(model, before_first(model)(tokens), ctx)
+        for edge, g in zip(found, gradients(model, sent, ctx, jax.random.key(i)), strict=True):
+            found[edge].append(g)
+    return found
 
 
-def noise_for(x: Array, key: Array) -> Array:
-    """White noise of the relative squared error `NOISE` in the median token, along the last axis.
+def nats(x: Sequence[Array], arrived: Mapping[int, Array], g: Sequence[Array]) -> float:
+    """The predicted divergence, from some snapshots of what was sent and what arrived."""
+    return _finite(np.mean([divergence(g[i], y - x[i]).mean() for i, y in arrived.items()]))
 
-    A heavier token has as much, not more: the noise of a sink would cost more than all others'.
+
+def within(
+    crossings: Mapping[Edge, Sequence[Candidate]], percent: float
+) -> dict[Edge, list[Candidate]]:
+    """The candidates with which all forward edges together add at most so much of perplexity.
+
+    Of the word of the fewest bits that holds at all edges, each edge's part of the sum is the bound
+    there of all others. Without such a word only raw is left.
     """
-    square = jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True)
-    square = NOISE * jnp.minimum(square, jnp.median(square))
-    return (jax.random.normal(key, x.shape) * jnp.sqrt(square)).astype(x.dtype)
-
-
-def loss_behind(exp: Experiment, trained: Trained, first: int) -> Loss:
-    """The loss of a snapshot's micro-batch 0, given what arrives at the stage ``first``."""
-    model = model_of(exp, exp.model.boundaries)
-    stages = exp.task.stages[first:]
-    variables = list(trained.variables[first:])
-
-    @jax.jit
-    def run(variables: Any, x: Array, y: Any, ctx: Ctx) -> Array:
-        for stage, own in zip(stages, variables, strict=True):
-            x = run_stage(stage, own, x, ctx, {'train': True})[0]
-        return model.loss(x, y)[0]
-
-    def loss(i: int, x: Array) -> float:
-        batch, n = trained.batches[i], exp.config.parallel.num_microbatches
-        own = model.prepare(cut(batch['x'], n)[0], None)
-        y = jax.tree.map(lambda a: cut(a, n)[0], batch['y'])
-        return float(run(variables, x, y, Ctx(jax.random.key(i), microbatch=0).reading(own)))
-
-    return loss
+    most = np.log1p(percent / 100)
+    forward = [edge for edge in crossings if edge[0] < edge[1]]
+    by_text: dict[str, list[Candidate]] = {}
+    for edge in forward:
+        for c in crossings[edge]:
+            by_text.setdefault(c.text, []).append(c)
+    whole = [row for row in by_text.values() if len(row) == len(forward)]
+    hold = [row for row in whole if 0 < sum(c.nats for c in row) <= most]
+    bounds = dict.fromkeys(forward, 0.0)
+    if hold:
+        fewest = min(hold, key=lambda row: sum(c.bits for c in row))
+        scale = most / sum(c.nats for c in fewest)
+        bounds = {e: scale * c.nats for e, c in zip(forward, fewest, strict=True)}
+    fits = lambda e, c: e not in bounds or c.nats <= bounds[e]
+    return {e: [c for c in rows if fits(e, c)] for e, rows in crossings.items()}

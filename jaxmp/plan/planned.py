@@ -17,10 +17,16 @@ if TYPE_CHECKING:
     from jaxmp.training.experiment import Experiment
 
 EACH = 4  # micro-batches of the probe per stage
+PERCENT = 1.0  # of perplexity, that a pretrained model may lose by default
 
 
 def planned(
-    config: Config, own: Sequence[str], link: Link, budget: float, seconds: float
+    config: Config,
+    own: Sequence[str],
+    link: Link,
+    budget: float,
+    seconds: float,
+    percent: float | None = None,
 ) -> tuple[Probed, Choice]:
     """What the probe measured, and the plan.
 
@@ -40,12 +46,14 @@ def planned(
     from jaxmp.plan.choose import Probed, choose
     from jaxmp.plan.clock import Clock
     from jaxmp.plan.crossings import handover, measured
+    from jaxmp.plan.loss import within
     from jaxmp.plan.seen import seen
     from jaxmp.plan.stages import stage_times
     from jaxmp.plan.steps import trained
     from jaxmp.training.sizes import likes
 
     exp = probed_experiment(config)
+    percent = percent_for(exp, percent)
     names = {'examples': len(exp.data.train.y), **own_words(config.codecs)}
     first = likes(exp)[0]
     told = lambda text: print(text, file=sys.stderr, flush=True)
@@ -59,13 +67,29 @@ def planned(
         known = seen(tensors[-1])
         clock.say(f'from stage {edge[0]} to {edge[1]}: {known}')
         # The first candidate, raw, is measured in any case; then those that were asked for.
-        texts = dict.fromkeys([*texts_for(known)[:1], *own, *texts_for(known)[1:]])
+        first_one, *others = texts_for(known, percent is not None and edge[0] < edge[1])
+        texts = dict.fromkeys([first_one, *own, *others])
         found[edge] = channels(texts, names, first)
-    crossings = measured(found, exp, steps, clock)
+    crossings = measured(found, exp, steps, clock, percent is not None)
+    crossings = crossings if percent is None else within(crossings, percent)
     met = {'normed': steps.normed, 'table': steps.table}
     probed = Probed(stage_times(exp, steps, clock), crossings, *handover(), **met)
     clock.say('choosing')
     return probed, choose(probed, link, budget)
+
+
+def percent_for(exp: Experiment, asked: float | None) -> float | None:
+    """What activations may add to the perplexity of a pretrained language model, in percent.
+
+    Raises:
+      ValueError: if it is asked for of another task.
+    """
+    if exp.data.tokenizer is None and asked is not None:
+        raise ValueError(
+            f'--percent={asked:g} is of perplexity, and this task is measured by '
+            f'{exp.task.metric.name}; give --error'
+        )
+    return PERCENT if asked is None and exp.config.model.path else asked
 
 
 def probed_experiment(config: Config) -> Experiment:
@@ -141,7 +165,7 @@ def planned_on(
     """`planned`, where there are two machines for both of them."""
     from jaxmp.plan.choose import choose
 
-    probed, choice = planned(config, ask.codecs, link, ask.error, ask.seconds)
+    probed, choice = planned(config, ask.codecs, link, ask.error, ask.seconds, ask.percent)
     if machines:
         place = tuple(map(int, config.parallel.place.split()))
         probed = probed.on(place, machines.slower)

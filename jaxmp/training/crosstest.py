@@ -50,6 +50,9 @@ from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
 
 
+PERCENT = 1.0  # of perplexity, within which a codec is advised
+
+
 def named(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:
     """The runs with names of their own: where two folders have one name, their paths."""
     count = Counter(run.name for run in runs)
@@ -283,6 +286,8 @@ def _by_text(args: argparse.Namespace) -> None:
         about[name] = {'stages': len(model.stages), 'blocks': len(blocks)}
     title = f'{args.text.name} in blocks of {args.block} tokens, by the codec of its activations'
     perplexity_page.show(scores_of, title)
+    for name, scores in scores_of.items() if args.predict or args.codec else ():
+        print(f'{name}, {about[name]["stages"]} stages. {perplexity_page.fewest(scores, PERCENT)}')
     if args.out:
         perplexity_page.draw(args.out, scores_of, title)
         text = {'file': args.text.name, 'block': args.block, 'batch': args.batch}
