@@ -49,7 +49,6 @@ from jaxmp.training.saved import Run, config_of, load
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
 
-
 PERCENT = 1.0  # of perplexity, within which a codec is advised
 
 

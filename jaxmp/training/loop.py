@@ -36,7 +36,7 @@ from jaxmp.training.records import Records
 from jaxmp.training.resume import Place, begin, finished, stop_signals, tell_resumption
 from jaxmp.training.sizes import check_memory, shapes
 from jaxmp.training.step import TrainState
-from jaxmp.training.summary import conclude, finish, modes, recipe
+from jaxmp.training.summary import Tests, conclude, costs, finish, recipe, said
 from jaxmp.training.task import Task, stage_count
 from jaxmp.training.trackers import Callback, Record
 from jaxmp.training.trainer import Trainer, Values
@@ -373,7 +373,7 @@ def record(r: Run, state: TrainState, place: Place) -> None:
     if r.probe and base['epoch'] >= r.exp.config.warmup_epochs:
         for row in r.probe(r.trainer.export(state)):
             r.records.write({'kind': 'boundary', **base, **row})
-    scores = tested(r, state, base)
+    scores = said(tested(r, state, base), r.exp)
     r.display.say(
         f'{points.name(step)}  {duration(place["seconds"])}  '
         f'train loss {means["loss"]:.4f}  test {scores}'
@@ -384,16 +384,16 @@ def before_training(r: Run, state: TrainState) -> None:
     """Tests pretrained weights, unless a start of this run before has: what is it better than?"""
     there = any(row.get('compression') == 'on' for row in r.records.records)  # written last
     if not r.trainer.group.share(there)[0]:  # the first process has the records
-        r.display.say(f'before training  test {tested(r, state, {"step": 0, "epoch": 0})}')
+        scores = tested(r, state, {'step': 0, 'epoch': 0})
+        r.display.say(f'before training  test {said(scores, r.exp)}')
+        if line := costs(scores, r.exp.config):
+            r.display.say(f'warning: {line}')
 
 
-def tested(r: Run, state: TrainState, base: Record) -> str:
-    """Tests a state with compression off and on, writes the records, and returns what they say."""
-    metric = r.exp.task.metric
+def tested(r: Run, state: TrainState, base: Record) -> Tests:
+    """Tests a state with compression off and on, and writes the records."""
     with r.trainer.group.phase('testing'):
         tests = r.trainer.tested(state)
     for mode, scores in tests.items():
         r.records.write({'kind': 'test', **base, 'compression': mode, **scores})
-    labels = modes(len(r.exp.task.stages) - 1, r.exp.config)
-    shown = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
-    return f'{metric.name} {"  ".join(shown)}'
+    return tests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from jaxmp.training.loop import Run
 
 Columns = dict[str, list[float]]  # step, epoch and scores of a run's tests, or of its training
+PERCENT = 1.0  # of perplexity, above which a run says what its channels cost
+Tests = Mapping[str, Mapping[str, float]]  # scores, with compression 'off' and 'on'
 BYTES = 'boundary', 'uncompressed', 'forward', 'forward ratio', 'backward', 'backward ratio'
 
 
@@ -202,6 +205,26 @@ def _commit() -> str | None:
         return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def costs(tests: Tests, config: Config) -> str:
+    """A line for channels that cost pretrained weights more than `PERCENT` of their perplexity."""
+    lost = tests['on'].get('loss', math.nan) - tests['off'].get('loss', math.nan)
+    percent = 100 * math.expm1(min(lost, 700.0))
+    if not percent > PERCENT:
+        return ''
+    return (
+        f'config.fwd={config.fwd!r} adds {percent:.2g} % to the perplexity of these weights before '
+        'training. Codecs that add less are named by `jaxmp evaluate '
+        f'{config.model.path} --text=FILE --predict`'
+    )
+
+
+def said(tests: Tests, exp: Experiment) -> str:
+    """The scores of a test, as a line has them."""
+    metric, labels = exp.task.metric, modes(len(exp.task.stages) - 1, exp.config)
+    shown = [f'{label} {metric.format(tests[m])}'.strip() for m, label in labels.items()]
+    return f'{metric.name} {"  ".join(shown)}'
 
 
 def modes(boundaries: int, channels: Mapping[str, str]) -> dict[str, str]:
