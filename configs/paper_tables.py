@@ -105,7 +105,7 @@ PRETRAINED = [
         for r in BEST[1:]
     ),
     Row('causal-4.4', 'outliers(rotate(lloyd(4), 64), causal=True)', 'nvfp4'),
-    Row("causal-8.3", "outliers(rotate(uniform(8), 64), causal=True)", "nvfp4"),  # configs/finetune
+    Row("causal-8.2", "outliers(asinh(8), channels=4, causal=True)", "nvfp4"),  # configs/finetune
     Row('nvfp4', 'nvfp4', 'nvfp4'),
     Row('lora-none', 'raw', 'raw', changes=LOW_RANK),
     *(r._replace(name=f'lora-{r.name}', changes=LOW_RANK) for r in BEST),

@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description='Fine-tune a decoder in three stages.')
     parser.add_argument('model', help='a folder, a GGUF file, or owner/name of the hub')
     parser.add_argument('--tokenizer', default='', help='if the model has none, such as bytes')
-    parser.add_argument('--fwd', default='outliers(rotate(uniform(8), 64), causal=True)')
+    parser.add_argument('--fwd', default='outliers(asinh(8), channels=4, causal=True)')
     parser.add_argument('--bwd', default='nvfp4')
     parser.add_argument('--steps', type=int, default=50)
     parser.add_argument('--batch', type=int, default=4, help='sequences of a step')

@@ -361,5 +361,5 @@ def check_by_token(cuts: Sequence[Boundary], width: int) -> None:
             raise ValueError(
                 f'fwd {cut.fwd} codes tokens together with later ones, which in serving are not '
                 'there yet; give a codec by token, such as '
-                'outliers(rotate(uniform(8), 64), causal=True), or per_token(...) around this one'
+                'outliers(asinh(8), channels=4, causal=True), or per_token(...) around this one'
             )
