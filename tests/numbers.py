@@ -12,6 +12,7 @@ from jaxmp.plan.verdict import MARGIN as MARGIN_OF_A_STEP  # noqa: F401
 from jaxmp.report import answers, claims, late, lost, residuals, results
 from jaxmp.report.paper import PAPER, paper_row
 from jaxmp.training import moments as matched_on  # noqa: F401
+from jaxmp.training.summary import PERCENT  # noqa: F401
 from jaxmp.training.late import delays_of, strength_of  # noqa: F401
 from tests.runs import ROOT
 
@@ -272,16 +273,36 @@ def nats_lost(row):
     return pretrained()[row]['nats_lost']
 
 
-def by_cuts(model, row):
-    """A row of configs/depth.py, by its model and MODEL-CUTS-CODEC without the model."""
-    path = ROOT / 'results' / 'depth' / model / f'{model}-{row}.json'
-    return json.loads(path.read_text())
+SAFE = 'outliers(asinh({}), channels=4, causal=True)'
+ROTATED = 'outliers(rotate(lloyd(4), 64), causal=True)'
 
 
-def lost_of(model, row):
-    """The nats that it loses, and their standard error."""
-    result = by_cuts(model, row)
-    return result['nats_lost'], result['standard_error']
+def by_cuts(model, cuts, codec, text='wikitext'):
+    """What bench/depth.py measured of a codec at so many cuts."""
+    path = ROOT / 'results' / 'depth' / f'{model}-{text}-{cuts}.json'
+    result = json.loads(path.read_text())
+    return {**result, **result['scores'][codec]}
+
+
+def kl_of(codec, *places):
+    """The divergence and its standard error, of models and cuts."""
+    scores = [by_cuts(model, cuts, codec) for model, cuts in places]
+    return [s[k] for s in scores for k in ('kl', 'kl_error')]
+
+
+PLACES = ('smollm2', 3), ('smollm2', 7), ('gemma3', 3), ('gemma3', 7)
+
+
+def added(codec, model, cuts, text='wikitext'):
+    """Percent of perplexity that a codec adds."""
+    return by_cuts(model, cuts, codec, text)['percent']
+
+
+def law():
+    """Combinations that were measured, and how many are within 30 % of their prediction."""
+    depth = plugins.module(str(ROOT / 'bench' / 'depth.py'))
+    rows = list(depth.combinations(depth.loaded(ROOT / 'results' / 'depth')))
+    return len(rows), sum(abs(p / kl - 1) <= depth.NEAR for *_, p, kl in rows)
 
 
 def in_eight(row, seeds_of='raw'):

@@ -30,7 +30,7 @@ from tests.runs import ENV, ROOT
 
 NUMBER = r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+'
 UNREAD = (  # the report's tables, which test_report.py makes again; comments; blocks; addresses
-    r'<!-- (results|verdicts|nats|claims|bits|codecs|late|schedules)\b[^>]*-->.*?<!-- /\1 -->',
+    r'<!-- (results|verdicts|nats|claims|bits|codecs|late|schedules|depth|texts|law)\b[^>]*-->.*?<!-- /\1 -->',
     r'<!--.*?-->',
     r'```.*?```',
     r'(?<=\])\([^)]*\)',
@@ -104,6 +104,7 @@ def faults(text, entries):
         'docs/speed.md',
         'docs/finetune.md',
         'docs/late.md',
+        'docs/depth.md',
     ],
 )
 def test_every_number_of_a_page_has_a_source(page):
@@ -135,7 +136,8 @@ def test_no_page_is_long():
     assert len((ROOT / 'README.md').read_text().split()) <= 600
     assert words['findings.md'] <= 1500
     assert len(read('docs/late.md').split()) <= 700  # beside its tables
-    most = {'paper.md': 3000} | dict.fromkeys(LOGS, inf)
+    assert len(read('docs/depth.md').split()) <= 900  # beside its tables
+    most = {'paper.md': 3000, 'depth.md': 2200} | dict.fromkeys(LOGS, inf)
     assert {n: w for n, w in words.items() if w > most.get(n, 1800)} == {}
 
 
