@@ -87,11 +87,11 @@ def test_marks_of_all_studies_need_no_name(known):
         report.renew('<!-- claims x -->\n<!-- /claims -->', studies)
 
 
-def test_the_picture_of_the_readme_names_rows_of_the_table(known, tmp_path):
+def test_the_picture_of_the_paper_names_rows_of_the_table(known, tmp_path):
     table = known['pretrained_codecs']
     assert glance.draw(table, tmp_path) == glance.FILE
-    shown = f'docs/report/{glance.FILE}'.replace('png', 'svg')
-    assert shown in (ROOT / 'README.md').read_text()
+    shown = f'report/{glance.FILE}'.replace('png', 'svg')
+    assert shown in (ROOT / 'docs' / 'paper.md').read_text()
     drawn = (tmp_path / glance.FILE).with_suffix('.svg').read_text()
     assert all(f'<!-- {name} -->' in drawn for name in glance.POINTS.values())
     assert f'loses {table.rows["klt3-long"]["nats_lost"]:.2g} nats at 3 bits' in drawn

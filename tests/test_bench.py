@@ -188,6 +188,22 @@ def test_simulated_steps_are_near_the_measured_ones(bench):
             assert found.planned(*what) == pytest.approx(row['step_s'], rel=0.08)
 
 
+def test_the_page_on_boundaries_is_that_of_its_results(bench):
+    """Its tables and its picture, and what four pages say: that the loss adds up."""
+    depth, page = bench('depth'), ROOT / 'docs' / 'depth.md'
+    results = depth.loaded(ROOT / 'results' / 'depth')
+    assert depth.written(results, page) == page.read_text()
+    for end in ('svg', 'png'):
+        assert depth.mark(results).encode() in page.with_suffix(f'.{end}').read_bytes()
+    for name in ('README.md', 'docs/results.md', 'docs/choosing.md', 'docs/finetune.md'):
+        assert 'adds up over boundaries' in ' '.join((ROOT / name).read_text().split()), name
+    for model in depth.MODELS:  # the sum of what each costs by itself
+        job = depth.Job(model, 'wikitext', 7)
+        codec = 'outliers(asinh(6), channels=4, causal=True)'
+        together = depth.found(results, job, codec).kl
+        assert depth.predicted(results, job, codec) == pytest.approx(together, rel=0.1)
+
+
 @pytest.mark.parametrize('end', ['svg', 'png'])
 def test_the_picture_of_the_readme_shows_the_committed_rows(end, bench):
     """`bench/slow_picture.py` draws it again; rows or code that changed have another digest."""

@@ -1,4 +1,4 @@
-"""The picture of the README: nats lost by bits on a pretrained language model, few codecs named."""
+"""The picture of the paper: nats lost by bits on a pretrained language model, few codecs named."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ FAMILIES: dict[str, str] = dict(
 MEMBERS = {  # the family of a codec, a feedback rule or an exchange
     **dict.fromkeys(('raw', 'mean'), 'no compression'),
     **dict.fromkeys(('uniform', 'fp16', 'bf16', 'one_bit', 'as_bool'), 'quantisation'),
-    **dict.fromkeys(
-        ('natural', 'qsgd', 'log_scale', 'asinh', 'lloyd', 'trellis', 'klt'), 'quantisation'
-    ),
+    **dict.fromkeys(('natural', 'qsgd', 'log_scale', 'lloyd', 'trellis', 'klt'), 'quantisation'),
     **dict.fromkeys(('top_k', 'random_k', 'unbiased_random_k'), 'sparsification'),
     **dict.fromkeys(('ef', 'ef21', 'ef_mixed', 'dgc', 'double_squeeze'), 'error feedback'),
     'block': 'block quantisation',
@@ -70,7 +68,6 @@ TERMS = {  # a function of the grammar in words; {} is its first argument
     'uniform': '{}-bit',
     'block': '{}-bit blocks',
     'log_scale': '{}-bit logarithmic',
-    'asinh': '{}-bit asinh',
     'lloyd': '{}-bit Lloyd-Max',
     'k_means': '{}-bit k-means',
     'trellis': '{}-bit trellis',
