@@ -49,6 +49,7 @@ CANDIDATES = (  # whose divergence is predicted, by bits
     'outliers(asinh(8), channels=4, causal=True)',
     'per_token(uniform(8))',
     'per_token(asinh(8))',
+    'outliers(asinh(7), channels=4, causal=True)',
     'outliers(rotate(uniform(6), 64), causal=True)',
     'mx(6)',
     'outliers(asinh(6), channels=4, causal=True)',
