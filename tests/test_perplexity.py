@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -116,6 +117,31 @@ def test_the_command_tests_a_checkpoint_with_codecs(folder, text, tmp_path, caps
     assert saved['hardware']
     assert out.stat().st_size > 5000
     assert out.with_suffix('.svg').is_file()
+
+
+def test_the_command_predicts_what_codecs_cost_behind_every_block(folder, text, tmp_path, capsys):
+    """Without a codec nothing is measured; with one both stand beside each other."""
+    out = tmp_path / 'predicted.png'
+    words = [str(folder), f'--text={text}', '--tokenizer=bytes', '--block=8', '--predict=32']
+    crosstest.main([*words, f'--out={out}'])
+    shown = capsys.readouterr().out
+    saved = json.loads(out.with_suffix('.json').read_text())
+    scores = saved['scores'][folder.name]
+    assert [*scores] == [*perplexity.CANDIDATES]
+    assert saved['models'][folder.name]['stages'] == 3  # a block each
+    for score in scores.values():
+        assert {'kl', 'nats_lost', 'perplexity'}.isdisjoint(score)
+        assert sum(score['predicted_by_cut']) == pytest.approx(score['predicted_kl'])
+        assert score['percent'] == pytest.approx(100 * np.expm1(score['predicted_kl']))
+    assert 'kl predicted' in shown
+    assert 'nats lost' not in shown
+    within = min(s['bits'] for s in scores.values() if s['percent'] <= 1)
+    assert re.search(rf'3 stages\. Within 1 % of perplexity: .*, {within:.2f} bits, adds', shown)
+    crosstest.main([*words, '--cuts=1', '--codec=block(2)', f'--out={out}'])
+    scores = json.loads(out.with_suffix('.json').read_text())['scores'][folder.name]
+    both = scores['block(2)']
+    assert both['predicted_kl'] == pytest.approx(both['kl'], rel=0.5)
+    assert 'kl' not in scores['nvfp4']
 
 
 png = Path(__file__).parents[1] / 'docs' / 'slow_link.png'

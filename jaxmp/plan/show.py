@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rich.table import Table
 
 from jaxmp import terminal
 from jaxmp.net.speed import Link
-from jaxmp.plan.choose import ALIKE, Choice, Probed
+from jaxmp.plan.choose import ALIKE, Candidate, Choice, Probed
 from jaxmp.plan.verdict import spelled
 
 
@@ -81,7 +82,10 @@ def crossings(probed: Probed, choice: Choice, link: Link, budget: float, every: 
         + (f', without the delay of {link.delay:g} ms' if link.delay else '')
         + f'; error: of the message, relative squared, at most {budget:g}'
     )
-    for head in ('boundary', 'way', 'codec', 'bits', 'error', 'encode', 'wire', 'decode', ''):
+    in_nats = any(c.nats for own in probed.crossings.values() for c in own)
+    percent = ('perplexity',) * in_nats  # that it is predicted to add
+    for head in ('boundary', 'way', 'codec', 'bits', 'error', *percent, 'encode', 'wire', 'decode',
+                 ''):  # fmt: skip
         table.add_column(head, justify='left' if head in ('way', 'codec', '') else 'right')
     for edge, own in sorted(probed.crossings.items(), key=lambda row: (min(row[0]), row[0])):
         for c in sorted(own, key=lambda c: c.error):
@@ -92,10 +96,20 @@ def crossings(probed: Probed, choice: Choice, link: Link, budget: float, every: 
                 1e3 * t for t in (c.encode, link.seconds(c.nbytes, edge[0] > edge[1]), c.decode)
             )
             way = 'forward' if edge[0] < edge[1] else 'backward'
-            cells = f'{c.bits:.2f}', f'{c.error:.2g}', *(f'{t:.2f}' for t in times)
+            cells = f'{c.bits:.2f}', f'{c.error:.2g}', *(added(c) for _ in percent)
+            cells = *cells, *(f'{t:.2f}' for t in times)
             table.add_row(str(1 + min(edge)), way, c.text, *cells, mark)
         table.add_section()
     return table
+
+
+def added(c: Candidate) -> str:
+    """What a candidate is predicted to add to perplexity.
+
+    >>> added(Candidate('nvfp4', 4.5, 0.1, 0.0, 0.0, 0.0, nats=0.02))
+    '2.02 %'
+    """
+    return f'{100 * math.expm1(c.nats):.3g} %' if c.nats else ''
 
 
 def stages(probed: Probed, choice: Choice) -> Table:
