@@ -105,7 +105,6 @@ def jobs():
     yield from (Job(m, 'wikitext', n) for n in (3, 7, 1) for m in MODELS)
     yield from (Job(m, t, n) for t in TEXTS[1:] for m in MODELS for n in (3, 7))
     yield from (Job(m, 'wikitext', [*CUTS[m]][-1]) for m in MODELS)
-    yield from (Job(m, 'wikitext', 14) for m in MODELS)
 
 
 def codecs_of(job):
