@@ -104,7 +104,7 @@ def jobs():
     yield from (Job(m, t, 0) for t in TEXTS for m in MODELS)
     yield from (Job(m, 'wikitext', n) for n in (3, 7, 1) for m in MODELS)
     yield from (Job(m, t, n) for t in TEXTS[1:] for m in MODELS for n in (3, 7))
-    yield from (Job(m, 'wikitext', [*CUTS[m]][-1]) for m in MODELS)
+    yield from (Job(m, 'wikitext', n) for n in (29, 17, 14) for m in MODELS if n in CUTS[m])
 
 
 def codecs_of(job):
@@ -228,12 +228,25 @@ def by_codec(results):
     return markdown(['codec', 'predicted / measured', 'within 30 %'], rows)
 
 
+def by_choice(results):
+    """What the plan chose on WikiText-2 for each model, and what it adds on all texts."""
+    rows = []
+    for n, codecs in CHOSEN.items():
+        for model, codec in zip(MODELS, codecs, strict=True):
+            found_in = [found(results, Job(model, t, n), codec) for t in TEXTS]
+            bits = results[f'{model}-wikitext-predicted']['scores'][codec]['bits']
+            percents = [f'{100 * math.expm1(f.kl):.2f} %' for f in found_in]
+            rows.append([NAMES[model], str(n), f'`{codec}`', f'{bits:.2f}', *percents])
+    return markdown(['model', 'cuts', 'codec', 'bits', *TEXTS], rows)
+
+
 def page(results):
     """What stands between the marks of docs/depth.md, by mark."""
     return {
         'depth': '\n\n'.join(f'{NAMES[m]}:\n\n{by_depth(results, m)}' for m in MODELS),
         'texts': by_text(results),
         'law': by_codec(results),
+        'chosen': by_choice(results),
     }
 
 

@@ -298,11 +298,19 @@ def added(codec, model, cuts, text='wikitext'):
     return by_cuts(model, cuts, codec, text)['percent']
 
 
-def law():
-    """Combinations that were measured, and how many are within 30 % of their prediction."""
+def law(most=1e9):
+    """Combinations measured below so many nats, and how many are near their prediction."""
     depth = plugins.module(str(ROOT / 'bench' / 'depth.py'))
     rows = list(depth.combinations(depth.loaded(ROOT / 'results' / 'depth')))
-    return len(rows), sum(abs(p / kl - 1) <= depth.NEAR for *_, p, kl in rows)
+    near = [abs(p / kl - 1) <= depth.NEAR for *_, p, kl in rows if kl < most]
+    return len(near), sum(near)
+
+
+def law_of_own():
+    """Predicted over measured, of a GPT-2 trained here."""
+    result = json.loads((ROOT / 'bench' / 'results' / 'depth_own.json').read_text())
+    [scores] = result['scores'].values()
+    return [s['predicted_kl'] / s['kl'] for c, s in scores.items() if s.get('kl') and c != 'raw']
 
 
 def in_eight(row, seeds_of='raw'):

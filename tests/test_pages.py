@@ -34,6 +34,7 @@ UNREAD = (  # the report's tables, which test_report.py makes again; comments; b
     r'<!-- (depth|texts|law|chosen) -->.*?<!-- /\1 -->',
     r'<!--.*?-->',
     r'```.*?```',
+    r'\$\$.*?\$\$|\$[^$]*\$',
     r'(?<=\])\([^)]*\)',
 )
 NAMES = (  # numbers that belong to a name; code
@@ -138,7 +139,7 @@ def test_no_page_is_long():
     assert words['findings.md'] <= 1500
     assert len(read('docs/late.md').split()) <= 700  # beside its tables
     assert len(read('docs/depth.md').split()) <= 900  # beside its tables
-    most = {'paper.md': 3000, 'depth.md': 2200} | dict.fromkeys(LOGS, inf)
+    most = {'paper.md': 3000, 'depth.md': inf} | dict.fromkeys(LOGS, inf)
     assert {n: w for n, w in words.items() if w > most.get(n, 1800)} == {}
 
 
