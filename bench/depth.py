@@ -82,6 +82,14 @@ LINES = {
     'outliers(asinh(8), channels=4, causal=True)': 'asinh, heavy apart, 8.2 bits',
 }
 COLOURS = '#777777', 'black', '#0072B2', '#E69F00', '#56B4E9', '#D55E00', '#009E73', '#882255'
+LEARNED = {
+    '0.3-4': 'weighed by 0.3 of the gradients',
+    '0.99-4': 'weighed by all of the gradients',
+    '0.99-3': 'the same',
+    '0.99-2.3': 'the same, a trellis',
+    '0.99-4-code': 'the same as 4 bits, learned from source code',
+}
+OUT = Path(__file__).parents[1] / 'results' / 'depth'
 NEAR = 0.3  # of what was measured
 TOKENS, BLOCK, BATCH = 2048, 256, 4
 
@@ -240,6 +248,19 @@ def by_choice(results):
     return markdown(['model', 'cuts', 'codec', 'bits', *TEXTS], rows)
 
 
+def by_lesson(folder):
+    """Components that were learned before, at three cuts: rows of configs/depth.py."""
+    rows = []
+    for name, words in LEARNED.items():
+        cells = []
+        for model in MODELS:
+            file = folder / model / f'{model}-{name}.json'
+            row = json.loads(file.read_text()) if file.is_file() else None
+            cells.append(Found(row['kl'], row['kl_error'], True).text if row else '')
+        rows.append([words, name.split('-')[1], *cells])
+    return markdown(['learned', 'bits', *(NAMES[m] for m in MODELS)], rows)
+
+
 def page(results):
     """What stands between the marks of docs/depth.md, by mark."""
     return {
@@ -247,6 +268,7 @@ def page(results):
         'texts': by_text(results),
         'law': by_codec(results),
         'chosen': by_choice(results),
+        'learned': by_lesson(OUT.with_name('depth_learned')),
     }
 
 

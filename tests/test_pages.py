@@ -31,7 +31,7 @@ from tests.runs import ENV, ROOT
 NUMBER = r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+'
 UNREAD = (  # the report's tables, which test_report.py makes again; comments; blocks; addresses
     r'<!-- (results|verdicts|nats|claims|bits|codecs|late|schedules)\b[^>]*-->.*?<!-- /\1 -->',
-    r'<!-- (depth|texts|law|chosen) -->.*?<!-- /\1 -->',
+    r'<!-- (depth|texts|law|chosen|learned) -->.*?<!-- /\1 -->',
     r'<!--.*?-->',
     r'```.*?```',
     r'\$\$.*?\$\$|\$[^$]*\$',
