@@ -48,7 +48,7 @@ ORDERS = {ORDER: {'parallel.schedule': 'eager_1f1b(7)'}} | {
         'optimizer.delay': n, 'optimizer.correction': word or 'none',
         'optimizer.delay_by_stage': by_stage,
     }
-    for n in range(1, 10) for word in ('', 'predict', 'scale', 'compensate')
+    for n in range(1, 10) for word in ('', 'predict')
     for by_stage in (False, True)
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxmp.config import default
+from jaxmp.config import KEYS, default
 from jaxmp.net.speed import Link
 from jaxmp.plan import choose, late, planned
 from jaxmp.plan.choose import Probed
@@ -144,6 +144,19 @@ def test_what_the_planner_reads_follows_from_committed_results():
     assert {row.training for row in late.table()} >= {'LoRA'}
 
 
+def test_no_correction_that_has_left_is_proposed():
+    """Results of them stay in the table, and none of them is the best."""
+    known = {(row.training, row.optimizer) for row in late.table()}
+    best = [
+        row.correction
+        for case in known
+        for compressed in (False, True)
+        for row in late.best_of(late.table(), *case, compressed)
+    ]
+    assert {'scale', 'compensate'} <= {row.correction for row in late.table()}
+    assert {*best} <= {*KEYS['optimizer.correction'].words}
+
+
 # What is proposed.
 
 
@@ -190,7 +203,7 @@ def test_parameters_are_moved_once_a_step_and_a_tied_table_is_waited_for():
 ROW = Measured('from nothing', 'sgd', 1, False, 'none', False, 1.25, 0.01, 3)
 ROWS = (
     ROW,
-    ROW._replace(correction='scale', steps=1.5),
+    ROW._replace(correction='predict', steps=1.5),
     ROW._replace(delay=4, correction='predict', steps=1.3, seeds=1),
     ROW._replace(training='LoRA', steps=1.0),
     ROW._replace(optimizer='muon', steps=1.0),

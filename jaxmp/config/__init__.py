@@ -26,6 +26,11 @@ Summary = dict[str, Any]  # of a finished run, as summary.json holds it
 ALIKE = 0.7  # least likeness of a misspelt key to the one that is meant, as difflib counts it
 TEXTS = ('alice', 'wikitext-2', 'wikitext-2-raw')  # of the package, by data.name
 LARGEST = {'seed': 2**32 - 1}  # of a key; JAX keeps 32 bits of a seed
+LEFT = {  # of a key the first word of values that are no longer allowed
+    ('parallel.schedule', 'async'): 'a pipeline that stays full is config.optimizer.delay=N',
+    ('optimizer.correction', 'scale'): 'it lost to none, and left; commit a88a3d2e has it',
+    ('optimizer.correction', 'compensate'): 'it gained nothing, and left; commit a88a3d2e has it',
+}
 LENGTH = re.compile(r'(\d+) ?steps?|(\d+(?:\.\d+)?) ?(epoch|%|)s?')
 
 
@@ -174,8 +179,7 @@ KEYS: Mapping[str, Key] = {
         False, 'a stage only as late as its own way takes; each group then clips by its own norm'),
     'optimizer.correction': Key(
         'none', 'of late gradients, perhaps with its strength, `predict(0.5)`',
-        words=('none', 'predict', 'scale', 'compensate'),
-        pattern=r'(predict|scale|compensate)\(\d{0,3}\.?\d+\)',
+        words=('none', 'predict'), pattern=r'predict\(\d{0,3}\.?\d+\)',
         such="one with a strength from 0, such as 'predict(0.5)'"),
     # Where it runs.
     'parallel.runtime': Key(
@@ -373,9 +377,10 @@ def _problem(name: str, key: Key, value: Any) -> str:
         return ''
     path = f", nor an import path 'package.module:name' of {key.own}" if key.own else ''
     such = f', nor {key.such}' if key.such else ''
-    late = '; a pipeline that stays full is config.optimizer.delay=N' * value.startswith('async')
+    left = LEFT.get((name, value.partition('(')[0]), '')
     return (
-        f'is not one of {", ".join(map(repr, key.words))}{hint(value, key.words)}{such}{path}{late}'
+        f'is not one of {", ".join(map(repr, key.words))}{hint(value, key.words)}{such}{path}'
+        f'{left and f"; {left}"}'
     )
 
 

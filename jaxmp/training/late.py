@@ -16,21 +16,18 @@ A correction makes up for it. With :math:`u_t`, the optimizer's update by :math:
   each of the N updates under way is as the last one (c = N, the default). With momentum this is
   SpecTrain's and XPipe's prediction; as error feedback, the error of a late update is added to the
   next one; c < 1 looks ahead as Nesterov's momentum does.
-* ``scale(c)``: :math:`p_{t+1} = p_t + c\,u_t`, with c = 1 / (N + 1).
-* ``compensate(c)``: the optimizer gets :math:`g + c\,g \odot g \odot (p_t - p_{t-N})`, a guess of
-  the gradient at :math:`p_t`, with c = 0.04.
 
 References:
   PipeDream-2BW, arXiv 2006.09503. Gradients one step late, and error feedback: arXiv 2606.30634, of
   which the abstract alone was at hand, so that the equation is ours. SpecTrain, arXiv 1809.02839.
-  XPipe, arXiv 1911.04610. Nesterov's method for pipelines, arXiv 2505.01099. Delay-compensated
-  ASGD, arXiv 1609.08326. Rates by delay: PipeMare, arXiv 1910.05124.
+  XPipe, arXiv 1911.04610. Nesterov's method for pipelines, arXiv 2505.01099. Rates by delay:
+  PipeMare, arXiv 1910.05124.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,14 +43,14 @@ class Corrected(NamedTuple):
     """The state of an optimizer whose gradients are late.
 
     Attributes:
-      places: the parameters of the last N steps, the oldest first, where a correction needs them.
-      last: the last update, likewise.
+      last: the last update.
       state: of the optimizer.
+      places: nothing, of a correction that has left; checkpoints of before have the name.
     """
 
-    places: tuple[Any, ...]
-    last: Any
-    state: Any
+    last: Params
+    state: optax.OptState
+    places: tuple[()] = ()
 
 
 def corrected(
@@ -64,7 +61,7 @@ def corrected(
     Args:
       optimizer: what moves the parameters.
       delay: N; the first update is by the gradient at the parameters of `init`.
-      correction: 'none', or a word of the module's table, perhaps with its number.
+      correction: 'none' or 'predict', perhaps with its number.
 
     >>> optimizer = corrected(optax.sgd(1.0), 1, 'predict')
     >>> state, seen = optimizer.init(8.0), [8.0, 8.0]
@@ -79,25 +76,12 @@ def corrected(
         return optimizer
 
     def init(params: Params) -> Corrected:
-        params = jax.tree.map(jnp.asarray, params)
-        last = jax.tree.map(jnp.zeros_like, params) if word == 'predict' else ()
-        copies = delay if word == 'compensate' else 0  # a step may donate each
-        places = tuple(jax.tree.map(jnp.copy, params) for _ in range(copies))
-        return Corrected(places, last, optimizer.init(params))
+        return Corrected(jax.tree.map(jnp.zeros_like, params), optimizer.init(params))
 
     def update(updates: Grads, state: Any, params: Params = None) -> tuple[Any, Corrected]:
-        due, places, last = updates, state.places, state.last
-        if word == 'compensate':
-            then, *later = places
-            guess = lambda g, p, old: g + strength * g * g * (p - old)
-            due, places = jax.tree.map(guess, due, params, then), (*later, params)
-        updates, inner = optimizer.update(due, state.state, params)
-        if word == 'predict':
-            ahead = lambda u, before: u + strength * (u - before)
-            last, updates = updates, jax.tree.map(ahead, updates, last)
-        elif word == 'scale':
-            updates = jax.tree.map(lambda u: strength * u, updates)
-        return updates, Corrected(places, last, inner)
+        updates, inner = optimizer.update(updates, state.state, params)
+        ahead = lambda u, before: u + strength * (u - before)
+        return jax.tree.map(ahead, updates, state.last), Corrected(updates, inner)
 
     return optax.GradientTransformation(init, update)
 
@@ -180,11 +164,6 @@ def strength_of(correction: str, delay: int) -> tuple[str, float]:
     >>> strength_of('predict', 4), strength_of('predict(0.5)', 4), strength_of('none', 4)
     (('predict', 4.0), ('predict', 0.5), ('none', 0.0))
     """
-    usual: dict[str, Callable[[int], float]] = {
-        'none': lambda n: 0,
-        'predict': lambda n: n,
-        'scale': lambda n: 1 / (n + 1),
-        'compensate': lambda n: 0.04,
-    }
     word, number = re.fullmatch(r'(\w+)(?:\((.+)\))?', correction).groups()  # pyright: ignore
-    return word, float(number) if number else float(usual[word](delay))
+    usual = {'none': 0, 'predict': delay}
+    return word, float(number if number else usual[word])

@@ -129,11 +129,6 @@ def check_whole_norm(config: Config) -> None:
             'batches; take config.optimizer.clip_norm, which then clips each group by itself, or '
             'leave delay_by_stage out'
         )
-    if c.correction.startswith('compensate'):
-        raise ValueError(
-            f'{clips}config.optimizer.correction={c.correction!r} changes the gradients of each '
-            'after it is known; take another correction, or config.optimizer.clip_norm'
-        )
 
 
 def _whole(config: Config, rate: Rate) -> optax.GradientTransformation:
