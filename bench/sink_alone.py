@@ -21,7 +21,8 @@ import numpy as np
 from jaxmp.config.plugins import module
 from jaxmp.spec import parse
 from jaxmp.training import nats_table
-from jaxmp.training.perplexity import before_first, blocks_of, context, tail
+from jaxmp.training.perplexity import blocks_of
+from jaxmp.training.stagewise import activations, before_first, context, last_nats
 from jaxmp.training.summary import provenance
 from jaxmp.wire import like
 
@@ -76,7 +77,6 @@ def decoder_of(row, setting):
 def rows_of(model, setting, blocks, begins, decoded):
     """A row per variant, and one of the first tokens themselves."""
     before, start = BEGINS[begins], before_first(model)
-    initial, run = tail(model, parse('raw'))
     mean, nats, norms = mean_first(start, setting, model, before), {}, []
     for i in range(0, len(blocks), 8):
         tokens = np.concatenate([np.tile(before, (8, 1)), blocks[i : i + 8]], 1)
@@ -88,7 +88,7 @@ def rows_of(model, setting, blocks, begins, decoded):
         ratio = size(x)[:, 0] / np.median(size(x)[:, 1:], 1)
         norms.append(np.stack([ratio, size(y)[:, 0] / size(x)[:, 0], cosine]))
         for name, arrives in variants(x, y, mean):
-            found, _ = run(model.variables[1:], initial(arrives), arrives, ctx)
+            found = last_nats(model, activations(model, arrives, ctx)[-1], ctx)
             nats.setdefault(name, []).append(np.asarray(found, np.float64)[:, len(before) :])
     nats = {name: np.concatenate(parts) for name, parts in nats.items()}
     for name, found in nats.items():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 Scores = Mapping[str, float]  # means over a split, by name; 'loss' in nats among them
 Summary = Mapping[str, Any]  # of a finished run, as summary.json holds it
 
+PERCENT = 1.0  # of perplexity, that codecs may add to a pretrained model before somebody is told
 SHOWN = '{:.4g}'  # a mean as a text, where a metric does not say how
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxmp.config import Config
+from jaxmp.metrics import PERCENT
 from jaxmp.net.speed import Link
 from jaxmp.plan.asked import Asked
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from jaxmp.training.experiment import Experiment
 
 EACH = 4  # micro-batches of the probe per stage
-PERCENT = 1.0  # of perplexity, that a pretrained model may lose by default
 
 
 def planned(

@@ -8,8 +8,10 @@ ones have; see `jaxmp.training.moments`.
 
 With ``--text=FILE`` the table has the perplexity of a text instead, by language models: runs, or
 checkpoints (a folder, a GGUF file, a name of the hub) in ``--stages`` or ``--cuts``; with the nats
-that each codec loses and their standard errors over blocks of the text; see
-`jaxmp.training.perplexity`.
+that each codec loses, the divergence (kl) of the next token from that without compression, and
+their standard errors over blocks of the text; see `jaxmp.training.perplexity`. With ``--predict``
+codecs of many kinds stand beside them, each predicted from one backward pass, and the one of the
+fewest bits within 1 % of perplexity is named; see `jaxmp.training.divergence`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from jaxmp.data.content import decoded
 from jaxmp.exchange.collectives import Tree
 from jaxmp.feedback import direct
 from jaxmp.grammar import channel_of, check_channels, own_words
-from jaxmp.metrics import Metric
+from jaxmp.metrics import PERCENT, Metric
 from jaxmp.models.huggingface import local
 from jaxmp.report import style
 from jaxmp.report.compare import picture
@@ -48,8 +50,6 @@ from jaxmp.training.progress import tracked
 from jaxmp.training.saved import Run, config_of, load
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
-
-PERCENT = 1.0  # of perplexity, within which a codec is advised
 
 
 def named(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:

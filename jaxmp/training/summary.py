@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jaxmp import terminal
 from jaxmp.config import Config, Summary, flat
-from jaxmp.metrics import Metric, by_phases, epochs_of, of_summary, to_summary
+from jaxmp.metrics import PERCENT, Metric, by_phases, epochs_of, of_summary, to_summary
 from jaxmp.report import curves, style
 from jaxmp.training import footprint, profile
 from jaxmp.training.across import Traffic
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from jaxmp.training.loop import Run
 
 Columns = dict[str, list[float]]  # step, epoch and scores of a run's tests, or of its training
-PERCENT = 1.0  # of perplexity, above which a run says what its channels cost
 Tests = Mapping[str, Mapping[str, float]]  # scores, with compression 'off' and 'on'
 BYTES = 'boundary', 'uncompressed', 'forward', 'forward ratio', 'backward', 'backward ratio'
 
