@@ -224,7 +224,7 @@ def clipped(config, rate):
         (
             {'delay': 1, 'correction': 'scale(0.5)'},
             r"correction='scale\(0.5\)' is not one of 'none', 'predict', .*'predict\(0.5\)'; "
-            'it lost to none, and left; commit a88a3d2e has it',
+            'it lost to none, and left; commit a88a3d2 has it',
         ),
         (
             {'delay': 1, 'correction': 'compensate'},

@@ -28,8 +28,8 @@ TEXTS = ('alice', 'wikitext-2', 'wikitext-2-raw')  # of the package, by data.nam
 LARGEST = {'seed': 2**32 - 1}  # of a key; JAX keeps 32 bits of a seed
 LEFT = {  # of a key the first word of values that are no longer allowed
     ('parallel.schedule', 'async'): 'a pipeline that stays full is config.optimizer.delay=N',
-    ('optimizer.correction', 'scale'): 'it lost to none, and left; commit a88a3d2e has it',
-    ('optimizer.correction', 'compensate'): 'it gained nothing, and left; commit a88a3d2e has it',
+    ('optimizer.correction', 'scale'): 'it lost to none, and left; commit a88a3d2 has it',
+    ('optimizer.correction', 'compensate'): 'it gained nothing, and left; commit a88a3d2 has it',
 }
 LENGTH = re.compile(r'(\d+) ?steps?|(\d+(?:\.\d+)?) ?(epoch|%|)s?')
 
