@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from timeline import legend, paint
+
 from jaxmp.report import style
 from jaxmp.runtimes.schedule import Action, Costs, Task, timed
 from jaxmp.runtimes.schedules import SCHEDULES
-from jaxmp.runtimes.timeline import legend, paint
 from jaxmp.runtimes.unflushed import stream
 
 HERE = Path(__file__).parent

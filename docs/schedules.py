@@ -7,10 +7,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from timeline import legend, paint
+
 from jaxmp.report import style
 from jaxmp.runtimes.schedule import Action, Costs, bubble, place, saved_inputs, size
 from jaxmp.runtimes.schedules import SCHEDULES
-from jaxmp.runtimes.timeline import legend, paint
 
 HERE = Path(__file__).parent
 NAMES = {

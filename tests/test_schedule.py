@@ -9,7 +9,6 @@ from jaxmp.config import KEYS
 from jaxmp.runtimes import schedule, schedules
 from jaxmp.runtimes.schedule import Action, Costs, timed
 from jaxmp.runtimes.schedules import SCHEDULES, Plan
-from jaxmp.runtimes.timeline import draw
 from jaxmp.runtimes.unflushed import most_kept, stream
 from jaxmp.training.late import delays_of
 from tests.runs import ROOT
@@ -334,13 +333,6 @@ def test_the_page_of_late_gradients_has_the_table_that_the_code_computes(monkeyp
     fill = (late.DEVICES - 1) * (3.0 + 2 * late.COSTS.message)
     assert steps['eager_1f1b'] == steps['late'] + fill < steps['1f1b']
     assert late.table() in (ROOT / 'docs' / 'late.md').read_text()
-
-
-@pytest.mark.parametrize('name', ['1f1b', 'zb_v'])
-def test_draw_writes_a_picture(name, tmp_path):
-    path = tmp_path / 'timeline.png'
-    draw(SCHEDULES[name](4, 3), path)
-    assert path.read_bytes()[:4] == b'\x89PNG'
 
 
 @pytest.mark.parametrize(

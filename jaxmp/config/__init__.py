@@ -211,7 +211,7 @@ KEYS: Mapping[str, Key] = {
         True, 'send what frozen stages give of an example once; its receiver keeps it on disk',
         runtime='mpmd', free=True),
     'parallel.profile': Key(
-        False, 'measure where the time of one step went, stage by stage', runtime='mpmd',
+        False, 'say where the time of one step went, and trace some into profile', runtime='mpmd',
         idle=True, free=True),
     # What is kept.
     'probe': Key(

@@ -26,12 +26,7 @@ Move = Callable[[Payload | None, Address], Payload]
 
 
 class Lane:
-    """One direction of a link, as one of its ends (or both) uses it; see the module.
-
-    Attributes:
-      spans: when each message left and when it arrived, by its number and `time.monotonic`; None
-        notes nothing. A process that only receives does not know the former.
-    """
+    """One direction of a link, as one of its ends (or both) uses it; see the module."""
 
     def __init__(
         self,
@@ -52,9 +47,8 @@ class Lane:
         """
         rate, self._delay = emulated
         self._seconds = lambda n: 8 * n / (1e6 * rate) if rate else 0.0
-        self._move, self._address, self._number = move, address or (lambda place: None), 0
+        self._move, self._address = move, address or (lambda place: None)
         self._turn = ThreadPoolExecutor(1, 'lane') if address or any(emulated) else None
-        self.spans: dict[int, tuple[float, float]] | None = None
 
     def carry(
         self, sent: Future[Payload] | None, place: Place = None
@@ -65,29 +59,23 @@ class Lane:
           sent: the message, where it is sent; None in a process that only receives it.
           place: its step and number, where it may arrive in a later step than it is sent in.
         """
-        n, self._number = self._number, self._number + 1
         arrived: Future[tuple[Payload, float]] = Future()
         if (turn := self._turn) is None:
             assert sent is not None
-            sent.add_done_callback(lambda done: self._follow(n, done, arrived))
+            sent.add_done_callback(lambda done: self._follow(done, arrived))
             return arrived
         address = self._address(place)
-        go = lambda *_: turn.submit(self._carry, n, address, sent, arrived)
+        go = lambda *_: turn.submit(self._carry, address, sent, arrived)
         go() if sent is None else sent.add_done_callback(go)  # no thread waits for what is not made
         return arrived
 
-    def _carry(
-        self, n: int, address: Address, sent: Future[Payload] | None, arrived: Future[Any]
-    ) -> None:
+    def _carry(self, address: Address, sent: Future[Payload] | None, arrived: Future[Any]) -> None:
         """Gives ``arrived`` a message that is sent or received, or its exception."""
         try:
             message = None if sent is None else jax.block_until_ready(sent.result())
-            start = time.monotonic()
             moved = jax.block_until_ready(self._move(message, address))
             time.sleep(self._seconds(nbytes(moved if message is None else message)))
-            end = time.monotonic() + self._delay / 1e3
-            self._note(n, start, end)
-            arrived.set_result((moved, end))
+            arrived.set_result((moved, time.monotonic() + self._delay / 1e3))
         except BaseException as error:  # whoever waits for the message gets it
             arrived.set_exception(error)
 
@@ -96,22 +84,12 @@ class Lane:
         if self._turn:
             self._turn.submit(int).result()
 
-    def _follow(
-        self, n: int, done: Future[Payload], arrived: Future[tuple[Payload, float]]
-    ) -> None:
+    def _follow(self, done: Future[Payload], arrived: Future[tuple[Payload, float]]) -> None:
         """Gives ``arrived`` the copy of the result of ``done``, or its exception."""
         try:
-            start, moved = time.monotonic(), self._move(done.result(), None)
-            if self.spans is not None:
-                jax.block_until_ready(moved)
-            self._note(n, start, time.monotonic())
-            arrived.set_result((moved, 0.0))
+            arrived.set_result((self._move(done.result(), None), 0.0))
         except BaseException as error:  # whoever waits for the message gets it
             arrived.set_exception(error)
-
-    def _note(self, n: int, start: float, end: float) -> None:
-        if self.spans is not None:
-            self.spans[n] = start, end
 
 
 def wait(arrived: Future[tuple[Payload, float]]) -> Payload:

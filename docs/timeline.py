@@ -1,4 +1,4 @@
-"""Pictures of schedules: a row per device, a box per action with its micro-batch.
+"""Pictures of schedules for these pages: a row per device, a box per action with its micro-batch.
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart. Of several stages on
 a device the later ones are lighter.
@@ -6,11 +6,10 @@ a device the later ones are lighter.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmp.runtimes.schedule import Action, bubble, place, saved_inputs, size
+from jaxmp.runtimes.schedule import Action, place, size
 
 COLOURS = {'F': '#56B4E9', 'B': '#E69F00', 'W': '#009E73'}
 KINDS = {
@@ -18,18 +17,6 @@ KINDS = {
     'B': 'B: gradient of the input (and of the weights if there is no W)',
     'W': 'W: gradient of the weights',
 }
-
-
-def title(actions: Sequence[Action]) -> str:
-    """Bubble, and the most micro-batches that a device keeps.
-
-    >>> from jaxmp.runtimes.schedules import zb_v
-    >>> title(zb_v(8, 8))
-    'bubble 6 %, at most 4 micro-batches kept'
-    """
-    where = place(actions)
-    most = max(saved_inputs(actions)) * len({*where}) / len(where)
-    return f'bubble {100 * bubble(actions):.0f} %, at most {most:g} micro-batches kept'
 
 
 def paint(axes: Any, actions: Sequence[Action], fontsize: float = 7) -> None:
@@ -60,24 +47,3 @@ def legend(figure: Any, split: bool) -> None:
     kinds = KINDS if split else {'F': 'forward', 'B': 'backward'}
     keys = [Patch(fc=COLOURS[kind], label=text) for kind, text in kinds.items()]
     figure.legend(handles=keys, ncols=3, frameon=False, loc='outside lower right', fontsize=8)
-
-
-def draw(actions: Sequence[Action], path: str | os.PathLike[str]) -> None:
-    """Writes the timeline of a schedule.
-
-    Args:
-      actions: a schedule.
-      path: the file; its ending names the format (.png, .svg, .pdf).
-    """
-    from matplotlib.figure import Figure
-
-    _, microbatches, end = size(actions)
-    shortest = min(a.end - a.start for a in actions)
-    devices = len({*place(actions)})
-    width = min(40.0, max(6.0, 0.2 * end / shortest + 1))
-    figure = Figure(figsize=(width, 0.4 * devices + 1.1), layout='constrained')
-    axes = figure.add_subplot(xlabel='time')
-    axes.set_title(f'{microbatches} micro-batches, {title(actions)}', fontsize=10)
-    paint(axes, actions)
-    legend(figure, any(a.kind == 'W' for a in actions))
-    figure.savefig(path, dpi=130)
