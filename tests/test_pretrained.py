@@ -46,6 +46,7 @@ from jaxmp.training import (
 from jaxmp.training.ahead import compile_ahead
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.sizes import residual_rows
+from jaxmp.training.summary import costs
 from jaxmp.training.trainer import Trainer
 from tests.runs import LAUNCH, ROOT, config_of, pids, records, slow, text_of, wait_for_steps
 from tests.runs import start as start_run
@@ -221,6 +222,14 @@ def test_the_same_tensors_and_notes_are_the_same_bytes(tmp_path):
         pretrained.save({'a.b': np.arange(3.0)}, tmp_path / f'{i}', one='1', two='2')
         written.add((tmp_path / f'{i}').read_bytes())
     assert len(written) == 1
+
+
+def test_channels_that_cost_more_than_a_percent_are_told_before_training(tmp_path):
+    config = small(tiny(tmp_path / 'base'), fwd='block(2)')
+    tests = lambda on: {'off': {'loss': 3.0}, 'on': {'loss': on}}
+    assert costs(tests(3.009), config) == ''
+    assert "config.fwd='block(2)' adds 5.1 % to the perplexity" in costs(tests(3.05), config)
+    assert 'adds inf % to' in costs(tests(np.nan), config)
 
 
 def test_a_fine_tuning_is_tested_before_its_first_step(tmp_path, monkeypatch, capsys):

@@ -34,9 +34,8 @@ APART = (  # a few heavy tokens or channels: they are sent apart, or no scale is
     'per_token(asinh(8))',
     'outliers(rotate(trellis(3)))',
     'outliers(rotate(trellis(2)))',
-    'mx(8)',
-    'block(8)',
-    'top_k(0.3, values=fp16)',
+    'outliers(asinh(8), channels=4, causal=True)',
+    'bf16',
 )
 COMPONENTS = (  # most of the energy in few components, beside heavy tokens or channels
     'outliers(klt(3, entropy=True), channels=2, scaled=False)',

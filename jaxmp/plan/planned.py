@@ -71,7 +71,14 @@ def planned(
         texts = dict.fromkeys([first_one, *own, *others])
         found[edge] = channels(texts, names, first)
     crossings = measured(found, exp, steps, clock, percent is not None)
-    crossings = crossings if percent is None else within(crossings, percent)
+    if percent is not None:
+        crossings = within(crossings, percent)
+        forward = [own for edge, own in crossings.items() if edge[0] < edge[1]]
+        if all(c.text == 'raw' for own in forward for c in own):
+            told(
+                f'no candidate holds --percent={percent:g} at all boundaries together, so activations '
+                'stay raw: give a larger --percent, more --codecs or more --seconds'
+            )
     met = {'normed': steps.normed, 'table': steps.table}
     probed = Probed(stage_times(exp, steps, clock), crossings, *handover(), **met)
     clock.say('choosing')

@@ -230,8 +230,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _by_test(args: argparse.Namespace) -> None:
     """Scores on the runs' own test splits."""
-    if args.stages or args.cuts or args.tokenizer:
-        raise ValueError('--stages, --cuts and --tokenizer are of a checkpoint; give --text=FILE')
+    if args.stages or args.cuts or args.tokenizer or args.predict:
+        raise ValueError(
+            '--stages, --cuts, --tokenizer and --predict are of a text; give --text=FILE'
+        )
     for path in args.run:  # of all before one is loaded
         check_channels(args.codec, own_words(config_of(path)['codecs']))
     if args.out:
@@ -256,6 +258,11 @@ def _by_text(args: argparse.Namespace) -> None:
     """Perplexities of a text."""
     if args.batchnorm or args.moments:
         raise ValueError('--batchnorm and --moments are of a test split; leave --text out')
+    if args.predict < 0 or (args.predict and args.study):
+        raise ValueError(
+            f'--predict={args.predict}: give a number of tokens, without --study, whose rows are '
+            'measured'
+        )
     if args.block < 2 or args.batch < 1:
         raise ValueError(
             f'--block={args.block} --batch={args.batch}: give blocks of 2 tokens or more, and a '
@@ -279,7 +286,8 @@ def _by_text(args: argparse.Namespace) -> None:
         name = str(path) if model.name in scores_of else model.name
         scores = perplexity.scores(model, blocks, measured, args.batch) if measured else {}
         if predicted:
-            some = blocks[: max(args.predict // args.block, 2)]
+            count = min(len(blocks), max(args.predict // args.block, 2))
+            some = blocks[: count - count % min(args.batch, count)]
             scores = perplexity.predicted_too(scores, model, some, predicted, args.batch)
         scores_of[name] = scores
         about[name] = {'stages': len(model.stages), 'blocks': len(blocks)}

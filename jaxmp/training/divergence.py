@@ -132,7 +132,7 @@ def divergence(g: Float[Array, 'B T C'], error: Float[Array, 'B T C']) -> Float[
       g: of `gradients`.
       error: what arrives less what is sent.
 
-    >>> divergence(jnp.full((1, 3, 2), 2.0), jnp.full((1, 3, 2), 0.1)).round(3).tolist()
+    >>> print(divergence(jnp.full((1, 3, 2), 2.0), jnp.full((1, 3, 2), 0.1)).round(3))
     [0.06]
     """
     return jnp.sum((g * error) ** 2, axis=(1, 2)) / (2 * (g.shape[1] - 1))

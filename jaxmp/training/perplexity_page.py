@@ -42,12 +42,13 @@ def show(results: Scores, title: str) -> None:
 
 def fewest(scores: Mapping[str, Score], percent: float) -> str:
     """Which codec of the fewest bits adds at most so much of perplexity, as a sentence."""
-    fits = [(s.bits, c, s.added.percent) for c, s in scores.items() if c != 'raw']
-    fits = [row for row in fits if row[2] <= percent]
+    fits = [(s.bits, s.added.percent, c) for c, s in scores.items() if c != 'raw']
+    fits = [row for row in fits if row[1] <= percent]
     if not fits:
         return f'No codec here adds less than {percent:g} % of perplexity.'
-    bits, codec, added = min(fits)
-    return f'Within {percent:g} % of perplexity: {codec}, {bits:.2f} bits, adds {added:.2g} %.'
+    bits, added, codec = min(fits)
+    adds = 'is predicted to add' if np.isnan(scores[codec].kl.value) else 'adds'
+    return f'Within {percent:g} % of perplexity: {codec}, {bits:.2f} bits, {adds} {added:.2g} %.'
 
 
 def _with_error(mean: Mean, sign: str = '') -> str:

@@ -209,7 +209,7 @@ def _commit() -> str | None:
 def costs(tests: Tests, config: Config) -> str:
     """A line for channels that cost pretrained weights more than `PERCENT` of their perplexity."""
     lost = tests['on'].get('loss', math.nan) - tests['off'].get('loss', math.nan)
-    percent = 100 * math.expm1(min(lost, 700.0))
+    percent = 100 * math.expm1(min(lost, 700.0)) if math.isfinite(lost) else math.inf
     if not percent > PERCENT:
         return ''
     return (
