@@ -76,8 +76,8 @@ def planned(
         forward = [own for edge, own in crossings.items() if edge[0] < edge[1]]
         if all(c.text == 'raw' for own in forward for c in own):
             told(
-                f'no candidate holds --percent={percent:g} at all boundaries together, so activations '
-                'stay raw: give a larger --percent, more --codecs or more --seconds'
+                f'no candidate holds --percent={percent:g} at all boundaries together, so '
+                'activations stay raw: give a larger --percent, more --codecs or more --seconds'
             )
     met = {'normed': steps.normed, 'table': steps.table}
     probed = Probed(stage_times(exp, steps, clock), crossings, *handover(), **met)
