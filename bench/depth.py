@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from jaxmp.grammar import channel_of
 from jaxmp.models.checkpoint import digest
-from jaxmp.report import style
-from jaxmp.report.tables import markdown
+from jaxmp.pictures import style
 from jaxmp.training import perplexity
 from jaxmp.training.language_model import open_language_model
 from jaxmp.training.locks import write_json
 from jaxmp.training.summary import provenance
+from study.report.tables import markdown
 
 MODELS = {
     'smollm2': 'SmolLM2-135M-Instruct.Q4_1.gguf',

@@ -3,7 +3,7 @@
 A vector is one sample, as `dataparallel` sends it; all have the length of the real one, the
 gradient of ResNet-18 (width 16) on the embedded digits after 50 steps. Error: ``|x - C(x)|^2 /
 |x|^2`` of one message; time: CPU-nanoseconds an element on one core.
-Run: python bench/gradients.py [--codecs TEXT ...]   (5 minutes), then python -m jaxmp.report polar
+Run: python bench/gradients.py [--codecs TEXT ...]   (5 minutes), then python -m study.report polar
 """
 
 import argparse

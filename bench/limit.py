@@ -12,7 +12,7 @@ predicted from their errors and measured, with books made of F and S as the limi
 
 Run: python bench/limit.py FILE.gguf --text=wiki.test.raw --before=wiki.train.tokens --work=FOLDER
          [--tokens=12288] [--rows=12288] [--out=RESULT.json]
-FOLDER keeps what stands before the first boundary, as for `jaxmp evaluate --study`.
+FOLDER keeps what stands before the first boundary, as for `python -m study nats`.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Polar codes as a lossy source code: distortion against rate, the thesis's table, and speed.
 
-Writes rows; `python -m jaxmp.report polar` makes table and picture of them. Fair random bits, one
+Writes rows; `python -m study.report polar` makes table and picture of them. Fair random bits, one
 seed; the standard error is that over blocks. Speed in CPU-seconds on one core, whole codecs: a
 message of a float32 tensor, and the tensor of a message. Run: python bench/polar.py   (8 minutes)
 """

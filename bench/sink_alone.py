@@ -7,7 +7,7 @@ token before them, as in the nats table, and after a token that begins a documen
 
 Run: python bench/sink_alone.py FILE.gguf --text=wiki.test.raw --before=wiki.train.tokens
          --work=FOLDER [--tokens=12800] [--out=RESULT.json]
-FOLDER keeps what stands before the boundary, as for `jaxmp evaluate --study`.
+FOLDER keeps what stands before the boundary, as for `python -m study nats`.
 """
 
 import argparse

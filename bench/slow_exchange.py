@@ -26,7 +26,7 @@ from emulated_network import LINKS, Lab
 from timing import stem
 from workers import HERE, Crew, Rows, workers
 
-from jaxmp.report import style
+from jaxmp.pictures import style
 
 WARM, REPLICAS = 2, 2
 RAW = 'mean'

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from slow_report import LOSS, Results
 
-from jaxmp.report import labels, style
-from jaxmp.report.style import FAMILIES
+from jaxmp.pictures import labels, style
+from jaxmp.pictures.style import FAMILIES
 
 LINK, LINK_NAME = '100m', '100 Mbit/s'
 MODELS = {'mlp': 'Stack of residual MLP blocks', 'resnet': 'Narrow ResNet-18'}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import slow_plan
 
-from jaxmp.report import style
+from jaxmp.pictures import style
 from jaxmp.runtimes.schedules import named
 
 ETHERNET, TCP = 14, 52  # bytes of headers outside and inside of a packet

@@ -6,8 +6,8 @@ import re
 import jax
 
 from jaxmp.runtimes.allocator import keep_freed_pages
-from jaxmp.study.bench.cost import best
 from jaxmp.training.summary import provenance
+from study.bench.cost import best
 
 __all__ = ['best', 'compiled', 'header', 'keep_freed_pages', 'stem']
 

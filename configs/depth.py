@@ -17,7 +17,7 @@ A share of 0.99 is for Gemma, whose few loud channels matter least: a quarter of
 
 from __future__ import annotations
 
-from jaxmp.training.nats_table import Row
+from study.nats import Row
 
 TOKENS, LEARNED = 8192, 12_288  # the second: three books of messages
 CUTS = {'smollm2': (8, 16, 23), 'gemma3': (4, 9, 13)}

@@ -16,7 +16,7 @@ twenty; of a fine-tuning two, after the quarter of an hour that makes each of BA
 from __future__ import annotations
 
 from jaxmp.config import Config, load
-from jaxmp.study.sweep.study import study_of
+from jaxmp.sweep.study import study_of
 
 EXACT = 'top_k(0.1, values=fp16)'
 COARSE = 'top_k(0.4, values=log_scale(4), indices=bitmap)'

@@ -5,21 +5,21 @@ jaxmp sweep configs/from_nothing.py --scale=eight --out=results/from_nothing
 python train.py --config=configs/from_nothing.py:nvfp4
 
 Both scales are one network on one text, Alice's Adventures in Wonderland, at one rate; what differs
-is the number of boundaries, 3 or 7, and the weights with which a seed begins. It is the twin of
-`jaxmp bench`, configs/text_twin.py, with as many steps, 732, but its rate falls to 0. A run takes
+is the number of boundaries, 3 or 7, and the weights with which a seed begins. It is the twin of the
+study's bench, configs/text_twin.py, with as many steps, 732, but its rate falls to 0. A run takes
 one to two minutes of one core, all 42 about an hour.
 """
 
 from __future__ import annotations
 
 from jaxmp.config import Config, load
-from jaxmp.study.sweep.study import study_of
+from jaxmp.sweep.study import study_of
 
 STAGES = {'four': 4, 'eight': 8}
 SEEDS = 3
 RATE = 8e-3  # of 4e-3, 8e-3 and 1.6e-2 the best of none in eight stages, seed 100
-# Forward and backward. Each word is sent both ways, as in configs/few_bits.py and `jaxmp bench`;
-# those of two bits are anchored, and backward unbiased, as there.
+# Forward and backward. Each word is sent both ways, as in configs/few_bits.py and the study's
+# bench; those of two bits are anchored, and backward unbiased, as there.
 CHANNELS = {
     'none': ('raw', 'raw'),
     'uniform8': ('uniform(8)',) * 2,

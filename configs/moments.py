@@ -10,7 +10,7 @@ minutes of one core.
 from __future__ import annotations
 
 from jaxmp.config import Config
-from jaxmp.study.sweep.study import study_of
+from jaxmp.sweep.study import study_of
 
 CODECS = {
     'top10': 'top_k(0.1)',

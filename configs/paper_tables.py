@@ -23,7 +23,7 @@ from jaxmp.config import Config, load
 
 
 class Row(NamedTuple):
-    """A row: its name in jaxmp/report/paper.json, and what makes it differ from 'none'."""
+    """A row: its name in study/report/paper.json, and what makes it differ from 'none'."""
 
     name: str
     fwd: str

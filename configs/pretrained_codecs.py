@@ -9,7 +9,7 @@ minutes of one core; those at the bars five times as long.
 
 from __future__ import annotations
 
-from jaxmp.training.nats_table import Row
+from study.nats import Row
 
 LONG = 250_000  # tokens of the rows at the bars
 ONE, THREE = (16,), (8, 16, 23)  # of 30 blocks

@@ -1,4 +1,4 @@
-"""The small twin of ProtocolNanoGPT for `jaxmp bench`: a GPT of eight stages, on bytes.
+"""The small twin of ProtocolNanoGPT for `python -m study bench`: a GPT of eight stages, on bytes.
 
 python train.py --config=text_twin
 One CPU core: a minute. After a warm-up the rate is constant, so that a step is worth as much in
@@ -15,7 +15,7 @@ def get_config() -> Config:
     c.data.sequence_length = 64
     c.model.width, c.model.blocks, c.model.stages = 64, 8, 8
     c.fwd = c.bwd = 'raw'
-    c.optimizer.schedule = 'jaxmp.study.bench.twin:rate'
+    c.optimizer.schedule = 'study.bench.twin:rate'
     c.optimizer.lr = 2e-3
     c.epochs = 6
     c.batch_size = 16

@@ -9,7 +9,7 @@ from typing import Any
 
 from timeline import legend, paint
 
-from jaxmp.report import style
+from jaxmp.pictures import style
 from jaxmp.runtimes.schedule import Action, Costs, bubble, place, saved_inputs, size
 from jaxmp.runtimes.schedules import SCHEDULES
 

@@ -9,9 +9,8 @@ from jaxmp.terminal import command, hint
 
 COMMANDS = {
     'train': ('jaxmp.training.command', 'train a model with compressed boundaries'),
-    'sweep': ('jaxmp.study.sweep.runner', 'run every row of a study for every seed'),
-    'report': ('jaxmp.report.__main__', 'tables, figures and verdicts of finished runs'),
-    'compare': ('jaxmp.report.compare', 'a table and curves of any runs'),
+    'sweep': ('jaxmp.sweep.runner', 'run every row of a study for every seed'),
+    'compare': ('jaxmp.pictures.compare', 'a table and curves of any runs'),
     'evaluate': ('jaxmp.training.crosstest', 'test runs and checkpoints with other codecs'),
     'fold': ('jaxmp.training.fold', 'a run trained with compression, to serve without it'),
     'generate': ('jaxmp.training.generate', 'text from a checkpoint or a run, token by token'),
@@ -19,12 +18,9 @@ COMMANDS = {
     'switch': ('jaxmp.launch.switch', 'where the replicas of an elastic run on several hosts meet'),
     'pays': ('jaxmp.plan.pays', 'whether more machines make a step faster over a link'),
     'plan': ('jaxmp.plan.__main__', 'choose codecs, schedule and micro-batches for a link'),
-    'bench': (
-        'jaxmp.study.bench.__main__',
-        'score channels: bits, error, time, steps, time over links',
-    ),
     'codecs': ('jaxmp.codecs.__main__', 'the words of the algebra, with bits per element'),
 }
+STUDY = 'report', 'bench'
 
 
 def leave(*_: object) -> None:
@@ -52,11 +48,13 @@ def main(argv: list[str] | None = None) -> None:
 
         print(f'jaxmp {__version__}')
         return
+    if name in STUDY:
+        sys.exit(f'jaxmp: {name} is of the papers; in a clone, `python -m study {name}`')
     if name not in COMMANDS:
         sys.exit(
             f'jaxmp: no command {name!r}{hint(name, COMMANDS)}; there are {", ".join(COMMANDS)}'
         )
-    if of_process and name in ('train', 'sweep', 'generate', 'bench'):
+    if of_process and name in ('train', 'sweep', 'generate'):
         signal.signal(signal.SIGINT, leave)
     elif of_process:  # `jaxmp codecs | head` ends quietly
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -215,4 +215,4 @@ plt.show()
 # %% [markdown]
 # A small network on small images: the order of the codecs here is not that of every task. The
 # tables of [the report](../docs/report/report.md) do the same for a ResNet on CIFAR-10, and
-# `jaxmp.study.sweep` does it for yours.
+# `jaxmp.sweep` does it for yours.

@@ -39,10 +39,10 @@ from absl import logging
 from IPython.display import Markdown, display
 
 from jaxmp.config import plugins
-from jaxmp.report import __main__ as report
-from jaxmp.report import page, results
-from jaxmp.study.sweep import runner as sweep
-from jaxmp.study.sweep import study
+from jaxmp.sweep import runner as sweep
+from jaxmp.sweep import study
+from study.report import command as report
+from study.report import page, results
 
 paper_tables = plugins.module(plugins.find('paper_tables'))
 

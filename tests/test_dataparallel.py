@@ -13,14 +13,12 @@ import pytest
 from jaxmp import exchange
 from jaxmp.models import lenet
 from jaxmp.net.group import ProcessGroup
-from jaxmp.report import exchanges
 from jaxmp.training import checkpoint, experiment, loop
 from jaxmp.training.replicas import DriftError
 from jaxmp.training.trainer import Trainer
 from jaxmp.wire import nbytes
 from tests.runs import (
     LAUNCH,
-    ROOT,
     SMALL,
     config_of,
     handed,
@@ -228,39 +226,6 @@ def test_lenet_has_the_size_of_the_thesis():
     assert jax.eval_shape(lambda: jnp.zeros(count(28))).size == 21_840
     with pytest.raises(ValueError, match='positive width'):
         lenet(width=0)
-
-
-@pytest.mark.slow
-def test_report_of_runs(tmp_path):
-    for name, text in (('plain', 'mean'), ('halves', 'all_reduce(fp16)')):
-        config = small(exchange=text, epochs=1)
-        config.name = name
-        loop.train_and_evaluate(config, tmp_path / name, quiet=True)
-    again = json.loads((tmp_path / 'plain' / 'summary.json').read_text())
-    again['test']['off']['last']['loss'] += 0.2
-    (tmp_path / 'other').mkdir()
-    (tmp_path / 'other' / 'summary.json').write_text(json.dumps({**again, 'seed': 1}))
-    exchanges.main([str(tmp_path), '--out', str(tmp_path / 'out')])
-    page = (tmp_path / 'out' / 'README.md').read_text()
-    rows = [line for line in page.splitlines() if line.startswith('| `')]
-    assert [r.split('`')[1] for r in rows] == ['mean', 'all_reduce(fp16)']
-    assert '± 0.1000 |' in rows[0]
-    assert (tmp_path / 'out' / 'curves.png').read_bytes().startswith(b'\x89PNG')
-    exchanges.main([str(tmp_path / 'out'), '--out', str(tmp_path / 'again')])
-    assert (tmp_path / 'again' / 'README.md').read_text() == page
-    (tmp_path / 'none').mkdir()
-    with pytest.raises(SystemExit, match='no finished run with replicas'):
-        exchanges.main([str(tmp_path / 'none'), '--out', str(tmp_path / 'x')])
-
-
-@pytest.mark.parametrize(
-    'folder', ['mnist_dataparallel', 'mnist_dataparallel_100', 'text_gpt2_diloco']
-)
-def test_the_committed_table_is_what_the_command_makes(folder):
-    rows = ROOT / 'results' / folder
-    runs = exchanges.load(rows / 'cpu' if (rows / 'cpu').exists() else rows)
-    page = (rows / 'README.md').read_text()
-    assert f'{exchanges.table(runs)}\n\n{exchanges.note(runs)}\n' in page
 
 
 @pytest.mark.parametrize('text', ['local_sgd(3)', 'diloco(3, mean, fragments=2)'])

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmp.models.entrance import NAME, Entrance
 from jaxmp.net.group import ProcessGroup
-from jaxmp.report import compare
+from jaxmp.pictures import compare
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training import crosstest, fold, generate, language_model, loop, moments
 from jaxmp.training.experiment import experiment_of

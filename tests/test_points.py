@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxmp import config as schema
-from jaxmp.report import compare, curves
+from jaxmp.pictures import compare, curves
 from jaxmp.training import checkpoint, command, experiment, locks, loop, points, together
 from jaxmp.training.optimizer import rate_of
 from tests.runs import SMALL, config_of, known_model, records, slow

@@ -1,7 +1,6 @@
 """Polar codes: the code, its searches against definitions written out, and the codecs."""
 
 import itertools
-import json
 import re
 import zlib
 from functools import partial
@@ -18,7 +17,6 @@ from jaxmp.codecs import polarcode
 from jaxmp.codecs.polarcode import bhattacharyya, code, genie, hard_source, soft_source
 from jaxmp.codecs.polarsearch import FREE, kinds, successive, successive_list
 from jaxmp.codecs.rotate import _across, _within, hadamard
-from jaxmp.report import __main__ as report
 from tests import laws
 
 quick = partial(jax.jit, compiler_options=laws.QUICK)
@@ -345,49 +343,3 @@ def test_transform_refuses_other_lengths():
 
 
 # The report.
-
-
-def report_rows():
-    """Rows as the benches write them: one bar missed, one mean below Shannon's bound."""
-    versions = {'versions': {'jax': '0'}, 'commit': 'c', 'hardware': 'h', 'command': 'bench'}
-    yield {'kind': 'run'} | versions
-    shared = {'kind': 'distortion', 'size': 1024, 'rate': 0.5, 'bound': 0.11, 'error': 0.001}
-    for search, construction, mean in [
-        ('argmax', 'genie', 0.1264),
-        ('scl(8)', 'genie', 0.1194),
-        ('randomised', 'genie', 0.109),
-        ('randomised', 'bhattacharyya', 0.14),
-    ]:
-        found = {'search': search, 'construction': construction, 'mean': mean, 'blocks': 7}
-        thesis = {'thesis': 0.13, 'deviation': 0.01 * 3**0.5} if mean == 0.14 else {}
-        yield shared | found | thesis
-    times = {'encode_ns': 9.0, 'decode_ns': 21.0, 'compile_encode_s': 1, 'compile_decode_s': 2}
-    yield {'kind': 'speed', 'codec': 'polar', 'size': 4, 'blocks': 2, 'repeats': 1} | times
-    yield {'kind': 'scalars', 'bits': 0.5, 'nmse': 0.617}
-    codec = {'kind': 'codec', 'codec': 'polar(0.5)', 'elements': 9, 'bits': 0.5}
-    yield codec | times | {'vector': 'normal', 'nmse': 0.537}
-
-
-def test_report(tmp_path, capsys):
-    source = tmp_path / 'rows.jsonl'
-    source.write_text('\n'.join(map(json.dumps, report_rows())))
-    with pytest.raises(SystemExit, match='1'):  # bars are missed
-        report.main(['polar', str(source), '--out', str(tmp_path / 'out')])
-    text = (tmp_path / 'out.md').read_text()
-    assert text in capsys.readouterr().out
-    assert '**0.1264 ± 0.00100** | 0.1194 ± 0.00100 FAIL | 0.1090 ± 0.00100 FAIL | 0.1400' in text
-    assert 'Targets: 1 of 3 met' in text
-    assert 'below the Shannon bound: 1 of 4' in text
-    assert '| 1024 | 0.5 | 0.1300 | 0.1400 ± 0.00100 | -1.0 |' in text
-    assert 'encode 9.0 ns <= 200' in text
-    assert 'FAIL: `polar` decode 21.0 ns <= 20' in text
-    assert '`bench`, 1 call(s): commit c, h, jax 0' in text
-    assert 'pass: `polar(0.5)` on normal data 0.5370, target 0.537' in text
-    assert '| `polar(0.5)` | 0.500 | 0.5 | 0.537 | 9.0 | 21.0 |' in text
-    assert (tmp_path / 'out.png').read_bytes()[:4] == b'\x89PNG'
-
-
-def test_report_refuses_other_rows(tmp_path):
-    (tmp_path / 'rows.jsonl').write_text('{"kind": "step"}')
-    with pytest.raises(SystemExit, match="kinds \\['step'\\]"):
-        report.main(['polar', str(tmp_path / 'rows.jsonl'), '--out', str(tmp_path / 'out')])

@@ -2,7 +2,7 @@
 
 A pipeline that is never emptied waits neither for its fill nor for a link's delay, if gradients are
 late by as many steps as a message's way there and back takes. They then take more steps to a loss.
-How many more is read from `late.json`, which `jaxmp.report.late` makes from runs that were
+How many more is read from `late.json`, which study/report/late.py makes from runs that were
 finished. What was not measured there, for the optimizer and the kind of training, is not proposed.
 """
 
@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxmp.plan.verdict import MARGIN, duration
 
@@ -29,7 +29,7 @@ STEADY = 4  # steps over which the time of one is predicted, once the pipeline i
 
 
 class Measured(NamedTuple):
-    """What late gradients cost in runs that were finished; see `jaxmp.report.late.record`."""
+    """What late gradients cost in runs that were finished; see `record` of study/report/late.py."""
 
     training: str
     optimizer: str
@@ -55,6 +55,23 @@ class Proposed(NamedTuple):
         return self.seconds * max(1.0, self.row.steps)
 
 
+def training_of(model: Mapping[str, Any]) -> str:
+    """The kind of a training, of the keys `config.model`.
+
+    >>> training_of({'name': 'pretrained', 'path': 'weights.gguf', 'train': 'lora(8)'})
+    'LoRA'
+    >>> training_of({'name': 'gpt2', 'path': 'folder', 'train': 'no_table'})
+    'fine-tuning'
+    >>> training_of({'name': 'gpt2', 'path': ''})
+    'from nothing'
+    >>> training_of({'name': 'gpt2', 'path': '', 'tied': False})
+    'from nothing, untied'
+    """
+    if not model.get('path'):
+        return 'from nothing' + ', untied' * (not model.get('tied', True))
+    return 'LoRA' if model['name'] == 'pretrained' and 'lora' in model['train'] else 'fine-tuning'
+
+
 @functools.cache
 def table() -> tuple[Measured, ...]:
     """All that was measured."""
@@ -74,7 +91,6 @@ def proposal(
       rows: what was measured; default `table`.
     """
     from jaxmp.plan.choose import ALIKE
-    from jaxmp.report.late import training_of
 
     training, optimizer = training_of(config.model), config.optimizer.name
     compressed = any(c.text != 'raw' for c in choice.codecs.values())

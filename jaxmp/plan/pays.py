@@ -182,7 +182,7 @@ def show(v: Verdict) -> None:
 
 def draw(v: Verdict, path: Path) -> None:
     """Time of a step against the rate of the link; both axes logarithmic."""
-    from jaxmp.report import style
+    from jaxmp.pictures import style
 
     with style.style():
         figure = style.figure(6.5, 4)

@@ -36,11 +36,11 @@ from jaxmp.feedback import direct
 from jaxmp.grammar import channel_of, check_channels, own_words
 from jaxmp.metrics import PERCENT, Metric
 from jaxmp.models.huggingface import local
-from jaxmp.report import style
-from jaxmp.report.compare import picture
+from jaxmp.pictures import style
+from jaxmp.pictures.compare import picture
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.types import Batch, ModelState
-from jaxmp.training import nats_table, perplexity, perplexity_page
+from jaxmp.training import perplexity, perplexity_page
 from jaxmp.training.evaluate import means, model_of, sums, totals
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.language_model import is_run
@@ -206,16 +206,6 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument('--tokens', type=int, default=16384, help='first tokens of the text')
     text.add_argument('--block', type=int, default=256, help='tokens of a block')
     text.add_argument('--batch', type=int, default=4, help='blocks of a message')
-    study = arguments.add_argument_group('a table of rows, each in a file of the folder --out')
-    study.add_argument('--study', help='a file with get_rows(), or pretrained_codecs')
-    study.add_argument('--rows', default='', help='names of rows, with commas; default all')
-    study.add_argument('--before', type=Path, help='a text from which rules learn before --text')
-    study.add_argument(
-        '--work',
-        type=Path,
-        default=Path('runs/evaluate'),
-        help='folder of what stands before the first boundary, which is computed once',
-    )
     return arguments
 
 
@@ -254,32 +244,31 @@ def _by_test(args: argparse.Namespace) -> None:
         print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))
 
 
+def readable(flag: str, file: Path) -> None:
+    """Raises ValueError if a file, that a flag names, is not there or is no text in UTF-8."""
+    if file.is_dir() or not file.exists():
+        raise ValueError(f'{flag}={file} is not there, or no file; give a text in UTF-8')
+    decoded(file.read_bytes(), file)
+
+
 def _by_text(args: argparse.Namespace) -> None:
     """Perplexities of a text."""
     if args.batchnorm or args.moments:
         raise ValueError('--batchnorm and --moments are of a test split; leave --text out')
-    if args.predict < 0 or (args.predict and args.study):
-        raise ValueError(
-            f'--predict={args.predict}: give a number of tokens, without --study, whose rows are '
-            'measured'
-        )
+    if args.predict < 0:
+        raise ValueError(f'--predict={args.predict}: give a number of tokens')
     if args.block < 2 or args.batch < 1:
         raise ValueError(
             f'--block={args.block} --batch={args.batch}: give blocks of 2 tokens or more, and a '
             'batch of 1 or more'
         )
-    for flag, file in ('--text', args.text), ('--before', args.before):
-        if file and (file.is_dir() or not file.exists()):
-            raise ValueError(f'{flag}={file} is not there, or no file; give a text in UTF-8')
-        decoded(file.read_bytes() if file else b'', file)
+    readable('--text', args.text)
     check_channels(args.codec)
     if args.out:
-        check_writable(args.out if args.study else args.out.parent, '--out')
+        check_writable(args.out.parent, '--out')
     for path in map(str, args.run):
         if not is_run(Path(path).expanduser()):
             local(path)
-    if args.study:
-        return _by_study(args)
     scores_of, about = {}, {}
     for path in args.run:
         model, blocks, measured, predicted = perplexity.prepared(str(path), args)
@@ -301,22 +290,6 @@ def _by_text(args: argparse.Namespace) -> None:
         scores = {'text': text, 'models': about, 'scores': perplexity_page.record(scores_of)}
         write_json(args.out.with_suffix('.json'), provenance() | scores)
         print(*(args.out.with_suffix(s) for s in ('.png', '.svg', '.json')))
-
-
-def _by_study(args: argparse.Namespace) -> None:
-    """The rows of a study."""
-    if len(args.run) > 1 or args.codec or args.cuts or args.stages or not args.out:
-        raise ValueError(
-            '--study names the codecs and the cuts of its rows; give one checkpoint, and --out, '
-            'the folder of the results, without --codec, --cuts and --stages'
-        )
-    rows = nats_table.rows_of(args.study, [n for n in args.rows.split(',') if n])
-    setting = nats_table.Setting(
-        args.study, str(args.run[0]), args.tokenizer, args.text, args.before, args.block,
-        args.batch, args.work,
-    )  # fmt: skip
-    nats_table.check(rows, setting, args.out)
-    nats_table.run(rows, setting, args.out)
 
 
 if __name__ == '__main__':

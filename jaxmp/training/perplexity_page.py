@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmp import terminal
-from jaxmp.report import labels, style
+from jaxmp.pictures import labels, style
 from jaxmp.training.perplexity import Mean, Record, Score
 
 Scores = Mapping[str, Mapping[str, Score]]  # by codec, by model

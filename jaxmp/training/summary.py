@@ -17,7 +17,7 @@ from rich.table import Table
 from jaxmp import terminal
 from jaxmp.config import Config, Summary, flat
 from jaxmp.metrics import PERCENT, Metric, by_phases, epochs_of, of_summary, to_summary
-from jaxmp.report import curves, style
+from jaxmp.pictures import curves, style
 from jaxmp.training import footprint, profile
 from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment

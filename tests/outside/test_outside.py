@@ -15,7 +15,7 @@ import pytest
 
 import jaxmp
 from jaxmp import config as schema
-from jaxmp.report import compare
+from jaxmp.pictures import compare
 from tests.outside import own, parts
 from tests.runs import ENV, ROOT
 

@@ -1,1 +1,0 @@
-"""`jaxmp bench`: any channels scored on one small task, beside those of others."""
