@@ -217,13 +217,21 @@ def caption(figure: Any, text: str) -> None:
 
 
 def digest(data: Any, *code: str | Path) -> str:
-    """A digest of the data of a picture, of the files that draw it, of names and of this file.
+    """A digest of the data of a picture, and of the statements of the files that draw it.
 
-    Numbers count to nine digits: the last ones depend on the processor.
+    Imports do not count, so that a file may move. Numbers count to nine digits: the last ones
+    depend on the processor.
     """
-    files = b''.join(Path(f).read_bytes() for f in (__file__, labels.__file__, *code))
+    files = b''.join(map(statements, (__file__, labels.__file__, *code)))
     data = json.loads(json.dumps(data), parse_float=lambda s: float(f'{float(s):.9g}'))
     return hashlib.sha256(files + json.dumps(data).encode()).hexdigest()[:16]
+
+
+def statements(file: str | Path) -> bytes:
+    """The statements of a Python file but its imports, without comments."""
+    tree = ast.parse(Path(file).read_text())
+    tree.body = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
+    return ast.unparse(tree).encode()
 
 
 def holds(path: Path, mark: str) -> bool:
