@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from timing import keep_freed_pages  # noqa: E402
 
 from jaxmp.config import complete  # noqa: E402
-from jaxmp.config.plugins import load  # noqa: E402
+from jaxmp.config.files import load  # noqa: E402
 from jaxmp.net.group import ProcessGroup  # noqa: E402
 from jaxmp.training import loop  # noqa: E402
 from jaxmp.training.summary import provenance  # noqa: E402

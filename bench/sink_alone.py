@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.config.plugins import module
+from jaxmp.plugins import module
 from jaxmp.spec import parse
 from jaxmp.training import nats_table
 from jaxmp.training.perplexity import blocks_of

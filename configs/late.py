@@ -17,7 +17,8 @@ from __future__ import annotations
 import itertools
 
 from jaxmp.config import Config
-from jaxmp.config.plugins import find, load, module
+from jaxmp.config.files import find, load
+from jaxmp.plugins import module
 
 DELAYS, CORRECTIONS = (1, 4), ('none', 'predict')  # others lost
 BASE = 'BASE/model'  # Table 1 fine-tunes: where there is no such folder, it is asked for

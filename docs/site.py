@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 
 from jaxmp.__main__ import COMMANDS
 from jaxmp.config import KEYS, Key
-from jaxmp.config.plugins import files, first_line
+from jaxmp.config.files import files, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r'\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)')

@@ -21,6 +21,11 @@ COMMANDS = {
     'codecs': ('jaxmp.codecs.__main__', 'the words of the algebra, with bits per element'),
 }
 STUDY = 'report', 'bench'
+TRAIN = {  # what commands import beside the base install
+    'flax', 'gguf', 'huggingface_hub', 'jinja2', 'matplotlib', 'ml_collections', 'orbax',
+    'PIL', 'pooch', 'zmq', 'rich', 'safetensors', 'tensorflow_datasets', 'tokenizers',
+    'transformers',
+}  # fmt: skip
 
 
 def leave(*_: object) -> None:
@@ -58,7 +63,13 @@ def main(argv: list[str] | None = None) -> None:
         signal.signal(signal.SIGINT, leave)
     elif of_process:  # `jaxmp codecs | head` ends quietly
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(importlib.import_module(COMMANDS[name][0]).main(argv[1:]))
+    try:
+        sys.exit(importlib.import_module(COMMANDS[name][0]).main(argv[1:]))
+    except ModuleNotFoundError as error:
+        package = (error.name or '').partition('.')[0]
+        if package not in TRAIN:
+            raise
+        sys.exit(f"jaxmp {name} needs {package}, of the extra train: pip install 'jaxmp[train]'")
 
 
 if __name__ == '__main__':

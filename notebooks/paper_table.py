@@ -38,13 +38,14 @@ import matplotlib.pyplot as plt
 from absl import logging
 from IPython.display import Markdown, display
 
-from jaxmp.config import plugins
+from jaxmp import plugins
+from jaxmp.config import files
 from jaxmp.sweep import runner as sweep
 from jaxmp.sweep import study
 from study.report import command as report
 from study.report import page, results
 
-paper_tables = plugins.module(plugins.find('paper_tables'))
+paper_tables = plugins.module(files.find('paper_tables'))
 
 logging.set_verbosity(logging.WARNING)  # orbax tells of every file it writes
 SEEDS, EPOCHS = 2, 8

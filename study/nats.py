@@ -25,10 +25,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxmp.boundary import Boundary, FeedbackState, value_and_grad
 from jaxmp.boundary.pipeline import Variables
-from jaxmp.config.plugins import find, module
+from jaxmp.config.files import find
 from jaxmp.feedback import Channel
 from jaxmp.grammar import check_channels
 from jaxmp.models.checkpoint import digest
+from jaxmp.plugins import module
 from jaxmp.spec import parse
 from jaxmp.terminal import hint
 from jaxmp.training.crosstest import readable

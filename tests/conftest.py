@@ -19,7 +19,7 @@ if 'PYTEST_XDIST_WORKER' not in os.environ and 'JAX_COMPILATION_CACHE_DIR' not i
 os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '0'
-from tests.runs import FLAGS, end_started  # noqa: E402, JAX reads the cache's place when it is imported
+from tests.base import FLAGS, end_started  # noqa: E402, JAX reads the cache's place when it is imported
 
 os.environ['XLA_FLAGS'] = (
     f'--xla_force_host_platform_device_count=4 {os.environ.get("XLA_FLAGS", FLAGS)}'

@@ -40,7 +40,7 @@ from jaxmp.training.groups import rest
 from jaxmp.training.late import corrected
 from jaxmp.training.parallel import RUNTIMES
 from jaxmp.training.step import PER_REPLICA, Rules, create, train_step
-from tests.runs import QUICK
+from tests.base import QUICK
 
 SAMPLES, STEPS, EXAMPLES = 4, 3, 70  # samples of a micro-batch
 OPTIONS = tuple(QUICK.items())

@@ -3,8 +3,6 @@
 import functools
 import importlib.util
 import json
-import os
-import pathlib
 import subprocess
 import sys
 import time
@@ -17,12 +15,9 @@ from jaxmp.config import KEYS
 from jaxmp.net.group import ProcessGroup
 from jaxmp.plan import candidates, crossings, planned, stages, steps
 from jaxmp.runtimes.replicated import Replicated
-from jaxmp.testing import QUICK
 from jaxmp.training import evaluate, groups, step, task
 from jaxmp.training.trainer import Trainer
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-
+from tests.base import ENV, ROOT, STARTED
 
 SHORT = {n.rpartition('.')[2]: n for n in KEYS if not n.endswith(('.name', '.schedule'))}
 SHORT |= {n: f'{n}.name' for n in ('data', 'model', 'optimizer')} | {'data_dir': 'data.dir'}
@@ -61,15 +56,6 @@ def hurry_the_probe(monkeypatch):
     monkeypatch.setattr(planned, 'EACH', 1)
 
 
-def slow(cases, which):
-    """Cases of a test, of which those with ``which(case)`` run with ``-m slow`` alone."""
-    marked = lambda c: pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.slow)
-    return [marked(c) if which(c) else c for c in cases]
-
-
-FLAGS = ' '.join(f'--{k}={v}' for k, v in QUICK.items())  # compiles in less than half the time
-ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': FLAGS}
-STARTED = []
 LAUNCH = (sys.executable, '-m', 'jaxmp.launch', '--processes', '2', '--')
 
 SMALL = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 2, 'cosine_epochs': 4}
@@ -89,13 +75,6 @@ def start(workdir, *before, **changes):
     process = subprocess.Popen(args, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     STARTED.append(process)
     return process
-
-
-def end_started():
-    """Ends what a test that failed has left running, of which a later one would be accused."""
-    while STARTED:
-        with STARTED.pop() as process:
-            process.kill()
 
 
 def wait_for_steps(process, workdir, step):

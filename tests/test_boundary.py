@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Ctx, FeedbackState, parse
 from jaxmp.exchange.hlo import permuted
+from tests.base import slow
 from tests.laws import QUICK
-from tests.runs import slow
 
 B, D = 4, 24
 jit = partial(jax.jit, compiler_options=QUICK)

@@ -12,25 +12,25 @@ import yaml
 from packaging.requirements import Requirement
 
 from jaxmp import __version__
-from jaxmp.config import plugins
+from jaxmp.config import files
 from jaxmp.runtimes import compiler
-from tests.runs import ROOT
+from tests.base import ROOT
 
 PIP = '-m', 'pip', '--disable-pip-version-check', '--no-input'
 USED = """
 import importlib.metadata, json
 import jaxmp
 from jaxmp import data
-from jaxmp.config import plugins
+from jaxmp.config import files
 from jaxmp.grammar import sinks
 from jaxmp.data import text
 about = importlib.metadata.metadata('jaxmp')
 print(json.dumps({
     'file': jaxmp.__file__, 'version': about['Version'],
     'licences': about.get_all('License-File'),
-    'configurations': [path.stem for path in plugins.files()],
+    'configurations': [path.stem for path in files.files()],
     'read': [len(data.load('digits').train.y), len(text.alice().train[0]), sinks.sample().size],
-    'named': plugins.load('finetune').name,
+    'named': files.load('finetune').name,
 }))
 """
 
@@ -84,7 +84,7 @@ def test_the_installed_wheel_has_code_data_configurations_and_licences(installed
     assert found['file'] == str(installed / 'jaxmp' / '__init__.py')
     assert found['version'] == __version__
     assert {'digits.NOTICE', 'LICENSE'} <= {n.rpartition('/')[2] for n in found['licences']}
-    assert found['configurations'] == [path.stem for path in plugins.files()]
+    assert found['configurations'] == [path.stem for path in files.files()]
     assert found['read'] == [1437, 125802, 48 * 576]
     assert found['named'] == 'finetune'
 

@@ -20,7 +20,7 @@ from jaxmp.codecs.polarcode import Code
 from jaxmp.grammar import sinks
 from jaxmp.wire import pack, unpack
 from tests import laws
-from tests.runs import slow
+from tests.base import slow
 
 
 @pytest.mark.parametrize(

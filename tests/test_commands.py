@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from jaxmp.__main__ import COMMANDS, main
-from tests.runs import ENV, ROOT
+from tests.base import ENV, ROOT
 
 BAD = {
     'train': (['--config.model.widht=3'], r'no key config\.model\.widht \(did you mean .*width'),

@@ -23,7 +23,8 @@ from jaxmp.runtimes import stage
 from jaxmp.training import command, dry_run, experiment, generate, loop, resume, sizes, task
 from jaxmp.training.locks import WorkdirError
 from jaxmp.training.portable import Portable
-from tests.runs import ROOT, SMALL, config_of, keyed
+from tests.base import ROOT
+from tests.runs import SMALL, config_of, keyed
 
 
 def small(name='digits_resnet', **changes):

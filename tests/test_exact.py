@@ -16,7 +16,7 @@ import jaxmp
 from jaxmp import Codec, Ctx
 from jaxmp.codecs import exact
 from tests import laws
-from tests.runs import slow
+from tests.base import slow
 
 STEPS, EXAMPLES, TOKENS = 3, 20, 5
 CODECS = (

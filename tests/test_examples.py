@@ -12,8 +12,9 @@ from flax.traverse_util import flatten_dict
 
 import jaxmp
 from jaxmp import data
-from jaxmp.config.plugins import module
-from tests.runs import ENV, LAUNCH, ROOT
+from jaxmp.plugins import module
+from tests.base import ENV, ROOT
+from tests.runs import LAUNCH
 from tests.test_pretrained import tiny
 
 EXAMPLES = ROOT / 'examples'

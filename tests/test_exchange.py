@@ -21,8 +21,8 @@ from jaxmp.exchange.collectives import sent
 from jaxmp.exchange.hlo import operands
 from jaxmp.runtimes.placement import device_mesh
 from tests import laws
+from tests.base import slow
 from tests.laws import QUICK
-from tests.runs import slow
 
 STEPS = 3
 SHAPES = {'b': (7,), 'w': (2, 3, 5, 7)}  # biases are small, the kernel is compressed

@@ -17,7 +17,8 @@ from jaxmp.training import crosstest, fold, generate, language_model, loop, mome
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.trainer import Trainer
 from tests import test_pretrained
-from tests.runs import SMALL, config_of, slow
+from tests.base import slow
+from tests.runs import SMALL, config_of
 
 TOP = {'fwd': 'top_k(0.1)', 'bwd': 'top_k(0.1)', 'epochs': 1}
 IMAGES = {**SMALL, **TOP, 'train_examples': 96}

@@ -12,7 +12,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Ctx, FeedbackState
-from tests.runs import slow
+from tests.base import slow
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 CASES = json.loads((GOLDEN / 'manifest.json').read_text())['cases']

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 import jaxmp
 from jaxmp.boundary import transport
 from jaxmp.models import gpt2, layers, tied, weights
+from tests.base import slow
 from tests.laws import QUICK
-from tests.runs import slow
 
 GOLDEN = dict(np.load(pathlib.Path(__file__).parent / 'golden' / 'gpt2.npz'))
 CONFIG = gpt2.Config(vocabulary=67, positions=16, width=24, blocks=4, heads=3)

@@ -7,7 +7,7 @@ import pytest
 from jaxmp import codecs, exchange, grammar, spec
 from jaxmp.codecs.__main__ import grammar as grammar_of
 from jaxmp.codecs.__main__ import main, renew, table
-from tests.runs import ROOT
+from tests.base import ROOT
 
 N = 16 * 16 * 64  # elements of each of 32 examples
 K = 1639  # the largest 10 %

@@ -20,7 +20,8 @@ from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import clipping, experiment, groups, loop, portable, sizes
 from jaxmp.training.elastic import ElasticTrainer
 from jaxmp.wire import nbytes
-from tests.runs import handed, slow
+from tests.base import slow
+from tests.runs import handed
 
 NUMBERS = {
     'shared': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3),

@@ -22,8 +22,8 @@ from jaxmp.models.tied import WTE
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.placement import device_mesh
 from jaxmp.training import loop
+from tests.base import slow
 from tests.laws import QUICK
-from tests.runs import slow
 
 HALVES = 'float16', 'bfloat16'
 MICROBATCHES = 16

@@ -20,7 +20,8 @@ from jaxmp.runtimes import world
 from jaxmp.training import loop
 from jaxmp.training.loop import process_group_of
 from jaxmp.training.resume import stop_signals
-from tests.runs import ENV, LAUNCH, config_of
+from tests.base import ENV
+from tests.runs import LAUNCH, config_of
 
 NOBODY = Address(None, None, None)
 SALLOC = {'SLURM_JOB_ID': '4095', 'SLURM_NTASKS': '4'}

@@ -18,7 +18,8 @@ from jaxmp.runtimes.placement import Elsewhere
 from jaxmp.runtimes.state import Feedback
 from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import loop
-from tests.runs import ENV, SMALL, command, config_of, records, slow
+from tests.base import ENV, slow
+from tests.runs import SMALL, command, config_of, records
 
 X = (8, 3, 6)
 CTX = Ctx(jax.random.key(0), ids=jnp.arange(8), tokens=jnp.arange(24).reshape(8, 3), microbatch=0)

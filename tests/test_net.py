@@ -36,7 +36,8 @@ from jaxmp.net.views import Terms, ViewChangedError
 from jaxmp.training import agreement
 from jaxmp.training.agreement import settings_of
 from jaxmp.training.together import together as together_of
-from tests.runs import ENV, LAUNCH, config_of, slow
+from tests.base import ENV, slow
+from tests.runs import LAUNCH, config_of
 
 KEYS = keys_of('the-secret-of-this-test')
 NAMES = 'process 0 (stage 0)', 'process 1 (stage 1)', 'process 2 (stages 2, 3)'

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jaxmp.launch.__main__ import free_port
-from tests.runs import ROOT
+from tests.base import ROOT
 
 WORKER = str(ROOT / 'tests' / 'net_worker.py')
 COUNT = 3

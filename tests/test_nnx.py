@@ -21,7 +21,7 @@ from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.stage import programs
 from tests import pipelines
-from tests.runs import ENV, QUICK, ROOT, slow
+from tests.base import ENV, QUICK, ROOT, slow
 
 close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 rounded = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)  # statistics are float32

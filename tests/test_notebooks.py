@@ -6,7 +6,7 @@ import sys
 import jupytext
 import pytest
 
-from tests.runs import ENV, ROOT
+from tests.base import ENV, ROOT
 
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.py'))
 

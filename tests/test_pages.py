@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from jaxmp import __main__ as console
-from jaxmp import config
-from jaxmp.config import plugins
+from jaxmp import config, plugins
+from jaxmp.config import files
 from jaxmp.config.change import put
 from jaxmp.launch.launchers import place_of
 from jaxmp.net.address import TOKEN
@@ -24,7 +24,7 @@ from jaxmp.training.command import described
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.trained import trained
-from tests.runs import ENV, ROOT
+from tests.base import ENV, ROOT
 
 
 def test_every_row_of_a_table_stands_in_one():
@@ -169,7 +169,7 @@ def test_skypilot_starts_a_run_of_its_nodes(capsys):
 def trained_by(words):
     """The configuration of a training with such flags."""
     given = dict(w.removeprefix('--').partition('=')[::2] for w in words)
-    c = config.complete(plugins.load(given.pop('config', 'digits_resnet')))
+    c = config.complete(files.load(given.pop('config', 'digits_resnet')))
     for key in [k for k in given if k.startswith('config.')]:
         put(c, f'{key.removeprefix("config.")}={given[key]}')
     return c

@@ -8,7 +8,8 @@ from jaxmp.metrics import by_phases
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training import experiment, sizes
 from jaxmp.training.trainer import Trainer
-from tests.runs import config_of, known_model, slow
+from tests.base import slow
+from tests.runs import config_of, known_model
 from tests.test_portable import RUNTIMES, Flat, steps
 
 

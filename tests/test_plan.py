@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmp import spec
-from jaxmp.config import complete, plugins
+from jaxmp.config import complete, files
 from jaxmp.grammar import sinks
 from jaxmp.net.speed import Link, parse
 from jaxmp.plan import __main__ as command
@@ -36,7 +36,8 @@ from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.runtimes.schedules import SCHEDULES, named
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.parallel import actions_of
-from tests.runs import config_of, hurry_the_probe, known_model, slow
+from tests.base import slow
+from tests.runs import config_of, hurry_the_probe, known_model
 
 EDGES = (0, 1), (1, 2), (2, 1), (1, 0)
 LINK = Link(rate=8.0)  # a byte per microsecond
@@ -240,7 +241,7 @@ def test_a_written_file_is_a_configuration(tmp_path, schedule, monkeypatch):
     (out := tmp_path / 'own' / 'plan.py').parent.mkdir()
     changed = {'model.stages': 3, 'model.blocks': 3}
     out.write_text(write.text(Choice(order, edges, 1.0), 'base.py:mine', changed, out, 'Said.'))
-    config = complete(plugins.load(str(out)))
+    config = complete(files.load(str(out)))
     assert (config.name, config.fwd, config.bwd) == (
         'mine_plan',
         'block(2, size=64); block(5, size=64)',
@@ -289,7 +290,7 @@ def test_probe_plan_and_file(tmp_path, monkeypatch, capsys):
     run += ' (all on this machine; on several: docs/running.md)'
     slower = 'One machine alone is faster; to run it all the same'
     assert shown.endswith(f'wrote {out}. {slower}: {run}\n')
-    config = complete(plugins.load(str(out)))
+    config = complete(files.load(str(out)))
     assert (config.fwd, config.name) == ('uniform(8)', 'tiny_plan')
     exp = experiment_of(config)
     assert [str(c.fwd) for c in exp.model.boundaries] == ['uniform(8)']
@@ -327,7 +328,7 @@ def test_a_probe_that_sees_a_sink_proposes_no_word_with_one_scale(tmp_path, monk
         'backward': {'raw', 'uniform(8)', 'lloyd(4)', 'fp16'},
     }
     assert re.search(r'from stage 0 to 1: the heaviest token has \d{3,}\.\d times the norm', told)
-    assert complete(plugins.load(str(out))).fwd in ways['forward']
+    assert complete(files.load(str(out))).fwd in ways['forward']
 
 
 def test_what_is_seen_of_a_pretrained_model_and_of_others():

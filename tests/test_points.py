@@ -13,7 +13,8 @@ from jaxmp import config as schema
 from jaxmp.pictures import compare, curves
 from jaxmp.training import checkpoint, command, experiment, locks, loop, points, together
 from jaxmp.training.optimizer import rate_of
-from tests.runs import SMALL, config_of, known_model, records, slow
+from tests.base import slow
+from tests.runs import SMALL, config_of, known_model, records
 from tests.tiny_stages import stages
 
 RANDOM = {'fwd': 'ef21(uniform(2, rounding=stochastic))', 'bwd': 'ef(uniform(4))'}

@@ -48,7 +48,8 @@ from jaxmp.training.parallel import parallel_of
 from jaxmp.training.sizes import residual_rows
 from jaxmp.training.summary import costs
 from jaxmp.training.trainer import Trainer
-from tests.runs import LAUNCH, ROOT, config_of, pids, records, slow, text_of, wait_for_steps
+from tests.base import ROOT, slow
+from tests.runs import LAUNCH, config_of, pids, records, text_of, wait_for_steps
 from tests.runs import start as start_run
 from tests.test_decoder import (
     CASES,

@@ -12,8 +12,8 @@ from jaxmp import exchange
 from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.traffic import compiled_operands
 from jaxmp.runtimes.placement import device_mesh
+from tests.base import slow
 from tests.laws import QUICK
-from tests.runs import slow
 
 RATE, ROUNDS = 0.05, 3
 SHAPES = {'a': (20, 12), 'b': (12,), 'c': (16, 18)}

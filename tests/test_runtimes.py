@@ -30,7 +30,7 @@ from jaxmp.runtimes.types import Model
 from jaxmp.training.parallel import RUNTIMES
 from jaxmp.wire import nbytes
 from tests import pipelines
-from tests.runs import ENV, FLAGS, ROOT, slow
+from tests.base import ENV, FLAGS, ROOT, slow
 
 close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 rounded = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)  # statistics are float32

@@ -11,7 +11,7 @@ from jaxmp.runtimes.schedule import Action, Costs, timed
 from jaxmp.runtimes.schedules import SCHEDULES, Plan
 from jaxmp.runtimes.unflushed import most_kept, stream
 from jaxmp.training.late import delays_of
-from tests.runs import ROOT
+from tests.base import ROOT
 
 DEVICES = (1, 2, 3, 4, 5, 8)
 UNEQUAL = Costs(1.0, 1.4, 0.9)

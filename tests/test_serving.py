@@ -19,7 +19,8 @@ from jaxmp.data.tokenizer import byte_level
 from jaxmp.net.connect import owners, processes
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training import generate, language_model, sampling, serving
-from tests.runs import ENV, LAUNCH, slow
+from tests.base import ENV, slow
+from tests.runs import LAUNCH
 from tests.test_decoder import opened, save
 from tests.test_generate import PROMPTS, texts
 from tests.test_pretrained import tiny

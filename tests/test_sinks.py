@@ -11,7 +11,8 @@ import pytest
 import jaxmp
 from jaxmp.grammar import sinks
 from jaxmp.training import dry_run, experiment, loop
-from tests.runs import config_of, slow
+from tests.base import slow
+from tests.runs import config_of
 
 # Text: bounds of the errors of the median token, the worst and the sink; None: the word breaks.
 REAL = {

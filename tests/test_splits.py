@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxmp.config import complete, plugins
+from jaxmp.config import complete, files
 from jaxmp.launch.__main__ import free_port
 from jaxmp.net.speed import Link
 from jaxmp.plan import __main__ as command
@@ -18,7 +18,8 @@ from jaxmp.plan.choose import Candidate, Order, Probed, actions_of, predicted
 from jaxmp.plan.predict import Message, Times
 from jaxmp.plan.splits import Machine, Parts
 from jaxmp.training.parallel import parallel_of, placed
-from tests.runs import ENV, LAUNCH, config_of, hurry_the_probe, records
+from tests.base import ENV
+from tests.runs import LAUNCH, config_of, hurry_the_probe, records
 from tests.runs import command as training
 
 SMALL = (
@@ -214,7 +215,7 @@ def test_a_plan_for_two_machines_is_written(tmp_path, monkeypatch, capsys):
     shown = ' '.join(capsys.readouterr().out.split())
     assert 'The other machine is ' in shown
     assert f'--coordinator=127.0.0.1:{port} --processes=2 --process=1 here' in shown
-    config = complete(plugins.load('plan.py'))
+    config = complete(files.load('plan.py'))
     assert sorted(config.parallel.place.split()) == ['0', '1']
     assert 1 <= int(config.model.cuts) <= 5
     assert config.parallel.runtime == 'mpmd'

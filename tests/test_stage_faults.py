@@ -11,7 +11,8 @@ import time
 import pytest
 
 from jaxmp.launch.__main__ import free_port
-from tests.runs import ENV, LAUNCH, command, pids, records, text_of, wait_for_steps
+from tests.base import ENV
+from tests.runs import LAUNCH, command, pids, records, text_of, wait_for_steps
 from tests.test_net_faults import (
     HOSTS,
     NAMESPACES,

@@ -18,7 +18,7 @@ from jaxmp.sweep import runner, study
 from jaxmp.training import locks, loop
 from jaxmp.training.experiment import experiment_of
 from study.report import results, tables
-from tests.runs import ENV, ROOT
+from tests.base import ENV, ROOT
 
 
 def words(tmp_path, *more):

@@ -35,10 +35,9 @@ from jaxmp.training.fingerprint import fingerprint, own_files
 from jaxmp.training.loop import process_group_of
 from jaxmp.training.trainer import Trainer
 from tests import one_port
+from tests.base import ENV, ROOT
 from tests.runs import (
-    ENV,
     LAUNCH,
-    ROOT,
     config_of,
     damage_newest,
     pids,

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from jaxmp import terminal
 from jaxmp.training import progress
-from tests.runs import ENV, LAUNCH
+from tests.base import ENV
+from tests.runs import LAUNCH
 
 
 @pytest.mark.parametrize(

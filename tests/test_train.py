@@ -32,17 +32,8 @@ from jaxmp.training import (
 from jaxmp.training.optimizer import optimizer_of
 from jaxmp.training.step import TrainState
 from jaxmp.training.trainer import Trainer
-from tests.runs import (
-    ROOT,
-    SMALL,
-    config_of,
-    damage_newest,
-    known_model,
-    records,
-    slow,
-    start,
-    wait_for_steps,
-)
+from tests.base import ROOT, slow
+from tests.runs import SMALL, config_of, damage_newest, known_model, records, start, wait_for_steps
 from tests.tiny_stages import stages
 
 

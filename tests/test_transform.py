@@ -15,8 +15,8 @@ from jaxmp import exchange
 from jaxmp.exchange import AXIS, over, transform
 from jaxmp.runtimes.placement import device_mesh
 from tests import laws
+from tests.base import slow
 from tests.laws import QUICK
-from tests.runs import slow
 
 SEED = 7
 KERNEL = {'w': np.zeros((20, 15), np.float32)}

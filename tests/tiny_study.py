@@ -2,9 +2,10 @@
 
 import flax.linen as nn
 
-from jaxmp.config import plugins
+from jaxmp import plugins
+from jaxmp.config import files
 
-paper_tables = plugins.module(plugins.find('paper_tables'))
+paper_tables = plugins.module(files.find('paper_tables'))
 
 
 class First(nn.Module):

@@ -3,7 +3,7 @@
 A configuration is a nested `ml_collections.ConfigDict`, locked, so that a misspelt key is refused.
 A file in ``configs/`` states what differs from `default`. A value that names a thing (a model, an
 optimizer, ...) may also be the import path of one's own: ``'package.module:name'``, or
-``'file.py:name'``; see `jaxmp.config.plugins`.
+``'file.py:name'``; see `jaxmp.config.files`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from jaxmp.config.plugins import load as load
+from jaxmp.config.files import load as load
 from jaxmp.terminal import hint
 
 Config = Any  # an ml_collections.ConfigDict, whose attributes have no static types

@@ -42,7 +42,7 @@ def _read(file: Path, changed: int) -> Contents:
         reader_of = _reader()
     except ImportError:
         raise ImportError(
-            f'{file} needs the package gguf; pip install "jaxmp[gguf]", or give a folder of '
+            f'{file} needs the package gguf; pip install "jaxmp[train]", or give a folder of '
             'safetensors'
         ) from None
     try:

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp import codecs, exchange, spec
-from jaxmp.config.plugins import module_of
 from jaxmp.feedback.channel import Channel
 from jaxmp.grammar.sinks import errors
+from jaxmp.plugins import module_of
 from jaxmp.spec import Names
 from jaxmp.wire import Ctx, bits, like
 from jaxmp.wire.words import form

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmp.config.plugins import base_of
+from jaxmp.config.files import base_of
 from jaxmp.net.address import TOKEN, host_and_port
 from jaxmp.net.speed import Link, parse
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmp.config.plugins import folder
+from jaxmp.config.files import folder
 from jaxmp.plan.choose import Choice
 
 
@@ -40,7 +40,7 @@ def text(choice: Choice, base: str, changed: Mapping[str, Any], out: Path, said:
             '',
             *imports,
             'from jaxmp.config import Config',
-            'from jaxmp.config.plugins import load',
+            'from jaxmp.config import load',
             '',
             '',
             'def get_config() -> Config:',

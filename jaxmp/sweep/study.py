@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 from jaxmp.config import Config, Summary, settings
-from jaxmp.config.plugins import find, module
+from jaxmp.config.files import find
 from jaxmp.models.checkpoint import digest
+from jaxmp.plugins import module
 
 WEIGHTS = 'SHA-256 of the weights in model.path'
 

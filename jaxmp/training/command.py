@@ -21,7 +21,8 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from jaxmp.config import KEYS, KINDS, Config, Key, Nested, complete, flat, nearest
-from jaxmp.config.plugins import DEFAULT, PLAIN, base_of, files, find, first_line, load, see_beside
+from jaxmp.config.files import DEFAULT, PLAIN, base_of, files, find, first_line, load
+from jaxmp.plugins import see_beside
 from jaxmp.terminal import command, end, hint, near_file
 from jaxmp.training.trackers import Callback
 

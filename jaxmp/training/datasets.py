@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxmp import data
 from jaxmp.config import KEYS, Config, is_text
-from jaxmp.config.plugins import called
+from jaxmp.plugins import called
 
 
 def dataset_of(config: Config) -> data.Dataset:

@@ -23,12 +23,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxmp.config import KEYS, flat
-from jaxmp.config.plugins import module_of
 from jaxmp.data import documents
 from jaxmp.exchange import Exchange
 from jaxmp.exchange.collectives import Params, Tree, metered
 from jaxmp.exchange.layout import State
 from jaxmp.models import adapters
+from jaxmp.plugins import module_of
 from jaxmp.testing import QUICK
 from jaxmp.training.experiment import Experiment
 from jaxmp.wire import Codec, Ctx, like

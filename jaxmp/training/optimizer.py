@@ -12,8 +12,8 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array
 
 from jaxmp.config import KEYS, Config
-from jaxmp.config.plugins import called
 from jaxmp.exchange.collectives import Params, Tree
+from jaxmp.plugins import called
 from jaxmp.training.clipping import WholeNorm, of_stage
 from jaxmp.training.late import corrected
 from jaxmp.training.masters import with_masters

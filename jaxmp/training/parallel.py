@@ -12,10 +12,10 @@ from typing import ClassVar
 import jax
 
 from jaxmp.config import KEYS, Config
-from jaxmp.config.plugins import called
 from jaxmp.exchange import AXIS
 from jaxmp.net.connect import owners
 from jaxmp.net.group import ProcessGroup
+from jaxmp.plugins import called
 from jaxmp.runtimes import schedule
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.mpmd import Mpmd

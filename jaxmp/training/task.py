@@ -21,12 +21,12 @@ from jaxtyping import Array, Float, Int
 from jaxmp import data, models
 from jaxmp.boundary.pipeline import Stage, Variables
 from jaxmp.config import KEYS, Config
-from jaxmp.config.plugins import called, imported
 from jaxmp.exchange.collectives import Tree
 from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
 from jaxmp.models.entrance import Entrance
 from jaxmp.models.huggingface import local
 from jaxmp.models.tied import WTE, TiedParameter, table
+from jaxmp.plugins import called, imported
 from jaxmp.runtimes.trained import Select, everything
 from jaxmp.training.datasets import dataset_of, text_of
 from jaxmp.wire import Like, like

@@ -6,7 +6,8 @@ from functools import cache
 from math import expm1, log  # noqa: F401
 from statistics import mean, median  # noqa: F401
 
-from jaxmp.config import plugins, settings
+from jaxmp import plugins
+from jaxmp.config import settings
 from jaxmp.metrics import PERCENT  # noqa: F401
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
 from jaxmp.plan.verdict import MARGIN as MARGIN_OF_A_STEP  # noqa: F401
@@ -14,7 +15,7 @@ from jaxmp.training import moments as matched_on  # noqa: F401
 from jaxmp.training.late import delays_of, strength_of  # noqa: F401
 from study.report import answers, claims, late, lost, residuals, results
 from study.report.paper import PAPER, paper_row
-from tests.runs import ROOT
+from tests.base import ROOT
 
 IMAGES = 50_000  # of CIFAR-10, in training
 MARGIN = 100 * PAPER['margin']['errors']

@@ -5,7 +5,7 @@ import pytest
 from study.report import answers, glance, lost, results
 from study.report import command as report
 from study.report.claims import judge, telling
-from tests.runs import ROOT
+from tests.base import ROOT
 
 
 @pytest.fixture(scope='module')

@@ -6,9 +6,7 @@ import pytest
 
 from jaxmp.training import loop
 from study.report import exchanges
-from tests.runs import (
-    ROOT,
-)
+from tests.base import ROOT
 
 
 @pytest.mark.slow

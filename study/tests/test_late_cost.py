@@ -9,7 +9,7 @@ from jaxmp.plan import late
 from study.report import command as report
 from study.report import late as cost
 from study.report import results
-from tests.runs import ROOT
+from tests.base import ROOT
 
 
 def summary(name, losses, seed=0, fwd='raw', **optimizer):

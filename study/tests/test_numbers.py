@@ -6,7 +6,7 @@ from math import inf
 import pytest
 
 from study.tests import numbers
-from tests.runs import ROOT
+from tests.base import ROOT
 
 NUMBER = r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+'
 

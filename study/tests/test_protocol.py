@@ -16,7 +16,7 @@ from study.bench.protocol import DENSE, LINK, RECORDS, Way
 from study.bench.rows import ranked, record, row_of
 from study.bench.table import markdown
 from study.bench.twin import Twin
-from tests.runs import ROOT
+from tests.base import ROOT
 
 TINY = {  # two stages that compile at once, five steps
     'model.name': 'tests.tiny_study:build', 'model.stages': 4, 'model.blocks': 4,

@@ -33,7 +33,8 @@ from study.report import (
 )
 from study.report import command as report
 from study.report.paper import PAPER, REGISTERED, paper_row
-from tests.runs import ROOT, config_of
+from tests.base import ROOT
+from tests.runs import config_of
 
 PAGES = ('docs/results.md', 'docs/findings.md', 'docs/paper.md', 'docs/late.md')
 

@@ -14,7 +14,7 @@ from jaxmp.sweep import runner, study
 from jaxmp.training import crosstest
 from study.report import claims, figures, page, results, tables
 from study.report import command as report
-from tests.runs import ROOT
+from tests.base import ROOT
 from tests.test_pretrained import tiny
 from tests.test_sweep import plan, process
 

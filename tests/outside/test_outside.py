@@ -16,8 +16,8 @@ import pytest
 import jaxmp
 from jaxmp import config as schema
 from jaxmp.pictures import compare
+from tests.base import ENV, ROOT
 from tests.outside import own, parts
-from tests.runs import ENV, ROOT
 
 
 @pytest.mark.slow
