@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxmp.models import checkpoint
+from jaxmp.pictures import compare
 from jaxmp.sweep import runner, study
 from jaxmp.training import locks, loop
 from jaxmp.training.experiment import experiment_of
@@ -170,3 +171,19 @@ def test_the_digest_of_a_checkpoint_in_one_file(tmp_path):
     (file := tmp_path / 'model.gguf').write_bytes(b'weights')
     assert checkpoint.digest(str(file)) == hashlib.sha256(b'weights').hexdigest()[:12]
     assert checkpoint.digest(str(tmp_path)) == checkpoint.digest('') == ''
+
+
+def test_a_folder_of_results_is_compared_by_row(tmp_path):
+    """The mean of a row's seeds, with a standard error; a row of one seed has none."""
+    run = json.loads((ROOT / 'results' / 'cpu' / 'none-s0.json').read_text())
+    for row, seed, more in (('a', 0, 0.0), ('a', 1, 0.02), ('b', 0, 0.1)):
+        accuracies = [v + more for v in run['history']['on']['accuracy']]
+        on = {**run['history']['on'], 'accuracy': accuracies}
+        changed = {**run, 'seed': seed, 'history': {**run['history'], 'on': on}}
+        (tmp_path / f'{row}-s{seed}.json').write_text(json.dumps(changed))
+    rows = compare.study(tmp_path)
+    last = 100 * run['history']['on']['accuracy'][-1]
+    first, second = compare.table(rows).columns[4].cells
+    assert first == f'{last + 1:.2f}% ± 1'
+    assert second == f'{last + 10:.2f}%'
+    assert compare.study(tmp_path / 'a-s0.json') == {}

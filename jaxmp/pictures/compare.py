@@ -1,6 +1,7 @@
 """`jaxmp compare RUN ... [--out PICTURE]`: a table and a picture of any runs, finished or not.
 
-A run is a workdir, its ``summary.json``, or a result of a sweep. The picture has the training loss,
+A run is a workdir, its ``summary.json``, or a result of a sweep. A folder of a sweep's results is
+shown by row: the mean over its seeds, with a standard error. The picture has the training loss,
 the test metric with compression on (line) and off (dashes), and the metric against the bytes that
 are sent per step. It is written as PNG and as SVG.
 """
@@ -16,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxmp import terminal
 from jaxmp.config import KEYS, Summary, flat, reads_text, settings
-from jaxmp.metrics import ACCURACY, METRICS, epochs_of, of_summary, positions
+from jaxmp.metrics import ACCURACY, METRICS, Metric, epochs_of, of_summary, positions
 from jaxmp.pictures import style
 from jaxmp.pictures.curves import sent, unit, value
 
@@ -57,6 +60,38 @@ def load(path: Path) -> Summary:
             f'{file} is of an older version; convert it with python results/migrate.py {file}'
         )
     return summary
+
+
+def study(folder: Path) -> dict[str, Summary]:
+    """The rows of a folder with a sweep's results, each the mean of its seeds; empty of another.
+
+    Raises:
+      ValueError: if a file is no result.
+    """
+    by_row: dict[str, list[Summary]] = {}
+    for file in sorted(folder.glob('*-s*.json')) if folder.is_dir() else ():
+        by_row.setdefault(file.stem.rpartition('-s')[0], []).append(load(file))
+    return {f'{folder / row}': mean_of(runs) for row, runs in by_row.items()}
+
+
+def mean_of(runs: Sequence[Summary]) -> Summary:
+    """Runs of one row as one run, whose curves are the means over seeds.
+
+    The key ``errors`` has the standard error of each last score, by part.
+    """
+    history: dict[str, dict[str, list[float]]] = {}
+    errors: dict[str, dict[str, float]] = {}
+    for part in PARTS:
+        history[part], errors[part] = {}, {}
+        for score in runs[0]['history'][part]:
+            curves = [run['history'][part][score] for run in runs]
+            length = min(map(len, curves))
+            history[part][score] = np.mean([c[:length] for c in curves], axis=0).tolist()
+            if len(runs) > 1 and length:
+                deviation = np.std([c[length - 1] for c in curves], ddof=1)
+                errors[part][score] = float(deviation / len(runs) ** 0.5)
+    seconds = sum(run['seconds'] for run in runs)
+    return {**runs[0], 'history': history, 'errors': errors, 'seeds': len(runs), 'seconds': seconds}
 
 
 def begun(workdir: Path) -> Summary:
@@ -145,12 +180,25 @@ def table(runs: Mapping[str, Summary]) -> Table:
     for label, r in runs.items():
         metric, ends = of_summary(r), {m: last(r, m) for m in PARTS}
         tests = [metric.format(ends[m]) if ends[m] else '' for m in ('off', 'on')]
+        if 'seeds' in r:
+            spread = [error(metric, ends[m], r['errors'][m]) for m in ('off', 'on')]
+            tests = [a + b for a, b in zip(tests, spread, strict=True)]
+            label = f'{label} ({r["seeds"]} seed{"s" * (r["seeds"] > 1)})'
         loss = f'{ends["train"]["loss"]:.4f}' if ends['train'] else ''
         moved, full = sent(r) if 'bytes' in r else (0, 0)
         sizes = (f'{moved:,}', f'{full / max(moved, 1):.2f}') if 'bytes' in r else ('', '')
         time = f'{r["seconds"]:.0f} s' if 'seconds' in r else 'not ended'
         grid.add_row(label, length(r), metric.name, *tests, loss, *sizes, time)
     return grid
+
+
+def error(metric: Metric, mean: Mapping[str, float], errors: Mapping[str, float]) -> str:
+    """The standard error of a mean in the unit of its axis; empty with one seed."""
+    name = metric.score
+    if name not in errors:
+        return ''
+    low, high = (value(metric, {name: mean[name] + s * errors[name]}) for s in (-1, 1))
+    return f' ± {(high - low) / 2:.2g}'
 
 
 def draw(path: Path, runs: Mapping[str, Summary]) -> None:
@@ -181,7 +229,12 @@ def draw(path: Path, runs: Mapping[str, Summary]) -> None:
         test.set(title='test: on (line), off (dashes)', xlabel=x, ylabel=name)
         cost.set(ylabel=name, title='last test, on')
         cost.set(xlabel='bytes per step, logarithmic', xscale='log')
-        caption = 'n = 1 run per line, so no intervals'  # a caption would lie over the legend
+        counts = sorted({r.get('seeds', 1) for r in alike.values()})
+        caption = (  # below the axes it would lie over the legend
+            f'mean of {counts[0]} to {counts[-1]} runs per line'
+            if counts[-1] > 1
+            else 'n = 1 run per line, so no intervals'
+        )
         key = figure.legend(loc='outside lower left', ncols=columns, fontsize=8, title=caption)
         key.get_title().set(fontsize=8, color='dimgray')
         ends = {label: last(r, 'on') for label, r in alike.items()}
@@ -206,13 +259,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog='jaxmp compare', description=(__doc__ or '').partition('\n\n')[2]
     )
-    parser.add_argument('run', type=Path, nargs='+', help='workdirs or result files')
+    parser.add_argument(
+        'run', type=Path, nargs='+', help='workdirs, result files, or folders of them'
+    )
     parser.add_argument(
         '--out', type=picture, default=Path('compare.png'), help='the picture, as PNG and as SVG'
     )
     args = parser.parse_args(argv)
     try:
-        runs = labelled({str(path): load(path) for path in args.run})
+        runs: dict[str, Summary] = {}
+        for path in args.run:
+            runs |= study(path) or {str(path): load(path)}
+        runs = labelled(runs)
         draw(args.out, runs)
     except (OSError, ValueError) as error:
         sys.exit(f'jaxmp compare: {error}')
