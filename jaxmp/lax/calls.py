@@ -1,0 +1,178 @@
+"""`call`: one collective with codecs, and `codecs`, which sets those of a program.
+
+A call is a `jax.custom_vjp` over two routes, that of the operand and that of its gradient. States
+of the second travel as in `jaxmp.boundary`: `jaxmp.value_and_grad` returns them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from jaxmp.boundary import FeedbackState
+from jaxmp.feedback import Channel
+from jaxmp.feedback.gradient import by_value_and_grad
+from jaxmp.lax.ways import Axes, Key, Route, shape_of, varying
+from jaxmp.spec import parse
+from jaxmp.wire import Like
+
+Routes = tuple[Route, Route]  # of the operand and of its gradient
+FIRST: Any = object()  # in place of a state: what `init` asks for
+DRAWS = re.compile(r'\b(qsgd|random_k|unbiased_random_k|natural)\b|\bstochastic\b|unbiased=True')
+
+
+class Codecs(NamedTuple):
+    """What a program's calls send; see `codecs`."""
+
+    fwd: str = 'raw'
+    bwd: str = 'raw'
+    axes: tuple[str, ...] | None = None
+    least: int = 0
+
+
+class How(NamedTuple):
+    """What a call says itself."""
+
+    fwd: str | Channel | None
+    bwd: str | Channel | None
+    state: Any
+    key: Key
+
+
+_program = jax.make_user_context(default_value=Codecs())  # a part of the keys of JAX's caches
+
+
+def codecs(
+    fwd: str = 'raw', bwd: str = 'raw', axes: tuple[str, ...] | None = None, least: int = 0
+) -> AbstractContextManager[Any]:
+    """Sets the channels of all calls traced inside: ``with lax.codecs('nvfp4', 'mx(8)'):``.
+
+    The channels that a call names itself win. JAX compiles a function again for other codecs.
+
+    Args:
+      fwd: channel of operands.
+      bwd: channel of their gradients.
+      axes: only of calls along these mesh axes; default all.
+      least: only of arrays with as many elements.
+
+    Raises:
+      jaxmp.SpecError: if a text is no channel.
+      ValueError: if a channel has a state, which a call must be given, or draws, for which a call
+        needs a key.
+    """
+    for text in (fwd, bwd):
+        channel = parse(text)
+        if jax.tree.leaves(channel.init(jax.ShapeDtypeStruct((2, 64), jnp.float32))):
+            raise ValueError(f'{text} has a state; give it to each call, with state=lax.init(...)')
+        if DRAWS.search(text):
+            raise ValueError(f'{text} draws; give it to each call, with key=')
+    return _program(Codecs(fwd, bwd, axes, least))
+
+
+def call(
+    x: PyTree,
+    axis: Axes,
+    routes: Callable[[Like], Routes],
+    plain: Callable[[PyTree], PyTree],
+    how: How,
+    enter: bool = True,
+) -> Any:
+    """A collective of ``x``: as coded, or ``plain`` where it is sent as it is.
+
+    Args:
+      x: arrays; with a state, one.
+      axis: names of mesh axes.
+      routes: of an operand of a shape.
+      plain: that of `jax.lax`.
+      how: what the call says.
+      enter: whether the operand varies along the axis before it is sent.
+
+    Raises:
+      TypeError: if a state is given with several arrays.
+      ValueError: if a codec draws and there is no key.
+    """
+    leaves, form = jax.tree.flatten(x)
+    if len(leaves) != 1 or not hasattr(leaves[0], 'dtype'):
+        if how.state is not None:
+            raise TypeError(f'a state is of one array, got {len(leaves)}; call for each')
+        if not leaves or any(not hasattr(a, 'dtype') for a in leaves):
+            return plain(x)
+        return form.unflatten([call(a, axis, routes, plain, how, enter) for a in leaves])
+    (array,) = leaves
+    channels = _channels(axis, array, how)
+    if channels is None:
+        return plain(x)
+    y = _coded(jnp.asarray(array), axis, routes, channels, how, enter)
+    return form.unflatten([y]) if how.state is None else y
+
+
+def _channels(axis: Axes, x: Array, how: How) -> tuple[Channel, Channel] | None:
+    """The channels of a call, or None where the operand is sent as it is."""
+    program = _program.value
+    names = {axis} if isinstance(axis, str) else {*axis}
+    elsewhere = program.axes is not None and not names <= {*program.axes}
+    default = Codecs() if elsewhere or x.size < program.least else program
+    texts = how.fwd or default.fwd, how.bwd or default.bwd
+    fwd, bwd = (parse(c) if isinstance(c, str) else c for c in texts)
+    codable = x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
+    if how.state is None and (not codable or (str(fwd), str(bwd)) == ('raw', 'raw')):
+        return None
+    return fwd, bwd
+
+
+def _coded(
+    x: Array,
+    axis: Axes,
+    routes: Callable[[Like], Routes],
+    channels: tuple[Channel, Channel],
+    how: How,
+    enter: bool,
+) -> Any:
+    fwd, bwd = channels
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    there, back = routes(like)
+    key = _key(channels, how)
+    arrives = lambda x: there.carry(fwd, key, x, there.states(fwd, like))[0]
+    result = shape_of(arrives, x)
+    if how.state is FIRST:
+        return FeedbackState(there.states(fwd, like), back.states(bwd, result))
+    states = how.state
+    if states is None:
+        states = FeedbackState(there.states(fwd, like), back.states(bwd, result))
+        stateful = [str(c) for c, s in zip(channels, states, strict=True) if jax.tree.leaves(s)]
+        if stateful:
+            raise ValueError(f'{stateful[0]} has a state; give state=lax.init(...) of this call')
+    x = varying(x, axis) if enter else x
+    x = by_value_and_grad(x, states.bwd)
+
+    @jax.custom_vjp
+    def cross(x: Array, fwd_state: PyTree, bwd_state: PyTree, key: Key) -> tuple:
+        return (*there.carry(fwd, key, x, fwd_state), bwd_state)
+
+    def forward(x: Array, fwd_state: PyTree, bwd_state: PyTree, key: Key) -> tuple:
+        return cross(x, fwd_state, bwd_state, key), key
+
+    def backward(key: Key, cotangents: tuple) -> tuple:
+        g, _, state = cotangents
+        later = None if key is None else jax.random.fold_in(key, 1 << 29)
+        gx, state = back.carry(bwd, later, g, state)
+        return gx, None, state, None
+
+    cross.defvjp(forward, backward)
+    y, fwd_state, bwd_state = cross(x, *states, key)
+    return y if how.state is None else (y, FeedbackState(fwd_state, bwd_state))
+
+
+def _key(channels: tuple[Channel, Channel], how: How) -> Key:
+    """The key of a call; a fixed one serves a rotation, which needs no other in each step."""
+    if how.key is not None or not any('key' in c.needs for c in channels):
+        return how.key
+    if drawing := [str(c) for c in channels if DRAWS.search(str(c))]:
+        raise ValueError(f'{drawing[0]} draws; give key=, another one in every step and call')
+    return jax.random.key(0)

@@ -1,0 +1,346 @@
+"""`jaxmp.lax`: collectives against those of `jax.lax`, their bytes, states, meshes and refusals."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import lax
+from jaxmp.exchange.hlo import operands
+from jaxmp.lax import calls
+
+N = 4
+RING = [(i, (i + 1) % N) for i in range(N)]
+CHAIN = RING[:-1]
+CALLS = {
+    'ppermute ring': lambda module, x, **how: module.ppermute(x, 'i', RING, **how),
+    'ppermute chain': lambda module, x, **how: module.ppermute(x, 'i', CHAIN, **how),
+    'all_gather': lambda module, x, **how: module.all_gather(x, 'i', **how),
+    'all_gather tiled': lambda module, x, **how: module.all_gather(
+        x, 'i', axis=1, tiled=True, **how
+    ),
+    'psum_scatter': lambda module, x, **how: module.psum_scatter(x, 'i', **how),
+    'psum_scatter tiled': lambda module, x, **how: module.psum_scatter(
+        x, 'i', scatter_dimension=1, tiled=True, **how
+    ),
+    'all_to_all': lambda module, x, **how: module.all_to_all(x, 'i', 0, 0, **how),
+    'all_to_all tiled': lambda module, x, **how: module.all_to_all(x, 'i', 1, 0, tiled=True, **how),
+    'psum': lambda module, x, **how: module.psum(x, 'i', **how),
+    'pmean': lambda module, x, **how: module.pmean(x, 'i', **how),
+}
+X = jax.random.normal(jax.random.key(0), (N * N, 8, 64)) * 2  # a device has (4, 8, 64)
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    axes = axes or {'i': N}
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def on(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def both(collective, mesh, follow):
+    """Of a program around a collective: the loss, the gradient and the value."""
+
+    def inner(x):
+        value = lambda x: jnp.sin(collective(jnp.tanh(x)))
+        total = lambda x: jax.lax.psum(jnp.sum(value(x) ** 2), 'i')
+        loss, grads = jax.value_and_grad(total)(x)
+        return loss[None], grads, value(x)[None]
+
+    specs = P() if follow else P('i'), P('i'), P('i')
+    return jax.jit(
+        jax.shard_map(inner, mesh=mesh, in_specs=P('i'), out_specs=specs, check_vma=follow)
+    )
+
+
+@pytest.mark.parametrize('name', CALLS)
+@pytest.mark.parametrize(
+    ('follow', 'kind'), [(True, AxisType.Auto), (False, AxisType.Explicit)], ids=['vma', 'explicit']
+)
+def test_uncompressed_is_jax_lax_to_the_bit(name, follow, kind, monkeypatch):
+    """As handed to `jax.lax`, and as packed messages of which each element is sent whole."""
+    mesh = mesh_of(kind)
+    x, call = on(mesh, X, 'i'), CALLS[name]
+    theirs = both(partial(call, jax.lax), mesh, follow)(x)
+    ours = both(partial(call, lax), mesh, follow)(x)
+    raw = jaxmp.parse('raw')
+    monkeypatch.setattr(calls, '_channels', lambda *_: (raw, raw))
+    packed = both(partial(call, lax), mesh, follow)(x)
+    for a, b, c in zip(theirs, ours, packed, strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)
+
+
+SENT = {  # of a device: the collective, its messages and the shape of each
+    'ppermute ring': ('collective-permute', 1, (4, 8, 64)),
+    'all_gather': ('all-gather', 1, (4, 8, 64)),
+    'psum_scatter': ('all-to-all', 4, (8, 64)),
+    'all_to_all tiled': ('all-to-all', 4, (4, 2, 64)),
+}
+
+
+@pytest.mark.parametrize('name', SENT)
+@pytest.mark.parametrize('word', ['nvfp4', 'outliers(rotate(lloyd(4), 64), causal=True)'])
+def test_the_program_sends_the_messages_and_no_more(name, word):
+    kind, count, shape = SENT[name]
+    mesh, call = mesh_of(), CALLS[name]
+    f = lambda x: call(lax, x, fwd=word)[None]
+    program = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P('i')))
+    x = on(mesh, X, 'i')
+    message = jaxmp.bits(jaxmp.parse(word), jax.ShapeDtypeStruct(shape, 'float32')) // 8
+    assert operands(program.lower(x).compile().as_text()) == {kind: count * message}
+    exact = lambda x: call(jax.lax, x)[None]
+    exact = jax.jit(jax.shard_map(exact, mesh=mesh, in_specs=P('i'), out_specs=P('i')))(x)
+    assert 0 < np.linalg.norm(program(x) - exact) / np.linalg.norm(exact) < 0.2
+
+
+@pytest.mark.parametrize('word', ['block(4)', 'mx(8)', 'rotate(lloyd(4))'])
+def test_a_sum_is_the_same_bits_on_all_devices(word):
+    """By type where JAX follows what varies, and in number where it does not."""
+    mesh = mesh_of()
+    f = lambda x: lax.psum(x, 'i', fwd=word)
+    known = jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P())(X)
+    every = jax.shard_map(
+        lambda x: f(x)[None], mesh=mesh, in_specs=P('i'), out_specs=P('i'), check_vma=False
+    )(X)
+    for one in every:
+        np.testing.assert_array_equal(one, known)
+    exact = np.asarray(X).reshape(N, 4, 8, 64).sum(0)
+    assert 0 < np.linalg.norm(known - exact) / np.linalg.norm(exact) < 0.3
+
+
+HOW = {'fwd': 'nvfp4', 'bwd': 'mx(8)'}
+HERE_AND_THERE = [(0, 1), (1, 0)]
+TRANSFORMED = {
+    'scan': lambda x: jax.lax.scan(lambda h, _: (sent(h), None), x, None, 3)[0],
+    'vmap': jax.vmap(lambda x: lax.all_to_all(x, 'i', 0, 0, tiled=True, **HOW)),
+    'vmap of a sum': jax.vmap(lambda x: lax.psum(x, 'i', **HOW)),
+    'remat': jax.checkpoint(lambda x: sent(x)),
+    'a sum over two axes': lambda x: lax.psum(x, ('i', 'j'), **HOW),
+    'a gather over two axes': lambda x: lax.all_gather(x, ('i', 'j'), tiled=True, **HOW),
+    'a scatter over two axes': lambda x: lax.psum_scatter(
+        x, ('i', 'j'), scatter_dimension=1, tiled=True, **HOW
+    ),
+    'a codec that draws': lambda x: lax.psum(
+        x, 'i', fwd='qsgd(4)', bwd='qsgd(4)', key=jax.random.key(0)
+    ),
+    'a tree': lambda x: lax.all_gather({'x': x, 'n': jnp.arange(4)}, 'i', **HOW)['x'],
+    'bfloat16': lambda x: lax.psum_scatter(x.astype(jnp.bfloat16), 'i', tiled=True, **HOW),
+    'a vector': lambda x: lax.all_gather(x[0, 0], 'i', **HOW),
+}
+
+
+def sent(x):
+    return lax.ppermute(jnp.tanh(x), 'i', HERE_AND_THERE, **HOW)
+
+
+@pytest.mark.parametrize('name', TRANSFORMED)
+@pytest.mark.parametrize('follow', [True, False], ids=['vma', 'no vma'])
+def test_under_the_transformations_of_jax(name, follow):
+    """Finite gradients near those without codecs."""
+    mesh, spec = mesh_of(i=2, j=2), P(('i', 'j'))
+
+    def gradient(x):
+        def total(x):
+            part = jnp.sum(TRANSFORMED[name](x).astype(jnp.float32) ** 2)
+            axes = tuple(a for a in ('i', 'j') if not follow or a in jax.typeof(part).vma)
+            return jax.lax.psum(part, axes) if axes else part
+
+        return jax.grad(total)(x)
+
+    f = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=follow))
+    coded = f(X)
+    assert np.isfinite(coded).all()
+    assert np.abs(coded).max() > 0
+
+
+STATEFUL = {
+    'all_gather': lambda x, **how: lax.all_gather(x, 'i', **how),
+    'psum': lambda x, **how: lax.psum(x, 'i', **how),
+    'ppermute': lambda x, **how: lax.ppermute(x, 'i', RING, **how),
+}
+
+
+@pytest.mark.parametrize('name', STATEFUL)
+def test_states_go_on_from_step_to_step(name):
+    """EF21 of an operand that stays: what arrives tends to it, and so does its gradient."""
+    call, word = STATEFUL[name], 'ef21(top_k(0.2))'
+    mesh = mesh_of()
+
+    def loss(x, state):
+        y, state = call(x, fwd=word, bwd=word, state=state)
+        return jnp.sum(y * jnp.arange(y.size).reshape(y.shape)) / y.size, (state, y)
+
+    def steps(x):
+        def step(state, _):
+            (_, y), grads, state = jaxmp.value_and_grad(loss)(x, state)
+            return state, (y, grads)
+
+        state = lax.init(call, x, fwd=word, bwd=word)
+        _, (values, grads) = jax.lax.scan(step, state, None, 40)
+        return values[jnp.array([0, -1])], grads[jnp.array([0, -1])]
+
+    def exact(x):
+        f = lambda x: CALLS[name if name != 'ppermute' else 'ppermute ring'](jax.lax, x)
+        weigh = lambda x: jnp.sum((y := f(x)) * jnp.arange(y.size).reshape(y.shape)) / y.size
+        return f(x)[None], jax.grad(weigh)(x)[None]
+
+    run = lambda f: jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P(None, 'i'), check_vma=False)
+    )(X[:, :2])
+    for ours, theirs in zip(run(steps), run(exact), strict=True):
+        first, last = (np.linalg.norm(a - theirs[0]) / np.linalg.norm(theirs[0]) for a in ours)
+        assert first > 0.3
+        assert last < 1e-3
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_a_number_that_is_none_reaches_all(value):
+    mesh = mesh_of()
+    x = X.at[0, 0, 0].set(value)
+    f = lambda x: jnp.isfinite(lax.psum(x, 'i', fwd='nvfp4')).all()
+    assert not jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P())(x)
+
+
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('name', ['ppermute', 'psum_scatter', 'psum'])
+def test_a_mesh_that_is_manual_in_part(kind, name):
+    mesh = mesh_of(kind, i=2, j=2)
+    one = {
+        'ppermute': lambda x: lax.ppermute(x, 'i', HERE_AND_THERE, **HOW),
+        'psum_scatter': lambda x: lax.psum_scatter(x, 'i', tiled=True, **HOW),
+        'psum': lambda x: lax.psum(x, 'i', **HOW),
+    }[name]
+    with jax.set_mesh(mesh):
+        x = on(mesh, X, 'i', 'j')
+        out = P() if name == 'psum' else P('i')
+        f = jax.jit(jax.shard_map(one, in_specs=P('i'), out_specs=out, axis_names={'i'}))
+        y = f(x)
+    whole = np.asarray(X).reshape(2, 8, 8, 64)
+    sums = whole.sum(0)
+    exact = {'ppermute': whole[::-1].reshape(16, 8, 64), 'psum_scatter': sums, 'psum': sums}[name]
+    assert np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.2
+
+
+def bytes_of(f, mesh, x=X):
+    f = jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P('i'))
+    return sum(operands(jax.jit(f).lower(x).compile().as_text()).values())
+
+
+def test_codecs_of_a_program():
+    """Those of a call win; other axes, small arrays and integers are sent as they are."""
+    mesh = mesh_of()
+    sums = lambda x, **how: lax.all_gather(x, 'i', **how)
+    whole = bytes_of(sums, mesh)
+    with lax.codecs('nvfp4', 'mx(8)'):
+        coded = bytes_of(sums, mesh)
+        assert bytes_of(partial(sums, fwd='raw', bwd='raw'), mesh) == whole
+        assert bytes_of(partial(sums, fwd='mx(8)'), mesh) > coded
+        assert bytes_of(sums, mesh, X.astype(jnp.int32)) == whole
+    assert whole > 7 * coded
+    with lax.codecs('nvfp4', axes=('j',)):
+        assert bytes_of(sums, mesh) == whole
+    with lax.codecs('nvfp4', least=X.size):
+        assert bytes_of(sums, mesh) == whole
+    same = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P('i'), out_specs=P('i')))
+    before = same(X)
+    with lax.codecs('block(4)'):  # the same function, compiled again
+        assert np.abs(same(X) - before).max() > 0
+    np.testing.assert_array_equal(same(X), before)
+
+
+def test_the_gradients_of_data_parallelism():
+    """The sum that nobody wrote, of parameters that all devices have, through a codec."""
+    mesh = mesh_of()
+    w = jax.random.normal(jax.random.key(1), (64, 64)) / 8
+
+    def program(enter):
+        def loss(w, x):
+            h = jnp.tanh(x @ enter(w))
+            return jax.lax.pmean(jnp.mean(h**2), 'i')
+
+        f = jax.shard_map(
+            jax.value_and_grad(loss), mesh=mesh, in_specs=(P(), P('i')), out_specs=P()
+        )
+        return jax.jit(f)
+
+    plain = program(lambda w: w)
+    coded = program(lambda w: lax.pvary(w, 'i', bwd='mx(8)'))
+    (a, g), (b, h) = plain(w, X), coded(w, X)
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert 0 < np.linalg.norm(g - h) / np.linalg.norm(g) < 0.06
+    sizes = [operands(f.lower(w, X).compile().as_text()) for f in (plain, coded)]
+    assert sizes[0]['all-reduce'] > 4 * 64 * 64
+    assert sizes[1]['all-reduce'] < 100  # the loss
+    assert sum(sizes[1].values()) < 0.4 * sum(sizes[0].values())
+
+
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+def test_islands_in_a_program_that_the_compiler_divides(kind):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        x = on(mesh, X[:N], 'i')
+        turned = jax.jit(partial(lax.roll, axis_name='i', fwd='mx(8)'))
+        exact = np.roll(X[:N], 1, 0)
+        assert np.linalg.norm(turned(x) - exact) / np.linalg.norm(exact) < 0.05
+        assert set(operands(turned.lower(x).compile().as_text())) == {'collective-permute'}
+        grads = jax.jit(
+            jax.grad(lambda x: jnp.sum(lax.roll(x, 'i', fwd='mx(8)', bwd='mx(8)') ** 2))
+        )
+        assert np.linalg.norm(grads(x) - 2 * x) / np.linalg.norm(2 * x) < 0.1
+        gathered = jax.jit(partial(lax.reshard, axis_name='i', fwd='mx(8)', bwd='mx(8)'))
+        assert np.linalg.norm(gathered(x) - X[:N]) / np.linalg.norm(X[:N]) < 0.05
+        assert gathered(x).sharding.is_fully_replicated
+    with pytest.raises(ValueError, match="roll of 8 rows along 'i', which has 4 devices"):
+        lax.roll(X[:8], 'i', mesh=mesh)
+
+
+def test_mistakes_are_told_in_a_line():
+    mesh = mesh_of()
+    run = lambda f: jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P('i'))(X)
+    cases = {
+        r'qsgd\(4\) draws; give key=': lambda x: lax.ppermute(x, 'i', RING, fwd='qsgd(4)'),
+        r'ef\(mx\(4\)\) has a state; give state=lax.init': lambda x: lax.psum(x, 'i', fwd='ef(mx(4))'),
+        r'axis 1 of \(4, 8, 64\) goes to 4 devices; it must have the size 4, or tiled=True':
+            lambda x: lax.all_to_all(x, 'i', 1, 0, fwd='mx(8)'),
+        r"in 'mx\(9\)'": lambda x: lax.psum(x, 'i', fwd='mx(9)'),
+    }  # fmt: skip
+    for message, f in cases.items():
+        with pytest.raises(ValueError, match=message):
+            run(f)
+    with pytest.raises(ValueError, match=r'ef\(mx\(4\)\) has a state; give it to each call'):
+        lax.codecs('ef(mx(4))')
+    with pytest.raises(ValueError, match=r'qsgd\(4\) draws; give it to each call, with key='):
+        lax.codecs('mx(8)', 'qsgd(4)')
+    with pytest.raises(TypeError, match='a state is of one array, got 2'):
+        run(lambda x: lax.psum([x, x], 'i', fwd='mx(8)', state=jaxmp.FeedbackState((), ()))[0][0])
+
+
+def test_which_codecs_draw():
+    """Of all words that need a key those that round at random; a rotation may stay."""
+    from jaxmp.grammar import KNOWN, words_of
+
+    need = [
+        w.example
+        for w in words_of(KNOWN)
+        if w.kind == 'codec' and 'key' in jaxmp.parse(w.example).needs
+    ]
+    drawing = {text.partition('(')[0] for text in need if calls.DRAWS.search(text)}
+    assert {text.partition('(')[0] for text in need} - drawing <= {'rotate', 'polar', 'trellis'}, (
+        need
+    )
+    assert {'qsgd', 'random_k'} <= drawing
+
+
+def test_every_other_name_is_that_of_jax():
+    assert lax.scan is jax.lax.scan
+    assert lax.axis_index is jax.lax.axis_index
+    with pytest.raises(AttributeError):
+        getattr(lax, 'nothing_of_this_name')
