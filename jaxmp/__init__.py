@@ -31,16 +31,21 @@ from jaxmp.spec import SpecError, canonical, parse
 from jaxmp.wire import Codec, Ctx, Like, bits, like, nbytes
 
 if TYPE_CHECKING:
+    from jaxmp.contrib import adaptive, dct, k_means
     from jaxmp.training.loop import train_and_evaluate
     from jaxmp.training.task import Task
 
 __version__ = '0.2.0'
 
-_LATER = {'Task': 'jaxmp.training.task', 'train_and_evaluate': 'jaxmp.training.loop'}
+_LATER = {
+    'Task': 'jaxmp.training.task',
+    'train_and_evaluate': 'jaxmp.training.loop',
+    **dict.fromkeys(('adaptive', 'dct', 'k_means'), 'jaxmp.contrib'),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The trainer's names, imported when they are first used: a codec needs none of it."""
+    """Names of the trainer and of `jaxmp.contrib`, imported when they are first used."""
     if name not in _LATER:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     import importlib
@@ -60,16 +65,19 @@ __all__ = [
     'SpecError',
     'Task',
     'Transport',
+    'adaptive',
     'anchored',
     'aqsgd',
     'bits',
     'boundary',
     'canonical',
+    'dct',
     'direct',
     'ef',
     'ef21',
     'ef_mixed',
     'init_feedback',
+    'k_means',
     'klt',
     'like',
     'local',

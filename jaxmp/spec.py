@@ -8,6 +8,7 @@ namespace is the registry.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -22,18 +23,36 @@ LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)
 Names = Mapping[str, object]  # what texts may name: functions, codecs, rules, numbers
 T = TypeVar('T')
-RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt')
-NAMES: Names = {
-    **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
-    **{name: getattr(feedback, name) for name in RULES},
-    'outliers': feedback.outliers,  # a codec over a codec, a rule over a rule
-}
 
 
 class NoWord(NamedTuple):
     """Among names, what no text may name, and why."""
 
     reason: str
+
+
+class Later(NamedTuple):
+    """Among names, a word of `jaxmp.contrib`, which is imported when a text first names it."""
+
+    name: str
+
+    def word(self) -> object:
+        """The word itself."""
+        return getattr(importlib.import_module('jaxmp.contrib'), self.name)
+
+
+def later(*names: str) -> dict[str, Later]:
+    """Words of `jaxmp.contrib` by their names."""
+    return {name: Later(name) for name in names}
+
+
+RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt')
+NAMES: Names = {
+    **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
+    **{name: getattr(feedback, name) for name in RULES},
+    'outliers': feedback.outliers,  # a codec over a codec, a rule over a rule
+    **later('adaptive', 'dct', 'k_means'),
+}
 
 
 class SpecError(ValueError):
@@ -141,6 +160,8 @@ def _look_up(name: str, names: Names) -> object:
     found = names.get(name)
     if isinstance(found, NoWord):
         raise SpecError(f'{name!r} is no word: {found.reason}')
+    if isinstance(found, Later):
+        return found.word()
     if name in names:
         return found
     allowed = sorted(k for k, thing in names.items() if not isinstance(thing, NoWord))

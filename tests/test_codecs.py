@@ -15,8 +15,8 @@ import scipy.fft
 import jaxmp
 from jaxmp import Ctx, codecs, testing
 from jaxmp.codecs import dependent, extremes, polarsearch, rans, select
-from jaxmp.codecs.dct import cosines, of_cosines
 from jaxmp.codecs.polarcode import Code
+from jaxmp.contrib.dct import cosines, of_cosines
 from jaxmp.grammar import sinks
 from jaxmp.wire import pack, unpack
 from tests import laws

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from jaxmp import codecs, exchange, grammar, spec
+from jaxmp import codecs, contrib, exchange, grammar, spec
 from jaxmp.codecs.__main__ import grammar as grammar_of
 from jaxmp.codecs.__main__ import main, renew, table
 from tests.runs import ROOT
@@ -39,7 +39,7 @@ BITS = {
 
 @pytest.fixture(scope='module')
 def words():
-    return {w.form.partition('(')[0]: w for w in grammar.ours()}
+    return {w.form.partition('(')[0]: w for w in [*grammar.ours(), *grammar.young()]}
 
 
 def test_every_word_is_listed_and_measured(words):
@@ -51,7 +51,7 @@ def test_every_word_is_listed_and_measured(words):
     assert kinds['channel'] == sorted(spec.RULES)
     assert kinds['outer'] == ['nesterov', 'sgd']
     assert {*kinds['exchange'], *kinds['rule'], *kinds['outer']} == set(exchange.RULES)
-    assert {*kinds['codec'], *kinds['search']} < {*codecs.__all__, 'outliers'}
+    assert {*kinds['codec'], *kinds['search']} < {*codecs.__all__, *contrib.__all__, 'outliers'}
 
 
 @pytest.mark.parametrize('name', BITS)
@@ -147,7 +147,8 @@ def test_own_words(tmp_path, monkeypatch, capsys):
     (tmp_path / 'my_words.py').write_text(textwrap.dedent(OWN))
     (tmp_path / 'no_words.py').write_text('from jaxmp import raw\n')
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr('jaxmp.codecs.__main__.ours', list)
+    for ours in ('ours', 'young'):
+        monkeypatch.setattr(f'jaxmp.codecs.__main__.{ours}', list)
     main(['my_words'])
     said = capsys.readouterr().out
     for part in (

@@ -5,12 +5,9 @@ codec decodes a message to the same bits in every program and on every CPU; `jax
 explains how.
 """
 
-from jaxmp.codecs.adaptive import adaptive
 from jaxmp.codecs.companded import asinh
-from jaxmp.codecs.dct import dct
 from jaxmp.codecs.dense import bf16, fp16, raw
 from jaxmp.codecs.indices import IndexCoding, bitmap, block_local, elias_fano, int32, packed
-from jaxmp.codecs.kmeans import k_means
 from jaxmp.codecs.lloyd import lloyd
 from jaxmp.codecs.logscale import log_scale
 from jaxmp.codecs.microscaling import mx, nvfp4
@@ -33,11 +30,9 @@ __all__ = [
     'bitmap',
     'block',
     'block_local',
-    'dct',
     'elias_fano',
     'fp16',
     'int32',
-    'k_means',
     'lloyd',
     'log_scale',
     'max_scaled',

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmp import codecs, exchange, spec
+from jaxmp import codecs, contrib, exchange, spec
 from jaxmp.config.plugins import module_of
 from jaxmp.feedback.channel import Channel
 from jaxmp.grammar.sinks import errors
@@ -130,8 +130,13 @@ def kind_of(thing: object) -> str | None:
 
 
 def ours() -> list[Word]:
-    """The words of this package."""
+    """The words of this package, without those of `jaxmp.contrib`."""
     return words_of(KNOWN, (codecs, exchange))
+def young() -> list[Word]:
+    """The words of `jaxmp.contrib`."""
+    return words_of(own(contrib), (contrib,))
+
+
 
 
 def words_of(names: Names, modules: Iterable[ModuleType]) -> list[Word]:
