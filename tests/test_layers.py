@@ -59,7 +59,6 @@ INSIDE_CODECS = [
 INSIDE_CODECS += [
     'rotate',
     'polarcode',
-    'polarsearch',
     'polar',
     'microscaling',
     'spikes',
