@@ -56,6 +56,12 @@ NAMES: Names = {
 ONE_SEARCH = 'polar has one search now; write polar(0.5), without search='
 LEFT: Names = {  # words that left, and what to write instead
     **dict.fromkeys(('argmax', 'randomised', 'scl'), NoWord(ONE_SEARCH)),
+    'by_name': NoWord(
+        'no run used it, and it left; docs/own_exchange.md says how to write your own'
+    ),
+    'by_size': NoWord(
+        'per_layer does it; write per_layer(all_gather(ef(one_bit)), smallest=10000)'
+    ),
     'polar_sign': NoWord('it erred more than polar at every rate, and left; write polar(0.5)'),
 }
 

@@ -270,7 +270,7 @@ EXCHANGES = (
     *('scatter_gather(ef(one_bit), ef21(uniform(4)))', 'double_squeeze(one_bit)', 'power_sgd(2)'),
     *('dgc(0.01)', 'momentum(all_gather(ef21(top_k(0.1))), 0.5)', 'demo(0.1, 0.9)'),
     *('per_layer(power_sgd(1), 0)', 'bucketed(all_gather(ef(top_k(0.1))), 100)'),
-    *('by_size(mean, all_gather(ef(one_bit)), 100)', "by_name('w', power_sgd(1), mean)"),
+    'per_layer(all_gather(ef(one_bit)), smallest=100)',
     *('frozen_adam(double_squeeze(one_bit))', 'local_sgd(2)'),
     *('diloco(2, all_gather(ef(one_bit)))', 'diloco(1, mean, outer=sgd(0.5))'),
     'diloco(2, power_sgd(1), outer=nesterov(0.5, 0.9), fragments=2, delay=1, mix=0.5)',

@@ -7,7 +7,6 @@ from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
 from jaxmp.exchange.momentum import momentum
 from jaxmp.exchange.outer import Outer, nesterov, sgd
-from jaxmp.exchange.parts import by_name, by_size
 from jaxmp.exchange.rounds import diloco, local_sgd
 from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.text import RULES, parse
@@ -25,8 +24,6 @@ __all__ = [
     'all_gather',
     'all_reduce',
     'bucketed',
-    'by_name',
-    'by_size',
     'bytes_of',
     'diloco',
     'double_squeeze',

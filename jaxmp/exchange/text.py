@@ -8,14 +8,13 @@ from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
 from jaxmp.exchange.momentum import momentum
 from jaxmp.exchange.outer import nesterov, sgd
-from jaxmp.exchange.parts import by_name, by_size
 from jaxmp.exchange.rounds import diloco, local_sgd
 from jaxmp.wire.words import named
 
 RULES: spec.Names = {
     f.__name__: f
     for f in (
-        *(all_gather, all_reduce, bucketed, by_name, by_size, diloco, double_squeeze, local_sgd),
+        *(all_gather, all_reduce, bucketed, diloco, double_squeeze, local_sgd),
         *(momentum, nesterov, per_layer, power_sgd, scatter_gather, sgd),
     )
 } | {'mean': mean, **spec.later('demo', 'dgc', 'frozen_adam')}
