@@ -31,7 +31,9 @@ from jaxmp.spec import SpecError, canonical, parse
 from jaxmp.wire import Codec, Ctx, Like, bits, like, nbytes
 
 if TYPE_CHECKING:
-    from jaxmp.contrib import adaptive, dct, k_means
+    from jaxmp.contrib.adaptive import adaptive
+    from jaxmp.contrib.dct import dct
+    from jaxmp.contrib.k_means import k_means
     from jaxmp.training.loop import train_and_evaluate
     from jaxmp.training.task import Task
 
@@ -40,7 +42,7 @@ __version__ = '0.2.0'
 _LATER = {
     'Task': 'jaxmp.training.task',
     'train_and_evaluate': 'jaxmp.training.loop',
-    **dict.fromkeys(('adaptive', 'dct', 'k_means'), 'jaxmp.contrib'),
+    **{name: f'jaxmp.contrib.{name}' for name in ('adaptive', 'dct', 'k_means')},
 }
 
 

@@ -32,13 +32,13 @@ class NoWord(NamedTuple):
 
 
 class Later(NamedTuple):
-    """Among names, a word of `jaxmp.contrib`, which is imported when a text first names it."""
+    """Among names, a word of `jaxmp.contrib`, whose file is imported when a text first names it."""
 
     name: str
 
     def word(self) -> object:
         """The word itself."""
-        return getattr(importlib.import_module('jaxmp.contrib'), self.name)
+        return getattr(importlib.import_module(f'jaxmp.contrib.{self.name}'), self.name)
 
 
 def later(*names: str) -> dict[str, Later]:

@@ -15,7 +15,8 @@ import scipy.fft
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Ctx, contrib, exchange
+from jaxmp import Ctx, exchange
+from jaxmp.contrib.frozen_adam import frozen_adam
 from jaxmp.exchange import AXIS, bytes_of, over
 from jaxmp.exchange.collectives import sent
 from jaxmp.exchange.hlo import operands
@@ -475,7 +476,7 @@ PAIRS = [(t, n) for t in (*laws.EXCHANGES, *NOISY) for n in ADAPTIVE if adapts(t
 def test_an_element_without_a_gradient_goes_no_further_than_others(text, name):
     """What compression makes of its zeros is noise, which no variance of zero may divide."""
     e = exchange.parse(text)
-    phases = contrib.frozen_adam(e).by_epoch if name == 'frozen_adam' else (e,)
+    phases = frozen_adam(e).by_epoch if name == 'frozen_adam' else (e,)
     moved = travelled(phases, ADAPTIVE[name])
     assert moved[NO_GRADIENT].max() <= 1.5 * moved[~NO_GRADIENT].max()
     assert (moved[~NO_GRADIENT] > 0).mean() > 0.1

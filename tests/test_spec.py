@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from jaxmp import Channel, Ctx, SpecError, canonical, codecs, contrib, exchange, parse
+from jaxmp import Channel, Ctx, SpecError, canonical, codecs, exchange, parse
 from jaxmp.spec import LONGEST, NAMES
 from tests import laws
 
@@ -79,7 +79,6 @@ def test_every_public_codec_and_rule_is_a_word():
     rules = {'direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt', 'outliers'}
     young = {'adaptive', 'dct', 'k_means'}
     assert set(NAMES) == rules | young | {n for n in codecs.__all__ if n != 'IndexCoding'}
-    assert all(name in {**NAMES, **exchange.RULES} for name in contrib.__all__)
 
 
 FORM = 'not an expression of names, numbers and calls such as ef21'

@@ -1,13 +1,5 @@
 """Young words and words of one paper: a file each, tested by the laws of all words.
 
-Texts name them like any other word; see `jaxmp.spec.Later`.
+A text names them like any other word, and `jaxmp.spec.Later` imports the file of each when it is
+first named: `jaxmp.contrib.k_means`, `jaxmp.contrib.demo` and so on.
 """
-
-from jaxmp.contrib.adaptive import adaptive
-from jaxmp.contrib.dct import dct
-from jaxmp.contrib.demo import demo
-from jaxmp.contrib.dgc import dgc
-from jaxmp.contrib.frozen_adam import frozen_adam
-from jaxmp.contrib.k_means import k_means
-
-__all__ = ['adaptive', 'dct', 'demo', 'dgc', 'frozen_adam', 'k_means']

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmp import codecs, contrib, exchange, spec
+from jaxmp import codecs, exchange, spec
 from jaxmp.config.plugins import module_of
 from jaxmp.feedback.channel import Channel
 from jaxmp.grammar.sinks import errors
@@ -129,7 +129,8 @@ def ours() -> list[Word]:
 
 def young() -> list[Word]:
     """The words of `jaxmp.contrib`."""
-    return words_of(own(contrib), (contrib,))
+    later = (thing for thing in KNOWN.values() if isinstance(thing, spec.Later))
+    return words_of({thing.name: thing.word() for thing in later}, ())
 
 
 def words_of(names: Names, modules: Iterable[ModuleType]) -> list[Word]:
