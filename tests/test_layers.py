@@ -40,10 +40,10 @@ BELOW = {
     'runtimes': 'wire feedback boundary net exchange',
     'data': 'terminal',
     'models': 'terminal data',
-    'report': 'terminal config exchange metrics spec',
+    'pictures': 'terminal config metrics',
 }
 # These may import everything of the table, and those before them.
-ABOVE = 'training', 'plan', 'study', '__main__', '__init__'
+ABOVE = 'training', 'plan', 'sweep', '__main__', '__init__'
 INSIDE_CODECS = [
     'exact',
     'extremes',
