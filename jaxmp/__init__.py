@@ -31,16 +31,23 @@ from jaxmp.spec import SpecError, canonical, parse
 from jaxmp.wire import Codec, Ctx, Like, bits, like, nbytes
 
 if TYPE_CHECKING:
+    from jaxmp.contrib.adaptive import adaptive
+    from jaxmp.contrib.dct import dct
+    from jaxmp.contrib.k_means import k_means
     from jaxmp.training.loop import train_and_evaluate
     from jaxmp.training.task import Task
 
 __version__ = '0.2.0'
 
-_LATER = {'Task': 'jaxmp.training.task', 'train_and_evaluate': 'jaxmp.training.loop'}
+_LATER = {
+    'Task': 'jaxmp.training.task',
+    'train_and_evaluate': 'jaxmp.training.loop',
+    **{name: f'jaxmp.contrib.{name}' for name in ('adaptive', 'dct', 'k_means')},
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The trainer's names, imported when they are first used: a codec needs none of it."""
+    """Names of the trainer and of `jaxmp.contrib`, imported when they are first used."""
     if name not in _LATER:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     import importlib
@@ -60,16 +67,19 @@ __all__ = [
     'SpecError',
     'Task',
     'Transport',
+    'adaptive',
     'anchored',
     'aqsgd',
     'bits',
     'boundary',
     'canonical',
+    'dct',
     'direct',
     'ef',
     'ef21',
     'ef_mixed',
     'init_feedback',
+    'k_means',
     'klt',
     'like',
     'local',

@@ -8,6 +8,7 @@ namespace is the registry.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -22,18 +23,47 @@ LONGEST = 1000
 ROUNDINGS = (codecs.nearest, codecs.stochastic)
 Names = Mapping[str, object]  # what texts may name: functions, codecs, rules, numbers
 T = TypeVar('T')
-RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt')
-NAMES: Names = {
-    **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
-    **{name: getattr(feedback, name) for name in RULES},
-    'outliers': feedback.outliers,  # a codec over a codec, a rule over a rule
-}
 
 
 class NoWord(NamedTuple):
     """Among names, what no text may name, and why."""
 
     reason: str
+
+
+class Later(NamedTuple):
+    """Among names, a word of `jaxmp.contrib`, whose file is imported when a text first names it."""
+
+    name: str
+
+    def word(self) -> object:
+        """The word itself."""
+        return getattr(importlib.import_module(f'jaxmp.contrib.{self.name}'), self.name)
+
+
+def later(*names: str) -> dict[str, Later]:
+    """Words of `jaxmp.contrib` by their names."""
+    return {name: Later(name) for name in names}
+
+
+RULES = ('direct', 'ef', 'ef21', 'ef_mixed', 'aqsgd', 'anchored', 'klt')
+NAMES: Names = {
+    **{name: getattr(codecs, name) for name in codecs.__all__ if name != 'IndexCoding'},
+    **{name: getattr(feedback, name) for name in RULES},
+    'outliers': feedback.outliers,  # a codec over a codec, a rule over a rule
+    **later('adaptive', 'dct', 'k_means'),
+}
+ONE_SEARCH = 'polar has one search now; write polar(0.5), without search='
+LEFT: Names = {  # words that left, and what to write instead
+    **dict.fromkeys(('argmax', 'randomised', 'scl'), NoWord(ONE_SEARCH)),
+    'by_name': NoWord(
+        'no run used it, and it left; docs/own_exchange.md says how to write your own'
+    ),
+    'by_size': NoWord(
+        'per_layer does it; write per_layer(all_gather(ef(one_bit)), smallest=10000)'
+    ),
+    'polar_sign': NoWord('it erred more than polar at every rate, and left; write polar(0.5)'),
+}
 
 
 class SpecError(ValueError):
@@ -138,9 +168,11 @@ def _build(node: ast.expr, names: Names) -> object:
 
 
 def _look_up(name: str, names: Names) -> object:
-    found = names.get(name)
+    found = names.get(name, LEFT.get(name))
     if isinstance(found, NoWord):
         raise SpecError(f'{name!r} is no word: {found.reason}')
+    if isinstance(found, Later):
+        return found.word()
     if name in names:
         return found
     allowed = sorted(k for k, thing in names.items() if not isinstance(thing, NoWord))

@@ -1,7 +1,8 @@
 """`python -m study polar ROWS.jsonl ... --out NAME`: a report on polar codes.
 
 It writes NAME.md, NAME.png and NAME.svg from the rows of bench/polar.py and bench/gradients.py:
-distortion against rate, the thesis's table, speed, gradient codecs.
+distortion against rate, the thesis's table, speed, gradient codecs. Commit d0b72339 has
+bench/polar.py and the searches that its rows compare, of which the package kept one.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ BITS = {
     'packed': (32 + 14) * K / N,
     'elias_fano': (32 * K + 3 * 1640 + 3712) / N,  # low bits in runs of 8, high bits in words
     'int32': (32 + 32) * K / N,
-    'scl': 0.5 + 16 / 1024,
     'ef21': (32 * K + N) / N,
     'mean': 32,
     'local_sgd': 32 / 8,
@@ -39,7 +38,7 @@ BITS = {
 
 @pytest.fixture(scope='module')
 def words():
-    return {w.form.partition('(')[0]: w for w in grammar.ours()}
+    return {w.form.partition('(')[0]: w for w in [*grammar.ours(), *grammar.young()]}
 
 
 def test_every_word_is_listed_and_measured(words):
@@ -51,7 +50,8 @@ def test_every_word_is_listed_and_measured(words):
     assert kinds['channel'] == sorted(spec.RULES)
     assert kinds['outer'] == ['nesterov', 'sgd']
     assert {*kinds['exchange'], *kinds['rule'], *kinds['outer']} == set(exchange.RULES)
-    assert {*kinds['codec'], *kinds['search']} < {*codecs.__all__, 'outliers'}
+    young = {name for name, thing in spec.NAMES.items() if isinstance(thing, spec.Later)}
+    assert {*kinds['codec']} < {*codecs.__all__, *young, 'outliers'}
 
 
 @pytest.mark.parametrize('name', BITS)
@@ -147,7 +147,8 @@ def test_own_words(tmp_path, monkeypatch, capsys):
     (tmp_path / 'my_words.py').write_text(textwrap.dedent(OWN))
     (tmp_path / 'no_words.py').write_text('from jaxmp import raw\n')
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr('jaxmp.codecs.__main__.ours', list)
+    for ours in ('ours', 'young'):
+        monkeypatch.setattr(f'jaxmp.codecs.__main__.{ours}', list)
     main(['my_words'])
     said = capsys.readouterr().out
     for part in (

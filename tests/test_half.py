@@ -124,7 +124,7 @@ TEXTS = [
     'dgc(1.0, clip=1.0)',
     'frozen_adam(all_gather(raw), 1)',
     'frozen_adam(all_gather(raw), 2)',
-    'by_size(mean, all_gather(raw), 100)',
+    'per_layer(all_gather(raw), smallest=100)',
 ]  # power_sgd(10) is no smaller than the array, which is then averaged
 SIMILAR = (
     'all_gather(raw)',

@@ -33,16 +33,17 @@ BELOW = {
     'nnx': 'wire boundary',
     'net': 'terminal',
     'exchange': 'wire codecs feedback boundary spec',
-    'grammar': 'wire codecs feedback spec exchange config',
+    'contrib': 'wire codecs feedback exchange',
+    'grammar': 'wire codecs feedback spec exchange contrib config',
     'codecs.__main__': 'grammar',  # an entry point; nothing imports one
     'launch': 'terminal net',
     'runtimes': 'wire feedback boundary net exchange',
     'data': 'terminal',
     'models': 'terminal data',
-    'report': 'terminal config exchange metrics spec',
+    'pictures': 'terminal config metrics',
 }
 # These may import everything of the table, and those before them.
-ABOVE = 'training', 'plan', 'study', '__main__', '__init__'
+ABOVE = 'training', 'plan', 'sweep', '__main__', '__init__'
 INSIDE_CODECS = [
     'exact',
     'extremes',
@@ -58,11 +59,9 @@ INSIDE_CODECS = [
 INSIDE_CODECS += [
     'rotate',
     'polarcode',
-    'polarsearch',
     'polar',
     'microscaling',
     'spikes',
-    'adaptive',
 ]
 HEAVY = (
     'flax.nnx',

@@ -5,16 +5,13 @@ codec decodes a message to the same bits in every program and on every CPU; `jax
 explains how.
 """
 
-from jaxmp.codecs.adaptive import adaptive
 from jaxmp.codecs.companded import asinh
-from jaxmp.codecs.dct import dct
 from jaxmp.codecs.dense import bf16, fp16, raw
 from jaxmp.codecs.indices import IndexCoding, bitmap, block_local, elias_fano, int32, packed
-from jaxmp.codecs.kmeans import k_means
 from jaxmp.codecs.lloyd import lloyd
 from jaxmp.codecs.logscale import log_scale
 from jaxmp.codecs.microscaling import mx, nvfp4
-from jaxmp.codecs.polar import argmax, polar, polar_sign, randomised, scl
+from jaxmp.codecs.polar import polar
 from jaxmp.codecs.rotate import rotate
 from jaxmp.codecs.sign import as_bool, natural, one_bit, qsgd
 from jaxmp.codecs.sparse import random_k, same_support, top_k, unbiased_random_k
@@ -25,19 +22,15 @@ from jaxmp.codecs.view import per_chunk, per_sample, per_token
 
 __all__ = [
     'IndexCoding',
-    'adaptive',
-    'argmax',
     'as_bool',
     'asinh',
     'bf16',
     'bitmap',
     'block',
     'block_local',
-    'dct',
     'elias_fano',
     'fp16',
     'int32',
-    'k_means',
     'lloyd',
     'log_scale',
     'max_scaled',
@@ -51,14 +44,11 @@ __all__ = [
     'per_sample',
     'per_token',
     'polar',
-    'polar_sign',
     'qsgd',
     'random_k',
-    'randomised',
     'raw',
     'rotate',
     'same_support',
-    'scl',
     'spikes',
     'stochastic',
     'top_k',

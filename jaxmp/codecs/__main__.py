@@ -26,6 +26,7 @@ from jaxmp.grammar import (
     ours,
     own,
     words_of,
+    young,
 )
 
 OF = f'Bits are per element of a {TENSOR.shape} float32 tensor.\n'
@@ -144,7 +145,8 @@ def main(argv: list[str] | None = None) -> None:
         modules = imported(args.module)
         mine = {k: v for m in modules for k, v in own(m).items()}
         known, yours = ours(), words_of(mine, modules)
-        words = [*known, *yours]
+        contributed = young()
+        words = [*known, *contributed, *yours]
         for page in args.into:
             page.write_text(renew(page.read_text(), words))
     except (OSError, ValueError) as error:
@@ -155,6 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         print(OF, *parts, sep='\n')
     elif not args.into:
         print(OF, plain(known), sep='\n')
+        print(f'----- jaxmp.contrib -----\n\n{plain(contributed)}')
         if yours:
             print(f'----- {", ".join(args.module)} -----\n\n{plain(yours)}')
 

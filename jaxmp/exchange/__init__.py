@@ -1,14 +1,12 @@
 """Exchanges: the rules by which replicas share their gradients, and the texts that name them."""
 
-from jaxmp.exchange.adam import frozen_adam
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
 from jaxmp.exchange.collectives import AXIS, Collectives, metered, over, sent
-from jaxmp.exchange.delayed import demo, dgc, momentum
 from jaxmp.exchange.hlo import operands
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
+from jaxmp.exchange.momentum import momentum
 from jaxmp.exchange.outer import Outer, nesterov, sgd
-from jaxmp.exchange.parts import by_name, by_size
 from jaxmp.exchange.rounds import diloco, local_sgd
 from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.text import RULES, parse
@@ -26,14 +24,9 @@ __all__ = [
     'all_gather',
     'all_reduce',
     'bucketed',
-    'by_name',
-    'by_size',
     'bytes_of',
-    'demo',
-    'dgc',
     'diloco',
     'double_squeeze',
-    'frozen_adam',
     'local_sgd',
     'mean',
     'metered',

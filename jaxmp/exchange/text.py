@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from jaxmp import spec
-from jaxmp.exchange.adam import frozen_adam
 from jaxmp.exchange.averages import all_gather, all_reduce, double_squeeze, mean, scatter_gather
-from jaxmp.exchange.delayed import demo, dgc, momentum
 from jaxmp.exchange.layout import Exchange, Rule, bucketed, per_layer
 from jaxmp.exchange.lowrank import power_sgd
+from jaxmp.exchange.momentum import momentum
 from jaxmp.exchange.outer import nesterov, sgd
-from jaxmp.exchange.parts import by_name, by_size
 from jaxmp.exchange.rounds import diloco, local_sgd
 from jaxmp.wire.words import named
 
 RULES: spec.Names = {
     f.__name__: f
     for f in (
-        *(all_gather, all_reduce, bucketed, by_name, by_size, demo, dgc, diloco, double_squeeze),
-        *(frozen_adam, local_sgd, momentum, nesterov, per_layer, power_sgd, scatter_gather, sgd),
+        *(all_gather, all_reduce, bucketed, diloco, double_squeeze, local_sgd),
+        *(momentum, nesterov, per_layer, power_sgd, scatter_gather, sgd),
     )
-} | {'mean': mean}
+} | {'mean': mean, **spec.later('demo', 'dgc', 'frozen_adam')}
 
 
 def parse(text: str, names: spec.Names | None = None) -> Exchange:

@@ -49,7 +49,6 @@ KINDS = {
     'codec': Kind('Codecs', ('Codec',)),
     'index': Kind('Index codings', ('IndexCoding',), 'top_k(0.1, indices={})'),
     'rounding': Kind('Roundings', frame='uniform(4, rounding={})'),
-    'search': Kind('Searches of a polar codeword', ('Search',), 'polar(0.5, search={})'),
     'exchange': Kind('Exchanges of a whole gradient', ('Exchange',)),
     'rule': Kind('Rules between replicas, for each large array', ('Rule',)),
     'outer': Kind('Outer optimizers of a round', ('Outer',), 'diloco(30, mean, outer={})'),
@@ -76,19 +75,13 @@ ARGUMENTS = {  # what stands for a parameter in an example
     'fraction': '0.1',
     'high': 'lloyd(4)',
     'levels': '4',
-    'elements': '10000',
     'outliers.codec': 'lloyd(4)',
-    'large': 'all_gather(ef(one_bit))',
     'low': 'lloyd(3)',
     'lr': '0.7',
     'momentum': '0.9',
-    'paths': '8',
-    'part': '"wte"',
     'rank': '2',
     'rate': '0.5',
-    'rest': 'all_gather(ef(one_bit))',
     'rule': 'all_gather(ef21(top_k(0.1)))',
-    'small': 'mean',
     'steps': '8',
     'vocabulary': '256',
 }
@@ -130,8 +123,14 @@ def kind_of(thing: object) -> str | None:
 
 
 def ours() -> list[Word]:
-    """The words of this package."""
+    """The words of this package, without those of `jaxmp.contrib`."""
     return words_of(KNOWN, (codecs, exchange))
+
+
+def young() -> list[Word]:
+    """The words of `jaxmp.contrib`."""
+    later = (thing for thing in KNOWN.values() if isinstance(thing, spec.Later))
+    return words_of({thing.name: thing.word() for thing in later}, ())
 
 
 def words_of(names: Names, modules: Iterable[ModuleType]) -> list[Word]:
