@@ -3,7 +3,7 @@
 A vector is one sample, as `dataparallel` sends it; all have the length of the real one, the
 gradient of ResNet-18 (width 16) on the embedded digits after 50 steps. Error: ``|x - C(x)|^2 /
 |x|^2`` of one message; time: CPU-nanoseconds an element on one core.
-Run: python bench/gradients.py [--codecs TEXT ...]   (5 minutes), then python -m study polar
+Run: python bench/gradients.py [--codecs TEXT ...]   (5 minutes), then python -m study.report polar
 """
 
 import argparse
@@ -29,9 +29,11 @@ CODECS = [
     *('fp16', 'bf16', 'uniform(8)', 'uniform(4)', 'uniform(2)', 'block(4)', 'block(1)'),
     *('top_k(0.1, values=fp16)', 'top_k(0.1, values=fp16, indices=packed)'),
     *('top_k(0.01, values=fp16, indices=packed)', 'random_k(0.1, values=fp16)'),
-    *('polar(0.1)', 'polar(0.25)', 'polar(0.5)', 'polar(1.0)', 'polar(0.5, block=4096)'),
+    *('polar_sign(0.25)', 'polar_sign(0.5)', 'polar(0.1)', 'polar(0.25)', 'polar(0.5)'),
+    *('polar(1.0)', 'polar(0.1, search=scl(8))', 'polar(0.25, search=scl(8))'),
+    *('polar(0.5, search=scl(8))', 'polar(0.5, search=randomised)', 'polar(0.5, block=4096)'),
     *('rotate(polar(0.1))', 'rotate(polar(0.25))', 'rotate(polar(0.5))', 'rotate(polar(1.0))'),
-    'rotate(uniform(2))',
+    *('rotate(polar(0.5, search=scl(8)))', 'rotate(uniform(2))', 'rotate(polar_sign(0.5))'),
     *('top_k(0.1, values=polar(1.0))', 'top_k(0.1, values=polar(0.5), indices=packed)'),
     *('random_k(0.5, values=rotate(polar(0.5)))', 'unbiased_random_k(0.1)'),
     *('one_bit', 'natural', 'qsgd(127)', 'qsgd(7)', 'qsgd(1)'),

@@ -53,16 +53,13 @@ NAMES: Names = {
     'outliers': feedback.outliers,  # a codec over a codec, a rule over a rule
     **later('adaptive', 'dct', 'k_means'),
 }
-ONE_SEARCH = 'polar has one search now; write polar(0.5), without search='
 LEFT: Names = {  # words that left, and what to write instead
-    **dict.fromkeys(('argmax', 'randomised', 'scl'), NoWord(ONE_SEARCH)),
     'by_name': NoWord(
         'no run used it, and it left; docs/own_exchange.md says how to write your own'
     ),
     'by_size': NoWord(
         'per_layer does it; write per_layer(all_gather(ef(one_bit)), smallest=10000)'
     ),
-    'polar_sign': NoWord('it erred more than polar at every rate, and left; write polar(0.5)'),
 }
 
 
@@ -168,7 +165,7 @@ def _build(node: ast.expr, names: Names) -> object:
 
 
 def _look_up(name: str, names: Names) -> object:
-    found = names.get(name, LEFT.get(name))
+    found = names.get(name)
     if isinstance(found, NoWord):
         raise SpecError(f'{name!r} is no word: {found.reason}')
     if isinstance(found, Later):

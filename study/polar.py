@@ -1,8 +1,7 @@
 """`python -m study polar ROWS.jsonl ... --out NAME`: a report on polar codes.
 
 It writes NAME.md, NAME.png and NAME.svg from the rows of bench/polar.py and bench/gradients.py:
-distortion against rate, the thesis's table, speed, gradient codecs. Commit d0b72339 has
-bench/polar.py and the searches that its rows compare, of which the package kept one.
+distortion against rate, the thesis's table, speed, gradient codecs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ import scipy.fft
 
 import jaxmp
 from jaxmp import Ctx, codecs, testing
-from jaxmp.codecs import dependent, extremes, polarcode, rans, select
+from jaxmp.codecs import dependent, extremes, polarsearch, rans, select
+from jaxmp.codecs.polarcode import Code
 from jaxmp.contrib.dct import cosines, of_cosines
 from jaxmp.grammar import sinks
 from jaxmp.wire import pack, unpack
@@ -358,14 +359,15 @@ def crossed(text):
     return cross
 
 
-CODE = polarcode.Code(4, (2, 3))  # not all of a kind, so that the search splits it
+CODE = Code(4, (2, 3))  # not all of a kind, so that the search splits it
 LOOPS = {  # loops and reductions by a Python function, which JAX compiles when called by themselves
     'top_k': crossed('top_k(0.3)'),
     'lloyd': crossed('lloyd(2)'),
     'random_k': crossed('random_k(0.3)'),
     'the range of uniform and block': lambda x, key: extremes.span(x, 1),
     'the range of log_scale': lambda x, key: extremes.magnitudes(x, 1),
-    'the search of polar': lambda x, key: polarcode.successive(CODE, x),
+    'the search of polar': lambda x, key: polarsearch.successive(CODE, x),
+    'its list': lambda x, key: polarsearch.successive_list(CODE, x, 2),
 }
 
 

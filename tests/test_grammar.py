@@ -51,7 +51,7 @@ def test_every_word_is_listed_and_measured(words):
     assert kinds['outer'] == ['nesterov', 'sgd']
     assert {*kinds['exchange'], *kinds['rule'], *kinds['outer']} == set(exchange.RULES)
     young = {name for name, thing in spec.NAMES.items() if isinstance(thing, spec.Later)}
-    assert {*kinds['codec']} < {*codecs.__all__, *young, 'outliers'}
+    assert {*kinds['codec'], *kinds['search']} < {*codecs.__all__, *young, 'outliers'}
 
 
 @pytest.mark.parametrize('name', BITS)

@@ -59,6 +59,7 @@ INSIDE_CODECS = [
 INSIDE_CODECS += [
     'rotate',
     'polarcode',
+    'polarsearch',
     'polar',
     'microscaling',
     'spikes',

@@ -42,8 +42,8 @@ def test_what_equal_calls_made_is_equal_and_its_text_says_the_call():
     assert c == parse('ef21(top_k(0.1, values=fp16))') == parse(' ef21(top_k( 0.1,fp16,bitmap ))')
     assert parse('direct(raw)') == parse('raw') == jaxmp.direct(jaxmp.raw) != parse('fp16')
     assert str(parse('raw')) == 'raw' != str(jaxmp.warm(c)) == f'warm({c})'
-    assert jaxmp.uniform(4, rounding=jaxmp.nearest) == jaxmp.uniform(4)
-    assert [str(x) for x in (jaxmp.bitmap, jaxmp.raw)] == ['bitmap', 'raw']
+    assert jaxmp.polar(0.5, search=jaxmp.scl(8)) == jaxmp.polar(0.5, 1024, jaxmp.scl(8))
+    assert [str(x) for x in (jaxmp.bitmap, jaxmp.argmax, jaxmp.raw)] == ['bitmap', 'argmax', 'raw']
     unlike = ('top_k(0.1)', 'top_k(0.2)', 'ef(top_k(0.1))', 'uniform(4)', 'uniform(4, stochastic)')
     assert len({parse(t) for t in (*unlike, *unlike)}) == len(unlike)
     other = jaxmp.raw._replace(encode=lambda x, ctx: 2 * x)
@@ -91,8 +91,6 @@ REFUSED = {
     '__import__("os")': "unknown word '__import__'",
     'IndexCoding(int32, int32)': "unknown word 'IndexCoding'",
     'warm(raw)': "unknown word 'warm'",
-    'polar(0.5, search=scl(8))': "'scl' is no word: polar has one search now; write polar\\(0.5\\)",
-    'polar_sign(0.5)': "'polar_sign' is no word: .* and left; write polar\\(0.5\\)",
     # arity
     'top_k()': r"top_k: missing a required argument: 'fraction'; its form is top_k\(fraction, va",
     'top_k(0.1, raw, int32, 3)': r'top_k: too many positional arguments; its form is top_k\(',

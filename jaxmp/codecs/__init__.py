@@ -11,7 +11,7 @@ from jaxmp.codecs.indices import IndexCoding, bitmap, block_local, elias_fano, i
 from jaxmp.codecs.lloyd import lloyd
 from jaxmp.codecs.logscale import log_scale
 from jaxmp.codecs.microscaling import mx, nvfp4
-from jaxmp.codecs.polar import polar
+from jaxmp.codecs.polar import argmax, polar, polar_sign, randomised, scl
 from jaxmp.codecs.rotate import rotate
 from jaxmp.codecs.sign import as_bool, natural, one_bit, qsgd
 from jaxmp.codecs.sparse import random_k, same_support, top_k, unbiased_random_k
@@ -22,6 +22,8 @@ from jaxmp.codecs.view import per_chunk, per_sample, per_token
 
 __all__ = [
     'IndexCoding',
+    'adaptive',
+    'argmax',
     'as_bool',
     'asinh',
     'bf16',
@@ -44,11 +46,14 @@ __all__ = [
     'per_sample',
     'per_token',
     'polar',
+    'polar_sign',
     'qsgd',
     'random_k',
+    'randomised',
     'raw',
     'rotate',
     'same_support',
+    'scl',
     'spikes',
     'stochastic',
     'top_k',

@@ -1,25 +1,14 @@
-"""Polar codes: the transform, the inputs that carry the message, and the search of a codeword.
+"""Polar codes: the transform, and the set of its inputs that carry the message.
 
 A word u of N bits, N a power of two, becomes ``x = u F^(kron n)`` over GF(2), ``F = [[1, 0],
 [1, 1]]``, in natural order; the transform is its own inverse. As a source code, K of the inputs
 carry the message and N - K are frozen to zero. Under successive cancellation the inputs polarise:
 given the source and the inputs before it, input i is either nearly determined (entropy ``H_i`` near
-0; it must follow the source, so it is sent) or nearly uniform (``H_i`` near 1; it can be zero). The
-construction estimates all ``H_i``; the inputs with the K smallest are sent. Sender and receiver
-compute the set separately and must get identical indices. `genie` therefore uses integers, and a
-random generator whose stream is fixed.
+0; it must follow the source, so it is sent) or nearly uniform (``H_i`` near 1; it can be zero). A
+construction estimates all ``H_i``; the inputs with the K smallest are sent.
 
-A node of the code's tree covers n neighbouring inputs and maps n log-likelihood ratios
-(LLR, ln P(x = 0) / P(x = 1)) to n bits of a codeword. From the halves a, b of its LLRs the left
-child gets ``f(a, b)``, the LLR of a bit of ``x_L xor x_R``. Once the left child has found its bits
-x_L, the right child gets ``g = b + (1 - 2 x_L) a``. The node's word is ``[x_L xor x_R, x_R]``. Bits
-are represented by signs ``s = 1 - 2x``: xor is then a product, and ``g = b + s_L a``.
-
-Three kinds of node need no children, without approximation: all inputs are frozen, no input is
-frozen, or only the last input is sent (a repetition). Nothing is unrolled: the two children of a
-level are two iterations of one loop, so the program for N inputs is log2 N nested loops. A table
-gives the kind of each node. Arrays are ``(n, blocks)`` with the blocks contiguous. The index of a
-node is never batched, so that a switch on the kind of a node runs one branch.
+Sender and receiver compute the set separately and must get identical indices. `genie` therefore
+uses integers, and a random generator whose stream is fixed.
 """
 
 from __future__ import annotations
@@ -30,21 +19,19 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Float64, UInt8
+from jaxtyping import Array, Float64, UInt8
 
 UNIT = 1024  # the integer with which `genie` represents a log-likelihood ratio of 1
 SAMPLES = 1 << 22  # log-likelihood ratios that `genie` draws, over all blocks
 SIZES = [2**n for n in range(1, 17)]
 COLUMNS = 1 << 18  # samples computed at once; so many fit the cache
-FROZEN, FREE, REPEATED, SPLIT = range(4)
 
 Bits = UInt8[Array, 'N ...']
 Levels = Float64[np.ndarray, ' levels']
-Ratios = Float[Array, 'N blocks']
+Source = Callable[[float], Levels]
+Construction = Callable[[int, Levels], Float64[np.ndarray, ' N']]
 
 
 class Code(NamedTuple):
@@ -119,6 +106,21 @@ def bisect(rising: Callable[[float], float], target: float, high: float) -> floa
     return round(high * 2**20) / 2**20
 
 
+def distortion(rate: float) -> float:
+    """Shannon's bound on the share of wrong bits: D with ``1 - h2(D) = rate``.
+
+    >>> [round(distortion(r), 3) for r in (0.1, 0.5, 0.9)]
+    [0.316, 0.11, 0.013]
+    """
+    return bisect(lambda d: float(entropy(np.array(d))), 1 - rate, 0.5)
+
+
+def ratio(rate: float) -> float:
+    """``ln((1 - D) / D)``, the log-likelihood ratio of a bit that is wrong with probability D."""
+    d = max(distortion(rate), 2.0**-20)
+    return math.log((1 - d) / d)
+
+
 @functools.lru_cache(64)
 def slope(rate: float) -> float:
     """The inverse temperature at which the sign of a normal number carries ``rate`` bits.
@@ -134,6 +136,15 @@ def slope(rate: float) -> float:
     return bisect(carried, rate, 4096.0)
 
 
+# A source is given to a construction as equally likely log-likelihood ratios of the all-zero word.
+
+
+def hard_source(rate: float) -> Levels:
+    """Fair bits reproduced with `distortion` D: values `ratio`, a share D with the wrong sign."""
+    wrong = round(distortion(rate) * 2**16)
+    return ratio(rate) * np.where(np.arange(2**16) < wrong, -1.0, 1.0)
+
+
 def soft_source(rate: float) -> Levels:
     """``beta x`` for normal x, given that its reproduction is positive; beta is `slope`."""
     beta, x = slope(rate), np.linspace(-8, 8, 2**16 + 1)
@@ -147,9 +158,10 @@ def genie(size: int, source: Levels) -> Float64[np.ndarray, 'N']:
 
     The construction is genie-aided: successive cancellation uses the true past, so that all nodes
     of a level are computed at once. ``H_i`` is the mean of ``h2(sigma(L_i))``. By the chain rule
-    the mean over i is the entropy of a source bit given its log-likelihood ratio.
+    the mean over i is the entropy of a source bit given its log-likelihood ratio, which is
+    ``h2(D)`` for `hard_source`.
 
-    >>> round(float(genie(16, soft_source(0.5)).mean()), 2)
+    >>> round(float(genie(16, hard_source(0.5)).mean()), 2)
     0.5
     """
     levels = np.rint(source * UNIT).astype(np.int32)
@@ -161,13 +173,13 @@ def genie(size: int, source: Levels) -> Float64[np.ndarray, 'N']:
     entropies = entropies.astype(np.int64)
     while done < blocks:
         raw = stream.random_raw(-(-size * step // 4)).astype('<u8').view('<u2')
-        llr = _of_inputs(levels[raw[: size * step]].reshape(1, size, step))
+        llr = _split(levels[raw[: size * step]].reshape(1, size, step))
         total += entropies[np.minimum(np.abs(llr), len(entropies) - 1)].sum(1)
         done += step
     return total / (done * 2**16)
 
 
-def _of_inputs(a: np.ndarray) -> np.ndarray:
+def _split(a: np.ndarray) -> np.ndarray:
     """Log-likelihood ratios of all inputs ``(N, columns)`` if every decision is zero."""
     soft = np.rint(UNIT * np.log1p(np.exp(-np.arange(8 * UNIT) / UNIT))).astype(np.int32)
     soft[-1] = 0
@@ -181,94 +193,37 @@ def _of_inputs(a: np.ndarray) -> np.ndarray:
     return a[:, 0]
 
 
+def bhattacharyya(size: int, source: Levels) -> Float64[np.ndarray, 'N']:
+    """``ln Z_i``, bounds of the Bhattacharyya parameters: fast, but up to 20 % worse than `genie`.
+
+    ``Z = E exp(-L / 2)``, which is ``2 sqrt(D (1 - D))`` for `hard_source`. Each level maps ``Z``
+    to ``2 Z - Z^2`` and to ``Z^2``, which is exact only for erasures.
+    """
+    log_z = np.log(np.exp(-source / 2).mean(keepdims=True))
+    while len(log_z) < size:
+        worse = log_z + np.log1p(-np.expm1(log_z))  # ln(2 Z - Z^2)
+        log_z = np.stack([worse, 2 * log_z], 1).reshape(-1)
+    return log_z
+
+
 @functools.lru_cache(64)
-def code(size: int, rate: float) -> Code:
-    """The code that sends the ``floor(rate size)`` inputs with the lowest entropies.
+def code(size: int, rate: float, source: Source, construction: Construction = genie) -> Code:
+    """The code that sends the ``floor(rate size)`` inputs with the lowest scores.
 
     Args:
       size: N, a power of two.
       rate: message bits per source bit, in (0, 1].
+      source: `hard_source` or `soft_source`.
+      construction: `genie` or `bhattacharyya`.
 
     Raises:
       ValueError: if ``size`` or ``rate`` is out of range, or no input is sent.
 
-    >>> code(8, 0.5)
+    >>> code(8, 0.5, hard_source)
     Code(size=8, sent=(3, 5, 6, 7))
     """
     check_size('code', size)
     check_rate('code', rate, size)
-    # Among equal entropies, both ends take the lower index.
-    order = np.argsort(genie(size, soft_source(rate)), kind='stable')
+    score = construction(size, source(rate))
+    order = np.argsort(score, kind='stable')  # among equal scores, both ends take the lower index
     return Code(size, tuple(sorted(order[: int(size * rate)].tolist())))
-
-
-def kinds(code: Code) -> list[np.ndarray]:
-    """The kinds of all nodes: entry l of the list holds those of the nodes with 2**l inputs."""
-    sent = np.zeros(code.size, bool)
-    sent[list(code.sent)] = True
-    by_level = []
-    for level in range(code.size.bit_length()):
-        nodes = sent.reshape(-1, 2**level)
-        some, last = nodes.sum(1), nodes[:, -1]
-        kind = np.where((some == 1) & last, REPEATED, SPLIT)
-        kind = np.where(some == 2**level, FREE, np.where(some == 0, FROZEN, kind))
-        by_level.append(kind)
-    return by_level
-
-
-def f(a: Array, b: Array) -> Array:
-    """The LLR of the xor of two bits, ``2 artanh(tanh(a / 2) tanh(b / 2))``."""
-    total, apart = jnp.abs(a + b), jnp.abs(a - b)
-    return (total - apart) / 2 + jnp.log((1 + jnp.exp(-total)) / (1 + jnp.exp(-apart)))
-
-
-def _sign(llr: Array) -> Array:
-    return jnp.where(llr < 0, -1, 1).astype(llr.dtype)
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def successive(code: Code, llr: Ratios) -> Ratios:
-    """The codeword that successive cancellation finds, as signs: each bit is the more likely one.
-
-    It is jitted, because JAX would otherwise compile its loops again at every eager call.
-
-    Args:
-      code: says which inputs are sent.
-      llr: log-likelihood ratios of the source bits.
-
-    Returns:
-      Signs ``1 - 2x`` of the codeword x.
-
-    References:
-      Polar Codes are Optimal for Lossy Source Coding, arXiv 0903.0307.
-    """
-    return _node(kinds(code), code.size.bit_length() - 1, jnp.int32(0), llr)
-
-
-def _node(tree: list[np.ndarray], level: int, j: Array, llr: Array) -> Array:
-    """The word of node j of a level."""
-
-    def repeated(llr: Array) -> Array:
-        return jnp.broadcast_to(_sign(llr.sum(0, keepdims=True)), llr.shape)
-
-    def split(llr: Array) -> Array:
-        return _split(tree, level, j, llr)
-
-    branches: tuple[Callable[[Array], Array], ...] = jnp.ones_like, _sign, repeated, split
-    kind = tree[level]
-    present = sorted(set(kind.tolist()))  # only the kinds at its level are compiled
-    branch = jnp.asarray(np.searchsorted(present, kind), jnp.int32)[j]
-    return lax.switch(branch, [branches[k] for k in present], llr)
-
-
-def _split(tree: list[np.ndarray], level: int, j: Array, llr: Array) -> Array:
-    half = 2 ** (level - 1)
-
-    def child(right: Array, word: Array) -> Array:
-        a, b = llr[:half], llr[half:]
-        below = lax.cond(right == 0, lambda: f(a, b), lambda: b + word[:half] * a)
-        s = _node(tree, level - 1, 2 * j + right, below)
-        return lax.dynamic_update_slice_in_dim(word, s, right * half, 0)
-
-    word = lax.fori_loop(0, 2, child, jnp.zeros_like(llr))
-    return word.at[:half].multiply(word[half:])
