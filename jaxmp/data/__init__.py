@@ -8,62 +8,23 @@ file it was read from; feedback rules with a state per example (AQ-SGD) depend o
 and scaling run on the device.
 
 To add a data set, write a file with ``load(data_dir, download) -> Dataset`` and add a line to
-``_loaders``.
+``_LOADERS``.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxmp.data.tokenizer import Tokenizer
+from jaxmp.data import cifar10, digits, mnist
+from jaxmp.data.types import NO_LOSS, Dataset, Split
 
-NO_LOSS = -1  # the target of a token that is not predicted
 PART = 2**24  # bytes of an array that are read at once, where all of it is
-
-
-class Split(NamedTuple):
-    """One split; the position of an example is its id.
-
-    Attributes:
-      x: images, uint8 of shape ``(N, H, W, C)``; of a text tokens, int32 of shape ``(N, T)``.
-      y: labels, int32 of shape ``(N,)``; of a text the tokens again, or -1 where there is no loss.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-
-
-class Dataset(NamedTuple):
-    """A data set: two splits, the number of classes, and constants for normalisation.
-
-    Attributes:
-      name: the name that ``load`` takes.
-      train: the training split.
-      test: the split for evaluation.
-      classes: number of classes; labels are 0 to ``classes - 1``.
-      mean: mean of ``x / 255`` for each of the C channels.
-      std: standard deviation of ``x / 255`` for each of the C channels.
-      tokenizer: of a text, whose next tokens a model learns; None if the data set is none.
-    """
-
-    name: str
-    train: Split
-    test: Split
-    classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    tokenizer: Tokenizer | None = None
-
-
-def _loaders() -> dict[str, Callable[[str | None, bool], Dataset]]:
-    from jaxmp.data import cifar10, digits, mnist  # they import the types above
-
-    return {'digits': digits.load, 'cifar10': cifar10.load, 'mnist': mnist.load}
+_LOADERS = {'digits': digits.load, 'cifar10': cifar10.load, 'mnist': mnist.load}
 
 
 def load(name: str, data_dir: str | None = None, download: bool = False) -> Dataset:
@@ -86,11 +47,10 @@ def load(name: str, data_dir: str | None = None, download: bool = False) -> Data
     >>> load('digits').train.x.shape
     (1437, 8, 8, 1)
     """
-    loaders = _loaders()
-    if name not in loaders:
-        raise ValueError(f'no data set {name!r}; allowed are {", ".join(sorted(loaders))}')
+    if name not in _LOADERS:
+        raise ValueError(f'no data set {name!r}; allowed are {", ".join(sorted(_LOADERS))}')
     with readable(name, data_dir):
-        return loaders[name](data_dir, download)
+        return _LOADERS[name](data_dir, download)
 
 
 def check(dataset: Dataset, tokens: bool) -> None:

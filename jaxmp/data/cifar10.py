@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split, prepared
+from jaxmp.data import prepared
 from jaxmp.data.fetch import fetch
+from jaxmp.data.types import Dataset, Split
 
 _HOME = 'https://www.cs.toronto.edu/~kriz/cifar.html'
 _ADDRESS = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split
+from jaxmp.data.types import Dataset, Split
 
 _CLASSES = 10
 _TEST_OF_A_CLASS = 36

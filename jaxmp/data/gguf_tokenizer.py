@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp.data.chat import Template
 from jaxmp.data.gguf import opened
-from jaxmp.data.tokenizer import Tokenizer, wrapped
+from jaxmp.data.types import Tokenizer, wrapped
 from jaxmp.data.understood import keys, understood
 
 # Kinds of tokens: the special are one token wherever their text stands, the unused in no text.

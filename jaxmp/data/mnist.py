@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split, prepared
+from jaxmp.data import prepared
 from jaxmp.data.fetch import fetch
+from jaxmp.data.types import Dataset, Split
 
 _CLASSES = 10
 _SIDE = 28

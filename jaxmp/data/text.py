@@ -13,41 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split, readable
+from jaxmp.data import Dataset, Split, readable, wikitext
 from jaxmp.data.documents import Source
 from jaxmp.data.packed import FORMAT, alone, packed
 from jaxmp.data.tokenizer import Tokenizer, learned_size, tokenizer_of
+from jaxmp.data.types import Corpus
 
 _LAST_CHAPTERS = 'CHAPTER XI\n'
 CACHE = '~/.cache/jaxmp/text'
-
-
-class Corpus(NamedTuple):
-    """A text before it is cut into blocks.
-
-    Attributes:
-      name: the name that `load` takes.
-      train: the rows for training.
-      test: the rows for validation.
-      rows: number of rows that are joined before they are cut into blocks; None means all.
-    """
-
-    name: str
-    train: Sequence[str]
-    test: Sequence[str]
-    rows: int | None = None
-
-
-def _corpora() -> dict[str, Callable[[str | None, bool], Corpus]]:
-    from jaxmp.data import wikitext  # it imports the types above
-
-    return {'alice': alice, 'wikitext-2': wikitext.tokens, 'wikitext-2-raw': wikitext.raw}
 
 
 def load(
@@ -77,11 +55,10 @@ def load(
     >>> load('alice', length=128).train.x.shape
     (982, 128)
     """
-    corpora = _corpora()
-    if name not in corpora:
-        raise ValueError(f'no text {name!r}; allowed are {", ".join(sorted(corpora))}')
+    if name not in _CORPORA:
+        raise ValueError(f'no text {name!r}; allowed are {", ".join(sorted(_CORPORA))}')
     with readable(name, data_dir):
-        corpus = corpora[name](data_dir, download)
+        corpus = _CORPORA[name](data_dir, download)
         chosen = tokenizer_of(tokenizer, corpus.train)
     splits = []
     for part, rows in (('train', corpus.train), ('test', corpus.test)):
@@ -183,3 +160,6 @@ def blocks(
             'the blocks (the sequence length) or give a longer text'
         )
     return np.concatenate(parts)
+
+
+_CORPORA = {'alice': alice, 'wikitext-2': wikitext.tokens, 'wikitext-2-raw': wikitext.raw}

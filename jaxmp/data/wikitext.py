@@ -24,7 +24,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from jaxmp.data.fetch import fetch
-from jaxmp.data.text import Corpus
+from jaxmp.data.types import Corpus
 
 _HOME = 'https://wikitext.smerity.com'
 _ROWS = 1000
