@@ -18,19 +18,14 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
 from jaxmp.data import documents
-from jaxmp.data.understood import keys, understood
-from jaxmp.models.checkpoint import (
-    AGAIN,
-    Checkpoint,
-    contents,
-    notes,
-    open_checkpoint,
-    open_tensors,
-)  # fmt: skip
+from jaxmp.data.understood import AGAIN, contents, keys, understood
+from jaxmp.models.checkpoint import open_checkpoint
 from jaxmp.models.decoder import Lora, Stage
+from jaxmp.models.described import Checkpoint
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.huggingface import local
-from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_of
+from jaxmp.models.pretrained import LOW_RANK, Keys, Params, tensors_of
+from jaxmp.models.safetensors_file import dump, notes, open_tensors, save
 
 FILE = 'adapter_model.safetensors'
 ABOUT = 'adapter_config.json'

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp.data.understood import AGAIN, EITHER, keys, number, understood
-from jaxmp.models.checkpoint import IDLE, OFF, UNSAID, Described
 from jaxmp.models.decoder import Config, Kind
+from jaxmp.models.described import IDLE, OFF, UNSAID, Described
 from jaxmp.models.rotary import Rope, frequencies
 
 _NONE: Described = MappingProxyType({})

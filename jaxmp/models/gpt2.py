@@ -15,7 +15,6 @@ References:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmp.models.layers import Dense, Dropout, attention, product
+from jaxmp.models.layers import Dense, Dropout, attention, product, spread
 
 _normal = nn.initializers.normal
 
@@ -243,43 +242,6 @@ def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> 
     >>> gpt2(Config(), cuts=(3, 6, 9)) == gpt2(Config(), stages=4)
     True
     """
-    if cuts is None:
-        if not 1 <= stages <= config.blocks:
-            raise ValueError(
-                f'{stages} stages of a GPT-2 with {config.blocks} blocks; each stage needs a '
-                f'block, so give 1 to {config.blocks}'
-            )
-        each, more = divmod(config.blocks, stages)
-        cuts = [each * s + min(s, more) for s in range(1, stages)]
-    edges = [0, *cuts, config.blocks]
-    sizes = [b - a for a, b in itertools.pairwise(edges)]
-    if min(sizes) < 1:
-        raise ValueError(
-            f'cuts={tuple(cuts)} of a GPT-2 with {config.blocks} blocks; cuts must ascend strictly '
-            f'within 1 to {config.blocks - 1}'
-        )
-    last = len(sizes) - 1
-    return tuple(Stage(config, n, s == 0, s == last) for s, n in enumerate(sizes))
-
-
-def equal(config: Config, stages: int) -> tuple[Stage, tuple[Stage, ...], Stage]:
-    """An embedding, ``stages`` equal stages and an output layer, for one program on many devices.
-
-    Args:
-      config: sizes of the network.
-      stages: number of equal stages; must divide ``config.blocks``.
-
-    Raises:
-      ValueError: if ``stages`` does not divide the number of blocks.
-
-    >>> first, middle, last = equal(Config(), 4)
-    >>> first.blocks, middle[0].blocks, middle[0] == middle[3]
-    (0, 3, True)
-    """
-    if stages < 1 or config.blocks % stages:
-        raise ValueError(
-            f'{stages} equal stages of a GPT-2 with {config.blocks} blocks; give a divisor of '
-            f'{config.blocks}'
-        )
-    middle = (Stage(config, config.blocks // stages),) * stages
-    return Stage(config, 0, embeds=True), middle, Stage(config, 0, scores=True)
+    spans = spread('a GPT-2', config.blocks, stages, cuts)
+    last = len(spans) - 1
+    return tuple(Stage(config, b - a, s == 0, s == last) for s, (a, b) in enumerate(spans))

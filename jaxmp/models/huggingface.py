@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 
-from jaxmp.models.checkpoint import lacking
+from jaxmp.models.safetensors_file import lacking
 from jaxmp.terminal import named_as_on_hub, near_file
 
 COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights

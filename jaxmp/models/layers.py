@@ -1,11 +1,12 @@
-"""Parts of a transformer in forms that are fast on CPU: product, dense, dropout, attention, loss.
+"""Parts of a transformer in forms that are fast on CPU, and its blocks spread over stages.
 
 Shapes: M, N, K any sizes; B batch, H heads, T queries, S keys, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -196,3 +197,37 @@ def mean_of_targets(
     predicted = tokens_BT[:, 1:] >= 0
     count = jnp.maximum(predicted.sum(-1), 1).astype(values.dtype)
     return jnp.where(predicted, values, 0).sum(-1) / count
+
+
+def spread(
+    network: str, blocks: int, stages: int, cuts: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """The first block of each stage, and the one after its last.
+
+    Args:
+      network: what has the blocks, for messages.
+      blocks: their number.
+      stages: over which they are distributed evenly, the first ones with one more if they must.
+      cuts: numbers of blocks before each boundary, in place of ``stages``.
+
+    Raises:
+      ValueError: if there are more stages than blocks, or the cuts do not ascend within them.
+
+    >>> spread('a decoder', 10, 4)
+    [(0, 3), (3, 6), (6, 8), (8, 10)]
+    """
+    if cuts:
+        if any(a >= b for a, b in itertools.pairwise((0, *cuts, blocks))):
+            raise ValueError(
+                f'cuts={tuple(cuts)} of {network} with {blocks} blocks; cuts must ascend strictly '
+                f'within 1 to {blocks - 1}'
+            )
+    elif not 1 <= stages <= blocks:
+        raise ValueError(
+            f'{stages} stages of {network} with {blocks} blocks; each stage needs a block, so give '
+            f'1 to {blocks}'
+        )
+    else:
+        each, more = divmod(blocks, stages)
+        cuts = [each * s + min(s, more) for s in range(1, stages)]
+    return list(itertools.pairwise((0, *cuts, blocks)))
