@@ -40,7 +40,7 @@ def training(stages, fwd, bwd):
     def loss(params, feedback, tokens):
         variables = tuple({'params': p} for p in params)
         logits, _, feedback = model.apply(variables, feedback, tokens, train=True)
-        return layers.next_token_loss(logits, tokens).mean(), (feedback, None)
+        return layers.next_token_nats(logits, tokens).mean(-1).mean(), (feedback, None)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params, state, feedback, tokens):

@@ -75,7 +75,7 @@ def compiled(stages, **kwargs):
 
 def score(stages, params, tokens):
     logits = run(stages, params, tokens)
-    return layers.next_token_loss(logits, jnp.asarray(tokens)).mean(), logits
+    return layers.next_token_nats(logits, jnp.asarray(tokens)).mean(-1).mean(), logits
 
 
 def as_file(folder, stages, params):
@@ -209,7 +209,7 @@ def test_recomputing_changes_no_number():
 
         def loss(p, stages=stages):
             logits = run(stages, p, TOKENS, train=True, rngs=rngs)
-            return layers.next_token_loss(logits, TOKENS).mean()
+            return layers.next_token_nats(logits, TOKENS).mean(-1).mean()
 
         grads.append(jit(jax.grad(loss))(params))
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -231,7 +231,7 @@ def test_recomputing_sends_nothing_twice():
     def loss(params, feedback):
         variables = tuple({'params': p} for p in params)
         logits, _, feedback = model.apply(variables, feedback, jnp.asarray(TOKENS))
-        return layers.next_token_loss(logits, jnp.asarray(TOKENS)).mean(), (feedback, None)
+        return layers.next_token_nats(logits, jnp.asarray(TOKENS)).mean(-1).mean(), (feedback, None)
 
     params = tuple(v['params'] for v in variables)
     jax.block_until_ready(jit(jaxmp.value_and_grad(loss))(params, feedback))
@@ -328,7 +328,7 @@ def test_embedding_and_output_layer_as_stages_without_blocks():
             '17 tokens is too long for a GPT-2 with 16 positions; cut the text .* at most 16',
         ),
         (
-            lambda: layers.next_token_loss(jnp.zeros((1, 1, 3)), jnp.zeros((1, 1), int)),
+            lambda: layers.next_token_nats(jnp.zeros((1, 1, 3)), jnp.zeros((1, 1), int)),
             'one token has nothing to predict',
         ),
         (lambda: tied.WTE.add([{}, {'wte': 1}]), 'missing in 2 stages; give the params'),

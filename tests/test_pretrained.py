@@ -421,7 +421,8 @@ def test_adapters_are_read_or_merged(tmp_path, weights_after):
     wanted = logits(lora.stages, [{'params': p} for p in again], x)
     merged = [{'params': p} for p in start(small(folder, train='all'))]
     close(logits(other.stages, merged, x), wanted)
-    exp, variables = language_model.load(tmp_path / 'run')
+    exp, read = language_model.opened(tmp_path / 'run')
+    variables = read(language_model.every)
     close(logits(exp.task.stages, variables, x), wanted)
 
 

@@ -122,15 +122,7 @@ def release(a: np.ndarray) -> None:
 
 @contextmanager
 def readable(name: str, data_dir: str | None) -> Iterator[None]:
-    """A context that adds the data set and its folder to errors of the operating system.
-
-    Args:
-      name: name of the data set.
-      data_dir: its folder.
-
-    Raises:
-      OSError: with both in its message, in place of the original error.
-    """
+    """A context that adds the data set and its folder to errors of the operating system."""
     try:
         yield
     except (FileNotFoundError, ConnectionError):
@@ -148,11 +140,6 @@ def order(seed: int, epoch: int, examples: int) -> np.ndarray:
     It sorts raw Philox words, because numpy guarantees that stream across versions, but not that of
     ``permutation``. A run that is resumed elsewhere therefore gets the same batches.
 
-    Args:
-      seed: the seed of the run, at least 0.
-      epoch: number of the epoch, at least 0.
-      examples: size of the training split, at least 1.
-
     >>> order(seed=0, epoch=1, examples=5).tolist()
     [3, 2, 4, 1, 0]
     """
@@ -166,12 +153,7 @@ def order(seed: int, epoch: int, examples: int) -> np.ndarray:
 
 
 def take(split: Split, examples: int) -> Split:
-    """The first ``examples`` examples of a split; they keep their ids.
-
-    Args:
-      split: ``x`` of shape ``(N, H, W, C)`` and ``y`` of shape ``(N,)``.
-      examples: number of examples to keep, 1 to N.
-    """
+    """The first ``examples`` examples of a split; they keep their ids."""
     if not 1 <= examples <= len(split.y):
         raise ValueError(
             f'cannot take {examples} examples of a split that has {len(split.y)}; '
@@ -183,10 +165,6 @@ def take(split: Split, examples: int) -> Split:
 
 def pool(dataset: Dataset, side: int) -> Dataset:
     """Images made ``side`` times smaller: the mean of each ``side x side`` square, rounded.
-
-    Args:
-      dataset: splits with ``x`` of shape ``(N, H, W, C)``.
-      side: divisor of H and W; 1 leaves the images unchanged.
 
     Raises:
       ValueError: if ``side`` does not divide H and W.

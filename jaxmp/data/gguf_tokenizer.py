@@ -64,7 +64,7 @@ def from_gguf(path: Path) -> Tokenizer:
     """
     from tokenizers import AddedToken, processors
 
-    fields = opened(path).fields
+    fields, _ = opened(path)
     head = 'tokenizer.ggml.'
     said = {k.removeprefix(head): v for k, v in fields.items() if k.startswith(head)}
     kind, name = said.get('model'), said.get('pre')

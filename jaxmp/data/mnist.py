@@ -53,10 +53,6 @@ _FILES = {
 def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     """MNIST, images ``(N, 28, 28, 1)``, labels 0 to 9, in the published order.
 
-    Args:
-      data_dir: folder of the files; see the module's docstring.
-      download: download the four files (12 MB) into ``data_dir`` if none of them is there.
-
     Raises:
       ValueError: if ``data_dir`` is None, or a file is not the published one.
       FileNotFoundError: if a file is missing.

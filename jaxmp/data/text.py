@@ -72,11 +72,7 @@ def from_sources(
 ) -> Dataset:
     """Documents as a data set whose blocks are in files, which are written once.
 
-    Args:
-      sources: of the training and of the test.
-      length: number of tokens per block, T.
-      tokenizer: name of the tokeniser, as for `tokenizer_of`.
-      cache: folder of the files, in one that is named for documents, tokeniser and length.
+    In the folder ``cache`` they have one that is named for documents, tokeniser and length.
 
     Returns:
       The data set. ``x`` of a split is an int32 array ``(N, T)`` that is read where it is indexed,
@@ -109,11 +105,7 @@ def _learned(folder: Path, name: str, source: Source) -> Tokenizer:
 
 
 def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
-    """The embedded text: 10 chapters for training, 2 for validation, one row per chapter.
-
-    Args:
-      data_dir: ignored, because the text is part of the package.
-      download: ignored.
+    """The embedded text, whatever is asked: 10 chapters for training, 2 for validation.
 
     >>> len(alice().train[0]), len(alice().test[0])
     (125802, 22679)
@@ -126,16 +118,7 @@ def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
 def blocks(
     tokens: Sequence[np.ndarray], length: int, rows: int | None = None, what: str = 'the text'
 ) -> np.ndarray:
-    """Joins rows of tokens, cuts them into blocks and drops the rest.
-
-    Args:
-      tokens: the ids of each row.
-      length: number of tokens per block, T.
-      rows: number of rows that are joined at a time; None joins all.
-      what: name of the text in an error message.
-
-    Returns:
-      int32 ``(N, T)``.
+    """Joins all rows of tokens, or so many at a time; cuts them into blocks, and drops the rest.
 
     Raises:
       ValueError: if there are fewer tokens than one block.

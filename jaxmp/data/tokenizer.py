@@ -103,11 +103,7 @@ def learn(rows: Iterable[str], size: int) -> Tokenizer:
 
 
 def from_folder(directory: str) -> Tokenizer:
-    """The tokenizer in a folder.
-
-    Args:
-      directory: folder with ``tokenizer.json``, as published with most checkpoints, or with
-        ``vocab.json`` and ``merges.txt``, as published with GPT-2's weights.
+    """The tokenizer in a folder, of ``tokenizer.json`` or of GPT-2's two files.
 
     Raises:
       FileNotFoundError: if a file is missing.

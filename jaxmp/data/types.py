@@ -43,12 +43,7 @@ class Tokenizer(NamedTuple):
 
 
 def wrapped(tokenizer: Any, **about: Any) -> Tokenizer:
-    """A `Tokenizer` from one of the tokenizers library.
-
-    Args:
-      tokenizer: of that library.
-      **about: further fields.
-    """
+    """A `Tokenizer` from one of the tokenizers library, with further fields."""
 
     def encoded(texts: Sequence[str]) -> Iterator[Any]:
         for i in range(0, len(texts), _TEXTS):

@@ -177,11 +177,7 @@ def _check_same(place: Path, updates: Collection[Lora], lora: Lora) -> None:
 
 
 def files_of(path: str) -> list[Path]:
-    """The files from which a checkpoint's parameters come: tensors and their description.
-
-    Args:
-      path: as of `open_with_adapters`.
-    """
+    """The files from which a checkpoint's parameters come: tensors and their description."""
     place = local(path)
     if place.is_file():
         return [place]
@@ -215,15 +211,7 @@ def write_adapters(
     variables: Sequence[Mapping[str, Params]],
     trained_on: str,
 ) -> None:
-    """Writes the low-rank updates alone, as PEFT does.
-
-    Args:
-      folder: it is created if it does not exist.
-      base: path or name of the model that they belong to.
-      stages: all stages of the model, with ``config.lora``.
-      variables: one ``{'params': ...}`` per stage.
-      trained_on: the `digest` of the model.
-    """
+    """Writes the low-rank updates alone, as PEFT does, to ``base``, whose `digest` is the last."""
     (root := Path(folder).expanduser()).mkdir(parents=True, exist_ok=True)
     lora = stages[0].config.lora
     assert lora

@@ -257,14 +257,8 @@ class Stage(nn.Module):
     ) -> Array:
         """Maps activations ``(B, T, C)``, or int tokens ``(B, T)``, to activations or logits.
 
-        Args:
-          x: tokens in the first stage, activations in the others.
-          train: makes no difference; there is no dropout.
-          tokens: the model's input, for a stage that reads it; not needed by ``init``.
-
-        Returns:
-          ``(B, T, C)``; in the last stage ``(B, T, V)``, or ``(B, T, 2)`` by token, where the last
-          position, which has no next token, counts for the first.
+        By token it gives ``(B, T, 2)``, where the last position, which has no next token, counts
+        for the first. There is no dropout, so ``train`` makes no difference.
 
         Raises:
           ValueError: if tokens are missing.
@@ -325,14 +319,7 @@ class Stage(nn.Module):
 def decoder(
     config: Config, stages: int = 4, cuts: Sequence[int] | None = None, by_token: bool = False
 ) -> tuple[Stage, ...]:
-    """The stages of a decoder.
-
-    Args:
-      config: of the network.
-      stages: number of stages; blocks are distributed evenly, and the first stages get one more if
-        they do not divide.
-      cuts: number of blocks before each boundary, in place of ``stages``.
-      by_token: whether the last stage gives scores of the tokens in place of logits.
+    """The stages of a decoder, spread evenly or cut after so many blocks; see `spread`.
 
     Raises:
       ValueError: if there are more stages than blocks, or a stage has no block.

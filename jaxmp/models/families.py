@@ -94,11 +94,7 @@ _NEUTRAL = OFF | {  # what is read, and parts that no published checkpoint of th
 
 
 def config_of(described: Described, place: str = 'config.json') -> Config:
-    """The decoder that a ``config.json`` describes.
-
-    Args:
-      described: contents of the file.
-      place: where they are from, for messages.
+    """The decoder that a ``config.json`` describes; ``place`` is where it is, for messages.
 
     Raises:
       ValueError: if the architecture or one of its parts is unknown, or a size is missing or wrong.

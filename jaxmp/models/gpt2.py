@@ -1,8 +1,8 @@
 """GPT-2 as a tuple of stages, from tokens to logits, which can be cut between any two blocks.
 
 The arithmetic is that of Hugging Face's ``GPT2LMHeadModel``, so its weights can be read and written
-(`jaxmp.models.weights`). Parameters are float32. ``dtype`` is the precision of the matrix products;
-the residual stream, which stages send to each other, has the precision of the parameters.
+(`jaxmp.models.pretrained`). Parameters are float32. ``dtype`` is the precision of the products; the
+residual stream, which stages send to each other, has the precision of the parameters.
 
 The first and the last stage both have the token table, unless `Config.tied` is False;
 `jaxmp.models.tied` keeps the copies equal.
@@ -174,13 +174,8 @@ class Stage(nn.Module):
     ) -> Array:
         """Maps activations ``(B, T, C)``, or int tokens ``(B, T)``, to activations or logits.
 
-        Args:
-          x: tokens in the first stage, activations in the others.
-          train: enables dropout, which needs the rng ``dropout``.
-          tokens: the tokens, for a stage that reads them; not needed by ``init``.
-
-        Returns:
-          ``(B, T, C)``, or ``(B, T, V)`` in the last stage.
+        ``train`` enables dropout, which needs the rng ``dropout``; ``tokens`` are for a stage that
+        reads them.
 
         Raises:
           ValueError: if the sequence is longer than the position table, or tokens are missing.
@@ -221,14 +216,7 @@ class Stage(nn.Module):
 
 
 def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> tuple[Stage, ...]:
-    """The stages of a GPT-2.
-
-    Args:
-      config: sizes of the network.
-      stages: number of stages; blocks are distributed evenly, and the first stages get one more if
-        they do not divide.
-      cuts: number of blocks before each boundary, in place of ``stages``; ``(3, 6, 9)`` gives the
-        paper's four stages of the small model.
+    """The stages of a GPT-2, spread evenly or cut after so many blocks; see `spread`.
 
     Returns:
       Modules with ``__call__(x, train=False)``; the first takes int tokens ``(B, T)``, the last

@@ -28,11 +28,7 @@ def is_gpt2(checkpoint: Checkpoint) -> bool:
 
 
 def config_of(described: Described, file: Path) -> Config:
-    """The sizes and dropout rates that a ``config.json`` describes.
-
-    Args:
-      described: contents of the file.
-      file: where they are from, for messages.
+    """The sizes and dropout rates that a ``config.json`` describes; ``file`` is for messages.
 
     Raises:
       ValueError: if it describes a model other than the published GPT-2.
@@ -107,11 +103,6 @@ def write(
     directory: str, stages: Sequence[Stage], variables: Sequence[Mapping[str, PyTree]]
 ) -> None:
     """Writes ``config.json`` and ``model.safetensors``, which transformers loads.
-
-    Args:
-      directory: target folder; it is created if it does not exist.
-      stages: all stages of the model.
-      variables: one ``{'params': ...}`` per stage.
 
     Raises:
       ValueError: if the token tables of the first and the last stage of a tied model differ, or

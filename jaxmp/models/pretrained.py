@@ -74,17 +74,12 @@ def config_of(checkpoint: Checkpoint) -> decoder.Config | gpt2.Config:
     return families.config_of(described, str(place))
 
 
-def as_float32(path: Keys) -> DTypeLike:
-    """float32, for a parameter of any path."""
-    return np.float32
-
-
 def read(
     checkpoint: Checkpoint,
     stages: Sequence[Stage],
     only: int,
     key: Array | None = None,
-    dtype: Callable[[Keys], DTypeLike | None] = as_float32,
+    dtype: Callable[[Keys], DTypeLike | None] = lambda path: np.float32,
     shared: dict[str, Array] | None = None,
 ) -> dict[str, Params]:
     """The variables of one stage, of stages that `check` finds to fit.
@@ -170,17 +165,8 @@ def check(checkpoint: Checkpoint, stages: Sequence[Stage]) -> None:
 
 
 def check_tokenizer(place: Path, rows: int, tokens: int, key: str) -> None:
-    """Raises ValueError if a tokenizer is of another checkpoint.
-
-    A table may have more rows than there are tokens, of which some checkpoints leave a few unused.
-
-    Args:
-      place: of the checkpoint.
-      rows: of its token table.
-      tokens: of the tokenizer.
-      key: what names the tokenizer.
-    """
-    if rows / 2 <= tokens <= rows:
+    """Raises ValueError if a tokenizer, which ``key`` names, is of another checkpoint."""
+    if rows / 2 <= tokens <= rows:  # some checkpoints leave a few rows unused
         return
     raise ValueError(
         f'the table of {place} has {rows:,} tokens and the tokenizer {tokens:,}, so it is of '
@@ -190,14 +176,7 @@ def check_tokenizer(place: Path, rows: int, tokens: int, key: str) -> None:
 
 
 def check_length(tokens: int, positions: int, key: str, name: object) -> None:
-    """Raises ValueError if sequences are longer than those that a model was made for.
-
-    Args:
-      tokens: of a sequence.
-      positions: of the longest one; 0: not known.
-      key: what sets ``tokens``.
-      name: of the model.
-    """
+    """Raises ValueError if sequences are longer than those that a model was made for."""
     if positions and tokens > positions:
         raise ValueError(f'{key}={tokens} is more than the {positions} positions of {name}')
 

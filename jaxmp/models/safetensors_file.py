@@ -75,12 +75,12 @@ def lacking(place: Path) -> list[str]:
     """The files that a folder in Hugging Face's layout lacks; a download may have been cut off."""
     if not (place / 'config.json').is_file():
         return ['config.json']
-    if (place / FILE).is_file():
-        return []
-    if not (place / INDEX).is_file():
-        return [FILE]
-    names = sorted(set(_indexed(place).values()))
-    return [name for name in names if not (place / name).is_file()]
+    return [name for name in _names(place) or [FILE] if not (place / name).is_file()]
+
+
+def _names(place: Path) -> list[str]:
+    """The files that hold a folder's weights; empty if it has none."""
+    return [FILE] if (place / FILE).is_file() else sorted({*_indexed(place).values()})
 
 
 def _indexed(place: Path) -> dict[str, str]:
@@ -94,9 +94,7 @@ def _indexed(place: Path) -> dict[str, str]:
 
 
 def _files(place: Path) -> list[Path]:
-    if (place / FILE).is_file():
-        return [place / FILE]
-    names = sorted(set(_indexed(place).values()))
+    names = _names(place)
     if not names:
         other = sorted(p.name for p in place.glob('*.bin'))
         have = f' (only {", ".join(other)}; pickles are not read)' if other else ''

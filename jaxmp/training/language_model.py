@@ -152,12 +152,6 @@ def config_of_run(workdir: str | Path) -> Config:
     return complete(nested(values))
 
 
-def load(workdir: str | Path) -> tuple[Experiment, Variables]:
-    """The experiment of a run, and the variables of all stages; see `opened`."""
-    exp, read = opened(workdir)
-    return exp, read(every)
-
-
 def opened(workdir: str | Path) -> tuple[Experiment, Read]:
     """The experiment of a run, and what reads the variables that it saved.
 

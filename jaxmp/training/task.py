@@ -129,12 +129,7 @@ def measured(task: Task, metric: Metric) -> Task:
 
 
 def reader(dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
-    """The task of stages that predict the next token of a text: its loss and its perplexity.
-
-    Args:
-      dataset: a text.
-      stages: from tokens, int32 ``(B, T)``, to logits ``(B, T, classes)``.
-    """
+    """The task of stages that predict the next token of a text: its loss and its perplexity."""
     prepare = lambda x, key: jnp.asarray(x, jnp.int32)
     masked = any(y is not x and data.extremes(y)[0] < 0 for x, y in (dataset.train, dataset.test))
     # Two functions, since a sum divided by a count rounds otherwise than a mean.
@@ -153,13 +148,7 @@ def reader(dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
 
 
 def classifier(config: Config, dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
-    """The task of stages whose output is one logit per class.
-
-    Args:
-      config: configuration with ``data.augment`` and ``data.pool``.
-      dataset: images, which are normalised by their mean and deviation if the data set has them.
-      stages: stages of the network.
-    """
+    """The task of stages whose output is one logit per class."""
 
     def prepare(x: Array, key: Array | None) -> Float[Array, 'B *shape']:
         if key is not None and config.data.augment == 'crop_flip':
@@ -210,10 +199,10 @@ def cuts_of(text: str) -> tuple[int, ...]:
 
 def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:
     """Mean nats per predicted token, and the share of correct predictions, per sequence."""
-    from jaxmp.models.layers import next_token_loss
+    from jaxmp.models.layers import next_token_nats
 
     right = jnp.argmax(logits[:, :-1], -1) == tokens[:, 1:]
-    nll = next_token_loss(logits, tokens)
+    nll = next_token_nats(logits, tokens).mean(-1)
     return {'loss': nll, 'accuracy': jnp.mean(right.astype(jnp.float32), -1)}
 
 

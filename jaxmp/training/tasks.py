@@ -14,7 +14,7 @@ from jaxmp.models.huggingface import local
 from jaxmp.training.datasets import dataset_of
 from jaxmp.training.gpt2_task import gpt2_task
 from jaxmp.training.pretrained import task_of_checkpoint
-from jaxmp.training.task import Task, classifier, entered, measured, narrow, reader
+from jaxmp.training.task import Task, classifier, cuts_of, entered, measured, narrow, reader
 
 
 def task_of(config: Config) -> Task:
@@ -92,7 +92,8 @@ def stage_count(config: Config) -> int:
     """The number of stages of the model; for the package's own models without loading data."""
     name = config.model.name
     if name in ('gpt2', 'pretrained'):
-        return len(config.model.cuts.split()) + 1 if config.model.cuts else config.model.stages
+        cuts = cuts_of(config.model.cuts)
+        return len(cuts) + 1 if cuts else config.model.stages
     if name in MODELS:
         return len(MODELS[name](1, config.model))
     return len(task_of(config).stages)
