@@ -557,6 +557,7 @@ def test_cuts_are_the_boundaries(tmp_path):
     config = small(tiny(tmp_path), cuts='2')
     assert [s.blocks for s in tasks.task_of(config).stages] == [2, 1]
     assert tasks.stage_count(config) == 2
+    assert tasks.stage_count(small(tmp_path, cuts='1,2')) == 3
 
 
 def test_a_gpt2_is_read_by_the_same_key(tmp_path):
@@ -568,6 +569,14 @@ def test_a_gpt2_is_read_by_the_same_key(tmp_path):
     assert [type(s) for s in made.stages] == [gpt2.Stage] * 2
     own = made.start(0, {}, jax.random.key(0))
     np.testing.assert_array_equal(own['params']['wte'], variables['params']['wte'])
+    with pytest.raises(
+        ValueError, match=r'config.model.tied=False, and the weights in .* have one'
+    ):
+        tasks.task_of(small(tmp_path, tied=False))
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps({**config, 'vocab_size': 300}))
+    with pytest.raises(ValueError, match=r'table of 300 tokens .* has 256; use the tokeniser of'):
+        tasks.task_of(small(tmp_path))
 
 
 def test_lora_begins_alike_in_every_process(tmp_path):
