@@ -60,7 +60,7 @@ def ours(a, tokens, stages, fwd, bwd):
     def loss(params, feedback):
         variables = tuple({'params': p} for p in params)
         logits, _, feedback = model.apply(variables, feedback, tokens)
-        return layers.next_token_loss(logits, tokens).mean(), (feedback, None)
+        return layers.next_token_nats(logits, tokens).mean(-1).mean(), (feedback, None)
 
     def step(params, state, feedback):
         (nats, _), grads, feedback = jaxmp.value_and_grad(loss)(params, feedback)

@@ -20,7 +20,8 @@ import optax
 from timing import header
 
 import jaxmp
-from jaxmp.models import gpt2, layers, tied, weights
+from jaxmp.models import gpt2, gpt2_file, layers, pretrained, tied
+from jaxmp.models.checkpoint import open_checkpoint
 from jaxmp.wire import nbytes
 
 FULL = {'batch': 8, 'length': 1024}
@@ -39,7 +40,7 @@ def training(stages, fwd, bwd):
     def loss(params, feedback, tokens):
         variables = tuple({'params': p} for p in params)
         logits, _, feedback = model.apply(variables, feedback, tokens, train=True)
-        return layers.next_token_loss(logits, tokens).mean(), (feedback, None)
+        return layers.next_token_nats(logits, tokens).mean(-1).mean(), (feedback, None)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params, state, feedback, tokens):
@@ -75,7 +76,8 @@ def one_step(folder, remat, batch, length):
     stages = stages_of(folder, remat)
     model, optimizer, step = training(stages, *CODECS['Top10 %, indices reused'])
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, 50257)
-    params = tuple(weights.read(folder, stages, i)[0]['params'] for i in range(len(stages)))
+    weights = open_checkpoint(folder)
+    params = tuple(pretrained.read(weights, stages, s)['params'] for s in range(len(stages)))
     params = jax.tree.map(lambda a: a.copy(), params)  # donated: no array may be there twice
     _, feedback = jax.jit(model.init)(jax.random.key(0), tokens)
     done = step(params, jax.jit(optimizer.init)(params), feedback, tokens)
@@ -92,7 +94,7 @@ def one_step(folder, remat, batch, length):
 
 def stages_of(folder, remat):
     """Four stages of the network in ``folder``."""
-    return gpt2.gpt2(weights.read_config(folder, remat=remat), 4)
+    return pretrained.stages_of(open_checkpoint(folder), 4, remat=remat)
 
 
 def main():
@@ -108,7 +110,7 @@ def main():
         )[0])()  # fmt: skip
         params = tied.WTE.share([v['params'] for v in made])
         count = sum(a.size for p in params for a in jax.tree.leaves(p)) - params[0]['wte'].size
-        weights.write(folder, stages, tuple({'params': p} for p in params))
+        gpt2_file.write(folder, stages, tuple({'params': p} for p in params))
         print(f'{count:,} parameters written and read back; batch 8, sequence 1024:')
         del made, params
         for remat in (False, True):

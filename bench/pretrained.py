@@ -64,7 +64,7 @@ def compare(kind, path, tokens, stages):
     """A row of the result."""
     own, seconds, read = ours(path, tokens, stages)
     other = theirs(path, tokens)
-    perplexity = lambda y: float(np.exp(layers.next_token_loss(y, tokens).mean()))
+    perplexity = lambda y: float(np.exp(layers.next_token_nats(y, tokens).mean(-1).mean()))
     row = {
         'format': kind,
         'largest_difference': round(float(np.abs(own - other).max()), 6),

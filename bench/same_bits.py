@@ -14,8 +14,8 @@ from pathlib import Path
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxmp import train_and_evaluate  # noqa: E402
-from jaxmp.config import load  # noqa: E402
+from jaxmp import train_and_evaluate
+from jaxmp.config import load
 
 FEW = {'epochs': 2, 'batch_size': 32, 'data.train_examples': 128, 'data.test_examples': 64}
 TWO = {'fwd': 'ef21(top_k(0.1))', 'bwd': 'uniform(6)'}

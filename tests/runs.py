@@ -15,7 +15,7 @@ from jaxmp.config import KEYS
 from jaxmp.net.group import ProcessGroup
 from jaxmp.plan import candidates, crossings, planned, stages, steps
 from jaxmp.runtimes.replicated import Replicated
-from jaxmp.training import evaluate, groups, step, task
+from jaxmp.training import evaluate, groups, step, tasks
 from jaxmp.training.trainer import Trainer
 from tests.base import ENV, ROOT, STARTED
 
@@ -44,7 +44,7 @@ def known_model(monkeypatch, name, build):
     """Lets ``config.model.name`` be ``name``; ``build`` is called with classes and width."""
     key = config.KEYS['model.name']
     monkeypatch.setitem(config.KEYS, 'model.name', key._replace(words=(*key.words, name)))
-    monkeypatch.setitem(task.MODELS, name, lambda classes, model: build(classes, model.width))
+    monkeypatch.setitem(tasks.MODELS, name, lambda classes, model: build(classes, model.width))
 
 
 def hurry_the_probe(monkeypatch):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp.models import gpt2, principal, weights
+from jaxmp.models import gpt2, gpt2_file, principal
 from jaxmp.models.bottleneck import narrowed
 from jaxmp.net.group import ProcessGroup
 from jaxmp.plan import stages as plan_stages
-from jaxmp.training import experiment, sizes, task
+from jaxmp.training import experiment, sizes, task, tasks
 from jaxmp.training.trainer import Trainer
 from tests.runs import config_of
 
@@ -165,17 +165,17 @@ def test_the_probe_of_a_plan_gives_the_tokens_to_every_stage():
 
 def test_embeddings_of_no_later_stage_are_refused_and_those_of_some_not_written(tmp_path):
     with pytest.raises(ValueError, match=r'config.model.stages=1 has none; give 2 or more'):
-        task.task_of(config_of('text_gpt2', stages=1, embed_every_stage=True))
+        tasks.task_of(config_of('text_gpt2', stages=1, embed_every_stage=True))
     stages = gpt2.gpt2(gpt2.Config(3, 2, 4, 2, 2, embed_every_stage=True), 2)
     with pytest.raises(ValueError, match='no place for embeddings at every stage'):
-        weights.write(str(tmp_path), stages, ())
+        gpt2_file.write(str(tmp_path), stages, ())
     x, key = jnp.ones((1, 2, 4)), jax.random.key(0)
     with pytest.raises(ValueError, match='embeds the tokens too; give them as tokens='):
         stages[1].apply(stages[1].init(key, x), x)
 
 
 def test_a_start_of_ones_own_keeps_its_projections():
-    made = task.task_of(config_of('text_gpt2', width=8, heads=2, stages=2, blocks=2))
+    made = tasks.task_of(config_of('text_gpt2', width=8, heads=2, stages=2, blocks=2))
     old = made._replace(start=lambda stage, variables, key: {'params': {'wte': 1}})
     found = task.narrow(old, 3).start(0, {'params': {'wte': 0, 'narrow': 2}}, None)
     assert found == {'params': {'wte': 1, 'narrow': 2}}

@@ -136,9 +136,9 @@ def test_stages_tell_each_other_the_norm_that_clips(name, norm, told):
 def test_a_compressed_table_trains_and_goes_on_to_the_bit(tmp_path, monkeypatch):
     """Copies stay equal; a run that goes on from a checkpoint ends like one that was not cut."""
     ends = lambda sizes, n, cuts: (
-        gpt2.equal(sizes, 1)[0],
-        gpt2.equal(sizes, 1)[2],
-    )  # without blocks
+        gpt2.Stage(sizes, 0, embeds=True),
+        gpt2.Stage(sizes, 0, scores=True),
+    )
     monkeypatch.setattr(gpt2, 'gpt2', ends)
     quick = functools.partial(Mpmd, options=tuple(QUICK.items()))
     monkeypatch.setattr(parallel, 'Mpmd', quick)

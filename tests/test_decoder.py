@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmp.models import checkpoint, decoder, families, pretrained, scores
-from jaxmp.models.layers import next_token_loss
+from jaxmp.models.layers import next_token_nats
 from tests.golden.make_decoders import CASES
 from tests.laws import QUICK
 
@@ -189,7 +189,7 @@ def test_a_stage_that_scores_tokens_never_has_all_logits():
         y = way.apply(
             {'params': params}, tokens, **({'tokens': tokens} if way.reads_tokens else {})
         )
-        return y[:, :-1, 0].mean() if way.by_token else next_token_loss(y, tokens).mean()
+        return y[:, :-1, 0].mean() if way.by_token else next_token_nats(y, tokens).mean(-1).mean()
 
     sizes, values = [], []
     for way in (by_token, plain):

@@ -17,7 +17,8 @@ import pytest
 from jaxmp import Ctx, boundary, data, models, spec
 from jaxmp import config as schema
 from jaxmp.data import Dataset, Split, text, tokenizer
-from jaxmp.models import weights
+from jaxmp.data.understood import contents
+from jaxmp.models import gpt2_file
 from jaxmp.net.views import ViewChangedError
 from jaxmp.runtimes import stage
 from jaxmp.training import command, dry_run, experiment, generate, loop, resume, sizes, task
@@ -254,11 +255,11 @@ WEIGHTS = {
 @pytest.mark.parametrize('case', WEIGHTS)
 def test_a_model_described_with_wrong_kinds(tmp_path, case):
     change, message = WEIGHTS[case]
-    (tmp_path / 'config.json').write_text(json.dumps(SIZES))
-    assert weights.read_config(tmp_path).width == 24
-    (tmp_path / 'config.json').write_text(json.dumps({**SIZES, **change}))
+    file = tmp_path / 'config.json'
+    assert gpt2_file.config_of(SIZES, file).width == 24
+    file.write_text(json.dumps({**SIZES, **change}))
     with pytest.raises(ValueError, match=message):
-        weights.read_config(tmp_path)
+        gpt2_file.config_of(contents(file), file)
 
 
 def test_a_vocabulary_of_wrong_kinds(tmp_path):

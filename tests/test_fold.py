@@ -138,7 +138,8 @@ def test_a_stopped_run_gives_one_that_goes_on(pair, tmp_path, capsys):
 def test_a_folded_language_model_writes(pair, capsys):
     """Its stages have their entrances: the logits are those of the open run with the maps."""
     folder, out = pair('gpt2')
-    exp, variables = language_model.load(out)
+    exp, read = language_model.opened(out)
+    variables = read(language_model.every)
     x = jnp.asarray(exp.data.test.x[:2], jnp.int32)
     logits = exp.model.apply(variables, None, x, train=False)[0]
     run = crosstest.load(folder)
@@ -161,7 +162,8 @@ def test_a_run_without_the_folder_model_writes_from_its_checkpoint(tmp_path, cap
     config = config_of('text_gpt2', **TEXT, bottleneck=3, embed_every_stage=True)
     loop.train_and_evaluate(config, tmp_path / 'run', quiet=True, draw=False)
     assert not (tmp_path / 'run' / 'model').exists()
-    _, variables = language_model.load(tmp_path / 'run')
+    _, read = language_model.opened(tmp_path / 'run')
+    variables = read(language_model.every)
     params = crosstest.load(tmp_path / 'run').state.model.params
     for s in (0, 1):
         jax.tree.map(np.testing.assert_array_equal, variables[s]['params'], params[s])

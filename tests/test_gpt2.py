@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import jaxmp
 from jaxmp.boundary import transport
-from jaxmp.models import gpt2, layers, tied, weights
+from jaxmp.models import gpt2, gpt2_file, layers, pretrained, tied
+from jaxmp.models.checkpoint import open_checkpoint
 from tests.base import slow
 from tests.laws import QUICK
 
@@ -47,6 +48,16 @@ def directory(tmp_path_factory):
     return folder
 
 
+def config_in(folder):
+    return pretrained.config_of(open_checkpoint(folder))
+
+
+def read(folder, stages):
+    checkpoint = open_checkpoint(folder)
+    pretrained.check(checkpoint, stages)
+    return [pretrained.read(checkpoint, stages, s) for s in range(len(stages))]
+
+
 def params_of(variables, dtype=jnp.float32):
     return tuple(jax.tree.map(lambda a: jnp.asarray(a, dtype), v['params']) for v in variables)
 
@@ -64,12 +75,12 @@ def compiled(stages, **kwargs):
 
 def score(stages, params, tokens):
     logits = run(stages, params, tokens)
-    return layers.next_token_loss(logits, jnp.asarray(tokens)).mean(), logits
+    return layers.next_token_nats(logits, jnp.asarray(tokens)).mean(-1).mean(), logits
 
 
 def as_file(folder, stages, params):
     """A tree of all stages, by the names of the file."""
-    weights.write(folder, stages, [{'params': p} for p in params])
+    gpt2_file.write(folder, stages, [{'params': p} for p in params])
     found = load_file(folder / 'model.safetensors')
     return {k.removeprefix('transformer.'): v for k, v in found.items()}
 
@@ -90,9 +101,9 @@ def difference(found, wanted):
 )
 def test_equals_torch(directory, tmp_path, n, double):
     with jax.enable_x64(double):
-        stages = gpt2.gpt2(weights.read_config(directory), n)
+        stages = gpt2.gpt2(config_in(directory), n)
         dtype = jnp.float64 if double else jnp.float32
-        params = params_of(weights.read(directory, stages), dtype)
+        params = params_of(read(directory, stages), dtype)
         f = jit(jax.value_and_grad(lambda p: score(stages, p, TOKENS), has_aux=True))
         (loss, logits), grads = f(params)
         np.testing.assert_allclose(logits, GOLDEN['logits'], atol=1e-5)
@@ -198,7 +209,7 @@ def test_recomputing_changes_no_number():
 
         def loss(p, stages=stages):
             logits = run(stages, p, TOKENS, train=True, rngs=rngs)
-            return layers.next_token_loss(logits, TOKENS).mean()
+            return layers.next_token_nats(logits, TOKENS).mean(-1).mean()
 
         grads.append(jit(jax.grad(loss))(params))
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -220,7 +231,7 @@ def test_recomputing_sends_nothing_twice():
     def loss(params, feedback):
         variables = tuple({'params': p} for p in params)
         logits, _, feedback = model.apply(variables, feedback, jnp.asarray(TOKENS))
-        return layers.next_token_loss(logits, jnp.asarray(TOKENS)).mean(), (feedback, None)
+        return layers.next_token_nats(logits, jnp.asarray(TOKENS)).mean(-1).mean(), (feedback, None)
 
     params = tuple(v['params'] for v in variables)
     jax.block_until_ready(jit(jaxmp.value_and_grad(loss))(params, feedback))
@@ -293,12 +304,12 @@ def test_share_and_table():
     np.testing.assert_array_equal(own, params[0]['wte'])
 
 
-def test_equal_stages():
-    first, middle, last = gpt2.equal(SMALL, 2)
-    stages, (whole,) = made()
-    parts = deal((first, *middle, last), whole)
+def test_embedding_and_output_layer_as_stages_without_blocks():
+    first, last = gpt2.Stage(SMALL, 0, embeds=True), gpt2.Stage(SMALL, 0, scores=True)
+    cut, (stages, (whole,)) = (first, *(gpt2.Stage(SMALL, 1),) * 2, last), made()
+    parts = deal(cut, whole)
     assert jax.tree.structure(parts[1]) == jax.tree.structure(parts[2])
-    logits = compiled((first, *middle, last))(parts, TOKENS)
+    logits = compiled(cut)(parts, TOKENS)
     np.testing.assert_allclose(logits, compiled(stages)([whole], TOKENS), atol=1e-6)
 
 
@@ -309,7 +320,6 @@ def test_equal_stages():
         (lambda: gpt2.gpt2(CONFIG, 0), '0 stages'),
         (lambda: gpt2.gpt2(CONFIG, cuts=(2, 2)), r'cuts=\(2, 2\) .*ascend strictly within 1 to 3'),
         (lambda: gpt2.gpt2(CONFIG, cuts=(4,)), 'ascend strictly'),
-        (lambda: gpt2.equal(CONFIG, 3), '3 equal stages .*give a divisor of 4'),
         (lambda: gpt2.Config(width=100), '12 heads do not divide width 100; .*a multiple of 12'),
         (lambda: gpt2.Config(blocks=0), 'blocks=0; give 1 or more'),
         (lambda: gpt2.Config(dropout=(0.1, 1.0, 0.1)), r'three rates in \[0, 1\)'),
@@ -318,11 +328,10 @@ def test_equal_stages():
             '17 tokens is too long for a GPT-2 with 16 positions; cut the text .* at most 16',
         ),
         (
-            lambda: layers.next_token_loss(jnp.zeros((1, 1, 3)), jnp.zeros((1, 1), int)),
+            lambda: layers.next_token_nats(jnp.zeros((1, 1, 3)), jnp.zeros((1, 1), int)),
             'one token has nothing to predict',
         ),
         (lambda: tied.WTE.add([{}, {'wte': 1}]), 'missing in 2 stages; give the params'),
-        (lambda: weights.check_vocabulary(CONFIG, 256), '67 tokens .* has 256; use the tokeniser'),
     ],
 )
 def test_errors(call, message):
@@ -338,10 +347,10 @@ def test_an_output_layer_with_a_table_of_its_own(directory, tmp_path, n):
         tensors | {'lm_head.weight': tensors['transformer.wte.weight'].copy()}, tmp_path / FILE
     )
     describe(tmp_path, tie_word_embeddings=False)
-    config = weights.read_config(tmp_path)
-    assert config == dataclasses.replace(weights.read_config(directory), tied=False)
+    config = config_in(tmp_path)
+    assert config == dataclasses.replace(config_in(directory), tied=False)
     stages = gpt2.gpt2(config, n)
-    params = params_of(weights.read(tmp_path, stages))
+    params = params_of(read(tmp_path, stages))
     assert ['wte' in p for p in params] == [s.embeds for s in stages]
     (loss, logits), grads = jit(
         jax.value_and_grad(lambda p: score(stages, p, TOKENS), has_aux=True)
@@ -353,23 +362,21 @@ def test_an_output_layer_with_a_table_of_its_own(directory, tmp_path, n):
     assert np.any(head != found['wte.weight'])
     found['wte.weight'] += head
     assert difference(found, part('grad')) < 1e-6
-    assert weights.read_config(tmp_path / 'again') == config
+    assert config_in(tmp_path / 'again') == config
 
 
 @pytest.mark.parametrize('n', STAGES)
 def test_weights_go_out_and_in(directory, tmp_path, n):
-    stages = gpt2.gpt2(weights.read_config(directory), n)
-    variables = weights.read(directory, stages)
-    weights.write(tmp_path, stages, variables)
-    again = weights.read(tmp_path, gpt2.gpt2(weights.read_config(tmp_path), 3))
-    assert weights.read_config(tmp_path) == weights.read_config(directory)
+    stages = gpt2.gpt2(config_in(directory), n)
+    variables = read(directory, stages)
+    gpt2_file.write(tmp_path, stages, variables)
+    again = read(tmp_path, gpt2.gpt2(config_in(tmp_path), 3))
+    assert config_in(tmp_path) == config_in(directory)
     before, after = (load_file(d / 'model.safetensors') for d in (directory, tmp_path))
     assert before.keys() == after.keys()
     for name in before:
         np.testing.assert_array_equal(before[name], after[name])
     assert len(again) == 3
-    (last,) = weights.read(directory, stages, only=n - 1)
-    jax.tree.map(np.testing.assert_array_equal, last, variables[-1])
 
 
 def as_parts(folder, tensors):
@@ -403,9 +410,9 @@ def test_forms_of_weights(directory, tmp_path, form):
     put, change = FORMS[form]
     put(tmp_path, change(load_file(directory / 'model.safetensors')))
     describe(tmp_path)
-    stages = gpt2.gpt2(weights.read_config(tmp_path), 2)
-    found = params_of(weights.read(tmp_path, stages))
-    wanted = params_of(weights.read(directory, stages))
+    stages = gpt2.gpt2(config_in(tmp_path), 2)
+    found = params_of(read(tmp_path, stages))
+    wanted = params_of(read(directory, stages))
     bound = 1e-2 if form == 'bfloat16' else 0
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=bound)
     jax.tree.map(close, found, wanted)
@@ -493,7 +500,7 @@ DAMAGES = {
     'config of BERT': (
         lambda d: describe(d, model_type='bert'),
         ValueError,
-        "model_type='bert'; allowed is 'gpt2'",
+        "model_type='bert'; known are gemma2, .* and gpt2",
     ),
     'another activation': (
         lambda d: describe(d, activation_function='relu'),
@@ -522,19 +529,14 @@ def test_damaged_weights(directory, tmp_path, damage):
     do, error, message = DAMAGES[damage]
     do(tmp_path)
     with pytest.raises(error, match=message):
-        weights.read(tmp_path, gpt2.gpt2(weights.read_config(tmp_path), 2))
-
-
-def test_no_directory(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r'no config.json in .*absent; give a'):
-        weights.read_config(tmp_path / 'absent')
+        pretrained.stages_of(open_checkpoint(tmp_path), 2)
 
 
 def test_tables_that_differ_are_not_written(tmp_path):
     stages, params = made(stages=2)
     params[1]['wte'] = params[1]['wte'] + 1
     with pytest.raises(ValueError, match='different tables wte'):
-        weights.write(tmp_path, stages, [{'params': p} for p in params])
+        gpt2_file.write(tmp_path, stages, [{'params': p} for p in params])
 
 
 @pytest.mark.slow
@@ -544,7 +546,7 @@ def test_live_against_torch(tmp_path):
     transformers = pytest.importorskip('transformers')
     config = gpt2.Config(131, 200, 32, 3, 4, inner=48)
     stages, params = made(config, 3, seed=5)
-    weights.write(tmp_path / 'ours', stages, [{'params': p} for p in params])
+    gpt2_file.write(tmp_path / 'ours', stages, [{'params': p} for p in params])
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / 'ours').eval()
     tokens = np.asarray(jax.random.randint(jax.random.key(0), (2, 150), 0, 131), np.int64)
     out = theirs(input_ids=torch.tensor(tokens), labels=torch.tensor(tokens))
@@ -552,5 +554,5 @@ def test_live_against_torch(tmp_path):
     np.testing.assert_allclose(logits, out.logits.detach().numpy(), atol=1e-5)
     np.testing.assert_allclose(loss, out.loss.item(), atol=1e-6)
     theirs.save_pretrained(tmp_path / 'theirs')
-    again = weights.read(tmp_path / 'theirs', stages)
+    again = read(tmp_path / 'theirs', stages)
     jax.tree.map(np.testing.assert_array_equal, params_of(again), params)

@@ -343,4 +343,4 @@ def test_every_other_name_is_that_of_jax():
     assert lax.scan is jax.lax.scan
     assert lax.axis_index is jax.lax.axis_index
     with pytest.raises(AttributeError):
-        getattr(lax, 'nothing_of_this_name')
+        lax.nothing_of_this_name

@@ -1,6 +1,7 @@
 """The order of the rooms: who may import whom, what importing costs, and that all is documented."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 import pathlib
@@ -18,6 +19,8 @@ from jaxmp.config import KEYS
 
 ROOT = pathlib.Path(jaxmp.__file__).parent
 FILES = sorted(p for p in ROOT.rglob('*.py'))
+PARTS = {path: path.relative_to(ROOT.parent).with_suffix('').parts for path in FILES}
+MODULES = {'.'.join(parts).removesuffix('.__init__'): path for path, parts in PARTS.items()}
 
 # What a room may import besides itself.
 BELOW = {
@@ -119,6 +122,22 @@ def test_there_is_no_cycle():
     order = list(BELOW)
     for name, below in BELOW.items():
         assert all(order.index(other) < order.index(name) for other in below.split())
+
+
+def needed(path):
+    """Modules of jaxmp that a file imports, also inside functions; not those of types alone."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    guards = [n for n in nodes if isinstance(n, ast.If) and ast.unparse(n.test) == 'TYPE_CHECKING']
+    typing = {id(n) for guard in guards for n in ast.walk(guard)}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and id(node) not in typing:
+            inner = (f'{node.module}.{a.name}' for a in node.names)
+            yield from (name if name in MODULES else node.module for name in inner)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    order = graphlib.TopologicalSorter({name: needed(path) for name, path in MODULES.items()})
+    order.prepare()  # CycleError has the modules of a circle
 
 
 @pytest.mark.parametrize('name', INSIDE_CODECS)

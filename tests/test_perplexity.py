@@ -14,7 +14,7 @@ from jaxmp import parse
 from jaxmp.boundary import init_feedback
 from jaxmp.boundary.pipeline import pipeline
 from jaxmp.data.tokenizer import byte_level
-from jaxmp.models import gpt2, weights
+from jaxmp.models import gpt2, gpt2_file
 from jaxmp.models.layers import next_token_nats
 from jaxmp.training import crosstest, generate, language_model, perplexity, sampling
 from jaxmp.wire import Ctx
@@ -188,7 +188,7 @@ def test_a_checkpoint_without_a_text(folder):
 def test_a_gpt2_is_tested_too_and_has_no_cache(tmp_path):
     stages = gpt2.gpt2(gpt2.Config(256, 8, width=8, blocks=2, heads=2), 1)
     own = jax.jit(stages[0].init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
-    weights.write(str(tmp_path), stages, [own])
+    gpt2_file.write(str(tmp_path), stages, [own])
     model = language_model.open_language_model(str(tmp_path), 2, tokenizer='bytes')
     channels = {'raw': parse('raw')}
     found = perplexity.scores(model, BLOCKS, channels, 4)['raw'].nats
@@ -202,7 +202,7 @@ def test_a_gpt2_continues_prompts_without_a_cache(tmp_path, capsys):
     stages = gpt2.gpt2(gpt2.Config(256, 12, width=8, blocks=2, heads=2), 1)
     own = jax.jit(stages[0].init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     own = jax.tree.map(lambda a: 8 * a, own)  # so that tokens vary
-    weights.write(str(tmp_path), stages, [own])
+    gpt2_file.write(str(tmp_path), stages, [own])
     words = [str(tmp_path), '--tokenizer=bytes', '--temperature=0']
     generate.main([*words, '--tokens=5', '--prompt', 'ab', 'xyz'])
     model = language_model.open_language_model(str(tmp_path), tokenizer='bytes')

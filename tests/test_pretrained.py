@@ -23,9 +23,10 @@ from jaxmp.models import (
     families,
     gguf_file,
     gpt2,
+    gpt2_file,
     huggingface,
     pretrained,
-    weights,
+    safetensors_file,
 )
 from jaxmp.models.decoder import PROJECTIONS, decoder
 from jaxmp.models.rotary import frequencies
@@ -40,7 +41,7 @@ from jaxmp.training import (
     loop,
     masters,
     saved,
-    task,
+    tasks,
     trained,
 )
 from jaxmp.training.ahead import compile_ahead
@@ -95,7 +96,7 @@ def small(folder, **changes):
 
 def start(config):
     """The parameters before the first step."""
-    made = task.task_of(config)
+    made = tasks.task_of(config)
     return [made.read(s, jax.random.key(0))['params'] for s in range(len(made.stages))]
 
 
@@ -109,7 +110,7 @@ def weights_after(tmp_path):
 
     def run(**changes):
         config = small(tiny(tmp_path / 'base'), **changes)
-        made = task.task_of(config)
+        made = tasks.task_of(config)
         seen = []
         export = lambda folder, variables: seen.append(variables) or made.export(folder, variables)
         summary = loop.train_and_evaluate(
@@ -220,7 +221,7 @@ def test_a_second_seed_trains_with_the_programs_of_the_first(tmp_path):
 def test_the_same_tensors_and_notes_are_the_same_bytes(tmp_path):
     written = set()
     for i in range(8):
-        pretrained.save({'a.b': np.arange(3.0)}, tmp_path / f'{i}', one='1', two='2')
+        safetensors_file.save({'a.b': np.arange(3.0)}, tmp_path / f'{i}', one='1', two='2')
         written.add((tmp_path / f'{i}').read_bytes())
     assert len(written) == 1
 
@@ -395,7 +396,7 @@ def test_two_processes_send_what_a_frozen_stage_gives_once(tmp_path):
 
 def test_merged_updates_give_the_same_logits(tmp_path):
     config = small(tiny(tmp_path / 'base'), train='lora(2)', merge=True)
-    made = task.task_of(config)
+    made = tasks.task_of(config)
     key, x = jax.random.key(3), jnp.arange(12)[None]
     variables = [made.read(s, key) for s in range(2)]
     random = np.random.default_rng(0)
@@ -414,14 +415,15 @@ def test_adapters_are_read_or_merged(tmp_path, weights_after):
     folder = tmp_path / 'run' / 'model'
     again = start(small(folder, train='lora(2)'))
     jax.tree.map(np.testing.assert_array_equal, [names(p) for p in again], after)
-    lora = task.task_of(small(folder, train='lora(2)'))
-    other = task.task_of(small(folder, train='all'))
+    lora = tasks.task_of(small(folder, train='lora(2)'))
+    other = tasks.task_of(small(folder, train='all'))
     assert not any(p[-1] == 'lora_a' for p in pretrained.shapes(other.stages[0]))
     x = np.arange(12)[None]
     wanted = logits(lora.stages, [{'params': p} for p in again], x)
     merged = [{'params': p} for p in start(small(folder, train='all'))]
     close(logits(other.stages, merged, x), wanted)
-    exp, variables = language_model.load(tmp_path / 'run')
+    exp, read = language_model.opened(tmp_path / 'run')
+    variables = read(language_model.every)
     close(logits(exp.task.stages, variables, x), wanted)
 
 
@@ -431,7 +433,7 @@ def changed(folder, **changes):
 
 
 def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
-    made = task.task_of(small(tiny(tmp_path / 'base'), train='lora(2)'))
+    made = tasks.task_of(small(tiny(tmp_path / 'base'), train='lora(2)'))
     variables = [made.read(s, jax.random.key(0)) for s in range(2)]
     made.export(str(tmp_path / 'low'), variables)
     tiny(tmp_path / 'short', num_hidden_layers=2)
@@ -447,7 +449,7 @@ def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
     message = r"has adapters lora\(2, 4, targets='down_proj .*'\); train the same, or all"
     changed(tmp_path / 'low', base_model_name_or_path=str(tmp_path / 'base'))
     with pytest.raises(ValueError, match=message):
-        task.task_of(small(tmp_path / 'low', train='lora(3)'))
+        tasks.task_of(small(tmp_path / 'low', train='lora(3)'))
     changed(tmp_path / 'low', base_model_name_or_path='/gone/away')
     with pytest.raises(FileNotFoundError, match="belong to '/gone/away', which is not there; put"):
         adapters.open_with_adapters(str(tmp_path / 'low'))
@@ -463,7 +465,7 @@ def test_adapters_of_another_kind_or_model_are_refused(tmp_path):
 
 def test_a_task_gives_the_variables_of_a_stage_itself(tmp_path):
     """No random parameters are needed: read has all of a stage, of the shapes of its init."""
-    made = task.task_of(small(tiny(tmp_path), train='lora(2)'))
+    made = tasks.task_of(small(tiny(tmp_path), train='lora(2)'))
     x = jnp.zeros((1, 4), jnp.int32)
     for s, stage in enumerate(made.stages):
         shapes = jax.eval_shape(stage.init, jax.random.key(0), x)
@@ -476,15 +478,15 @@ def test_a_task_gives_the_variables_of_a_stage_itself(tmp_path):
 
 
 def test_patterns_name_what_is_trained(tmp_path):
-    made = task.task_of(small(tiny(tmp_path), train='*norm*, embed*, layers.mlp.*'))
+    made = tasks.task_of(small(tiny(tmp_path), train='*norm*, embed*, layers.mlp.*'))
     paths = [p for s in made.stages for p in pretrained.shapes(s)]
     chosen = {'.'.join(p) for p in paths if made.trained(0, p)}
     assert 'layers.self_attn.q_proj.weight' not in chosen
     assert {'norm.weight', 'embed_tokens.weight', 'layers.mlp.up_proj.weight'} < chosen
     assert made.copied is not None
-    assert task.task_of(small(tmp_path)).copied is None
+    assert tasks.task_of(small(tmp_path)).copied is None
     config = small(tiny(tmp_path / 'apart', tie_word_embeddings=False), train='no_table')
-    made = task.task_of(config)
+    made = tasks.task_of(config)
     assert made.tied is None
     assert not made.trained(1, ('lm_head', 'weight'))
 
@@ -503,7 +505,7 @@ def test_patterns_name_what_is_trained(tmp_path):
 )
 def test_what_cannot_be_trained(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as caught:
-        task.task_of(small(tiny(tmp_path), train=text))
+        tasks.task_of(small(tiny(tmp_path), train=text))
     assert '\n' not in str(caught.value)
 
 
@@ -545,7 +547,7 @@ def test_weights_that_need_a_scale_are_refused(tmp_path, dtype):
     header = json.dumps({name: {'dtype': dtype, 'shape': [4], 'data_offsets': [0, 4]}}).encode()
     file = tmp_path / 'model.safetensors'
     file.write_bytes(len(header).to_bytes(8, 'little') + header + bytes(4))
-    _, read = checkpoint.open_tensors([file])
+    _, read = safetensors_file.open_tensors([file])
     with pytest.raises(
         ValueError, match=f'{name} in .* is {dtype}, and tensors of F64, .*quantise'
     ):
@@ -554,24 +556,33 @@ def test_weights_that_need_a_scale_are_refused(tmp_path, dtype):
 
 def test_cuts_are_the_boundaries(tmp_path):
     config = small(tiny(tmp_path), cuts='2')
-    assert [s.blocks for s in task.task_of(config).stages] == [2, 1]
-    assert task.stage_count(config) == 2
+    assert [s.blocks for s in tasks.task_of(config).stages] == [2, 1]
+    assert tasks.stage_count(config) == 2
+    assert tasks.stage_count(small(tmp_path, cuts='1,2')) == 3
 
 
 def test_a_gpt2_is_read_by_the_same_key(tmp_path):
     sizes = gpt2.Config(256, 16, 8, 2, 2)
     stages = gpt2.gpt2(sizes, 1)
     variables = jax.jit(stages[0].init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-    weights.write(tmp_path, stages, [variables])
-    made = task.task_of(small(tmp_path, cuts='1'))
+    gpt2_file.write(tmp_path, stages, [variables])
+    made = tasks.task_of(small(tmp_path, cuts='1'))
     assert [type(s) for s in made.stages] == [gpt2.Stage] * 2
     own = made.start(0, {}, jax.random.key(0))
     np.testing.assert_array_equal(own['params']['wte'], variables['params']['wte'])
+    with pytest.raises(
+        ValueError, match=r'config.model.tied=False, and the weights in .* have one'
+    ):
+        tasks.task_of(small(tmp_path, tied=False))
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps({**config, 'vocab_size': 300}))
+    with pytest.raises(ValueError, match=r'table of 300 tokens .* has 256; use the tokeniser of'):
+        tasks.task_of(small(tmp_path))
 
 
 def test_lora_begins_alike_in_every_process(tmp_path):
     """A stage's updates depend on the key and its number, not on who reads it."""
-    made = task.task_of(small(tiny(tmp_path), train='lora(2)'))
+    made = tasks.task_of(small(tiny(tmp_path), train='lora(2)'))
     a = [made.read(s, jax.random.key(4))['params']['layers'] for s in (0, 1)]
     low = [x['mlp']['up_proj']['lora_a'] for x in a]
     assert not np.array_equal(low[0][0], low[1][0])
@@ -587,7 +598,7 @@ def test_forms_of_what_is_trained():
 def test_what_is_not_trained_may_have_16_bits(tmp_path):
     """Low-rank updates, the residual stream and the messages stay float32."""
     folder = tiny(tmp_path)
-    made = task.task_of(small(folder, train='lora(2)', param_dtype='bfloat16'))
+    made = tasks.task_of(small(folder, train='lora(2)', param_dtype='bfloat16'))
     variables = [made.read(s, jax.random.key(0)) for s in range(2)]
     dtypes = {n.rpartition('.')[2]: a.dtype for n, a in names(variables[0]['params']).items()}
     assert {k: d.name for k, d in dtypes.items()} == {
@@ -598,7 +609,7 @@ def test_what_is_not_trained_may_have_16_bits(tmp_path):
     x = np.arange(12)[None]
     middle = made.stages[0].apply(variables[0], x)
     assert middle.dtype == jnp.float32
-    wide = task.task_of(small(folder, train='lora(2)'))
+    wide = tasks.task_of(small(folder, train='lora(2)'))
     wanted = logits(wide.stages, [wide.read(s, jax.random.key(0)) for s in range(2)], x)
     error = np.abs(logits(made.stages, variables, x) - wanted).max() / np.abs(wanted).max()
     assert 0 < error < 0.02
@@ -689,7 +700,7 @@ def test_a_metric_of_a_checkpoint_gets_the_scores_of_its_tokens(tmp_path):
     page = (ROOT / 'docs' / 'own_model.md').read_text()
     [code] = re.findall(r'^```python\n([^`]*def bits_per_token.*?)^```', page, re.M | re.S)
     (tmp_path / 'bits.py').write_text(code)
-    made = task.task_of(small(tiny(tmp_path), metric=f'{tmp_path / "bits.py"}:bits_per_token'))
+    made = tasks.task_of(small(tiny(tmp_path), metric=f'{tmp_path / "bits.py"}:bits_per_token'))
     output = np.random.default_rng(0).uniform(size=(2, 5, 2)).astype(np.float32)
     y = np.array([[1, 2, -1, 3, -1], [4, 5, 6, 7, 8]])
     scores = made.score(output, y)

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxmp.data import tokenizer
-from jaxmp.models import adapters, checkpoint, families, gguf_file, huggingface, weights
+from jaxmp.data.understood import contents
+from jaxmp.models import adapters, families, gguf_file, gpt2_file, huggingface
 from jaxmp.models.decoder import Lora
 from jaxmp.models.rotary import KINDS, frequencies
 from tests.test_decoder import described
@@ -57,9 +58,9 @@ def test_the_configs_of_transformers_and_published_ones_are_read(tmp_path, famil
     for said in (saved, config.to_dict(), saved | PUBLISHED[family]):
         (tmp_path / 'config.json').write_text(json.dumps(said))
         if family == 'gpt2':
-            assert weights.read_config(str(tmp_path)).blocks == 12
+            assert gpt2_file.config_of(contents(tmp_path / 'config.json'), tmp_path).blocks == 12
         else:
-            assert families.config_of(checkpoint.contents(tmp_path / 'config.json')).width >= 2304
+            assert families.config_of(contents(tmp_path / 'config.json')).width >= 2304
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_what_config_json_says_and_nobody_reads_is_refused(case, said, message):
 def test_a_key_of_a_gpt2_that_nobody_reads_is_refused(tmp_path):
     (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'gpt2', 'n_experts': 4}))
     with pytest.raises(ValueError, match='n_experts=4; allowed is no such key: give the directory'):
-        weights.read_config(str(tmp_path))
+        gpt2_file.config_of(contents(tmp_path / 'config.json'), tmp_path)
 
 
 # Positions.

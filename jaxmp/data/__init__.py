@@ -8,62 +8,23 @@ file it was read from; feedback rules with a state per example (AQ-SGD) depend o
 and scaling run on the device.
 
 To add a data set, write a file with ``load(data_dir, download) -> Dataset`` and add a line to
-``_loaders``.
+``_LOADERS``.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxmp.data.tokenizer import Tokenizer
+from jaxmp.data import cifar10, digits, mnist
+from jaxmp.data.types import NO_LOSS, Dataset, Split
 
-NO_LOSS = -1  # the target of a token that is not predicted
 PART = 2**24  # bytes of an array that are read at once, where all of it is
-
-
-class Split(NamedTuple):
-    """One split; the position of an example is its id.
-
-    Attributes:
-      x: images, uint8 of shape ``(N, H, W, C)``; of a text tokens, int32 of shape ``(N, T)``.
-      y: labels, int32 of shape ``(N,)``; of a text the tokens again, or -1 where there is no loss.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-
-
-class Dataset(NamedTuple):
-    """A data set: two splits, the number of classes, and constants for normalisation.
-
-    Attributes:
-      name: the name that ``load`` takes.
-      train: the training split.
-      test: the split for evaluation.
-      classes: number of classes; labels are 0 to ``classes - 1``.
-      mean: mean of ``x / 255`` for each of the C channels.
-      std: standard deviation of ``x / 255`` for each of the C channels.
-      tokenizer: of a text, whose next tokens a model learns; None if the data set is none.
-    """
-
-    name: str
-    train: Split
-    test: Split
-    classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    tokenizer: Tokenizer | None = None
-
-
-def _loaders() -> dict[str, Callable[[str | None, bool], Dataset]]:
-    from jaxmp.data import cifar10, digits, mnist  # they import the types above
-
-    return {'digits': digits.load, 'cifar10': cifar10.load, 'mnist': mnist.load}
+_LOADERS = {'digits': digits.load, 'cifar10': cifar10.load, 'mnist': mnist.load}
 
 
 def load(name: str, data_dir: str | None = None, download: bool = False) -> Dataset:
@@ -86,11 +47,10 @@ def load(name: str, data_dir: str | None = None, download: bool = False) -> Data
     >>> load('digits').train.x.shape
     (1437, 8, 8, 1)
     """
-    loaders = _loaders()
-    if name not in loaders:
-        raise ValueError(f'no data set {name!r}; allowed are {", ".join(sorted(loaders))}')
+    if name not in _LOADERS:
+        raise ValueError(f'no data set {name!r}; allowed are {", ".join(sorted(_LOADERS))}')
     with readable(name, data_dir):
-        return loaders[name](data_dir, download)
+        return _LOADERS[name](data_dir, download)
 
 
 def check(dataset: Dataset, tokens: bool) -> None:
@@ -162,15 +122,7 @@ def release(a: np.ndarray) -> None:
 
 @contextmanager
 def readable(name: str, data_dir: str | None) -> Iterator[None]:
-    """A context that adds the data set and its folder to errors of the operating system.
-
-    Args:
-      name: name of the data set.
-      data_dir: its folder.
-
-    Raises:
-      OSError: with both in its message, in place of the original error.
-    """
+    """A context that adds the data set and its folder to errors of the operating system."""
     try:
         yield
     except (FileNotFoundError, ConnectionError):
@@ -188,11 +140,6 @@ def order(seed: int, epoch: int, examples: int) -> np.ndarray:
     It sorts raw Philox words, because numpy guarantees that stream across versions, but not that of
     ``permutation``. A run that is resumed elsewhere therefore gets the same batches.
 
-    Args:
-      seed: the seed of the run, at least 0.
-      epoch: number of the epoch, at least 0.
-      examples: size of the training split, at least 1.
-
     >>> order(seed=0, epoch=1, examples=5).tolist()
     [3, 2, 4, 1, 0]
     """
@@ -206,12 +153,7 @@ def order(seed: int, epoch: int, examples: int) -> np.ndarray:
 
 
 def take(split: Split, examples: int) -> Split:
-    """The first ``examples`` examples of a split; they keep their ids.
-
-    Args:
-      split: ``x`` of shape ``(N, H, W, C)`` and ``y`` of shape ``(N,)``.
-      examples: number of examples to keep, 1 to N.
-    """
+    """The first ``examples`` examples of a split; they keep their ids."""
     if not 1 <= examples <= len(split.y):
         raise ValueError(
             f'cannot take {examples} examples of a split that has {len(split.y)}; '
@@ -223,10 +165,6 @@ def take(split: Split, examples: int) -> Split:
 
 def pool(dataset: Dataset, side: int) -> Dataset:
     """Images made ``side`` times smaller: the mean of each ``side x side`` square, rounded.
-
-    Args:
-      dataset: splits with ``x`` of shape ``(N, H, W, C)``.
-      side: divisor of H and W; 1 leaves the images unchanged.
 
     Raises:
       ValueError: if ``side`` does not divide H and W.

@@ -37,12 +37,7 @@ class Template(NamedTuple):
 
 
 def render(template: Template, messages: Messages, prompt: bool = False) -> str:
-    """The text of a conversation.
-
-    Args:
-      template: of the tokenizer.
-      messages: each with ``role`` and ``content``.
-      prompt: whether the text ends where an answer is to begin.
+    """The text of a conversation; as a ``prompt``, up to where an answer is to begin.
 
     Raises:
       ValueError: if the template refuses the messages.

@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split, prepared
+from jaxmp.data import prepared
 from jaxmp.data.fetch import fetch
+from jaxmp.data.types import Dataset, Split
 
 _HOME = 'https://www.cs.toronto.edu/~kriz/cifar.html'
 _ADDRESS = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
@@ -45,15 +46,7 @@ _Batch = tuple[np.ndarray, np.ndarray]  # uint8 (N, 3072), channels first; int32
 
 
 def load(data_dir: str | None = None, download: bool = False) -> Dataset:
-    """CIFAR-10, images ``(N, 32, 32, 3)``, labels 0 to 9, in the published order.
-
-    Args:
-      data_dir: folder of the data set; see the module's docstring.
-      download: download the python version into ``data_dir`` if it is not there.
-
-    Returns:
-      The data set; ``mean`` and ``std`` are the constants of the paper.
-    """
+    """CIFAR-10, images ``(N, 32, 32, 3)``, in the published order; constants are the paper's."""
     if data_dir is None:
         raise ValueError(
             'cifar10 is not part of the package and data_dir is None; pass the folder that holds '

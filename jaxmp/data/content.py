@@ -19,12 +19,7 @@ _CURE = 'mend or remove it'
 
 
 def decoded(data: bytes, path: object, lines: int = 0) -> str:
-    r"""Bytes of a file as a text with line feeds alone, without byte order marks.
-
-    Args:
-      data: whole lines, or the beginning of some.
-      path: of the file, for messages.
-      lines: line ends before them.
+    r"""Bytes of a file, after so many lines, as a text without byte order marks.
 
     Raises:
       ValueError: if they are not UTF-8, or hold NUL bytes, as UTF-16 does.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split
+from jaxmp.data.types import Dataset, Split
 
 _CLASSES = 10
 _TEST_OF_A_CLASS = 36
@@ -24,9 +24,7 @@ _TEST_OF_A_CLASS = 36
 def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     """The digits: 1,437 for training, 360 for testing (36 of each), images ``(N, 8, 8, 1)``.
 
-    Args:
-      data_dir: ignored, because the data set is part of the package.
-      download: ignored.
+    They are part of the package, so both arguments are ignored.
 
     >>> load().test.y.tolist()[:10]
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]

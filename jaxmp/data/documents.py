@@ -74,12 +74,7 @@ class Span(NamedTuple):
 
 
 def matching(pattern: str, folder: str = '', key: str = 'data.files') -> list[Path]:
-    """The text files of a glob, sorted.
-
-    Args:
-      pattern: such as ``'notes/*.txt'``; ``**`` is any number of folders.
-      folder: which the pattern starts from, if it is not absolute.
-      key: of the configuration, for messages.
+    """The text files of a glob, sorted; ``key`` of the configuration has it.
 
     Raises:
       FileNotFoundError: if there are none.
@@ -132,14 +127,9 @@ def _digest(path: Path, size: int, changed: int) -> str:
 def load(
     pattern: str, tests: str, field: str, share: float, folder: str = ''
 ) -> tuple[Source, Source]:
-    """The documents of files for training and for the test.
+    """The documents of globs of files for training and for the test.
 
-    Args:
-      pattern: glob of ``.txt`` and ``.jsonl`` files.
-      tests: glob of those of the test, which are none of the training; empty: the end of each file.
-      field: of each line of a ``.jsonl`` file: its text, or its chat messages.
-      share: of the bytes of each file that are its end.
-      folder: which the globs start from.
+    What is tested is not trained on. Without ``tests`` it is the last ``share`` of each file.
 
     Raises:
       FileNotFoundError: if a glob matches no file.
@@ -163,13 +153,7 @@ def load(
 
 
 def of_files(name: str, spans: Sequence[Span], field: str) -> Source:
-    """The documents of spans of files.
-
-    Args:
-      name: for messages.
-      spans: of ``.txt`` and ``.jsonl`` files, from lines' starts on.
-      field: of each line of a ``.jsonl`` file: its text, or its chat messages.
-    """
+    """The documents of spans of ``.txt`` and ``.jsonl`` files, which begin lines."""
     sizes = [s.stop - s.start for s in spans]
     parts = [f'{s.path.suffix} {s.start} {s.stop} {s.digest}' for s in spans]
 

@@ -12,12 +12,7 @@ SECONDS = 5  # timeout for an answer of the server
 def fetch(address: str, folder: Path, digest: str | None = None) -> Path:
     """Downloads a file into ``folder`` and returns its path; an existing file is only checked.
 
-    A download that fails, or has another digest, leaves no file.
-
-    Args:
-      address: URL of the file.
-      folder: target folder; it is created if it does not exist.
-      digest: ``'md5:...'`` or ``'sha256:...'``; None if none is published.
+    A download that fails, or has another digest (``'md5:...'``), leaves no file.
 
     Raises:
       ConnectionError: if the file cannot be downloaded; the message says what to do instead.

@@ -5,26 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 Fields = dict[str, Any]  # the entries of a GGUF file, by name
 Tensors = dict[str, Any]  # tensors of the package gguf, by name; their ``data`` is mapped
 
 
-class Contents(NamedTuple):
-    """What a GGUF file has.
-
-    Attributes:
-      fields: its entries, by name.
-      tensors: its tensors, by name.
-    """
-
-    fields: Fields
-    tensors: Tensors
-
-
-def opened(file: Path) -> Contents:
-    """The contents of a file.
+def opened(file: Path) -> tuple[Fields, Tensors]:
+    """The entries and the tensors of a file.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -37,7 +25,7 @@ def opened(file: Path) -> Contents:
 
 
 @functools.lru_cache(1)  # the model and its tokenizer are read from one file
-def _read(file: Path, changed: int) -> Contents:
+def _read(file: Path, changed: int) -> tuple[Fields, Tensors]:
     try:
         reader_of = _reader()
     except ImportError:
@@ -53,7 +41,7 @@ def _read(file: Path, changed: int) -> Contents:
             'files again'
         ) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    return Contents(fields, {t.name: t for t in reader.tensors})
+    return fields, {t.name: t for t in reader.tensors}
 
 
 def _reader() -> Any:

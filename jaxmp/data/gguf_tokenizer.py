@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp.data.chat import Template
 from jaxmp.data.gguf import opened
-from jaxmp.data.tokenizer import Tokenizer, wrapped
+from jaxmp.data.types import Tokenizer, wrapped
 from jaxmp.data.understood import keys, understood
 
 # Kinds of tokens: the special are one token wherever their text stands, the unused in no text.
@@ -64,7 +64,7 @@ def from_gguf(path: Path) -> Tokenizer:
     """
     from tokenizers import AddedToken, processors
 
-    fields = opened(path).fields
+    fields, _ = opened(path)
     head = 'tokenizer.ggml.'
     said = {k.removeprefix(head): v for k, v in fields.items() if k.startswith(head)}
     kind, name = said.get('model'), said.get('pre')

@@ -14,12 +14,9 @@ _TESTS = ('validation', 'valid', 'dev', 'test')  # names of splits, the first of
 
 
 def load(name: str, field: str, share: float) -> tuple[Source, Source]:
-    """The documents of a data set for training and for the test.
+    """The documents of a data set, ``owner/name`` or ``owner/name/configuration``, or of a folder.
 
-    Args:
-      name: ``'owner/name'`` or ``'owner/name/configuration'`` on the hub, or a folder.
-      field: of each row: its text, or its chat messages.
-      share: of the rows of its split ``train``, from the end, that is the test if it has no other.
+    The test is a split of its own, or else the last ``share`` of the rows of ``train``.
 
     Raises:
       ImportError: if the package datasets is not installed.

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split, prepared
+from jaxmp.data import prepared
 from jaxmp.data.fetch import fetch
+from jaxmp.data.types import Dataset, Split
 
 _CLASSES = 10
 _SIDE = 28
@@ -51,10 +52,6 @@ _FILES = {
 
 def load(data_dir: str | None = None, download: bool = False) -> Dataset:
     """MNIST, images ``(N, 28, 28, 1)``, labels 0 to 9, in the published order.
-
-    Args:
-      data_dir: folder of the files; see the module's docstring.
-      download: download the four files (12 MB) into ``data_dir`` if none of them is there.
 
     Raises:
       ValueError: if ``data_dir`` is None, or a file is not the published one.

@@ -92,13 +92,8 @@ def packed(
 ) -> tuple[Split, Split]:
     """The splits for training and test, whose blocks are in files; those are made if missing.
 
-    A document of the training that equals one of the test is left out.
-
-    Args:
-      folder: of these sources, this tokenizer and length alone; several processes may share it.
-      sources: of the training and of the test.
-      tokenizer: of the texts.
-      length: tokens of a block.
+    A document of the training that equals one of the test is left out. The folder is of these
+    sources, this tokenizer and length alone; several processes may share it.
 
     Raises:
       ValueError: if a source has less than a block.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp.data import Split
+from jaxmp.data.types import Split
 
 Columns = dict[str, np.ndarray]  # by feature, a row per example
 _READ_AT_ONCE = 4096

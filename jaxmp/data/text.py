@@ -13,41 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp.data import Dataset, Split, readable
+from jaxmp.data import Dataset, Split, readable, wikitext
 from jaxmp.data.documents import Source
 from jaxmp.data.packed import FORMAT, alone, packed
 from jaxmp.data.tokenizer import Tokenizer, learned_size, tokenizer_of
+from jaxmp.data.types import Corpus
 
 _LAST_CHAPTERS = 'CHAPTER XI\n'
 CACHE = '~/.cache/jaxmp/text'
-
-
-class Corpus(NamedTuple):
-    """A text before it is cut into blocks.
-
-    Attributes:
-      name: the name that `load` takes.
-      train: the rows for training.
-      test: the rows for validation.
-      rows: number of rows that are joined before they are cut into blocks; None means all.
-    """
-
-    name: str
-    train: Sequence[str]
-    test: Sequence[str]
-    rows: int | None = None
-
-
-def _corpora() -> dict[str, Callable[[str | None, bool], Corpus]]:
-    from jaxmp.data import wikitext  # it imports the types above
-
-    return {'alice': alice, 'wikitext-2': wikitext.tokens, 'wikitext-2-raw': wikitext.raw}
 
 
 def load(
@@ -77,11 +55,10 @@ def load(
     >>> load('alice', length=128).train.x.shape
     (982, 128)
     """
-    corpora = _corpora()
-    if name not in corpora:
-        raise ValueError(f'no text {name!r}; allowed are {", ".join(sorted(corpora))}')
+    if name not in _CORPORA:
+        raise ValueError(f'no text {name!r}; allowed are {", ".join(sorted(_CORPORA))}')
     with readable(name, data_dir):
-        corpus = corpora[name](data_dir, download)
+        corpus = _CORPORA[name](data_dir, download)
         chosen = tokenizer_of(tokenizer, corpus.train)
     splits = []
     for part, rows in (('train', corpus.train), ('test', corpus.test)):
@@ -95,11 +72,7 @@ def from_sources(
 ) -> Dataset:
     """Documents as a data set whose blocks are in files, which are written once.
 
-    Args:
-      sources: of the training and of the test.
-      length: number of tokens per block, T.
-      tokenizer: name of the tokeniser, as for `tokenizer_of`.
-      cache: folder of the files, in one that is named for documents, tokeniser and length.
+    In the folder ``cache`` they have one that is named for documents, tokeniser and length.
 
     Returns:
       The data set. ``x`` of a split is an int32 array ``(N, T)`` that is read where it is indexed,
@@ -132,11 +105,7 @@ def _learned(folder: Path, name: str, source: Source) -> Tokenizer:
 
 
 def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
-    """The embedded text: 10 chapters for training, 2 for validation, one row per chapter.
-
-    Args:
-      data_dir: ignored, because the text is part of the package.
-      download: ignored.
+    """The embedded text, whatever is asked: 10 chapters for training, 2 for validation.
 
     >>> len(alice().train[0]), len(alice().test[0])
     (125802, 22679)
@@ -149,16 +118,7 @@ def alice(data_dir: str | None = None, download: bool = False) -> Corpus:
 def blocks(
     tokens: Sequence[np.ndarray], length: int, rows: int | None = None, what: str = 'the text'
 ) -> np.ndarray:
-    """Joins rows of tokens, cuts them into blocks and drops the rest.
-
-    Args:
-      tokens: the ids of each row.
-      length: number of tokens per block, T.
-      rows: number of rows that are joined at a time; None joins all.
-      what: name of the text in an error message.
-
-    Returns:
-      int32 ``(N, T)``.
+    """Joins all rows of tokens, or so many at a time; cuts them into blocks, and drops the rest.
 
     Raises:
       ValueError: if there are fewer tokens than one block.
@@ -183,3 +143,6 @@ def blocks(
             'the blocks (the sequence length) or give a longer text'
         )
     return np.concatenate(parts)
+
+
+_CORPORA = {'alice': alice, 'wikitext-2': wikitext.tokens, 'wikitext-2-raw': wikitext.raw}

@@ -9,52 +9,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxmp.data import added_tokens
 from jaxmp.data.chat import Template
+from jaxmp.data.gguf_tokenizer import from_gguf
+from jaxmp.data.types import Tokenizer, wrapped
 from jaxmp.data.understood import contents
 
-Located = tuple[np.ndarray, np.ndarray]  # ids (n,), and (n, 2): where each begins and ends
-
 _END = '<|endoftext|>'
-_TEXTS = 1024  # encoded together: what the library returns beside the ids is far larger
 _BESIDE = (*added_tokens.FILES, 'chat_template.jinja')
 # Of GPT-2's two files, which have no place for what these say.
 _OF_GPT2 = {
     'tokenizer_class': ('GPT2Tokenizer', 'GPT2TokenizerFast', None),
     'add_bos_token': (False, None), 'add_eos_token': (False, None),
 }  # fmt: skip
-
-
-class Tokenizer(NamedTuple):
-    """A tokeniser: a map from text to token ids and back.
-
-    Attributes:
-      size: number of tokens; ids are 0 to ``size - 1``.
-      encode: maps a list of texts to a list of int32 arrays of ids, one per text.
-      decode: maps ids to a text.
-      save: writes the tokeniser's files to a folder.
-      locate: as ``encode``, with the place of each token in its text, in characters.
-      begin: the tokens before a document.
-      end: the tokens after a document.
-      template: how chat messages become a text, or None.
-      identity: a text that differs where the tokens of a text may, by which a cache finds them.
-    """
-
-    size: int
-    encode: Callable[[Sequence[str]], list[np.ndarray]]
-    decode: Callable[[Sequence[int]], str]
-    save: Callable[[Path], object] = lambda folder: None
-    locate: Callable[[Sequence[str]], list[Located]] | None = None
-    begin: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
-    template: Template | None = None
-    identity: str = ''
 
 
 def tokenizer_of(name: str, rows: Iterable[str] = ()) -> Tokenizer:
@@ -76,8 +49,6 @@ def tokenizer_of(name: str, rows: Iterable[str] = ()) -> Tokenizer:
     if size := learned_size(name):
         return learn(rows, size)
     if name.endswith('.gguf'):
-        from jaxmp.data.gguf_tokenizer import from_gguf  # it imports the type above
-
         return from_gguf(Path(name).expanduser())
     return from_folder(name)
 
@@ -132,11 +103,7 @@ def learn(rows: Iterable[str], size: int) -> Tokenizer:
 
 
 def from_folder(directory: str) -> Tokenizer:
-    """The tokenizer in a folder.
-
-    Args:
-      directory: folder with ``tokenizer.json``, as published with most checkpoints, or with
-        ``vocab.json`` and ``merges.txt``, as published with GPT-2's weights.
+    """The tokenizer in a folder, of ``tokenizer.json`` or of GPT-2's two files.
 
     Raises:
       FileNotFoundError: if a file is missing.
@@ -222,28 +189,6 @@ def _template(root: Path, about: dict[str, Any]) -> str:
     if isinstance(source, list):  # several, by name
         source = {t['name']: t['template'] for t in source}.get('default', '')
     return source
-
-
-def wrapped(tokenizer: Any, **about: Any) -> Tokenizer:
-    """A `Tokenizer` from one of the tokenizers library.
-
-    Args:
-      tokenizer: of that library.
-      **about: further fields.
-    """
-
-    def encoded(texts: Sequence[str]) -> Iterator[Any]:
-        for i in range(0, len(texts), _TEXTS):
-            yield from tokenizer.encode_batch(texts[i : i + _TEXTS], add_special_tokens=False)
-
-    def locate(texts: Sequence[str]) -> list[Located]:
-        places = lambda e: np.array(e.offsets, np.int32).reshape(-1, 2)
-        return [(np.array(e.ids, np.int32), places(e)) for e in encoded(texts)]
-
-    encode = lambda texts: [np.array(e.ids, np.int32) for e in encoded(texts)]
-    decode = lambda ids: tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
-    size = 1 + max(tokenizer.get_vocab().values())
-    return Tokenizer(size, encode, decode, locate=locate, **about)
 
 
 def _of_gpt2(tokenizer: Any, root: Path | None = None, last: str = _END) -> Tokenizer:

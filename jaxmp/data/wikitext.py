@@ -24,29 +24,19 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from jaxmp.data.fetch import fetch
-from jaxmp.data.text import Corpus
+from jaxmp.data.types import Corpus
 
 _HOME = 'https://wikitext.smerity.com'
 _ROWS = 1000
 
 
 def tokens(data_dir: str | None = None, download: bool = False) -> Corpus:
-    """WikiText-2 v1, with rare words replaced by ``<unk>``.
-
-    Args:
-      data_dir: folder of the files; see the module's docstring.
-      download: download the archive into ``data_dir`` if the text is not there.
-    """
+    """WikiText-2 v1, with rare words replaced by ``<unk>``."""
     return _load('wikitext-2', 'wikitext-2-v1.zip', '.tokens', (data_dir, download))
 
 
 def raw(data_dir: str | None = None, download: bool = False) -> Corpus:
-    """WikiText-2 raw, with all words.
-
-    Args:
-      data_dir: folder of the files; see the module's docstring.
-      download: download the archive into ``data_dir`` if the text is not there.
-    """
+    """WikiText-2 raw, with all words."""
     return _load('wikitext-2-raw', 'wikitext-2-raw-v1.zip', '.raw', (data_dir, download))
 
 

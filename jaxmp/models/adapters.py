@@ -18,19 +18,14 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
 from jaxmp.data import documents
-from jaxmp.data.understood import keys, understood
-from jaxmp.models.checkpoint import (
-    AGAIN,
-    Checkpoint,
-    contents,
-    notes,
-    open_checkpoint,
-    open_tensors,
-)  # fmt: skip
+from jaxmp.data.understood import AGAIN, contents, keys, understood
+from jaxmp.models.checkpoint import open_checkpoint
 from jaxmp.models.decoder import Lora, Stage
+from jaxmp.models.described import Checkpoint
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.huggingface import local
-from jaxmp.models.pretrained import LOW_RANK, Keys, Params, dump, save, tensors_of
+from jaxmp.models.pretrained import LOW_RANK, Keys, Params, tensors_of
+from jaxmp.models.safetensors_file import dump, notes, open_tensors, save
 
 FILE = 'adapter_model.safetensors'
 ABOUT = 'adapter_config.json'
@@ -182,11 +177,7 @@ def _check_same(place: Path, updates: Collection[Lora], lora: Lora) -> None:
 
 
 def files_of(path: str) -> list[Path]:
-    """The files from which a checkpoint's parameters come: tensors and their description.
-
-    Args:
-      path: as of `open_with_adapters`.
-    """
+    """The files from which a checkpoint's parameters come: tensors and their description."""
     place = local(path)
     if place.is_file():
         return [place]
@@ -220,15 +211,7 @@ def write_adapters(
     variables: Sequence[Mapping[str, Params]],
     trained_on: str,
 ) -> None:
-    """Writes the low-rank updates alone, as PEFT does.
-
-    Args:
-      folder: it is created if it does not exist.
-      base: path or name of the model that they belong to.
-      stages: all stages of the model, with ``config.lora``.
-      variables: one ``{'params': ...}`` per stage.
-      trained_on: the `digest` of the model.
-    """
+    """Writes the low-rank updates alone, as PEFT does, to ``base``, whose `digest` is the last."""
     (root := Path(folder).expanduser()).mkdir(parents=True, exist_ok=True)
     lora = stages[0].config.lora
     assert lora

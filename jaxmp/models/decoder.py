@@ -16,7 +16,6 @@ References:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,13 +26,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxmp.models.decoder_config import PROJECTIONS, Config, Kind, Lora
-from jaxmp.models.layers import product
+from jaxmp.models.layers import product, spread
 from jaxmp.models.rotary import attention, rotate
 from jaxmp.models.scores import next_token_scores
 from jaxmp.models.tied import TiedParameter
 
 __all__ = [
-    'PROJECTIONS', 'TABLE', 'Config', 'Kind', 'Lora', 'Stage', 'decoder', 'empty_cache', 'spread',
+    'PROJECTIONS', 'TABLE', 'Config', 'Kind', 'Lora', 'Stage', 'decoder', 'empty_cache',
 ]  # fmt: skip
 
 TABLE = TiedParameter(('embed_tokens', 'weight'))
@@ -258,14 +257,8 @@ class Stage(nn.Module):
     ) -> Array:
         """Maps activations ``(B, T, C)``, or int tokens ``(B, T)``, to activations or logits.
 
-        Args:
-          x: tokens in the first stage, activations in the others.
-          train: makes no difference; there is no dropout.
-          tokens: the model's input, for a stage that reads it; not needed by ``init``.
-
-        Returns:
-          ``(B, T, C)``; in the last stage ``(B, T, V)``, or ``(B, T, 2)`` by token, where the last
-          position, which has no next token, counts for the first.
+        By token it gives ``(B, T, 2)``, where the last position, which has no next token, counts
+        for the first. There is no dropout, so ``train`` makes no difference.
 
         Raises:
           ValueError: if tokens are missing.
@@ -326,14 +319,7 @@ class Stage(nn.Module):
 def decoder(
     config: Config, stages: int = 4, cuts: Sequence[int] | None = None, by_token: bool = False
 ) -> tuple[Stage, ...]:
-    """The stages of a decoder.
-
-    Args:
-      config: of the network.
-      stages: number of stages; blocks are distributed evenly, and the first stages get one more if
-        they do not divide.
-      cuts: number of blocks before each boundary, in place of ``stages``.
-      by_token: whether the last stage gives scores of the tokens in place of logits.
+    """The stages of a decoder, spread evenly or cut after so many blocks; see `spread`.
 
     Raises:
       ValueError: if there are more stages than blocks, or a stage has no block.
@@ -342,36 +328,13 @@ def decoder(
     >>> [s.blocks for s in decoder(c, stages=4)], [s.blocks for s in decoder(c, cuts=(8, 16, 23))]
     ([8, 8, 7, 7], [8, 8, 7, 7])
     """
-    edges = [0, *spread(config.blocks, stages, cuts), config.blocks]
-    parts = [config.layers[a:b] for a, b in itertools.pairwise(edges)]
+    spans = spread('a decoder', config.blocks, stages, cuts)
+    parts = [config.layers[a:b] for a, b in spans]
     last = len(parts) - 1
     return tuple(
         Stage(config, part, s == 0, s == last, by_token and s == last)
         for s, part in enumerate(parts)
     )
-
-
-def spread(blocks: int, stages: int, cuts: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The number of blocks before each boundary.
-
-    Raises:
-      ValueError: if there are more stages than blocks, or the cuts do not ascend within them.
-    """
-    if cuts:
-        edges = (0, *cuts, blocks)
-        if any(a >= b for a, b in itertools.pairwise(edges)):
-            raise ValueError(
-                f'cuts={tuple(cuts)} of a decoder with {blocks} blocks; cuts must ascend strictly '
-                f'within 1 to {blocks - 1}'
-            )
-        return tuple(cuts)
-    if not 1 <= stages <= blocks:
-        raise ValueError(
-            f'{stages} stages of a decoder with {blocks} blocks; each stage needs a block, so give '
-            f'1 to {blocks}'
-        )
-    each, more = divmod(blocks, stages)
-    return tuple(each * s + min(s, more) for s in range(1, stages))
 
 
 def empty_cache(

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp.data.understood import AGAIN, EITHER, keys, number, understood
-from jaxmp.models.checkpoint import IDLE, OFF, UNSAID, Described
 from jaxmp.models.decoder import Config, Kind
+from jaxmp.models.described import IDLE, OFF, UNSAID, Described
 from jaxmp.models.rotary import Rope, frequencies
 
 _NONE: Described = MappingProxyType({})
@@ -94,11 +94,7 @@ _NEUTRAL = OFF | {  # what is read, and parts that no published checkpoint of th
 
 
 def config_of(described: Described, place: str = 'config.json') -> Config:
-    """The decoder that a ``config.json`` describes.
-
-    Args:
-      described: contents of the file.
-      place: where they are from, for messages.
+    """The decoder that a ``config.json`` describes; ``place`` is where it is, for messages.
 
     Raises:
       ValueError: if the architecture or one of its parts is unknown, or a size is missing or wrong.

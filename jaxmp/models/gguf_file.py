@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxmp.data import release
 from jaxmp.data.gguf import Fields, Tensors, opened
-from jaxmp.data.understood import keys, number, understood
-from jaxmp.models.checkpoint import AGAIN, Checkpoint, Described
+from jaxmp.data.understood import AGAIN, keys, number, understood
+from jaxmp.models.described import Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.rotary import frequencies
 

@@ -1,8 +1,8 @@
 """GPT-2 as a tuple of stages, from tokens to logits, which can be cut between any two blocks.
 
 The arithmetic is that of Hugging Face's ``GPT2LMHeadModel``, so its weights can be read and written
-(`jaxmp.models.weights`). Parameters are float32. ``dtype`` is the precision of the matrix products;
-the residual stream, which stages send to each other, has the precision of the parameters.
+(`jaxmp.models.pretrained`). Parameters are float32. ``dtype`` is the precision of the products; the
+residual stream, which stages send to each other, has the precision of the parameters.
 
 The first and the last stage both have the token table, unless `Config.tied` is False;
 `jaxmp.models.tied` keeps the copies equal.
@@ -15,7 +15,6 @@ References:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmp.models.layers import Dense, Dropout, attention, product
+from jaxmp.models.layers import Dense, Dropout, attention, product, spread
 
 _normal = nn.initializers.normal
 
@@ -175,13 +174,8 @@ class Stage(nn.Module):
     ) -> Array:
         """Maps activations ``(B, T, C)``, or int tokens ``(B, T)``, to activations or logits.
 
-        Args:
-          x: tokens in the first stage, activations in the others.
-          train: enables dropout, which needs the rng ``dropout``.
-          tokens: the tokens, for a stage that reads them; not needed by ``init``.
-
-        Returns:
-          ``(B, T, C)``, or ``(B, T, V)`` in the last stage.
+        ``train`` enables dropout, which needs the rng ``dropout``; ``tokens`` are for a stage that
+        reads them.
 
         Raises:
           ValueError: if the sequence is longer than the position table, or tokens are missing.
@@ -222,14 +216,7 @@ class Stage(nn.Module):
 
 
 def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> tuple[Stage, ...]:
-    """The stages of a GPT-2.
-
-    Args:
-      config: sizes of the network.
-      stages: number of stages; blocks are distributed evenly, and the first stages get one more if
-        they do not divide.
-      cuts: number of blocks before each boundary, in place of ``stages``; ``(3, 6, 9)`` gives the
-        paper's four stages of the small model.
+    """The stages of a GPT-2, spread evenly or cut after so many blocks; see `spread`.
 
     Returns:
       Modules with ``__call__(x, train=False)``; the first takes int tokens ``(B, T)``, the last
@@ -243,43 +230,6 @@ def gpt2(config: Config, stages: int = 4, cuts: Sequence[int] | None = None) -> 
     >>> gpt2(Config(), cuts=(3, 6, 9)) == gpt2(Config(), stages=4)
     True
     """
-    if cuts is None:
-        if not 1 <= stages <= config.blocks:
-            raise ValueError(
-                f'{stages} stages of a GPT-2 with {config.blocks} blocks; each stage needs a '
-                f'block, so give 1 to {config.blocks}'
-            )
-        each, more = divmod(config.blocks, stages)
-        cuts = [each * s + min(s, more) for s in range(1, stages)]
-    edges = [0, *cuts, config.blocks]
-    sizes = [b - a for a, b in itertools.pairwise(edges)]
-    if min(sizes) < 1:
-        raise ValueError(
-            f'cuts={tuple(cuts)} of a GPT-2 with {config.blocks} blocks; cuts must ascend strictly '
-            f'within 1 to {config.blocks - 1}'
-        )
-    last = len(sizes) - 1
-    return tuple(Stage(config, n, s == 0, s == last) for s, n in enumerate(sizes))
-
-
-def equal(config: Config, stages: int) -> tuple[Stage, tuple[Stage, ...], Stage]:
-    """An embedding, ``stages`` equal stages and an output layer, for one program on many devices.
-
-    Args:
-      config: sizes of the network.
-      stages: number of equal stages; must divide ``config.blocks``.
-
-    Raises:
-      ValueError: if ``stages`` does not divide the number of blocks.
-
-    >>> first, middle, last = equal(Config(), 4)
-    >>> first.blocks, middle[0].blocks, middle[0] == middle[3]
-    (0, 3, True)
-    """
-    if stages < 1 or config.blocks % stages:
-        raise ValueError(
-            f'{stages} equal stages of a GPT-2 with {config.blocks} blocks; give a divisor of '
-            f'{config.blocks}'
-        )
-    middle = (Stage(config, config.blocks // stages),) * stages
-    return Stage(config, 0, embeds=True), middle, Stage(config, 0, scores=True)
+    spans = spread('a GPT-2', config.blocks, stages, cuts)
+    last = len(spans) - 1
+    return tuple(Stage(config, b - a, s == 0, s == last) for s, (a, b) in enumerate(spans))

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 
-from jaxmp.models.checkpoint import lacking
+from jaxmp.models.safetensors_file import lacking
 from jaxmp.terminal import named_as_on_hub, near_file
 
 COMPANIONS = (  # files of a tokenizer and of generation, which go with the weights
     'tokenizer*', 'vocab.json', 'merges.txt', 'special_tokens_map.json', 'added_tokens.json',
     'chat_template*', 'generation_config.json',
 )  # fmt: skip
-FILES = ('config.json', 'model*.safetensors', 'model.safetensors.index.json', *COMPANIONS)
+FILES = ['config.json', 'model*.safetensors', 'model.safetensors.index.json', *COMPANIONS]
 _SECONDS = 5
 
 
 def local(path: str) -> Path:
-    """The folder or file of a checkpoint; what is neither is looked up on the hub.
-
-    Args:
-      path: of a folder or a GGUF file, or ``owner/name`` of the hub.
+    """The folder or file of a checkpoint; ``owner/name`` is looked up on the hub.
 
     Raises:
       FileNotFoundError: if it is none of them.
@@ -45,14 +41,10 @@ def local(path: str) -> Path:
     return Path(fetch(path))
 
 
-def fetch(repository: str, files: Sequence[str] = FILES) -> str:
-    """A local directory with files of a model repository.
+def fetch(repository: str) -> str:
+    """A local directory with the weights of a repository, their description and the tokenizer.
 
     Files that are in the hub's cache are used without network access.
-
-    Args:
-      repository: name of the repository, for example ``'openai-community/gpt2'``.
-      files: patterns of the files; default the weights, their description and the tokenizer.
 
     Raises:
       ConnectionError: if the hub does not answer within seconds.
@@ -61,8 +53,8 @@ def fetch(repository: str, files: Sequence[str] = FILES) -> str:
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
-    wanted = {'repo_id': repository, 'allow_patterns': list(files), 'etag_timeout': _SECONDS}
-    missing = 'its config.json, tokenizer and safetensors' if files is FILES else ', '.join(files)
+    wanted = {'repo_id': repository, 'allow_patterns': FILES, 'etag_timeout': _SECONDS}
+    missing = 'its config.json, tokenizer and safetensors'
     try:
         cached = hub.snapshot_download(**wanted, local_files_only=True)
         if not (rest := lacking(Path(cached))):

@@ -1,11 +1,12 @@
-"""Parts of a transformer in forms that are fast on CPU: product, dense, dropout, attention, loss.
+"""Parts of a transformer in forms that are fast on CPU, and its blocks spread over stages.
 
 Shapes: M, N, K any sizes; B batch, H heads, T queries, S keys, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -24,10 +25,6 @@ def product(x_MK: Float[Array, 'M K'], w_NK: Float[Array, 'N K']) -> Float[Array
     The derivative by JAX transposes a gradient instead of a result. XLA:CPU then stores each
     gradient of the residual stream only in transposed form, and computes the stream again in each
     block from all later blocks, which takes a fifth of the step with 8 blocks.
-
-    Args:
-      x_MK: input with one example per row.
-      w_NK: weights.
     """
     return _contract(x_MK, w_NK, 1, 1)
 
@@ -105,15 +102,6 @@ def attention(
     halves the work. The product with ``v`` is divided by the sum of the softmax, instead of the
     weights. On a CPU forward and backward pass together take a quarter to a half of the time of
     ``jax.nn.dot_product_attention``. The softmax is computed in float32 or better.
-
-    Args:
-      q_BHTD: queries.
-      k_BHSD: keys.
-      v_BHSD: values.
-      drop: function applied to the attention weights.
-
-    Returns:
-      ``(B, H, T, D)``, in the values' dtype.
     """
     T, D = q_BHTD.shape[2:]
     wide = jnp.promote_types(q_BHTD.dtype, jnp.float32)
@@ -134,41 +122,22 @@ def attention(
     return jnp.concatenate(out, axis=2)
 
 
-def next_token_loss(
-    logits_BTV: Float[Array, 'B T V'], tokens_BT: Int[Array, 'B T']
-) -> Float[Array, ' B']:
-    r"""Mean nats per predicted token of each sequence; position ``t`` predicts token ``t + 1``.
-
-    .. math:: -\frac{1}{T-1} \sum_{t<T} \log p(token_{t+1} | token_{\le t})
-
-    Args:
-      logits_BTV: logits, ``(B, T, V)``.
-      tokens_BT: the input tokens, ``(B, T)``.
-
-    Returns:
-      Losses ``(B,)``; their mean is the loss of ``GPT2LMHeadModel`` with ``labels=input_ids``.
-
-    Raises:
-      ValueError: if a sequence has only one token.
-
-    >>> nats = next_token_loss(jnp.zeros((1, 3, 4)), jnp.zeros((1, 3), int))  # ln 4
-    >>> round(float(nats[0]), 4)
-    1.3863
-    """
-    return next_token_nats(logits_BTV, tokens_BT).mean(-1)
-
-
 def next_token_nats(
     logits_BTV: Float[Array, 'B T V'], tokens_BT: Int[Array, 'B T']
 ) -> Float[Array, 'B T1']:
-    """Nats of each predicted token: ``-log p(token_{t+1})`` at all positions ``t`` but the last.
+    r"""Nats of each predicted token; position ``t`` predicts token ``t + 1``, the last one nothing.
 
-    Args:
-      logits_BTV: logits, ``(B, T, V)``.
-      tokens_BT: the tokens; where one is -1, its nats have no meaning.
+    .. math:: -\log p(token_{t+1} | token_{\le t})
+
+    Their mean is the loss of ``GPT2LMHeadModel`` with ``labels=input_ids``. Those of a token -1
+    have no meaning.
 
     Raises:
       ValueError: if a sequence has only one token.
+
+    >>> nats = next_token_nats(jnp.zeros((1, 3, 4)), jnp.zeros((1, 3), int))  # ln 4
+    >>> nats.shape, round(float(nats.mean()), 4)
+    ((1, 2), 1.3863)
     """
     if tokens_BT.shape[1] < 2:
         raise ValueError('a sequence of one token has nothing to predict; give two or more')
@@ -186,13 +155,43 @@ def mean_of_targets(
 ) -> Float[Array, ' B']:
     """Means over the positions whose next token is not -1; 0 where there is none.
 
-    Args:
-      values: of all positions but the last.
-      tokens_BT: the tokens, or -1 where one is not predicted.
-
     >>> mean_of_targets(jnp.array([[1.0, 2.0, 6.0]]), jnp.array([[0, 1, 1, -1]])).tolist()
     [1.5]
     """
     predicted = tokens_BT[:, 1:] >= 0
     count = jnp.maximum(predicted.sum(-1), 1).astype(values.dtype)
     return jnp.where(predicted, values, 0).sum(-1) / count
+
+
+def spread(
+    network: str, blocks: int, stages: int, cuts: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """The first block of each stage, and the one after its last.
+
+    Args:
+      network: what has the blocks, for messages.
+      blocks: their number.
+      stages: over which they are distributed evenly, the first ones with one more if they must.
+      cuts: numbers of blocks before each boundary, in place of ``stages``.
+
+    Raises:
+      ValueError: if there are more stages than blocks, or the cuts do not ascend within them.
+
+    >>> spread('a decoder', 10, 4)
+    [(0, 3), (3, 6), (6, 8), (8, 10)]
+    """
+    if cuts:
+        if any(a >= b for a, b in itertools.pairwise((0, *cuts, blocks))):
+            raise ValueError(
+                f'cuts={tuple(cuts)} of {network} with {blocks} blocks; cuts must ascend strictly '
+                f'within 1 to {blocks - 1}'
+            )
+    elif not 1 <= stages <= blocks:
+        raise ValueError(
+            f'{stages} stages of {network} with {blocks} blocks; each stage needs a block, so give '
+            f'1 to {blocks}'
+        )
+    else:
+        each, more = divmod(blocks, stages)
+        cuts = [each * s + min(s, more) for s in range(1, stages)]
+    return list(itertools.pairwise((0, *cuts, blocks)))

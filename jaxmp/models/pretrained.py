@@ -1,4 +1,4 @@
-"""Parameters of a decoder's stages, read from a `Checkpoint` by name and written back.
+"""Stages of a pretrained model, whose parameters are read from a `Checkpoint` and written back.
 
 Each stage reads its own tensors and no others. What is written is a folder that transformers loads,
 with one file per stage.
@@ -6,8 +6,8 @@ with one file per stage.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,20 +20,58 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from jaxmp.models.checkpoint import FILE, INDEX, Checkpoint, Described
-from jaxmp.models.decoder import Stage
+from jaxmp.models import decoder, families, gpt2, gpt2_file
+from jaxmp.models.described import Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.huggingface import COMPANIONS
+from jaxmp.models.safetensors_file import FILE, INDEX, dump, save
 
 Keys = tuple[str, ...]  # of a parameter in a stage's
 Params = dict[str, PyTree]
+Stage = decoder.Stage | gpt2.Stage
 Shapes = Mapping[str, tuple[int, ...]]
 LOW_RANK = ('lora_a', 'lora_b')
+EVERY = -1  # of `stages_of`: each block is a stage
+_TABLES = ('embed_tokens', 'wte')  # the token table of a decoder and of a GPT-2
 
 
-def as_float32(path: Keys) -> DTypeLike:
-    """float32, for a parameter of any path."""
-    return np.float32
+def stages_of(
+    checkpoint: Checkpoint, stages: int, cuts: Sequence[int] = (), **changes: Any
+) -> tuple[Stage, ...]:
+    """The stages of a checkpoint, whose parameters are its tensors; `read` reads them.
+
+    What they send is float32, and the last stage of a decoder gives scores by token.
+
+    Args:
+      checkpoint: of a GPT-2 or of a decoder.
+      stages: number of stages; `EVERY`: one for each block.
+      cuts: numbers of blocks before each boundary, in place of ``stages``.
+      **changes: fields of the network's config to replace.
+
+    Raises:
+      ValueError: if the family is unknown, or the tensors are not those of its network.
+    """
+    config = config_of(checkpoint)
+    count = config.blocks if stages == EVERY else stages
+    if isinstance(config, gpt2.Config):
+        parts = gpt2.gpt2(dataclasses.replace(config, **changes), count, cuts)
+    else:
+        config = dataclasses.replace(config, stream=jnp.float32, **changes)
+        parts = decoder.decoder(config, count, cuts, by_token=True)
+    check(checkpoint, parts)
+    return parts
+
+
+def config_of(checkpoint: Checkpoint) -> decoder.Config | gpt2.Config:
+    """The network that a checkpoint describes.
+
+    Raises:
+      ValueError: if it is of an unknown family, or a size is missing or wrong.
+    """
+    described, place = checkpoint.described, checkpoint.place
+    if gpt2_file.is_gpt2(checkpoint):
+        return gpt2_file.config_of(described, place / 'config.json')
+    return families.config_of(described, str(place))
 
 
 def read(
@@ -41,14 +79,14 @@ def read(
     stages: Sequence[Stage],
     only: int,
     key: Array | None = None,
-    dtype: Callable[[Keys], DTypeLike | None] = as_float32,
+    dtype: Callable[[Keys], DTypeLike | None] = lambda path: np.float32,
     shared: dict[str, Array] | None = None,
 ) -> dict[str, Params]:
     """The variables of one stage, of stages that `check` finds to fit.
 
     Args:
       checkpoint: of the model.
-      stages: of `jaxmp.models.decoder.decoder`, with the config of the checkpoint.
+      stages: all of them, as of `stages_of`.
       only: number of the stage.
       key: of the low-rank updates, which no checkpoint has; not needed without.
       dtype: of the parameter of a path; None means the file's.
@@ -62,13 +100,13 @@ def read(
     start = sum(stage.blocks for stage in stages[:only])
     params: dict[Keys, Array] = {}
     for path, shape in needed.items():
-        names = list(_names(path, start, stages[only].blocks))
+        names = list(_names(stages[only], path, start))
         if names[0] not in checkpoint.shapes:  # a low-rank update; all others are there
             continue
         if path[0] != 'layers':
             if (array := shared.get(names[0])) is None:
                 array = jnp.asarray(checkpoint.read(names[0]), dtype(path))
-            if path[0] == 'embed_tokens':
+            if path[0] in _TABLES:
                 shared[names[0]] = array
             params[path] = array
             continue
@@ -97,23 +135,21 @@ def _low_rank(shapes: Mapping[Keys, tuple[int, ...]], key: Any) -> dict[Keys, Ar
 
 def check(checkpoint: Checkpoint, stages: Sequence[Stage]) -> None:
     """Raises ValueError if the checkpoint has other tensors than the stages need."""
+    place, config = checkpoint.place, stages[0].config
+    if isinstance(config, gpt2.Config):
+        gpt2_file.check_head(checkpoint, config.tied)
     needed, start = {}, 0
     for stage in stages:
         for path, shape in shapes(stage).items():
             shape = shape[1:] if path[0] == 'layers' else shape
-            names = list(_names(path, start, stage.blocks))
+            names = list(_names(stage, path, start))
             if path[-1] not in LOW_RANK or names[0] in checkpoint.shapes:
                 needed |= dict.fromkeys(names, shape)
         start += stage.blocks
-    idle = ('.rotary_emb.inv_freq', *(['lm_head.weight'] if stages[0].config.tied else []))
+    idle = ('.rotary_emb.inv_freq', *(['lm_head.weight'] if config.tied else []))
     came = {
         n: shape for n, shape in checkpoint.shapes.items() if n in needed or not n.endswith(idle)
     }
-    compare(checkpoint.place, came, needed)
-
-
-def compare(place: object, came: Shapes, needed: Shapes) -> None:
-    """Raises ValueError if a checkpoint has other tensors than a model needs."""
     missing, extra = sorted(needed.keys() - came), sorted(came.keys() - needed)
     if missing or extra:
         raise ValueError(
@@ -129,17 +165,8 @@ def compare(place: object, came: Shapes, needed: Shapes) -> None:
 
 
 def check_tokenizer(place: Path, rows: int, tokens: int, key: str) -> None:
-    """Raises ValueError if a tokenizer is of another checkpoint.
-
-    A table may have more rows than there are tokens, of which some checkpoints leave a few unused.
-
-    Args:
-      place: of the checkpoint.
-      rows: of its token table.
-      tokens: of the tokenizer.
-      key: what names the tokenizer.
-    """
-    if rows / 2 <= tokens <= rows:
+    """Raises ValueError if a tokenizer, which ``key`` names, is of another checkpoint."""
+    if rows / 2 <= tokens <= rows:  # some checkpoints leave a few rows unused
         return
     raise ValueError(
         f'the table of {place} has {rows:,} tokens and the tokenizer {tokens:,}, so it is of '
@@ -149,14 +176,7 @@ def check_tokenizer(place: Path, rows: int, tokens: int, key: str) -> None:
 
 
 def check_length(tokens: int, positions: int, key: str, name: object) -> None:
-    """Raises ValueError if sequences are longer than those that a model was made for.
-
-    Args:
-      tokens: of a sequence.
-      positions: of the longest one; 0: not known.
-      key: what sets ``tokens``.
-      name: of the model.
-    """
+    """Raises ValueError if sequences are longer than those that a model was made for."""
     if positions and tokens > positions:
         raise ValueError(f'{key}={tokens} is more than the {positions} positions of {name}')
 
@@ -170,25 +190,22 @@ def _some(names: Sequence[str]) -> str:
     return f'({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})'
 
 
+@functools.lru_cache(maxsize=64)  # several ask, and a stage takes a moment to trace
 def shapes(stage: Stage) -> Mapping[Keys, tuple[int, ...]]:
     """Those of a stage's parameters."""
-    return _shapes((stage,))
-
-
-@functools.lru_cache(maxsize=64)  # several ask, and a stage takes a moment to trace
-def _shapes(stages: tuple[Stage]) -> Mapping[Keys, tuple[int, ...]]:
-    [stage] = stages
     c = stage.config
     x = jnp.zeros((1, 1), jnp.int32) if stage.embeds else jnp.zeros((1, 1, c.width))
     params = jax.eval_shape(stage.init, jax.random.key(0), x)['params']
     return {path: leaf.shape for path, leaf in _flat(params).items()}
 
 
-def _names(path: Keys, start: int, blocks: int) -> Iterator[str]:
+def _names(stage: Stage, path: Keys, start: int) -> Iterator[str]:
     """The tensors of a parameter of a stage whose first block has number ``start``."""
-    if path[0] == 'layers':
+    if isinstance(stage, gpt2.Stage):
+        yield gpt2_file.name_of(path, start)
+    elif path[0] == 'layers':
         rest = '.'.join(path[1:])
-        yield from (f'model.layers.{start + i}.{rest}' for i in range(blocks))
+        yield from (f'model.layers.{start + i}.{rest}' for i in range(stage.blocks))
     else:
         yield '.'.join(path if path[0] == 'lm_head' else ('model', *path))
 
@@ -196,10 +213,10 @@ def _names(path: Keys, start: int, blocks: int) -> Iterator[str]:
 def write(
     folder: str | Path,
     described: Described,
-    stages: Sequence[Stage],
+    stages: Sequence[decoder.Stage],
     variables: Sequence[Mapping[str, Params]],
 ) -> None:
-    """Writes a folder that transformers loads, with low-rank updates merged into their kernels.
+    """Writes a decoder as transformers loads it, with low-rank updates merged into their kernels.
 
     Args:
       folder: it is created if it does not exist.
@@ -240,7 +257,7 @@ def write(
     dump({**entries, **named, 'dtype': max(dtypes)}, root / 'config.json')
 
 
-def _merged(stage: Stage, tree: Mapping[Keys, PyTree]) -> dict[Keys, np.ndarray]:
+def _merged(stage: decoder.Stage, tree: Mapping[Keys, PyTree]) -> dict[Keys, np.ndarray]:
     """The parameters of a stage without low-rank updates, which are added to their kernels."""
     full = {path: np.asarray(leaf) for path, leaf in tree.items() if path[-1] not in LOW_RANK}
     lora = stage.config.lora
@@ -259,7 +276,7 @@ def tensors_of(
     """The tensors of a stage by their names in a file."""
     for path, leaf in tree.items():
         rows = leaf if path[0] == 'layers' else leaf[None]
-        for name, row in zip(_names(path, start, stage.blocks), rows, strict=True):
+        for name, row in zip(_names(stage, path, start), rows, strict=True):
             yield name, np.ascontiguousarray(row)
 
 
@@ -269,34 +286,3 @@ def copy_companions(source: Path, folder: Path) -> None:
         for pattern in COMPANIONS:
             for file in source.glob(pattern):
                 shutil.copyfile(file, folder / file.name)
-
-
-def save(tensors: dict[str, np.ndarray], file: Path, **notes: str) -> None:
-    """Writes a safetensors file, with notes of what it is."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    try:
-        save_file(tensors, file, metadata={'format': 'pt', **notes})
-    except SafetensorError as error:  # safetensors raises it for a full disk too
-        raise OSError(f'cannot write {file} ({error}); free space there') from error
-    if notes:
-        _sort_notes(file)
-
-
-def _sort_notes(file: Path) -> None:
-    """Puts the notes of a safetensors file in order, which the library writes as they are hashed.
-
-    The same tensors and notes are then the same bytes.
-    """
-    with file.open('r+b') as opened:
-        size = int.from_bytes(opened.read(8), 'little')
-        header = json.loads(opened.read(size))
-        header['__metadata__'] = dict(sorted(header['__metadata__'].items()))
-        opened.seek(8)
-        opened.write(json.dumps(header, separators=(',', ':')).encode().ljust(size))
-
-
-def dump(value: object, file: Path) -> None:
-    """Writes a JSON file."""
-    file.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')

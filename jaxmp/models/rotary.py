@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp.data.understood import AGAIN, EITHER, keys, number, understood
-from jaxmp.models.checkpoint import UNSAID
+from jaxmp.models.described import UNSAID
 
 _ROWS = 128  # queries that are computed together; see `jaxmp.models.layers.attention`
 Rope = Mapping[str, Any]  # ``rope_parameters`` of a config.json, with ``rope_theta``

@@ -28,15 +28,9 @@ def next_token_scores(
 
     .. math:: -\log softmax(c \tanh(x w' / c))_{target}
 
-    Logits are computed for 128 rows at a time, and not kept. The gradient of ``x`` is found in the
-    forward pass. That of ``w`` needs the logits once more; where ``w`` is not trained, the compiler
-    leaves that out.
-
-    Args:
-      x_NC: rows.
-      w_VC: output layer.
-      targets_N: token of each row.
-      cap: bound of the logits, c; 0: none.
+    With a cap of 0 there is no tanh. Logits are computed for 128 rows at a time, and not kept. The
+    gradient of ``x`` is found in the forward pass. That of ``w`` needs the logits once more; where
+    ``w`` is not trained, the compiler leaves that out.
 
     >>> x, w = jnp.zeros((1, 2)), jnp.zeros((4, 2))
     >>> nats, right = next_token_scores(x, w, jnp.array([3]), 0.0)[0]

@@ -60,9 +60,6 @@ class TiedParameter(NamedTuple):
     def share(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """The parameters of all stages, with the first stage's copy also in the last.
 
-        Args:
-          params: one tree of parameters per stage, or of the same form (such as their average).
-
         >>> WTE.share([{'wte': 1}, {}, {'wte': 2}])
         ({'wte': 1}, {}, {'wte': 1})
         """
@@ -76,9 +73,6 @@ class TiedParameter(NamedTuple):
         An optimizer that updates elements independently (SGD, Adam) then keeps the copies equal, up
         to the rounding of its programs. A single stage has one copy, whose gradient is the sum.
 
-        Args:
-          grads: one tree of gradients per stage.
-
         >>> WTE.add([{'wte': 1}, {}, {'wte': 2}])
         ({'wte': 3}, {}, {'wte': 3})
         """
@@ -89,9 +83,6 @@ class TiedParameter(NamedTuple):
         """Norm of the gradients of all stages after `add`, with the shared parameter counted once.
 
         Clipping must divide by it to equal clipping by the global norm in a model of one stage.
-
-        Args:
-          grads: one tree of gradients per stage.
 
         >>> one = jnp.ones(4)
         >>> round(float(WTE.global_norm([{'wte': one}, {'h': 2 * one}, {'wte': one}])) ** 2, 3)
@@ -126,10 +117,6 @@ def table(first: nn.Module, key: Array) -> Float[Array, 'V C']:
 
     All processes that call it get equal bits; a compiled ``init`` of the whole stage may round
     differently.
-
-    Args:
-      first: the stage that embeds.
-      key: the rng ``params`` of its ``init``.
     """
     variables: PyTree = first.init({'params': key}, jnp.zeros((1, 1), jnp.int32))
     return WTE.get(variables['params'])

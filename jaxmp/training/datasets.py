@@ -16,7 +16,7 @@ def dataset_of(config: Config) -> data.Dataset:
     """
     name = config.data.name
     if is_text(name, config.data.files):
-        return _blocks(config, config.data.tokenizer)
+        return _blocks(config)
     _check(config)
     if ':' not in name:
         dataset = data.load(name, config.data.dir or None, config.data.download)
@@ -30,23 +30,21 @@ def dataset_of(config: Config) -> data.Dataset:
     return data.pool(dataset, config.data.pool) if config.data.pool > 1 else dataset
 
 
-def text_of(config: Config, tokenizer: str = '') -> data.Dataset:
+def text_of(config: Config) -> data.Dataset:
     """The text that ``config.data`` names, for a model that reads nothing else.
 
     Args:
       config: with ``data.files``, or a ``data.name`` of a text or of a function of the user.
-      tokenizer: in place of ``data.tokenizer``.
 
     Raises:
       ValueError: as `dataset_of`; if the data set is no text.
     """
     from jaxmp.data.tokenizer import tokenizer_of
 
-    tokenizer = tokenizer or config.data.tokenizer
     if ':' in config.data.name and not config.data.files:
         dataset = dataset_of(config)
-        return dataset._replace(tokenizer=dataset.tokenizer or tokenizer_of(tokenizer))
-    return _blocks(config, tokenizer)
+        return dataset._replace(tokenizer=dataset.tokenizer or tokenizer_of(config.data.tokenizer))
+    return _blocks(config)
 
 
 def _check(config: Config) -> None:
@@ -61,7 +59,7 @@ def _check(config: Config) -> None:
         raise ValueError(f'config.data.test_share={words.test_share} is not between 0 and 1')
 
 
-def _blocks(config: Config, tokenizer: str) -> data.Dataset:
+def _blocks(config: Config) -> data.Dataset:
     """A text of the package, of files or of the hub, as blocks of tokens."""
     from jaxmp.data import documents, hub, text
 
@@ -73,5 +71,5 @@ def _blocks(config: Config, tokenizer: str) -> data.Dataset:
             sources = documents.load(words.files, words.test_files, *how, words.dir)
         else:
             sources = hub.load(words.name, *how)
-        return text.from_sources(sources, length, tokenizer, words.cache)
-    return text.load(words.name, length, tokenizer, words.dir or None, words.download)
+        return text.from_sources(sources, length, words.tokenizer, words.cache)
+    return text.load(words.name, length, words.tokenizer, words.dir or None, words.download)

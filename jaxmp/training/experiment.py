@@ -36,7 +36,8 @@ from jaxmp.training.optimizer import Optimizer, optimizer_of
 from jaxmp.training.parallel import Parallel, actions_of, apart, parallel_of
 from jaxmp.training.phases import Phase, phases_of
 from jaxmp.training.points import Points, points_of
-from jaxmp.training.task import Task, task_of
+from jaxmp.training.task import Task
+from jaxmp.training.tasks import task_of
 from jaxmp.wire import Like
 
 

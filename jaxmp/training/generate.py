@@ -48,7 +48,8 @@ from jaxmp.training.language_model import (
 )
 from jaxmp.training.locks import WorkdirError
 from jaxmp.training.sampling import Event, choose, continuations, reader_of
-from jaxmp.training.task import cuts_of, stage_count
+from jaxmp.training.task import cuts_of
+from jaxmp.training.tasks import stage_count
 
 # Flags that differ between the processes of one text.
 LOCAL = {'model', 'coordinator', 'process', 'processes', 'token_file', 'silent'}

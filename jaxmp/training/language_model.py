@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -10,17 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.boundary import Boundary
 from jaxmp.boundary.pipeline import Stage, Variables
 from jaxmp.config import KEYS, Config, complete, flat, nested
 from jaxmp.data.tokenizer import Tokenizer, tokenizer_of
+from jaxmp.data.understood import contents
 from jaxmp.exchange.collectives import Tree
-from jaxmp.models import decoder, families, gpt2, pretrained, weights
+from jaxmp.models import decoder, gpt2, pretrained
 from jaxmp.models.adapters import open_with_adapters
-from jaxmp.models.checkpoint import Checkpoint, Described, contents
+from jaxmp.models.described import Described
 from jaxmp.models.huggingface import local
 from jaxmp.runtimes.compiler import check_compiler
 from jaxmp.runtimes.local import join
@@ -69,7 +68,6 @@ class LanguageModel(NamedTuple):
         return 0 if self.before and not self.cached else self.positions
 
 
-EVERY = -1  # of ``stages``: each block is one
 Selection = Callable[[int], Sequence[int]]  # numbers of the stages that are read, given how many
 Read = Callable[[Selection], Variables]
 
@@ -154,12 +152,6 @@ def config_of_run(workdir: str | Path) -> Config:
     return complete(nested(values))
 
 
-def load(workdir: str | Path) -> tuple[Experiment, Variables]:
-    """The experiment of a run, and the variables of all stages; see `opened`."""
-    exp, read = opened(workdir)
-    return exp, read(every)
-
-
 def opened(workdir: str | Path) -> tuple[Experiment, Read]:
     """The experiment of a run, and what reads the variables that it saved.
 
@@ -218,42 +210,23 @@ def _of_checkpoint(
     checkpoint = open_with_adapters(path)
     place = checkpoint.place
     words = tokenizer_of(tokenizer or str(place))
-    stages, read = _stages(checkpoint, count, cuts)
-    sizes = getattr(stages[0], 'config')  # noqa: B009 - stages of both kinds have one
-    pretrained.check_tokenizer(place, sizes.vocabulary, words.size, '--tokenizer')
+    stages = pretrained.stages_of(checkpoint, count, cuts)
+    vocabulary = stages[0].config.vocabulary
+    pretrained.check_tokenizer(place, vocabulary, words.size, '--tokenizer')
     name = Path(path).expanduser()
     model = LanguageModel(
         (name.resolve().name if name.exists() else path), stages, (), words,
         stops=_stops(words, place) | _ends(checkpoint.described),
         positions=_positions(checkpoint.described, stages),
     )  # fmt: skip
-    return model, read
+    read = functools.partial(pretrained.read, checkpoint, stages, shared={})
+    return model, functools.partial(_some, read, len(stages))
 
 
 def _positions(described: Described, stages: Sequence[Stage]) -> int:
     """The longest sequence by a checkpoint's description, or of a GPT-2; 0: not known."""
     of_gpt2 = stages[0].config.positions if isinstance(stages[0], gpt2.Stage) else 0
     return int(described.get('max_position_embeddings') or of_gpt2)
-
-
-def _stages(
-    checkpoint: Checkpoint, count: int, cuts: Sequence[int]
-) -> tuple[tuple[Stage, ...], Read]:
-    """The stages of a checkpoint, which compute in float32, and what reads their variables."""
-    folder, described = str(checkpoint.place), checkpoint.described
-    if described.get('model_type') == 'gpt2':
-        network = weights.read_config(folder)
-        count = network.blocks if count == EVERY else count
-        parts = gpt2.gpt2(network, count, cuts or None)
-        return parts, lambda select: weights.read(folder, parts)
-    sizes = families.config_of(described, folder)
-    count = sizes.blocks if count == EVERY else count
-    stages = decoder.decoder(
-        dataclasses.replace(sizes, stream=jnp.float32), count, cuts, by_token=True
-    )
-    pretrained.check(checkpoint, stages)
-    read = functools.partial(pretrained.read, checkpoint, stages, shared={})
-    return stages, functools.partial(_some, read, len(stages))
 
 
 def _stops(tokenizer: Tokenizer, place: Path) -> frozenset[int]:

@@ -37,7 +37,8 @@ from jaxmp.training.resume import Place, begin, finished, stop_signals, tell_res
 from jaxmp.training.sizes import check_memory, shapes
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import Tests, conclude, costs, finish, recipe, said
-from jaxmp.training.task import Task, stage_count
+from jaxmp.training.task import Task
+from jaxmp.training.tasks import stage_count
 from jaxmp.training.trackers import Callback, Record
 from jaxmp.training.trainer import Trainer, Values
 from jaxmp.training.unchanging import with_kept

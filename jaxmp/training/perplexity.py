@@ -25,9 +25,9 @@ from jaxmp.boundary import FeedbackState
 from jaxmp.data.content import decoded
 from jaxmp.feedback import Channel
 from jaxmp.grammar import channel_of
-from jaxmp.models.pretrained import check_length
+from jaxmp.models.pretrained import EVERY, check_length
 from jaxmp.training.divergence import predictions
-from jaxmp.training.language_model import EVERY, LanguageModel, is_run, open_language_model
+from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
 from jaxmp.training.progress import tracked
 from jaxmp.training.stagewise import (
     UNCOMPRESSED,

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.core import Tracer
+from flax.traverse_util import path_aware_map
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmp.boundary.pipeline import Variables
 from jaxmp.config import Config
-from jaxmp.exchange.collectives import Tree
 from jaxmp.metrics import PERPLEXITY
-from jaxmp.models import decoder, families, pretrained
+from jaxmp.models import decoder, gpt2_file, pretrained
 from jaxmp.models.adapters import base_of, digest, open_with_adapters, write_adapters
-from jaxmp.models.checkpoint import Checkpoint
 from jaxmp.training import trained
 from jaxmp.training.datasets import text_of
-from jaxmp.training.task import Collections, Task, cuts_of, language
+from jaxmp.training.gpt2_task import gpt2_task
+from jaxmp.training.task import Collections, Task, cuts_of, is_traced
 
-DtypeOf = Callable[[trained.Path], DTypeLike]
 _TOKENIZERS = ('tokenizer.json', 'vocab.json')
 
 
@@ -46,15 +41,13 @@ def task_of_checkpoint(config: Config) -> Task:
     choice = trained.trained(c.train)
     checkpoint = open_with_adapters(c.path, choice.lora)
     config = _with_tokenizer(config, checkpoint.place)
-    if checkpoint.described.get('model_type') == 'gpt2':
-        return language(config)  # which has a module and keys of its own
-    sizes = dataclasses.replace(
-        families.config_of(checkpoint.described, str(checkpoint.place)), remat=c.remat,
-        dtype=None if c.dtype == 'float32' else jnp.dtype(c.dtype), stream=jnp.float32,
-        lora=choice.lora,
+    if gpt2_file.is_gpt2(checkpoint):
+        return gpt2_task(config, checkpoint)  # which has a module and keys of its own
+    stages = pretrained.stages_of(
+        checkpoint, c.stages, cuts_of(c.cuts), remat=c.remat, lora=choice.lora,
+        dtype=None if c.dtype == 'float32' else jnp.dtype(c.dtype),
     )  # fmt: skip
-    stages = decoder.decoder(sizes, c.stages, cuts_of(c.cuts), by_token=True)
-    pretrained.check(checkpoint, stages)
+    sizes = stages[0].config
     positions = checkpoint.described.get('max_position_embeddings') or 0
     length = config.data.sequence_length
     pretrained.check_length(length, positions, 'config.data.sequence_length', checkpoint.place)
@@ -83,17 +76,24 @@ def task_of_checkpoint(config: Config) -> Task:
 
     # The stages of one process have one table, unless a step donates it and returns two.
     table = None if choice.select(0, decoder.TABLE.path) else {}
-    read_stage = functools.partial(_read, checkpoint, stages, dtype, table)
 
     def read(stage: int, key: Array) -> Collections:
         if choice.lora:
             digest_of_base()  # of the files as they are read, which may be replaced later
-        return read_stage(stage, key)
+        stage_key = jax.random.fold_in(key, stage)  # all draw their low-rank updates apart
+        return pretrained.read(checkpoint, stages, stage, stage_key, dtype, table)
+
+    def start(stage: int, variables: Collections, key: Array) -> Collections:
+        if not is_traced(variables):
+            return {**variables, **read(stage, key)}
+        cast = lambda path, leaf: leaf.astype(dtype(path))
+        params = path_aware_map(cast, variables['params'])
+        return {**variables, 'params': params}
 
     tied = decoder.TABLE if sizes.tied and len(stages) > 1 else None
     return Task(
         dataset, stages, lambda x, key: jnp.asarray(x, jnp.int32), score, PERPLEXITY,
-        read=read, start=functools.partial(_start, read, dtype), tied=tied, export=export,
+        read=read, start=start, tied=tied, export=export,
         trained=choice.select,
     )  # fmt: skip
 
@@ -108,33 +108,6 @@ def score(by_token: Float[Array, 'B T 2'], y: Int[Array, 'B T']) -> dict[str, Ar
     counted = (y[:, 1:] >= 0).astype(by_token.dtype)
     means = jnp.einsum('btk,bt->kb', by_token[:, :-1], counted) / jnp.maximum(1, counted.sum(1))
     return {'loss': means[0], 'accuracy': means[1]}
-
-
-def _read(
-    checkpoint: Checkpoint,
-    stages: Sequence[decoder.Stage],
-    dtype: DtypeOf,
-    table: dict | None,
-    stage: int,
-    key: Array,
-) -> Collections:
-    """The variables of a stage; all stages draw their low-rank updates apart."""
-    stage_key = jax.random.fold_in(key, stage)
-    return pretrained.read(checkpoint, stages, stage, stage_key, dtype, table)
-
-
-def _start(
-    read: Callable[[int, Array], Collections],
-    dtype: DtypeOf,
-    stage: int,
-    variables: Collections,
-    key: Array,
-) -> Collections:
-    if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):  # of shapes and dtypes alone
-        params: dict[trained.Path, Tree] = flatten_dict(variables['params'])
-        cast = {path: leaf.astype(dtype(path)) for path, leaf in params.items()}
-        return {**variables, 'params': unflatten_dict(cast)}
-    return {**variables, **read(stage, key)}
 
 
 def _with_tokenizer(config: Config, place: Path) -> Config:

@@ -1,15 +1,12 @@
 """`Task`: data, stages, preparation of inputs and scores of outputs.
 
-``config.model.name`` names a task: an image classifier, a language model, or a task of your own.
-The trainer uses nothing else of a model.
+The trainer uses nothing else of a model. `jaxmp.training.tasks` finds the task that a configuration
+names.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -18,17 +15,14 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jaxmp import data, models
+from jaxmp import data
 from jaxmp.boundary.pipeline import Stage, Variables
-from jaxmp.config import KEYS, Config
+from jaxmp.config import Config
 from jaxmp.exchange.collectives import Tree
-from jaxmp.metrics import ACCURACY, METRICS, PERPLEXITY, Metric, own
+from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric
 from jaxmp.models.entrance import Entrance
-from jaxmp.models.huggingface import local
-from jaxmp.models.tied import WTE, TiedParameter, table
-from jaxmp.plugins import called, imported
+from jaxmp.models.tied import TiedParameter
 from jaxmp.runtimes.trained import Select, everything
-from jaxmp.training.datasets import dataset_of, text_of
 from jaxmp.wire import Like, like
 
 Collections = dict[str, Tree]  # the variables of a stage as Flax has them: 'params' and others
@@ -96,55 +90,9 @@ class Task(NamedTuple):
         return self.tied if self.trained(0, path) else None
 
 
-def task_of(config: Config) -> Task:
-    """The task that ``config.model.name`` and ``config.data.name`` name.
-
-    Raises:
-      ValueError: for a value that is not allowed, or an import path to an object of a wrong type;
-        the message names the key.
-    """
-    task = _task(config)
-    if config.model.bottleneck:
-        task = narrow(task, config.model.bottleneck)
-    if config.model.entrance:  # of what crosses, so of narrowed stages too
-        task = entered(task)
-    name = config.metric
-    if ':' in name:
-        wanted = KEYS['metric'].own
-        metric = own(imported('metric', name, wanted), name.rpartition(':')[2])
-        task = measured(task, metric)
-    elif name:
-        task = task._replace(metric=METRICS[name])
-    if (score := task.metric.score) not in task.scores:
-        raise ValueError(
-            f'the metric {task.metric.name} is a mean of the score {score!r}, and the task has '
-            f'{", ".join(task.scores)}; take one of them, or give the metric its `of`'
-        )
-    return task
-
-
-def _task(config: Config) -> Task:
-    name = config.model.name
-    if name == 'gpt2':
-        return language(config)
-    if name == 'pretrained':
-        from jaxmp.training.pretrained import task_of_checkpoint  # it imports this module
-
-        return task_of_checkpoint(config)
-    dataset = dataset_of(config)
-    if ':' not in name:
-        if dataset.tokenizer:
-            raise ValueError(
-                f'config.model.name={name!r} is for images, and {dataset.name} is a text; take '
-                'gpt2, or a model of your own'
-            )
-        return classifier(config, dataset, MODELS[name](dataset.classes, config.model))
-    wanted = KEYS['model.name'].own
-    result = called('model.name', name, wanted, config, dataset)
-    if isinstance(result, Task):
-        return result
-    stages = checked(result, name)
-    return reader(dataset, stages) if dataset.tokenizer else classifier(config, dataset, stages)
+def is_traced(variables: Collections) -> bool:
+    """Whether somebody wants shapes and dtypes alone."""
+    return any(isinstance(a, Tracer) for a in jax.tree.leaves(variables))
 
 
 def narrow(task: Task, channels: int) -> Task:
@@ -180,28 +128,8 @@ def measured(task: Task, metric: Metric) -> Task:
     return task._replace(metric=metric, score=with_metric, scores=(*task.scores, metric.score))
 
 
-def checked(stages: object, name: str) -> tuple[Stage, ...]:
-    """``stages`` as a tuple.
-
-    Raises:
-      ValueError: if they are not a sequence of Flax modules.
-    """
-    if isinstance(stages, Sequence) and stages and all(isinstance(s, Stage) for s in stages):
-        return tuple(stages)
-    raise ValueError(
-        f'config.model.name={name!r} returned {type(stages).__name__}; it must be '
-        f'{KEYS["model.name"].own}, and a stage is a Flax module: a Linen module with '
-        '__call__(x, train), or jaxmp.nnx.stage(Module, ...)'
-    )
-
-
 def reader(dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
-    """The task of stages that predict the next token of a text: its loss and its perplexity.
-
-    Args:
-      dataset: a text.
-      stages: from tokens, int32 ``(B, T)``, to logits ``(B, T, classes)``.
-    """
+    """The task of stages that predict the next token of a text: its loss and its perplexity."""
     prepare = lambda x, key: jnp.asarray(x, jnp.int32)
     masked = any(y is not x and data.extremes(y)[0] < 0 for x, y in (dataset.train, dataset.test))
     # Two functions, since a sum divided by a count rounds otherwise than a mean.
@@ -220,13 +148,7 @@ def reader(dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
 
 
 def classifier(config: Config, dataset: data.Dataset, stages: Sequence[Stage]) -> Task:
-    """The task of stages whose output is one logit per class.
-
-    Args:
-      config: configuration with ``data.augment`` and ``data.pool``.
-      dataset: images, which are normalised by their mean and deviation if the data set has them.
-      stages: stages of the network.
-    """
+    """The task of stages whose output is one logit per class."""
 
     def prepare(x: Array, key: Array | None) -> Float[Array, 'B *shape']:
         if key is not None and config.data.augment == 'crop_flip':
@@ -258,15 +180,6 @@ def score_classes(logits: Array, y: Int[Array, ' B']) -> dict[str, Array]:
     return {'loss': nll, 'accuracy': (jnp.argmax(logits, -1) == y).astype(jnp.float32)}
 
 
-def check_width(c: Config, width: int) -> None:
-    """Raises ValueError if bits would be counted against other channels than the weights have."""
-    if c.bottleneck and width != c.width:
-        raise ValueError(
-            f'config.model.width={c.width}, and the weights in {c.path} have {width} '
-            f'channels, against which bits are counted; give --config.model.width={width}'
-        )
-
-
 def cuts_of(text: str) -> tuple[int, ...]:
     """The numbers of ``config.model.cuts``.
 
@@ -284,71 +197,12 @@ def cuts_of(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def language(config: Config) -> Task:
-    """The task of a GPT-2 on text, with random initial parameters or weights from a folder."""
-    from jaxmp.models import gpt2, principal, weights
-
-    c, words = config.model, config.data
-    dataset = text_of(config)
-    cuts = cuts_of(c.cuts) or None
-    dropout, folder = (c.dropout,) * 3, str(local(c.path)) if c.path else ''
-    if folder:
-        sizes = weights.read_config(folder, dropout=dropout)
-        weights.check_vocabulary(sizes, dataset.classes)
-        if sizes.tied and not c.tied:
-            raise ValueError(
-                f'config.model.tied=False, and the weights in {c.path} have one table to embed and '
-                'to score; leave it out, or put lm_head.weight into the weights and '
-                'tie_word_embeddings=false into their config.json'
-            )
-        check_width(c, sizes.width)
-    else:
-        sizes = gpt2.Config(
-            dataset.classes, words.sequence_length, dropout=dropout, width=c.width, blocks=c.blocks,
-            heads=c.heads, tied=c.tied,
-        )  # fmt: skip
-    dtype = None if c.dtype == 'float32' else jnp.dtype(c.dtype)
-    sizes = dataclasses.replace(sizes, dtype=dtype, remat=c.remat)
-    published = gpt2.gpt2(sizes, c.stages, cuts)
-    sizes = dataclasses.replace(sizes, embed_every_stage=c.embed_every_stage)
-    stages = gpt2.gpt2(sizes, c.stages, cuts)
-    if c.embed_every_stage and len(stages) == 1:
-        raise ValueError(
-            'config.model.embed_every_stage=True is for stages after the first, and '
-            'config.model.stages=1 has none; give 2 or more'
-        )
-    read = lambda stage: weights.read(folder, published, stage)[0]
-    vocabulary = sizes.vocabulary if c.embed_every_stage else 0
-    network = principal.Network(published, read, dataset.train.x, vocabulary)
-    components = functools.cache(functools.partial(principal.components, network))
-
-    def start(stage: int, variables: Collections, key: Array) -> Collections:
-        if folder:
-            params = {**variables.get('params', {}), **read(stage)['params']}
-            if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):
-                return {**variables, 'params': params}  # whoever traces wants shapes
-            return {**variables, 'params': params | principal.fitted(components, stage, params)}
-        if not sizes.tied or stage not in (0, len(stages) - 1):
-            return variables
-        first = table(stages[0], jax.random.fold_in(key, 0))
-        return {**variables, 'params': WTE.put(variables['params'], first)}
-
-    def export(folder: str, variables: Variables) -> None:
-        weights.write(folder, stages, variables)
-        assert dataset.tokenizer, 'a text has one'
-        dataset.tokenizer.save(Path(folder))
-
-    tied = WTE if sizes.tied and len(stages) > 1 else None
-    task = reader(dataset, stages)._replace(start=start, tied=tied)
-    return task if c.embed_every_stage else task._replace(export=export)
-
-
 def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:
     """Mean nats per predicted token, and the share of correct predictions, per sequence."""
-    from jaxmp.models.layers import next_token_loss
+    from jaxmp.models.layers import next_token_nats
 
     right = jnp.argmax(logits[:, :-1], -1) == tokens[:, 1:]
-    nll = next_token_loss(logits, tokens)
+    nll = next_token_nats(logits, tokens).mean(-1)
     return {'loss': nll, 'accuracy': jnp.mean(right.astype(jnp.float32), -1)}
 
 
@@ -359,19 +213,3 @@ def score_targets(logits: Array, targets: Int[Array, 'B T']) -> dict[str, Array]
     right = (jnp.argmax(logits[:, :-1], -1) == targets[:, 1:]).astype(jnp.float32)
     nats = next_token_nats(logits, targets)
     return {'loss': mean_of_targets(nats, targets), 'accuracy': mean_of_targets(right, targets)}
-
-
-MODELS: dict[str, Callable[[int, Config], Sequence[Stage]]] = {
-    'resnet18': lambda classes, model: models.resnet18(classes, model.width, model.norm),
-    'lenet': lambda classes, model: models.lenet(classes, model.width),
-}
-
-
-def stage_count(config: Config) -> int:
-    """The number of stages of the model; for the package's own models without loading data."""
-    name = config.model.name
-    if name in ('gpt2', 'pretrained'):
-        return len(config.model.cuts.split()) + 1 if config.model.cuts else config.model.stages
-    if name in MODELS:
-        return len(MODELS[name](1, config.model))
-    return len(task_of(config).stages)
