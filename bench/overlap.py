@@ -39,7 +39,7 @@ from workers import Rows, serve, workers
 import jaxmp
 from jaxmp import Ctx
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes.driver import drive
+from jaxmp.runtimes.driver import Driver
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedule import Costs, size
@@ -104,7 +104,7 @@ def machine(case: Case, stages: int, group: ProcessGroup) -> Any:
     made = programs([Sleeper(seconds)] * stages, [cut] * (stages - 1), score, x, {})
     plan = SCHEDULES[case.schedule](stages, case.microbatches, Costs(*seconds))
     at = place(1, stages, group=group)[0]
-    return drive(made, at, plan, functools.partial(opener(np.array([at]), group), 0))
+    return Driver(made, at, plan, functools.partial(opener(np.array([at]), group), 0))
 
 
 class Worker:

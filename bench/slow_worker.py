@@ -27,12 +27,11 @@ import jaxmp
 from jaxmp import Ctx
 from jaxmp.feedback import per_microbatch
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes.driver import Driver, drive
+from jaxmp.runtimes.driver import Driver
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedules import named
 from jaxmp.runtimes.stage import programs
-from jaxmp.runtimes.unflushed import unflushed
 from jaxmp.training.late import delays_of
 
 SEED = 0
@@ -101,9 +100,8 @@ def machine(
         raise ValueError(f'{name!r} is no schedule')
     at = devices or place(1, n, group=group)[0]
     lane = functools.partial(opener(np.array([at]), group), 0)
-    driver = drive(made, at, make(n, m), lane)
     delays = delays_of(delay, by_stage, n, copied=False)
-    return unflushed(driver, delays, group) if delays else driver
+    return Driver(made, at, make(n, m), lane, delays=delays)
 
 
 def median_seconds(f: Callable[[], Any], repeats: int) -> float:

@@ -145,23 +145,23 @@ def one_pass(
     last, message = len(workers) - 1, None
     for s, w in enumerate(workers):
         w.total = w.stage.init_accumulator(w.params, y if s == last else None)
-        own = jax.device_put(MicroBatch(x if s == 0 else None, y if s == last else None, ctx))
-        message, seconds = acted(w, 'F', own, message)
+        rows = MicroBatch(x if s == 0 else None, y if s == last else None, ctx)
+        w.waiting[0] = jax.device_put(rows)
+        message, seconds = acted(w, 'F', message)
         yield s, 'F', seconds
     message = None
     for s in range(last, first - 1, -1):
-        message, seconds = acted(workers[s], 'B', None, message)
+        message, seconds = acted(workers[s], 'B', message)
         yield s, 'B', seconds
     for s in range(first, len(workers) if split else 0):
-        yield s, 'W', acted(workers[s], 'W', None, None)[1]
+        yield s, 'W', acted(workers[s], 'W', None)[1]
 
 
-def acted(worker: Worker, kind: str, own: MicroBatch | None, message: Any) -> tuple[Any, float]:
+def acted(worker: Worker, kind: str, message: Any) -> tuple[Any, float]:
     """The message that an action makes, and its seconds."""
-    jax.block_until_ready(own)
     worker.wait(message)
     start = time.monotonic()
-    made = worker.act(kind, 0, own, message)
+    made = worker.act(kind, 0, message)
     worker.wait(made)
     return made, time.monotonic() - start
 

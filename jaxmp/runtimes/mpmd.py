@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jaxtyping import Array, PyTree
 from jaxmp.exchange.collectives import Grads
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns, OverColumns
-from jaxmp.runtimes.driver import Driver, Traffic, drive
+from jaxmp.runtimes.driver import Driver, Traffic
 from jaxmp.runtimes.lanes import opener
 from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.schedule import Action
@@ -38,7 +37,6 @@ from jaxmp.runtimes.types import (
     one_replica,
     output,
 )
-from jaxmp.runtimes.unflushed import Unflushed, unflushed
 
 
 class Mpmd(OverColumns):
@@ -74,7 +72,8 @@ class Mpmd(OverColumns):
         self.drivers: dict[int, Driver] = {}
         for r in sorted({r for here in columns.here.values() for r in here}):
             devices, lane_of = list(columns.devices[r]), functools.partial(lane, r)
-            driver = drive(
+            normed = model.normed and self.replicas == 1
+            self.drivers[r] = Driver(
                 self.programs,
                 devices,
                 plan,
@@ -82,11 +81,9 @@ class Mpmd(OverColumns):
                 dict(options),
                 model.first,
                 model.kept if train else 0,
+                model.delays if train else (),
+                Norms(devices, columns.group) if normed else None,
             )
-            if model.normed and self.replicas == 1:
-                driver = replace(driver, norms=Norms(devices, columns.group))
-            late = train and model.delays
-            self.drivers[r] = unflushed(driver, late, columns.group) if late else driver
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
         self._payload = np.zeros((self.last, 2))
@@ -119,8 +116,6 @@ class Mpmd(OverColumns):
         rows: dict[int, tuple[ByReplica, ...]] = {}
         states = {}
         for r, driver in self.drivers.items():
-            if not isinstance(driver, Unflushed):
-                return {}, state
             batches, states[r] = driver.drain(self._of(state, r))
             for s, row in batches.items():
                 rows.setdefault(s, tuple(ByReplica() for _ in row))
@@ -163,8 +158,10 @@ class Mpmd(OverColumns):
     def measuring(self, measured: list[Action]) -> Mpmd:
         """The same runtime, which adds the actions of replica 0 to ``measured``; see `Driver`."""
         other = copy.copy(self)
-        first = {r: replace(d, measured=measured) for r, d in self.drivers.items() if r == 0}
-        other.drivers = self.drivers | first
+        other.drivers = dict(self.drivers)
+        if 0 in other.drivers:
+            other.drivers[0] = copy.copy(self.drivers[0])
+            other.drivers[0].measured = measured
         return other
 
     def collectives(self) -> dict[int, tuple[int, int]]:
