@@ -40,7 +40,7 @@ import jaxmp
 from jaxmp import Ctx
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import Driver
-from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.runtimes.schedules import SCHEDULES

@@ -28,7 +28,7 @@ from jaxmp import Ctx
 from jaxmp.feedback import per_microbatch
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.driver import Driver
-from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedules import named
 from jaxmp.runtimes.stage import programs

@@ -12,7 +12,7 @@ from jaxmp.exchange import parse
 from jaxmp.net import arrays
 from jaxmp.net.connect import processes
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes import lanes, links
+from jaxmp.runtimes import links
 from jaxmp.runtimes.columns import Columns
 from jaxmp.runtimes.placement import Elsewhere
 from jaxmp.runtimes.types import ByReplica
@@ -93,7 +93,7 @@ def test_messages_between_processes_arrive_as_they_were():
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), message)
     with processes(2) as groups:
         places = [np.array([[device, Elsewhere(1)]]), np.array([[Elsewhere(0), device]])]
-        opened = [lanes.opener(p, g) for p, g in zip(places, groups, strict=True)]
+        opened = [links.opener(p, g) for p, g in zip(places, groups, strict=True)]
         there = [make(0, 0, 1, like) for make in opened]
         back = [make(0, 1, 0, like) for make in opened]
         for k in range(3):

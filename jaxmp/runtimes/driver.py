@@ -37,7 +37,7 @@ from jaxmp.exchange.collectives import Grads
 from jaxmp.runtimes.flight import Flight
 from jaxmp.runtimes.kept import Kept
 from jaxmp.runtimes.links import Arrived, Lane, first_usable, usable, wait
-from jaxmp.runtimes.microbatches import microbatches
+from jaxmp.runtimes.microbatch import microbatches
 from jaxmp.runtimes.norms import Batch, Norms
 from jaxmp.runtimes.placement import Device, is_here
 from jaxmp.runtimes.schedule import Action, Message, check, messages, size

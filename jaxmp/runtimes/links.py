@@ -7,6 +7,7 @@ messages overlap compute, and both directions of a link each other.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from concurrent.futures import wait as wait_futures
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jaxmp.net.arrays import buffers, filled
 from jaxmp.net.group import ProcessGroup
@@ -152,3 +154,24 @@ def remote_move(group: ProcessGroup, ends: tuple[Device, Device], like: Payload)
         return jax.device_put(jax.tree.unflatten(jax.tree.structure(like), arrays), target)
 
     return send if is_here(source) else receive
+
+
+def opener(
+    devices: np.ndarray, group: ProcessGroup, emulated: tuple[float, float] = (0.0, 0.0)
+) -> Callable[[int, int, int, Payload], Lane]:
+    """Makes lanes: ``(replica, stage that sends, stage that receives, shapes of a message)``.
+
+    Args:
+      devices: those that compute, ``[r, s]``.
+      group: the processes.
+      emulated: rate and delay of the lanes; see `Lane`.
+    """
+
+    def opened(r: int, a: int, b: int, like: Payload) -> Lane:
+        ends = devices[r, a], devices[r, b]
+        if all(map(is_here, ends)):
+            return Lane(local_move(ends[1]), emulated)
+        tag = f'{"activation" if a < b else "gradient"} {a}->{b} of replica {r},'
+        return Lane(remote_move(group, ends, like), emulated, functools.partial(group.address, tag))
+
+    return opened

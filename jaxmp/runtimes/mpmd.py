@@ -20,7 +20,7 @@ from jaxmp.exchange.collectives import Grads
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns, OverColumns
 from jaxmp.runtimes.driver import Driver, Traffic
-from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.schedules import one_f_one_b
