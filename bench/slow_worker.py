@@ -54,6 +54,9 @@ class Trainer:
     ) -> None:
         self.task, self.count = task, 0
         self.machine = machine(task, fwd, bwd, devices, plan, group or ProcessGroup())
+        bytes_of = lambda *link: plan[0] * self.machine.sizes.get(link, 0)
+        links = {min(link) for link in self.machine.lanes}
+        self.moved = {i: (bytes_of(i, i + 1), bytes_of(i + 1, i)) for i in links}
         self.states = self.machine.init(jax.random.key(SEED))
         params = {s: state.params for s, state in self.states.items()}
         self.memory = {s: task.optimizer.init(p) for s, p in params.items()}
@@ -83,7 +86,7 @@ class Trainer:
         self.count += 1
         self.batch = self._batch()  # while the last backward and the update run
         jax.block_until_ready((self.states, self.memory))
-        return None if result.loss is None else float(result.loss), result.moved
+        return None if result.loss is None else float(result.loss), self.moved
 
 
 def machine(

@@ -41,13 +41,11 @@ from jaxmp.runtimes.microbatch import microbatches
 from jaxmp.runtimes.norms import Batch, Norms
 from jaxmp.runtimes.placement import Device, is_here
 from jaxmp.runtimes.schedule import Action, Message, check, messages, size
-from jaxmp.runtimes.schedules import most_late
+from jaxmp.runtimes.schedules import most_kept
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import Input, MicroBatch, StageState, Target, squared_norm
 from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
 from jaxmp.wire import Ctx, Payload, nbytes
-
-Traffic = dict[int, tuple[int, int]]  # payload bytes of each link, forward and backward
 
 
 class Result(NamedTuple):
@@ -59,7 +57,6 @@ class Result(NamedTuple):
       grads: gradients of the parameters of each stage here, without stages where those of a batch
         come steps later, and none has come.
       states: the next state of each stage here, its parameters unchanged.
-      moved: payload bytes ``(forward, backward)`` of each link that ends here.
       square: gives the squared norm of the gradients of all stages, if stages tell each other.
     """
 
@@ -67,7 +64,6 @@ class Result(NamedTuple):
     aux: Aux
     grads: dict[int, Grads]
     states: dict[int, StageState]
-    moved: Traffic
     square: Callable[[], Array] | None = None
 
 
@@ -81,6 +77,7 @@ class Driver:
       stages: the stages of this process.
       lanes: the lanes that end in this process, by the stages that send and receive.
       sizes: payload bytes of a message of each.
+      carried: number of messages of each in all steps so far.
       measured: a list to which every action is added as it ran, with the times of
         `time.monotonic`. Each device then has a thread, which waits for the end of every action;
         no number changes. None measures nothing.
@@ -137,6 +134,7 @@ class Driver:
                 like = boundary.messages(y)[a > b]
                 self.lanes[a, b] = lane(a, b, jax.tree.map(frame, like))
                 self.sizes[a, b] = nbytes(like)
+        self.carried = Counter[tuple[int, int]]()
         self.kept: Kept | None = None
         if kept:
             cut, x = programs[first].left, programs[first].x
@@ -208,8 +206,11 @@ class Driver:
             worker.waiting.update(own)
         self._post(sent, flight, begin)
         used = flight.batches[0] if len(flight.batches) > late else None
-        most = most_late(self.num_microbatches, self.delays)
+        most = [
+            max(0, n - self.num_microbatches) for n in most_kept(self.num_microbatches, self.delays)
+        ]
         self._run(self._due(flight, most, used) if late else actions, flight)
+        self.carried.update((m.source, m.target) for m in sent)
         if self.kept:
             self.kept.seen[ids] = True
         if late:
@@ -222,7 +223,6 @@ class Driver:
             mean.aux if mean else None,
             {s: flight.workers[s].gradients() for s in due},
             flight.states(),
-            self._moved(sent),
             self.norms.total(used, self.first) if self.norms and used else None,
         )
 
@@ -278,6 +278,7 @@ class Driver:
         for lane in self.lanes.values():
             lane.drain()
         self._sending.clear()
+        self.carried.clear()
         self.flight = None
         if self.norms:
             self.norms.again()
@@ -293,12 +294,6 @@ class Driver:
             trains = s >= self.first
             workers[s] = Worker(stage, states[s], split) if trains else Reader(stage, states[s])
         return Flight(workers, deque(maxlen=max(self.delays) + 1), {}, {})
-
-    def _moved(self, sent: Sequence[Message]) -> Traffic:
-        """Payload bytes of a step, forward and backward, of each link that ends here."""
-        count = Counter((m.source, m.target) for m in sent)
-        carried = lambda *edge: count[edge] * self.sizes.get(edge, 0)
-        return {i: (carried(i, i + 1), carried(i + 1, i)) for i in {min(e) for e in self.lanes}}
 
     def _cut(self, batch: tuple[Input, Target, Ctx]) -> dict[int, list[MicroBatch]]:
         """The micro-batches of the stages here."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 from jaxmp.exchange.collectives import Grads
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns, OverColumns
-from jaxmp.runtimes.driver import Driver, Traffic
+from jaxmp.runtimes.driver import Driver
 from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.schedule import Action
@@ -86,7 +86,6 @@ class Mpmd(OverColumns):
             )
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
-        self._payload = np.zeros((self.last, 2))
 
     def init(self, key: Array, draw: bool = True) -> ModelState:
         """See `Runtime`."""
@@ -103,7 +102,6 @@ class Mpmd(OverColumns):
             x = self._input(r, part['x'], keys.augment)
             result = driver.step(self._of(state, r), x, part['y'], keys.model)
             states[r] = result.states
-            self._count(r, result.moved)
             self.square = result.square
             for s, g in result.grads.items():
                 grads.setdefault(s, ByReplica())[r] = g
@@ -123,10 +121,6 @@ class Mpmd(OverColumns):
                     of_batch[r] = gradients
         return rows, self._gathered(states)
 
-    def _count(self, r: int, moved: Traffic) -> None:
-        for link, sizes in moved.items():
-            self._payload[link] += sizes if r == 0 and link in self.stages else 0
-
     def predict(
         self, state: ModelState, batch: Batch, key: Array, then: Then = output
     ) -> tuple[PyTree, Memory]:
@@ -145,7 +139,6 @@ class Mpmd(OverColumns):
         """Begins anew with the compiled programs, after another process was lost."""
         for driver in self.drivers.values():
             driver.again()
-        self._payload[:] = 0
 
     def compared(self, model: ModelState, step: int, say: Callable[[str], object]) -> ModelState:
         """The state in which both ends of a boundary remember alike; see `mirrors.compared`."""
@@ -177,7 +170,12 @@ class Mpmd(OverColumns):
 
     def payload(self) -> np.ndarray:
         """Bytes of replica 0's messages so far, ``(links, 2)``, of the links that begin here."""
-        return self._payload
+        payload = np.zeros((self.last, 2))
+        if driver := self.drivers.get(0):
+            for (a, b), size in driver.sizes.items():
+                if min(a, b) in self.stages:
+                    payload[min(a, b), int(a > b)] = size * driver.carried[a, b]
+        return payload
 
     # Feedback, and shapes.
 

@@ -236,7 +236,7 @@ def stream(
     >>> [(a.kind, a.microbatch) for a in stream((0, 1), 1, (1, 1), 3) if not a.stage]
     [('F', 0), ('F', 1), ('B', 0), ('F', 2), ('B', 1), ('B', 2)]
     """
-    late = most_late(microbatches, delays)
+    kept = most_kept(microbatches, delays)
 
     def choices(device: int, done: Counter[Any]) -> Iterator[Task]:
         for s in [s for s in reversed(range(len(home))) if home[s] == device]:
@@ -244,7 +244,7 @@ def stream(
             if ended < begun:
                 yield 'B', s, ended
             whole = begun - begun % microbatches  # those of the steps before
-            if begun < steps * microbatches and whole - ended <= late[s]:
+            if begun < steps * microbatches and whole - ended <= max(0, kept[s] - microbatches):
                 yield 'F', s, begun
 
     return earliest(dict(enumerate(home)), choices, costs, lambda s, m: False)
@@ -257,13 +257,6 @@ def most_kept(microbatches: int, delays: Sequence[int]) -> tuple[int, ...]:
     ((16, 16, 16, 1), (40, 32, 24, 1), (1,))
     """
     return (*((n + 1) * microbatches for n in delays[:-1]), 1)
-
-
-def most_late(microbatches: int, delays: Sequence[int]) -> tuple[int, ...]:
-    """The most micro-batches that each stage ends in a later step; the last, which waits for
-    nobody, ends all.
-    """
-    return (*(n * microbatches for n in delays[:-1]), 0)
 
 
 def in_step(stages: int, microbatches: int) -> np.ndarray:
