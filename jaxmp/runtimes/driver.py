@@ -34,7 +34,6 @@ from jaxtyping import Array
 
 from jaxmp.boundary import Aux
 from jaxmp.exchange.collectives import Grads
-from jaxmp.runtimes.flight import Flight
 from jaxmp.runtimes.kept import Kept
 from jaxmp.runtimes.links import Arrived, Lane, first_usable, usable, wait
 from jaxmp.runtimes.microbatch import microbatches
@@ -44,7 +43,7 @@ from jaxmp.runtimes.schedule import Action, Message, check, messages, size
 from jaxmp.runtimes.schedules import most_kept
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import Input, MicroBatch, StageState, Target, squared_norm
-from jaxmp.runtimes.worker import CompiledStage, Reader, Worker
+from jaxmp.runtimes.worker import CompiledStage, Flight, Reader, Worker
 from jaxmp.wire import Ctx, Payload, nbytes
 
 
@@ -78,6 +77,7 @@ class Driver:
       lanes: the lanes that end in this process, by the stages that send and receive.
       sizes: payload bytes of a message of each.
       carried: number of messages of each in all steps so far.
+      late: of each stage the most micro-batches that end in a later step.
       measured: a list to which every action is added as it ran, with the times of
         `time.monotonic`. Each device then has a thread, which waits for the end of every action;
         no number changes. None measures nothing.
@@ -158,6 +158,8 @@ class Driver:
                 f'{len(self.devices)} stages and {self.num_microbatches} micro-batches need a '
                 f'schedule of as many, got {n} and {self.num_microbatches}'
             )
+        most = most_kept(self.num_microbatches, self.delays)
+        self.late = [max(0, n - self.num_microbatches) for n in most]
         kinds = 'FB' if any(self.delays) else 'FBW'  # while steps overlap, no backward is in halves
         run = [a for a in actions if a.kind in kinds and (a.kind == 'F' or a.stage >= self.first)]
         sent = [m for m in messages(run) if m.kind == 'F' or m.target >= self.first]
@@ -206,10 +208,7 @@ class Driver:
             worker.waiting.update(own)
         self._post(sent, flight, begin)
         used = flight.batches[0] if len(flight.batches) > late else None
-        most = [
-            max(0, n - self.num_microbatches) for n in most_kept(self.num_microbatches, self.delays)
-        ]
-        self._run(self._due(flight, most, used) if late else actions, flight)
+        self._run(self._due(flight, self.late, used) if late else actions, flight)
         self.carried.update((m.source, m.target) for m in sent)
         if self.kept:
             self.kept.seen[ids] = True

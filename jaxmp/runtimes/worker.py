@@ -9,15 +9,20 @@ own are dropped.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
 from jaxmp.exchange.collectives import Grads, Params
+from jaxmp.runtimes.links import Arrived
+from jaxmp.runtimes.norms import Batch
+from jaxmp.runtimes.schedule import Task
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.state import Accumulator, Linear, MicroBatch, Residuals, StageState, in_dtypes
 from jaxmp.runtimes.trained import part
@@ -191,3 +196,42 @@ class Reader(Worker):
     def gradients(self) -> Grads:
         """None."""
         return {}
+
+
+class Flight(NamedTuple):
+    """What is under way in a pipeline, of the stages of a process.
+
+    Attributes:
+      workers: of the stages.
+      batches: those whose gradients some stage has not given, the oldest first.
+      leaving: messages that no action has made.
+      arriving: messages that no action has read.
+    """
+
+    workers: Mapping[int, Worker]
+    batches: deque[Batch]
+    leaving: dict[Task, Future[Payload]]
+    arriving: dict[Task, Arrived]
+
+    def resume(self, states: Mapping[int, StageState]) -> None:
+        """Goes on from states of the stages."""
+        for s, worker in self.workers.items():
+            worker.params, worker.model_state, worker.feedback = states[s]
+
+    def states(self) -> dict[int, StageState]:
+        """The next state of each stage."""
+        return {s: w.state() for s, w in self.workers.items()}
+
+    def next_tasks(self, late: Sequence[int]) -> list[Task]:
+        """What each stage may run once its message is there, the last one first, backwards first.
+
+        Args:
+          late: of each stage the most micro-batches that end in a later step.
+        """
+        tasks: list[Task] = []
+        for s in sorted(self.workers, reverse=True):
+            waiting, saved = self.workers[s].waiting, self.workers[s].saved
+            if waiting or len(saved) > late[s]:
+                tasks += [('B', s, m) for m in itertools.islice(saved, 1)]
+                tasks += [('F', s, m) for m in itertools.islice(waiting, 1)]
+        return tasks
