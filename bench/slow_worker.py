@@ -32,6 +32,7 @@ from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedules import named
 from jaxmp.runtimes.stage import programs
+from jaxmp.runtimes.types import Model
 from jaxmp.training.late import delays_of
 
 SEED = 0
@@ -98,7 +99,8 @@ def machine(
     cut = jaxmp.boundary(*(per_microbatch(jaxmp.parse(t, names), m) for t in (fwd, bwd)))
     n = len(task.stages)
     x = jax.ShapeDtypeStruct((task.batch // m, *task.x.shape[1:]), task.x.dtype)
-    made = programs(task.stages, [cut] * (n - 1), loss, x, {})
+    model = Model(tuple(task.stages), (cut,) * (n - 1), lambda x, key: x, loss, x)
+    made = programs(model, kwargs={})
     if not (make := named(name)):
         raise ValueError(f'{name!r} is no schedule')
     at = devices or place(1, n, group=group)[0]

@@ -158,7 +158,7 @@ def test_operations_of_a_stage(remat, times):
     """
     x = jax.ShapeDtypeStruct((64, 96), np.float32)
     cut, layer = boundary(parse('raw'), parse('raw')), Deep()
-    _, program, _ = programs([layer] * 3, [cut] * 2, pipelines.loss, x, {'train': True}, remat)
+    _, program, _ = programs(Model((layer,) * 3, (cut,) * 2, None, pipelines.loss, x, remat=remat))
     state, message = jax.eval_shape(program.init, jax.random.key(0)), program.left.messages(x)[0]
     batch = MicroBatch(None, None, Ctx(jax.random.key(0)))
     sums = jax.eval_shape(program.init_accumulator, state.params, None)

@@ -16,7 +16,7 @@ from jaxmp import data
 from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.predict import Times
 from jaxmp.plan.steps import Trained
-from jaxmp.runtimes.stage import programs_of
+from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch, StageState
 from jaxmp.runtimes.worker import CompiledStage, Worker
 from jaxmp.training.evaluate import model_of
@@ -111,7 +111,7 @@ def interpolated(found: Mapping[int, Any], counts: Sequence[int]) -> dict[int, n
 def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[list[float]]]:
     """A function of ``split``: for each stage the seconds of F and B, or of F, B and W."""
     model, size = model_of(exp, exp.model.boundaries), microbatch_like(exp).shape[0]
-    made = programs_of(model)
+    made = programs(model)
     stages = [CompiledStage(p, None) for p in made]
     [batch] = data.batches(exp.data.train, size, np.arange(size))
     x = jax.jit(model.prepare)(batch['x'], jax.random.key(0))

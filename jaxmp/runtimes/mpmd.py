@@ -24,7 +24,7 @@ from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.schedules import one_f_one_b
-from jaxmp.runtimes.stage import programs_of, shapes
+from jaxmp.runtimes.stage import programs, shapes
 from jaxmp.runtimes.state import Input, Means, StageState
 from jaxmp.runtimes.types import (
     Batch,
@@ -66,7 +66,7 @@ class Mpmd(OverColumns):
         """
         self.columns, self.model = columns, model
         self.stages, self.replicas = tuple(columns.here), columns.replicas
-        self.programs = programs_of(model, train)
+        self.programs = programs(model, train)
         plan = actions or one_f_one_b(len(self.programs), model.num_microbatches)
         lane = opener(columns.devices, columns.group, emulated)
         self.drivers: dict[int, Driver] = {}
