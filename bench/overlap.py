@@ -39,12 +39,13 @@ from workers import Rows, serve, workers
 import jaxmp
 from jaxmp import Ctx
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes.driver import drive
-from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.driver import Driver
+from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedule import Costs, size
 from jaxmp.runtimes.schedules import SCHEDULES
 from jaxmp.runtimes.stage import programs
+from jaxmp.runtimes.types import Model
 
 STAGES, WARM = 4, 2
 BUSY = threading.Lock()  # of the one device of a process
@@ -101,10 +102,12 @@ def machine(case: Case, stages: int, group: ProcessGroup) -> Any:
     cut = jaxmp.boundary(jaxmp.parse('raw'), jaxmp.parse('raw'))
     x = jax.ShapeDtypeStruct((1, case.floats), np.float32)
     score = lambda y, target: (y.mean() + 0 * target.mean(), None)
-    made = programs([Sleeper(seconds)] * stages, [cut] * (stages - 1), score, x, {})
+    sleepers = (Sleeper(seconds),) * stages
+    model = Model(sleepers, (cut,) * (stages - 1), lambda x, key: x, score, x)
+    made = programs(model, kwargs={})
     plan = SCHEDULES[case.schedule](stages, case.microbatches, Costs(*seconds))
     at = place(1, stages, group=group)[0]
-    return drive(made, at, plan, functools.partial(opener(np.array([at]), group), 0))
+    return Driver(made, at, plan, functools.partial(opener(np.array([at]), group), 0))
 
 
 class Worker:

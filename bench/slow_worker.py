@@ -27,12 +27,12 @@ import jaxmp
 from jaxmp import Ctx
 from jaxmp.feedback import per_microbatch
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes.driver import Driver, drive
-from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.driver import Driver
+from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.schedules import named
 from jaxmp.runtimes.stage import programs
-from jaxmp.runtimes.unflushed import unflushed
+from jaxmp.runtimes.types import Model
 from jaxmp.training.late import delays_of
 
 SEED = 0
@@ -55,6 +55,9 @@ class Trainer:
     ) -> None:
         self.task, self.count = task, 0
         self.machine = machine(task, fwd, bwd, devices, plan, group or ProcessGroup())
+        bytes_of = lambda *link: plan[0] * self.machine.sizes.get(link, 0)
+        links = {min(link) for link in self.machine.lanes}
+        self.moved = {i: (bytes_of(i, i + 1), bytes_of(i + 1, i)) for i in links}
         self.states = self.machine.init(jax.random.key(SEED))
         params = {s: state.params for s, state in self.states.items()}
         self.memory = {s: task.optimizer.init(p) for s, p in params.items()}
@@ -84,7 +87,7 @@ class Trainer:
         self.count += 1
         self.batch = self._batch()  # while the last backward and the update run
         jax.block_until_ready((self.states, self.memory))
-        return None if result.loss is None else float(result.loss), result.moved
+        return None if result.loss is None else float(result.loss), self.moved
 
 
 def machine(
@@ -96,14 +99,14 @@ def machine(
     cut = jaxmp.boundary(*(per_microbatch(jaxmp.parse(t, names), m) for t in (fwd, bwd)))
     n = len(task.stages)
     x = jax.ShapeDtypeStruct((task.batch // m, *task.x.shape[1:]), task.x.dtype)
-    made = programs(task.stages, [cut] * (n - 1), loss, x, {})
+    model = Model(tuple(task.stages), (cut,) * (n - 1), lambda x, key: x, loss, x)
+    made = programs(model, kwargs={})
     if not (make := named(name)):
         raise ValueError(f'{name!r} is no schedule')
     at = devices or place(1, n, group=group)[0]
     lane = functools.partial(opener(np.array([at]), group), 0)
-    driver = drive(made, at, make(n, m), lane)
     delays = delays_of(delay, by_stage, n, copied=False)
-    return unflushed(driver, delays, group) if delays else driver
+    return Driver(made, at, make(n, m), lane, delays=delays)
 
 
 def median_seconds(f: Callable[[], Any], repeats: int) -> float:

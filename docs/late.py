@@ -11,8 +11,7 @@ from timeline import legend, paint
 
 from jaxmp.pictures import style
 from jaxmp.runtimes.schedule import Action, Costs, Task, timed
-from jaxmp.runtimes.schedules import SCHEDULES
-from jaxmp.runtimes.unflushed import stream
+from jaxmp.runtimes.schedules import SCHEDULES, stream
 
 HERE = Path(__file__).parent
 DEVICES, MICROBATCHES, DELAY, STEPS = 4, 8, 1, 6

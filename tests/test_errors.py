@@ -21,6 +21,7 @@ from jaxmp.data.understood import contents
 from jaxmp.models import gpt2_file
 from jaxmp.net.views import ViewChangedError
 from jaxmp.runtimes import stage
+from jaxmp.runtimes.types import Model
 from jaxmp.training import command, dry_run, experiment, generate, loop, resume, sizes, task
 from jaxmp.training.locks import WorkdirError
 from jaxmp.training.portable import Portable
@@ -449,7 +450,7 @@ def test_a_stage_whose_output_changes_is_named():
 
     cut = boundary(spec.parse('raw'), spec.parse('raw'))
     x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
-    first, _ = stage.programs((Growing(), nn.Dense(2)), (cut,), None, x, {})
+    first, _ = stage.programs(Model((Growing(), nn.Dense(2)), (cut,), None, None, x), kwargs={})
     state = jax.eval_shape(first.init, jax.random.key(0))
     run = lambda state, x: first.forward(state, stage.MicroBatch(x, None, Ctx()), None)
     with pytest.raises(ValueError, match=r'stage 0, Growing, gives .* and gave .*one shape'):

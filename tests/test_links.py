@@ -12,12 +12,10 @@ from jaxmp.exchange import parse
 from jaxmp.net import arrays
 from jaxmp.net.connect import processes
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes import lanes, links
+from jaxmp.runtimes import links
 from jaxmp.runtimes.columns import Columns
-from jaxmp.runtimes.driver import Driver
 from jaxmp.runtimes.placement import Elsewhere
 from jaxmp.runtimes.types import ByReplica
-from jaxmp.runtimes.unflushed import unflushed
 from jaxmp.training import experiment, sizes
 from jaxmp.training.trainer import Trainer
 from tests.test_probe import COUNT, config, task
@@ -95,7 +93,7 @@ def test_messages_between_processes_arrive_as_they_were():
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), message)
     with processes(2) as groups:
         places = [np.array([[device, Elsewhere(1)]]), np.array([[Elsewhere(0), device]])]
-        opened = [lanes.opener(p, g) for p, g in zip(places, groups, strict=True)]
+        opened = [links.opener(p, g) for p, g in zip(places, groups, strict=True)]
         there = [make(0, 0, 1, like) for make in opened]
         back = [make(0, 1, 0, like) for make in opened]
         for k in range(3):
@@ -169,21 +167,21 @@ def test_no_thread_waits_for_a_message_that_is_never_made():
 
 
 def test_late_gradients_run_what_has_its_message_backwards_first():
-    late = unflushed(Driver({}, (), {}, {}), (1,), ProcessGroup())
+    arriving, first = {}, links.first_usable
     backward, forward = tasks = [('B', 0, 0), ('F', 0, 8)]
     coming, next_one = Future(), Future()
-    late.flight.arriving.update({backward: coming})
-    assert late._arrived(tasks, ()) == forward  # the first stage waits for no message forwards
-    late.flight.arriving.update({forward: next_one})
+    arriving.update({backward: coming})
+    assert first(tasks, arriving, ()) == forward  # the first stage waits for no message forwards
+    arriving.update({forward: next_one})
     next_one.set_result((None, time.monotonic() + 0.05))  # arrived over a slow link, in 50 ms
-    assert late._arrived(tasks, ()) == forward
+    assert first(tasks, arriving, ()) == forward
     told = Future()  # of the norm of all gradients, which a step may end with
     told.set_result((None, 0.0))
-    late.flight.arriving.update({forward: Future()})
-    assert late._arrived(tasks, [told]) is None
+    arriving.update({forward: Future()})
+    assert first(tasks, arriving, [told]) is None
     coming.set_result((None, 0.0))
-    assert late._arrived(tasks, [told]) == backward
-    late.flight.arriving[backward] = Future()
-    late.flight.arriving[backward].set_exception(RuntimeError('lost'))
+    assert first(tasks, arriving, [told]) == backward
+    arriving[backward] = Future()
+    arriving[backward].set_exception(RuntimeError('lost'))
     with pytest.raises(RuntimeError, match='lost'):
-        late._arrived(tasks, ())
+        first(tasks, arriving, ())

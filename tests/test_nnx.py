@@ -20,6 +20,7 @@ from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.placement import place
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.stage import programs
+from jaxmp.runtimes.types import Model
 from tests import pipelines
 from tests.base import ENV, QUICK, ROOT, slow
 
@@ -304,7 +305,8 @@ REFUSED = {
     'an object': (lambda: jaxmp.pipeline([nn.Dense(2), Layer(2, 2, rngs=nnx.Rngs(0))], *UNIFORM),
                   r'stage 1 is a Layer; a stage is a Flax Linen module such as nn.Dense\(8\), or '
                   r'jaxmp\.nnx\.stage\(Module, \.\.\.\) of an nnx module'),
-    'a class': (lambda: programs([Layer], [], None, X, {}), 'stage 0 is the class Layer;'),
+    'a class': (lambda: programs(Model((Layer,), (), None, None, X)),
+                'stage 0 is the class Layer;'),
     'a module': (lambda: stage(Layer(2, 2, rngs=nnx.Rngs(0))),
                  r'makes an nnx.Module, got an object of type Layer; write stage\(Layer, \.\.\.\)'),
     'a list': (lambda: stage(Layer, [2, 2]),

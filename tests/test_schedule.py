@@ -8,8 +8,7 @@ import pytest
 from jaxmp.config import KEYS
 from jaxmp.runtimes import schedule, schedules
 from jaxmp.runtimes.schedule import Action, Costs, timed
-from jaxmp.runtimes.schedules import SCHEDULES, Plan
-from jaxmp.runtimes.unflushed import most_kept, stream
+from jaxmp.runtimes.schedules import SCHEDULES, Plan, most_kept, stream
 from jaxmp.training.late import delays_of
 from tests.base import ROOT
 

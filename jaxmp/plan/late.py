@@ -135,7 +135,7 @@ def late_step(
     """
     from jaxmp.plan.choose import meetings, messages_of
     from jaxmp.plan.predict import step
-    from jaxmp.runtimes.unflushed import stream
+    from jaxmp.runtimes.schedules import stream
     from jaxmp.training.late import delays_of
 
     times = [

@@ -16,7 +16,7 @@ from jaxmp import data
 from jaxmp.plan.clock import PASSES, Clock
 from jaxmp.plan.predict import Times
 from jaxmp.plan.steps import Trained
-from jaxmp.runtimes.stage import programs_of
+from jaxmp.runtimes.stage import programs
 from jaxmp.runtimes.state import MicroBatch, StageState
 from jaxmp.runtimes.worker import CompiledStage, Worker
 from jaxmp.training.evaluate import model_of
@@ -111,7 +111,7 @@ def interpolated(found: Mapping[int, Any], counts: Sequence[int]) -> dict[int, n
 def passes(exp: Experiment, variables: Sequence[Any]) -> Callable[[bool], list[list[float]]]:
     """A function of ``split``: for each stage the seconds of F and B, or of F, B and W."""
     model, size = model_of(exp, exp.model.boundaries), microbatch_like(exp).shape[0]
-    made = programs_of(model)
+    made = programs(model)
     stages = [CompiledStage(p, None) for p in made]
     [batch] = data.batches(exp.data.train, size, np.arange(size))
     x = jax.jit(model.prepare)(batch['x'], jax.random.key(0))
@@ -145,23 +145,23 @@ def one_pass(
     last, message = len(workers) - 1, None
     for s, w in enumerate(workers):
         w.total = w.stage.init_accumulator(w.params, y if s == last else None)
-        own = jax.device_put(MicroBatch(x if s == 0 else None, y if s == last else None, ctx))
-        message, seconds = acted(w, 'F', own, message)
+        rows = MicroBatch(x if s == 0 else None, y if s == last else None, ctx)
+        w.waiting[0] = jax.device_put(rows)
+        message, seconds = acted(w, 'F', message)
         yield s, 'F', seconds
     message = None
     for s in range(last, first - 1, -1):
-        message, seconds = acted(workers[s], 'B', None, message)
+        message, seconds = acted(workers[s], 'B', message)
         yield s, 'B', seconds
     for s in range(first, len(workers) if split else 0):
-        yield s, 'W', acted(workers[s], 'W', None, None)[1]
+        yield s, 'W', acted(workers[s], 'W', None)[1]
 
 
-def acted(worker: Worker, kind: str, own: MicroBatch | None, message: Any) -> tuple[Any, float]:
+def acted(worker: Worker, kind: str, message: Any) -> tuple[Any, float]:
     """The message that an action makes, and its seconds."""
-    jax.block_until_ready(own)
     worker.wait(message)
     start = time.monotonic()
-    made = worker.act(kind, 0, own, message)
+    made = worker.act(kind, 0, message)
     worker.wait(made)
     return made, time.monotonic() - start
 

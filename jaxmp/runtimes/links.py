@@ -7,13 +7,15 @@ messages overlap compute, and both directions of a link each other.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jaxmp.net.arrays import buffers, filled
 from jaxmp.net.group import ProcessGroup
@@ -22,6 +24,8 @@ from jaxmp.wire import Payload, nbytes
 
 Address = Any  # of a message, as the group of processes counts it
 Place = tuple[int, int] | None  # step and number of a message; None of the next one
+Arrived = Future[tuple[Payload, float]]  # a message, and the time from which it may be used
+T = TypeVar('T')
 Move = Callable[[Payload | None, Address], Payload]
 
 
@@ -50,16 +54,14 @@ class Lane:
         self._move, self._address = move, address or (lambda place: None)
         self._turn = ThreadPoolExecutor(1, 'lane') if address or any(emulated) else None
 
-    def carry(
-        self, sent: Future[Payload] | None, place: Place = None
-    ) -> Future[tuple[Payload, float]]:
+    def carry(self, sent: Future[Payload] | None, place: Place = None) -> Arrived:
         """The next message, once it is there, and the time from which it may be used.
 
         Args:
           sent: the message, where it is sent; None in a process that only receives it.
           place: its step and number, where it may arrive in a later step than it is sent in.
         """
-        arrived: Future[tuple[Payload, float]] = Future()
+        arrived: Arrived = Future()
         if (turn := self._turn) is None:
             assert sent is not None
             sent.add_done_callback(lambda done: self._follow(done, arrived))
@@ -84,7 +86,7 @@ class Lane:
         if self._turn:
             self._turn.submit(int).result()
 
-    def _follow(self, done: Future[Payload], arrived: Future[tuple[Payload, float]]) -> None:
+    def _follow(self, done: Future[Payload], arrived: Arrived) -> None:
         """Gives ``arrived`` the copy of the result of ``done``, or its exception."""
         try:
             arrived.set_result((self._move(done.result(), None), 0.0))
@@ -92,7 +94,7 @@ class Lane:
             arrived.set_exception(error)
 
 
-def wait(arrived: Future[tuple[Payload, float]]) -> Payload:
+def wait(arrived: Arrived) -> Payload:
     """The message of a lane, when it may be used."""
     message, usable = arrived.result()
     if (left := usable - time.monotonic()) > 0:
@@ -100,20 +102,32 @@ def wait(arrived: Future[tuple[Payload, float]]) -> Payload:
     return message
 
 
-def usable(arrived: Future[tuple[Payload, float]]) -> bool:
+def usable(arrived: Arrived) -> bool:
     """Whether the message of a lane may be used; raises what went wrong."""
     return arrived.done() and arrived.result()[1] <= time.monotonic()
 
 
-def wait_first(arriving: Sequence[Future[tuple[Payload, float]]]) -> None:
-    """Waits until one of some messages may be used."""
-    while not any(map(usable, arriving)):
-        done, coming = [f for f in arriving if f.done()], [f for f in arriving if not f.done()]
-        left = min((f.result()[1] - time.monotonic() for f in done), default=None)
+def first_usable(
+    tasks: Iterable[T], arriving: Mapping[T, Arrived], others: Sequence[Arrived]
+) -> T | None:
+    """Waits for the first of some tasks whose message may be used, or that waits for none.
+
+    It is None once no task's message may be used, but one of ``others``.
+    """
+    messages = {task: arriving.get(task) for task in tasks}
+    while True:
+        for task, message in messages.items():
+            if message is None or usable(message):
+                return task
+        if any(map(usable, others)):
+            return None
+        futures = [*others, *filter(None, messages.values())]
+        coming = [f for f in futures if not f.done()]
+        left = [f.result()[1] - time.monotonic() for f in futures if f.done()]
         if coming:
-            wait_futures(coming, left, FIRST_COMPLETED)
-        elif left and left > 0:
-            time.sleep(left)
+            wait_futures(coming, min(left, default=None), FIRST_COMPLETED)
+        else:
+            time.sleep(max(0.0, min(left)))
 
 
 def local_move(target: Device) -> Move:
@@ -140,3 +154,24 @@ def remote_move(group: ProcessGroup, ends: tuple[Device, Device], like: Payload)
         return jax.device_put(jax.tree.unflatten(jax.tree.structure(like), arrays), target)
 
     return send if is_here(source) else receive
+
+
+def opener(
+    devices: np.ndarray, group: ProcessGroup, emulated: tuple[float, float] = (0.0, 0.0)
+) -> Callable[[int, int, int, Payload], Lane]:
+    """Makes lanes: ``(replica, stage that sends, stage that receives, shapes of a message)``.
+
+    Args:
+      devices: those that compute, ``[r, s]``.
+      group: the processes.
+      emulated: rate and delay of the lanes; see `Lane`.
+    """
+
+    def opened(r: int, a: int, b: int, like: Payload) -> Lane:
+        ends = devices[r, a], devices[r, b]
+        if all(map(is_here, ends)):
+            return Lane(local_move(ends[1]), emulated)
+        tag = f'{"activation" if a < b else "gradient"} {a}->{b} of replica {r},'
+        return Lane(remote_move(group, ends, like), emulated, functools.partial(group.address, tag))
+
+    return opened

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,12 +19,12 @@ from jaxtyping import Array, PyTree
 from jaxmp.exchange.collectives import Grads
 from jaxmp.runtimes import mirrors
 from jaxmp.runtimes.columns import Columns, OverColumns
-from jaxmp.runtimes.driver import Driver, Traffic, drive
-from jaxmp.runtimes.lanes import opener
+from jaxmp.runtimes.driver import Driver
+from jaxmp.runtimes.links import opener
 from jaxmp.runtimes.norms import Norms
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.schedules import one_f_one_b
-from jaxmp.runtimes.stage import programs_of, shapes
+from jaxmp.runtimes.stage import programs, shapes
 from jaxmp.runtimes.state import Input, Means, StageState
 from jaxmp.runtimes.types import (
     Batch,
@@ -38,7 +37,6 @@ from jaxmp.runtimes.types import (
     one_replica,
     output,
 )
-from jaxmp.runtimes.unflushed import Unflushed, unflushed
 
 
 class Mpmd(OverColumns):
@@ -68,13 +66,14 @@ class Mpmd(OverColumns):
         """
         self.columns, self.model = columns, model
         self.stages, self.replicas = tuple(columns.here), columns.replicas
-        self.programs = programs_of(model, train)
+        self.programs = programs(model, train)
         plan = actions or one_f_one_b(len(self.programs), model.num_microbatches)
         lane = opener(columns.devices, columns.group, emulated)
         self.drivers: dict[int, Driver] = {}
         for r in sorted({r for here in columns.here.values() for r in here}):
             devices, lane_of = list(columns.devices[r]), functools.partial(lane, r)
-            driver = drive(
+            normed = model.normed and self.replicas == 1
+            self.drivers[r] = Driver(
                 self.programs,
                 devices,
                 plan,
@@ -82,14 +81,11 @@ class Mpmd(OverColumns):
                 dict(options),
                 model.first,
                 model.kept if train else 0,
+                model.delays if train else (),
+                Norms(devices, columns.group) if normed else None,
             )
-            if model.normed and self.replicas == 1:
-                driver = replace(driver, norms=Norms(devices, columns.group))
-            late = train and model.delays
-            self.drivers[r] = unflushed(driver, late, columns.group) if late else driver
         self.prepare = jax.jit(model.prepare)
         self.last = len(self.programs) - 1
-        self._payload = np.zeros((self.last, 2))
 
     def init(self, key: Array, draw: bool = True) -> ModelState:
         """See `Runtime`."""
@@ -106,7 +102,6 @@ class Mpmd(OverColumns):
             x = self._input(r, part['x'], keys.augment)
             result = driver.step(self._of(state, r), x, part['y'], keys.model)
             states[r] = result.states
-            self._count(r, result.moved)
             self.square = result.square
             for s, g in result.grads.items():
                 grads.setdefault(s, ByReplica())[r] = g
@@ -119,18 +114,12 @@ class Mpmd(OverColumns):
         rows: dict[int, tuple[ByReplica, ...]] = {}
         states = {}
         for r, driver in self.drivers.items():
-            if not isinstance(driver, Unflushed):
-                return {}, state
             batches, states[r] = driver.drain(self._of(state, r))
             for s, row in batches.items():
                 rows.setdefault(s, tuple(ByReplica() for _ in row))
                 for of_batch, gradients in zip(rows[s], row, strict=True):
                     of_batch[r] = gradients
         return rows, self._gathered(states)
-
-    def _count(self, r: int, moved: Traffic) -> None:
-        for link, sizes in moved.items():
-            self._payload[link] += sizes if r == 0 and link in self.stages else 0
 
     def predict(
         self, state: ModelState, batch: Batch, key: Array, then: Then = output
@@ -150,7 +139,6 @@ class Mpmd(OverColumns):
         """Begins anew with the compiled programs, after another process was lost."""
         for driver in self.drivers.values():
             driver.again()
-        self._payload[:] = 0
 
     def compared(self, model: ModelState, step: int, say: Callable[[str], object]) -> ModelState:
         """The state in which both ends of a boundary remember alike; see `mirrors.compared`."""
@@ -163,8 +151,10 @@ class Mpmd(OverColumns):
     def measuring(self, measured: list[Action]) -> Mpmd:
         """The same runtime, which adds the actions of replica 0 to ``measured``; see `Driver`."""
         other = copy.copy(self)
-        first = {r: replace(d, measured=measured) for r, d in self.drivers.items() if r == 0}
-        other.drivers = self.drivers | first
+        other.drivers = dict(self.drivers)
+        if 0 in other.drivers:
+            other.drivers[0] = copy.copy(self.drivers[0])
+            other.drivers[0].measured = measured
         return other
 
     def collectives(self) -> dict[int, tuple[int, int]]:
@@ -180,7 +170,12 @@ class Mpmd(OverColumns):
 
     def payload(self) -> np.ndarray:
         """Bytes of replica 0's messages so far, ``(links, 2)``, of the links that begin here."""
-        return self._payload
+        payload = np.zeros((self.last, 2))
+        if driver := self.drivers.get(0):
+            for (a, b), size in driver.sizes.items():
+                if min(a, b) in self.stages:
+                    payload[min(a, b), int(a > b)] = size * driver.carried[a, b]
+        return payload
 
     # Feedback, and shapes.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,20 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmp.net.group import ProcessGroup
-from jaxmp.runtimes.links import Lane, remote_move
+from jaxmp.runtimes.links import Arrived, Lane, remote_move
 from jaxmp.runtimes.placement import Device, is_here
 
-Batch = tuple[int, int]  # the step and the number of a batch
+
+class Batch(NamedTuple):
+    """A batch whose gradients are not used yet.
+
+    Attributes:
+      step: in which it began.
+      number: since the pipeline was last empty.
+    """
+
+    step: int
+    number: int
 
 
 class Norms:
@@ -33,6 +43,7 @@ class Norms:
         firsts = {process(d): d for d in reversed(devices)}  # one device of each process
         like = jax.ShapeDtypeStruct((), jnp.result_type(float))
         self._here: dict[tuple[int, Batch], Array] = {}
+        self._coming: dict[Batch, dict[int, Arrived]] = {}
         self._lanes: dict[tuple[int, int], Lane] = {}  # by stage, and the process that is told
         for s, device in enumerate(devices):
             for other, target in firsts.items():
@@ -45,13 +56,14 @@ class Norms:
         self._group, self._index, self._count = group, group.index, len(devices)
 
     @property
-    def now(self) -> Batch:
-        """The batch of the step that has begun, where gradients are on time."""
-        return self._group.step, 0
+    def step(self) -> int:
+        """The step that has begun."""
+        return self._group.step
 
     def again(self) -> None:
         """Forgets what was told and not used."""
         self._here.clear()
+        self._coming.clear()
 
     def tell(self, stage: int, square: Array, batch: Batch) -> None:
         """Sends the squared norm of a stage here to all other processes."""
@@ -62,13 +74,18 @@ class Norms:
                 message.set_result(square)
                 lane.carry(message, batch)
 
-    def coming(self, batch: Batch, first: int) -> dict[int, Future[Any]]:
+    def coming(self, batch: Batch, first: int) -> dict[int, Arrived]:
         """What other processes tell of their stages from ``first``, once it is there."""
-        elsewhere = [s for s, to in self._lanes if to == self._index and s >= first]
-        return {s: self._lanes[s, self._index].carry(None, batch) for s in elsewhere}
+        if batch not in self._coming:
+            elsewhere = [s for s, to in self._lanes if to == self._index and s >= first]
+            lanes = {s: self._lanes[s, self._index] for s in elsewhere}
+            self._coming[batch] = {s: lane.carry(None, batch) for s, lane in lanes.items()}
+        return self._coming[batch]
 
-    def total(self, batch: Batch, coming: Mapping[int, Future[Any]]) -> Callable[[], Array]:
+    def total(self, batch: Batch, first: int) -> Callable[[], Array]:
         """What gives the sum of what `coming` tells and the stages here have told."""
+        coming = self.coming(batch, first)
+        self._coming.pop(batch, None)
         here = {s: self._here.pop((s, b)) for s, b in list(self._here) if b == batch}
 
         def summed() -> Array:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product, zip_longest
 from typing import Any, NamedTuple
 
@@ -215,6 +215,48 @@ def run(plan: Plan, microbatches: int, costs: Costs = UNIT) -> tuple[Action, ...
                     yield kind, own[d][later], m
 
     return earliest(dict(enumerate(plan.place)), choices, costs, lambda s, m: m >= whole)
+
+
+def stream(
+    home: Sequence[int],
+    microbatches: int,
+    delays: Sequence[int],
+    steps: int,
+    costs: Costs = UNIT,
+) -> tuple[Action, ...]:
+    """The actions of a pipeline that is filled and emptied once, at such costs.
+
+    Args:
+      home: device of each stage.
+      microbatches: M.
+      delays: N of each stage.
+      steps: batches.
+      costs: of actions and messages.
+
+    >>> [(a.kind, a.microbatch) for a in stream((0, 1), 1, (1, 1), 3) if not a.stage]
+    [('F', 0), ('F', 1), ('B', 0), ('F', 2), ('B', 1), ('B', 2)]
+    """
+    kept = most_kept(microbatches, delays)
+
+    def choices(device: int, done: Counter[Any]) -> Iterator[Task]:
+        for s in [s for s in reversed(range(len(home))) if home[s] == device]:
+            begun, ended = done['F', s], done['B', s]
+            if ended < begun:
+                yield 'B', s, ended
+            whole = begun - begun % microbatches  # those of the steps before
+            if begun < steps * microbatches and whole - ended <= max(0, kept[s] - microbatches):
+                yield 'F', s, begun
+
+    return earliest(dict(enumerate(home)), choices, costs, lambda s, m: False)
+
+
+def most_kept(microbatches: int, delays: Sequence[int]) -> tuple[int, ...]:
+    """The most micro-batches that each stage keeps at once.
+
+    >>> most_kept(8, (1, 1, 1, 1)), most_kept(8, (4, 3, 2, 0)), most_kept(2, (3,))
+    ((16, 16, 16, 1), (40, 32, 24, 1), (1,))
+    """
+    return (*((n + 1) * microbatches for n in delays[:-1]), 1)
 
 
 def in_step(stages: int, microbatches: int) -> np.ndarray:

@@ -26,7 +26,7 @@ from jaxmp.runtimes.memory import FeedbackMemory
 from jaxmp.runtimes.packing import Packing, Vectors
 from jaxmp.runtimes.placement import is_here
 from jaxmp.runtimes.spmd_program import Packed, SpmdProgram
-from jaxmp.runtimes.stage import StageProgram, programs_of, shapes
+from jaxmp.runtimes.stage import StageProgram, programs, shapes
 from jaxmp.runtimes.state import Means, StageState
 from jaxmp.runtimes.types import (
     Batch,
@@ -65,7 +65,7 @@ class Spmd(OverColumns):
         Raises:
           ValueError: if a channel's state has no row per sample.
         """
-        stages = programs_of(model, train)
+        stages = programs(model, train)
         axes = (AxisType.Auto,) * 2
         self.mesh = Mesh(columns.devices, (REPLICA, AXIS), axis_types=axes)
         self.program = SpmdProgram(stages, model.num_microbatches)

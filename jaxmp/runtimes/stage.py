@@ -33,7 +33,7 @@ from jaxmp.runtimes.state import (
     StageState,
     Target,
 )
-from jaxmp.runtimes.trained import Path, Select, all_paths, everything, of_stage, part, whole
+from jaxmp.runtimes.trained import Path, all_paths, of_stage, part, whole
 from jaxmp.runtimes.types import Model
 from jaxmp.wire import Ctx, Index, Like, Payload, like, widened
 
@@ -252,54 +252,37 @@ class StageProgram:
 
 
 def programs(
-    stages: Sequence[Stage],
-    boundaries: Sequence[Boundary],
-    loss: Loss | None,
-    x: Array | Like,
-    kwargs: Mapping[str, object],
-    remat: bool = False,
-    trained: Select = everything,
-    first: int = 0,
+    model: Model, train: bool = True, kwargs: Mapping[str, object] | None = None
 ) -> tuple[StageProgram, ...]:
-    """The programs of all stages.
+    """The programs of all stages of a model.
 
     Args:
-      stages: Linen modules, or nnx modules by `jaxmp.nnx.stage`; each takes the last one's output.
-      boundaries: one between each two.
-      loss: ``(output, target) -> (mean over the micro-batch, further means)``; None to predict.
-      x: a micro-batch of the input, or its shape and dtype.
-      kwargs: passed to every stage's ``__call__``, for example ``train=True``.
-      remat: see `StageProgram`.
-      trained: whether the parameter of a path in a stage has a gradient.
-      first: number of the first stage with trained parameters.
+      model: stages and boundaries.
+      train: whether they are those of a training step, which has a loss.
+      kwargs: passed to every stage's ``__call__``; default ``train`` alone.
 
     Raises:
       TypeError: if an object is not a stage.
       ValueError: if there is not one boundary between each two stages.
     """
+    stages, boundaries, n = model.stages, model.boundaries, len(model.stages)
     check_stages(stages)
-    n = len(stages)
     if len(boundaries) != n - 1:
         raise ValueError(
             f'{n} stages need a boundary between each two, {n - 1} in all, got {len(boundaries)}'
         )
-    cuts, shapes, items = [None, *boundaries, None], [like(x)], tuple(sorted(kwargs.items()))
+    cuts, shapes = [None, *boundaries, None], [like(model.x)]
+    items = tuple(sorted(({'train': train} if kwargs is None else kwargs).items()))
+    loss = model.loss if train else None
     for stage in stages:
         shapes.append(_output(stage, shapes[-1], dict(items)))
     return tuple(
         StageProgram(
             s, stage, cuts[s], cuts[s + 1], shapes[s], shapes[s + 1],
-            loss if s == n - 1 else None, items, remat, of_stage(trained, s), s > first,
+            loss if s == n - 1 else None, items, model.remat, of_stage(model.trained, s),
+            s > model.first,
         )
         for s, stage in enumerate(stages)
-    )  # fmt: skip
-
-
-def programs_of(model: Model, train: bool = True) -> tuple[StageProgram, ...]:
-    """The programs of all stages of a model, of a training step or of a prediction."""
-    return programs(
-        model.stages, model.boundaries, model.loss if train else None, model.x, {'train': train},
-        model.remat, model.trained, model.first,
     )  # fmt: skip
 
 

@@ -109,36 +109,21 @@ class ModelState(NamedTuple):
     feedback: Memory
 
 
-class Runtime(Protocol):
-    """How stages run, as a step sees it; what is per stage is opaque to the caller but for `at`.
+class Stages(Protocol):
+    """What is per stage is opaque to the caller but for `at`.
 
     Attributes:
-      stages: numbers of the stages of this process.
       last: number of the last stage, of any process.
       replicas: R; each takes an equal cut of the batch.
-      square: gives the squared norm of the gradients that came last, where stages have told each
-        other before; else None.
     """
 
-    stages: tuple[int, ...]
     last: int
     replicas: int
-    square: Callable[[], Array] | None
 
     def init(self, key: Array, draw: bool = True) -> ModelState:
         """The state before the first step; every process passes the same key.
 
         Without ``draw`` no parameters are drawn, and there are none.
-        """
-        ...
-
-    def value_and_grad(
-        self, state: ModelState, batch: Batch, key: Array
-    ) -> tuple[Means, dict[int, Grads], ModelState]:
-        """Means of each replica (perhaps none here), gradients per stage, and the next state.
-
-        Gradients are those of the parameters that are trained. Where a pipeline stays full, they
-        are those of an earlier batch, and a stage has none before the first.
         """
         ...
 
@@ -154,31 +139,40 @@ class Runtime(Protocol):
         ...
 
 
-class PlacedRuntime(Protocol):
+class Runtime(Stages, Protocol):
+    """How stages run, as a step sees it.
+
+    Attributes:
+      stages: numbers of the stages of this process.
+      square: gives the squared norm of the gradients that came last, where stages have told each
+        other before; else None.
+    """
+
+    stages: tuple[int, ...]
+    square: Callable[[], Array] | None
+
+    def value_and_grad(
+        self, state: ModelState, batch: Batch, key: Array
+    ) -> tuple[Means, dict[int, Grads], ModelState]:
+        """Means of each replica (perhaps none here), gradients per stage, and the next state.
+
+        Gradients are those of the parameters that are trained. Where a pipeline stays full, they
+        are those of an earlier batch, and a stage has none before the first.
+        """
+        ...
+
+
+class PlacedRuntime(Stages, Protocol):
     """A runtime over the devices of a process, as a trainer sees it.
 
     Attributes:
-      last: number of the last stage, of any process.
-      replicas: their number R.
       together: whether one program holds all stages of a replica, and compiles the whole step.
     """
 
-    last: int
-    replicas: int
     together: bool
-
-    def init(self, key: Array, draw: bool = True) -> ModelState:
-        """See `Runtime`."""
-        ...
 
     def put(self, stage: int, tree: Tree) -> Tree:
         """The same tree at every replica of a stage that is here."""
-        ...
-
-    def at(
-        self, stage: int, f: Callable[..., Tree], *trees: Tree, spent: tuple[int, ...] = ()
-    ) -> Tree:
-        """See `Runtime`."""
         ...
 
     def bind(self, step: Step, each: PyTree) -> BoundStep:

@@ -22,10 +22,9 @@ from jaxmp.runtimes.mpmd import Mpmd
 from jaxmp.runtimes.placement import device_mesh, open_links, place
 from jaxmp.runtimes.replicated import Replicated
 from jaxmp.runtimes.schedule import Action
-from jaxmp.runtimes.schedules import named
+from jaxmp.runtimes.schedules import most_kept, named
 from jaxmp.runtimes.spmd import Spmd
 from jaxmp.runtimes.types import Model, PlacedRuntime
-from jaxmp.runtimes.unflushed import most_kept
 from jaxmp.runtimes.wires import AXIS as STAGE
 
 Build = Callable[[Model, bool], PlacedRuntime]  # of a model, and whether it is trained

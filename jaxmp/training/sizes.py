@@ -12,7 +12,7 @@ from jaxmp import exchange
 from jaxmp.boundary import Boundary, FeedbackState
 from jaxmp.boundary.pipeline import Pipeline, Variables
 from jaxmp.runtimes.placement import memory
-from jaxmp.runtimes.stage import StageProgram, programs_of
+from jaxmp.runtimes.stage import StageProgram, programs
 from jaxmp.runtimes.state import MicroBatch, Residuals
 from jaxmp.training.across import Traffic
 from jaxmp.training.evaluate import model_of
@@ -78,7 +78,7 @@ def residual_rows(exp: Experiment) -> list[tuple[int, int]]:
 
     Where stages are apart, they keep them from a forward to its backward.
     """
-    stages = programs_of(model_of(exp, exp.model.boundaries))
+    stages = programs(model_of(exp, exp.model.boundaries))
     x, rows = exp.data.train, microbatch_like(exp).shape[0]
     y = jax.eval_shape(lambda: jnp.zeros((rows, *x.y.shape[1:]), x.y.dtype))
     ids = jax.eval_shape(lambda: jnp.zeros(rows, jnp.int32))
