@@ -1,7 +1,8 @@
-"""Digests of short runs, to compare two commits on one machine: python bench/same_bits.py [OUT.json]
+"""Digests of short runs, to compare two commits: python bench/same_bits.py [OUT.json]
 
-Each run trains a few steps; its digest is of all that metrics.jsonl measured, to the last bit, but
-the time. With OUT.json from another commit, says which runs differ, and ends with 1 if one does.
+On one machine. Each run trains a few steps; its digest is of all that metrics.jsonl measured, to
+the last bit, but the time. With OUT.json from another commit, says which runs differ, and ends
+with 1 if one does.
 """
 
 import hashlib
@@ -23,7 +24,10 @@ RUNS = {  # a configuration and its changes
     'digits local': ('digits_resnet', {**FEW, **TWO}),
     'digits mpmd': ('digits_resnet', {**FEW, **TWO, 'parallel.runtime': 'mpmd'}),
     'digits spmd': ('digits_resnet', {**FEW, **TWO, 'parallel.runtime': 'spmd'}),
-    'two replicas': ('digits_resnet', {**FEW, 'parallel.replicas': 2, 'exchange': 'dgc(0.01)'}),
+    'two replicas': (
+        'digits_resnet',
+        {**FEW, 'parallel.replicas': 2, 'exchange': 'all_gather(ef21(top_k(0.1)))'},
+    ),
     'late': ('digits_resnet', {**FEW, 'parallel.runtime': 'mpmd', 'optimizer.delay': 1}),
     'late by stage': (
         'digits_resnet',

@@ -307,7 +307,9 @@ def test_mistakes_are_told_in_a_line():
     run = lambda f: jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P('i'))(X)
     cases = {
         r'qsgd\(4\) draws; give key=': lambda x: lax.ppermute(x, 'i', RING, fwd='qsgd(4)'),
-        r'ef\(mx\(4\)\) has a state; give state=lax.init': lambda x: lax.psum(x, 'i', fwd='ef(mx(4))'),
+        r'ef\(mx\(4\)\) has a state; give state=lax.init': lambda x: lax.psum(
+            x, 'i', fwd='ef(mx(4))'
+        ),
         r'axis 1 of \(4, 8, 64\) goes to 4 devices; it must have the size 4, or tiled=True':
             lambda x: lax.all_to_all(x, 'i', 1, 0, fwd='mx(8)'),
         r"in 'mx\(9\)'": lambda x: lax.psum(x, 'i', fwd='mx(9)'),
@@ -343,4 +345,4 @@ def test_every_other_name_is_that_of_jax():
     assert lax.scan is jax.lax.scan
     assert lax.axis_index is jax.lax.axis_index
     with pytest.raises(AttributeError):
-        lax.nothing_of_this_name
+        _ = lax.nothing_of_this_name

@@ -22,7 +22,6 @@ from jaxmp.codecs.view import per_chunk, per_sample, per_token
 
 __all__ = [
     'IndexCoding',
-    'adaptive',
     'argmax',
     'as_bool',
     'asinh',
