@@ -148,12 +148,9 @@ def write(
       variables: one ``{'params': ...}`` per stage.
 
     Raises:
-      ValueError: if the token tables of the first and the last stage of a tied model differ, or
-        each stage has one.
+      ValueError: if the token tables of the first and the last stage of a tied model differ.
       OSError: if the files cannot be written.
     """
-    if stages[0].config.embed_every_stage:
-        raise ValueError('the format has no place for embeddings at every stage')
     first, last = (np.asarray(variables[s]['params'].get('wte')) for s in (0, -1))
     if stages[0].config.tied and not np.array_equal(first, last):
         raise ValueError(

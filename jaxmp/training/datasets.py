@@ -73,5 +73,5 @@ def _blocks(config: Config, tokenizer: str) -> data.Dataset:
             sources = documents.load(words.files, words.test_files, *how, words.dir)
         else:
             sources = hub.load(words.name, *how)
-        return text.from_sources(sources, length, tokenizer, words.cache)
+        return text.from_sources(sources, length, tokenizer)
     return text.load(words.name, length, tokenizer, words.dir or None, words.download)

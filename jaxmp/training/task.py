@@ -7,7 +7,6 @@ The trainer uses nothing else of a model.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxmp import data, models
@@ -104,9 +102,7 @@ def task_of(config: Config) -> Task:
         the message names the key.
     """
     task = _task(config)
-    if config.model.bottleneck:
-        task = narrow(task, config.model.bottleneck)
-    if config.model.entrance:  # of what crosses, so of narrowed stages too
+    if config.model.entrance:
         task = entered(task)
     name = config.metric
     if ':' in name:
@@ -126,7 +122,7 @@ def task_of(config: Config) -> Task:
 def _task(config: Config) -> Task:
     name = config.model.name
     if name == 'gpt2':
-        return language(config)
+        return language(config, text_of(config))
     if name == 'pretrained':
         from jaxmp.training.pretrained import task_of_checkpoint  # it imports this module
 
@@ -145,24 +141,6 @@ def _task(config: Config) -> Task:
         return result
     stages = checked(result, name)
     return reader(dataset, stages) if dataset.tokenizer else classifier(config, dataset, stages)
-
-
-def narrow(task: Task, channels: int) -> Task:
-    """``task`` with stages that send so many channels; see `jaxmp.models.bottleneck`.
-
-    Raises:
-      TypeError: if a stage is no Linen module.
-      ValueError: if no boundary has more channels.
-    """
-    from jaxmp.models.bottleneck import narrowed
-
-    x = jax.ShapeDtypeStruct((1, *task.like.shape), task.like.dtype)
-
-    def start(stage: int, variables: Collections, key: Array) -> Collections:
-        drawn = task.start(stage, variables, key)
-        return {**drawn, 'params': {**variables['params'], **drawn['params']}}
-
-    return task._replace(stages=narrowed(task.stages, x, channels), start=start, export=None)
 
 
 def entered(task: Task) -> Task:
@@ -258,15 +236,6 @@ def score_classes(logits: Array, y: Int[Array, ' B']) -> dict[str, Array]:
     return {'loss': nll, 'accuracy': (jnp.argmax(logits, -1) == y).astype(jnp.float32)}
 
 
-def check_width(c: Config, width: int) -> None:
-    """Raises ValueError if bits would be counted against other channels than the weights have."""
-    if c.bottleneck and width != c.width:
-        raise ValueError(
-            f'config.model.width={c.width}, and the weights in {c.path} have {width} '
-            f'channels, against which bits are counted; give --config.model.width={width}'
-        )
-
-
 def cuts_of(text: str) -> tuple[int, ...]:
     """The numbers of ``config.model.cuts``.
 
@@ -284,12 +253,11 @@ def cuts_of(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def language(config: Config) -> Task:
+def language(config: Config, dataset: data.Dataset) -> Task:
     """The task of a GPT-2 on text, with random initial parameters or weights from a folder."""
-    from jaxmp.models import gpt2, principal, weights
+    from jaxmp.models import gpt2, weights
 
     c, words = config.model, config.data
-    dataset = text_of(config)
     cuts = cuts_of(c.cuts) or None
     dropout, folder = (c.dropout,) * 3, str(local(c.path)) if c.path else ''
     if folder:
@@ -301,7 +269,6 @@ def language(config: Config) -> Task:
                 'to score; leave it out, or put lm_head.weight into the weights and '
                 'tie_word_embeddings=false into their config.json'
             )
-        check_width(c, sizes.width)
     else:
         sizes = gpt2.Config(
             dataset.classes, words.sequence_length, dropout=dropout, width=c.width, blocks=c.blocks,
@@ -309,25 +276,12 @@ def language(config: Config) -> Task:
         )  # fmt: skip
     dtype = None if c.dtype == 'float32' else jnp.dtype(c.dtype)
     sizes = dataclasses.replace(sizes, dtype=dtype, remat=c.remat)
-    published = gpt2.gpt2(sizes, c.stages, cuts)
-    sizes = dataclasses.replace(sizes, embed_every_stage=c.embed_every_stage)
     stages = gpt2.gpt2(sizes, c.stages, cuts)
-    if c.embed_every_stage and len(stages) == 1:
-        raise ValueError(
-            'config.model.embed_every_stage=True is for stages after the first, and '
-            'config.model.stages=1 has none; give 2 or more'
-        )
-    read = lambda stage: weights.read(folder, published, stage)[0]
-    vocabulary = sizes.vocabulary if c.embed_every_stage else 0
-    network = principal.Network(published, read, dataset.train.x, vocabulary)
-    components = functools.cache(functools.partial(principal.components, network))
 
     def start(stage: int, variables: Collections, key: Array) -> Collections:
         if folder:
-            params = {**variables.get('params', {}), **read(stage)['params']}
-            if any(isinstance(a, Tracer) for a in jax.tree.leaves(variables)):
-                return {**variables, 'params': params}  # whoever traces wants shapes
-            return {**variables, 'params': params | principal.fitted(components, stage, params)}
+            params = weights.read(folder, stages, stage)[0]['params']
+            return {**variables, 'params': {**variables.get('params', {}), **params}}
         if not sizes.tied or stage not in (0, len(stages) - 1):
             return variables
         first = table(stages[0], jax.random.fold_in(key, 0))
@@ -339,8 +293,7 @@ def language(config: Config) -> Task:
         dataset.tokenizer.save(Path(folder))
 
     tied = WTE if sizes.tied and len(stages) > 1 else None
-    task = reader(dataset, stages)._replace(start=start, tied=tied)
-    return task if c.embed_every_stage else task._replace(export=export)
+    return reader(dataset, stages)._replace(start=start, tied=tied, export=export)
 
 
 def score_tokens(logits: Array, tokens: Int[Array, 'B T']) -> dict[str, Array]:

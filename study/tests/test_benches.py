@@ -14,7 +14,6 @@ from jaxmp.config import load
 from jaxmp.runtimes.schedules import gpipe, named
 from jaxmp.training.language_model import open_language_model
 from study import polar
-from study.report import command as report
 from tests.runs import ROOT
 
 RESULTS = ROOT / 'bench' / 'results'
