@@ -43,7 +43,8 @@ def build(config: Config, dataset: Dataset) -> Task:
         embed, or bits would be counted against other channels than the weights have.
     """
     c, plain = config.model, language(config, dataset)
-    stages, width = plain.stages, plain.stages[0].config.width
+    stages: Any = plain.stages  # of `jaxmp.models.gpt2`
+    width = stages[0].config.width
     if c.embed_every_stage and len(stages) == 1:
         raise ValueError(
             'config.model.embed_every_stage=True is for stages after the first, and '
