@@ -4,7 +4,7 @@ python train.py --config=configs/cifar10_resnet18.py --config.data.dir=DIR \
     --config.fwd='uniform(4)' --config.bwd='uniform(8)'
 Uncompressed 93.0 % in the paper (100 epochs, best of five runs). One accelerator; on 2 CPU cores a
 step takes about 2 s, so use --config.model.width=16 --config.data.train_examples=20000
---config.epochs=10 --config.optimizer.cosine_epochs=20 there.
+--config.epochs=10 --config.optimizer.schedule='cosine(20)' there.
 """
 
 from jaxmp.config import Config, load
@@ -20,8 +20,7 @@ def get_config() -> Config:
     c.epochs = 100
     c.batch_size = 100
     c.optimizer.lr = 0.01
-    c.optimizer.schedule = 'cosine'
-    c.optimizer.cosine_epochs = 200
+    c.optimizer.schedule = 'cosine(200)'
     c.optimizer.momentum = 0.9
     c.optimizer.weight_decay = 5e-4
     return c

@@ -15,6 +15,6 @@ def get_config() -> Config:
     c.model.width = 16
     c.data.train_examples = 20_000
     c.epochs = 10
-    c.optimizer.cosine_epochs = 20
+    c.optimizer.schedule = 'cosine(20)'
     c.checkpoint_every = 5
     return c

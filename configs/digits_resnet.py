@@ -13,8 +13,7 @@ def get_config() -> Config:
     c.name = 'digits_resnet'
     c.fwd = 'top_k(0.1)'
     c.bwd = 'top_k(0.1)'
-    c.optimizer.schedule = 'cosine'
-    c.optimizer.cosine_epochs = 15
+    c.optimizer.schedule = 'cosine(15)'
     c.optimizer.momentum = 0.9
     c.optimizer.weight_decay = 5e-4
     return c

@@ -18,6 +18,7 @@ from __future__ import annotations
 from jaxmp.config import Config, load
 from jaxmp.sweep.study import study_of
 
+NARROW = 'study.bottleneck:build'  # a GPT-2 with learned projections and embeddings
 EXACT = 'top_k(0.1, values=fp16)'
 COARSE = 'top_k(0.4, values=log_scale(4), indices=bitmap)'
 TRIPLES = ', triples=65536'  # forward
@@ -228,7 +229,9 @@ def get_config(name: str = 'none', scale: str = 'cpu') -> Config:
     c = SCALES[scale]()
     fwd, bwd = CHANNELS[name]
     c.update(name=name, fwd=fwd, bwd=bwd, phases=PHASES.get(name, ''))
-    c.model.update(bottleneck=BOTTLENECKS.get(name, 0), embed_every_stage=name in EMBEDDED)
+    if (channels := BOTTLENECKS.get(name, 0)) or name in EMBEDDED:
+        with c.unlocked():
+            c.model.update(name=NARROW, bottleneck=channels, embed_every_stage=name in EMBEDDED)
     return c
 
 

@@ -150,7 +150,7 @@ def smoke(table: int) -> Config:
         return c
     c = load('digits_resnet')
     c.update(model={'width': 2}, data={'train_examples': 320}, epochs=2, batch_size=32)
-    c.optimizer.cosine_epochs = 4
+    c.optimizer.schedule = 'cosine(4)'
     return c
 
 
@@ -160,7 +160,7 @@ def cpu(table: int) -> Config:
         return load('wikitext_gpt2_small:tune')
     c = load('cifar10_resnet18')
     c.data.update(pool=2, train_examples=6000, test_examples=2500)
-    c.update(model={'width': 8}, epochs=10, optimizer={'cosine_epochs': 20})
+    c.update(model={'width': 8}, epochs=10, optimizer={'schedule': 'cosine(20)'})
     return c
 
 
@@ -171,7 +171,7 @@ def mnist(table: int) -> Config:
         epochs=10, batch_size=100, data={'name': 'mnist'}, model={'name': 'lenet', 'width': 10}
     )
     c.optimizer.update(lr=0.01, momentum=0.9, weight_decay=5e-4)  # as in section 3.1
-    c.optimizer.update(schedule='cosine', cosine_epochs=10)
+    c.optimizer.schedule = 'cosine(10)'
     return c
 
 
@@ -181,7 +181,7 @@ def converged(table: int) -> Config:
         return load('wikitext_gpt2_small:tune')
     c = load('cifar10_resnet18')
     c.data.pool = 2
-    c.update(model={'width': 8}, epochs=30, optimizer={'lr': 0.05, 'cosine_epochs': 30})
+    c.update(model={'width': 8}, epochs=30, optimizer={'lr': 0.05, 'schedule': 'cosine(30)'})
     return c
 
 
@@ -205,7 +205,7 @@ def slack(table: int) -> Config:
     """Section 3.1 with half the width, batches of 500 and 30 epochs with a rate that ends at 0."""
     c = load('cifar10_resnet18')
     c.update(model={'width': 32}, epochs=30, batch_size=500)
-    c.optimizer.update(lr=0.1, cosine_epochs=30)
+    c.optimizer.update(lr=0.1, schedule='cosine(30)')
     return c
 
 
@@ -253,7 +253,8 @@ def get_study(scale: str, tables: tuple[int, ...] = (1, 2, 3, 4)) -> list[tuple[
                 c: Any = SCALES[scale](table)
                 c.update(name=row.name, fwd=row.fwd, bwd=row.bwd, seed=seed)
                 c.update_from_flattened_dict(dict(row.changes))
-                c.warmup_epochs = math.ceil(row.warmup * c.epochs)
+                if row.warmup:
+                    c.phases = f'raw@:{math.ceil(row.warmup * c.epochs)}'
                 if table == 5 and scale != 'smoke':  # it fine-tunes
                     c.model.path = c.model.path or BASE
                 runs.setdefault((seed, row.name), c)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,19 +87,31 @@ def to_summary(metric: Metric) -> dict[str, Any]:
     }
 
 
+def warmup_of(config: Mapping[str, Any]) -> int:
+    """The epochs at the start of a run that its phase ``raw@:N`` sends uncompressed.
+
+    >>> warmup_of({'phases': 'lloyd(2)@3:; raw@:2'}), warmup_of({'phases': 'raw@2:'})
+    (2, 0)
+    """
+    texts = config['phases'].split(';')
+    matches = (re.fullmatch(r'raw\s*@0?:(\d+)', text.strip()) for text in texts)
+    return next((int(match[1]) for match in matches if match), 0)
+
+
 def by_phases(summary: Summary, epoch: float) -> float:
     """Bytes per step that the phases add at the boundaries, summed over the first epochs of a run.
 
-    A summary of before there were phases has the warm-up alone.
+    A summary without phases, of an older version, has the warm-up alone.
 
     >>> row = {'boundary': 1, 'uncompressed': 100, 'forward': 10, 'backward': 10}
     >>> by_phases({'bytes': [row], 'phases': [{'start': 2, 'stop': 5, 'bytes': 200}]}, epoch=3)
     180
     """
-    rows, warm = summary['bytes'], summary.get('config', {}).get('warmup_epochs', 0)
+    rows = summary['bytes']
     full = sum(2 * r['uncompressed'] for r in rows)
     sent = sum(r['forward'] + r['backward'] for r in rows)
-    phases = summary.get('phases', [{'start': 0, 'stop': warm, 'bytes': full}])
+    if (phases := summary.get('phases')) is None:
+        phases = [{'start': 0, 'stop': warmup_of(summary['config']), 'bytes': full}]
     epochs = lambda p: max(0, min(epoch, p['stop']) - p['start'])
     return sum(epochs(p) * (p['bytes'] - sent) for p in phases)
 

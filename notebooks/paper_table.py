@@ -97,7 +97,7 @@ def runs(seed):
         if c.name in ROWS:
             c.model.update(name='__main__:network', width=16)
             c.update(data={'train_examples': 0}, seed=seed, epochs=EPOCHS)
-            c.optimizer.cosine_epochs = EPOCHS
+            c.optimizer.schedule = f'cosine({EPOCHS})'
             yield seed, c
 
 

@@ -47,7 +47,8 @@ home = Path(tempfile.mkdtemp(prefix='processes-'))
 SETTINGS = {
     'parallel.runtime': 'mpmd', 'parallel.num_microbatches': 2, 'model.name': 'lenet',
     'model.width': 8, 'data.train_examples': EXAMPLES, 'fwd': 'ef21(uniform(4))',
-    'bwd': 'uniform(8)', 'epochs': EPOCHS, 'optimizer.cosine_epochs': EPOCHS, 'optimizer.lr': 0.05,
+    'bwd': 'uniform(8)', 'epochs': EPOCHS, 'optimizer.schedule': f'cosine({EPOCHS})',
+    'optimizer.lr': 0.05,
 }  # fmt: skip
 
 

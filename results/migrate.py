@@ -1,8 +1,8 @@
 """python results/migrate.py FILE ...: configurations of older versions, with every key of this one.
 
 Rewrites the ``config`` of result files (``summary.json``, a sweep's results) and the
-``config.json`` of workdirs in place: flat ones of before version 0.3 are made nested, and a key
-that is missing gets its default.
+``config.json`` of workdirs in place: flat ones of before version 0.3 are made nested, a key
+that is missing gets its default. A key that has left is said by another.
 Nothing else in a file changes, and no number.
 """
 
@@ -28,18 +28,33 @@ NAMES = {
 GONE = ('tensorboard',)
 
 
+def renewed(values: dict) -> dict:
+    """Values by dotted names, in which keys of today say what keys that have left said."""
+    if count := values.pop('warmup_epochs', 0):
+        texts = f'raw@:{count}', values.get('phases', '')
+        values['phases'] = '; '.join(text for text in texts if text)
+    count = values.pop('optimizer.cosine_epochs', 0)
+    if count and values['optimizer.schedule'] == 'cosine':
+        values['optimizer.schedule'] = f'cosine({count})'
+    decay = values.pop('optimizer.decay', '20%')
+    if values.get('optimizer.schedule') == 'wsd' and decay != '20%':
+        values['optimizer.schedule'] = f'wsd({decay})'
+    for name in ('data.cache', 'parallel.send_once'):  # they moved no number
+        values.pop(name, None)
+    if values.get('model.bottleneck') or values.get('model.embed_every_stage'):
+        values['model.name'] = 'study.bottleneck:build'
+    return config.current(values)
+
+
 def migrated(old: dict) -> dict:
-    """A configuration with every key of the schema; one of before version 0.3 is flat."""
+    """A configuration with keys of the schema alone; one of before version 0.3 is flat."""
     if any(isinstance(value, dict) for value in old.values()):
-        made = config.complete(old).to_dict()
-        if 'dir' not in old.get('data', {}):
-            del made['data']['dir']
-        return made
+        return config.nested(renewed(config.flat(old)))
     values = {NAMES.get(name, name): value for name, value in old.items() if name not in GONE}
     falling = values.get('optimizer.name', 'sgd') == 'adamw'
     cosine = 'cosine' if values.get('optimizer.cosine_epochs') else 'constant'
     values['optimizer.schedule'] = 'linear' if falling else cosine
-    made = config.complete(config.nested(values)).to_dict()
+    made = config.complete(config.nested(renewed(values))).to_dict()
     if 'data_dir' not in old:  # a result does not say where the data lay
         del made['data']['dir']
     return made
@@ -53,19 +68,23 @@ def text(value: dict, like: str) -> str:
     return '{\n' + ',\n'.join(lines) + '\n}\n'
 
 
+def everywhere(found: object) -> object:
+    """Results, and results within results, with their configurations migrated."""
+    if not isinstance(found, dict):
+        return found
+    has_one = isinstance(found.get('config'), dict)
+    return {
+        name: migrated(value) if has_one and name == 'config' else everywhere(value)
+        for name, value in found.items()
+    }
+
+
 def main(paths: list[str]) -> None:
     """Rewrites the files."""
     for path in map(Path, paths):
         before = path.read_text()
         found = json.loads(before)
-        if not isinstance(found, dict):
-            continue
-        if path.name == 'config.json':
-            after = migrated(found)
-        elif isinstance(found.get('config'), dict):
-            after = {**found, 'config': migrated(found['config'])}
-        else:
-            continue
+        after = migrated(found) if path.name == 'config.json' else everywhere(found)
         if after != found:
             path.write_text(text(after, before))
 

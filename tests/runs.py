@@ -24,10 +24,10 @@ SHORT |= {n: f'{n}.name' for n in ('data', 'model', 'optimizer')} | {'data_dir':
 
 
 def keyed(changes):
-    """Short names of keys (``lr``, ``model``) as the schema's; a cosine has a length."""
-    values = {SHORT.get(k, k): v for k, v in changes.items()}
-    if (length := values.get('optimizer.cosine_epochs')) is not None:
-        values['optimizer.schedule'] = 'cosine' if length else 'constant'
+    """Short names of keys (``lr``, ``model``) as the schema's; ``cosine`` has epochs, or 0."""
+    values = {SHORT.get(k, k): v for k, v in changes.items() if k != 'cosine'}
+    if (length := changes.get('cosine')) is not None:
+        values.setdefault('optimizer.schedule', f'cosine({length})' if length else 'constant')
     return values
 
 
@@ -58,7 +58,7 @@ def hurry_the_probe(monkeypatch):
 
 LAUNCH = (sys.executable, '-m', 'jaxmp.launch', '--processes', '2', '--')
 
-SMALL = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 2, 'cosine_epochs': 4}
+SMALL = {'width': 2, 'train_examples': 160, 'batch_size': 32, 'epochs': 2, 'cosine': 4}
 SMALL |= {'test_examples': 72}  # of 360, and as those no multiple of the batch
 
 

@@ -568,3 +568,18 @@ def test_dropout_draws_from_the_context():
     step = trainer(p)
     first, again, other = (step(key)[0][0] for key in (0, 0, 1))
     assert first == again != other
+
+
+def test_tokens_that_a_stage_misses_are_an_error():
+    class Reader(nn.Module):
+        reads_tokens = True
+
+        @nn.compact
+        def __call__(self, x, train=False, tokens=None):
+            return x
+
+    model = jaxmp.pipeline((Reader(), Reader()), parse('raw'), parse('raw'))
+    with pytest.raises(
+        ValueError, match=r'Reader reads the tokens .* is no integers; give token ids'
+    ):
+        model.init(jax.random.key(0), jnp.ones((1, 3, 4)))

@@ -47,7 +47,7 @@ def flat(monkeypatch):
 
 
 def small(**changes):
-    words = {**SMALL, 'model': 'flat', 'width': 24, 'checkpoint_every': 1, 'cosine_epochs': 0}
+    words = {**SMALL, 'model': 'flat', 'width': 24, 'checkpoint_every': 1, 'cosine': 0}
     return config_of('digits_dataparallel', **{**words, **changes})
 
 
@@ -88,7 +88,7 @@ def state_of(workdir, config):
     return trainer, state.replace(key=jax.random.key_data(state.key))
 
 
-KILLED = {**SMALL, 'epochs': 3, 'checkpoint_every': 1, 'cosine_epochs': 0}
+KILLED = {**SMALL, 'epochs': 3, 'checkpoint_every': 1, 'cosine': 0}
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 
 from jaxmp import Ctx, boundary, data, models, spec
 from jaxmp import config as schema
+from jaxmp.config.change import put
 from jaxmp.data import Dataset, Split, text, tokenizer
 from jaxmp.data.understood import contents
 from jaxmp.models import gpt2_file
@@ -23,7 +24,7 @@ from jaxmp.net.views import ViewChangedError
 from jaxmp.runtimes import stage
 from jaxmp.runtimes.types import Model
 from jaxmp.training import command, dry_run, experiment, generate, loop, resume, sizes, task
-from jaxmp.training.locks import WorkdirError
+from jaxmp.training.locks import WorkdirError, claim
 from jaxmp.training.portable import Portable
 from tests.base import ROOT
 from tests.runs import SMALL, config_of, keyed
@@ -81,10 +82,9 @@ def test_a_setting_that_makes_no_sense(case):
         (
             {
                 'optimizer.warmup': '9 epochs',
-                'optimizer.schedule': 'wsd',
-                'optimizer.decay': '2 epochs',
+                'optimizer.schedule': 'wsd(2 epochs)',
             },
-            r"warmup='9 epochs' and .*decay='2 epochs' are 671 steps and the run has 610; shorten",
+            r"warmup='9 epochs' and .*schedule='wsd\(2 epochs\)' are 671 steps and the run has 610",
         ),
         ({'data': 'allice'}, r"'allice' is not one of .*mean alice.* load\(config\)"),
         ({'parallel.remat': 1}, 'config.parallel.remat=1 is not True or False'),
@@ -135,7 +135,7 @@ def own_rate(config, steps_per_epoch):
         ({'optimizer.schedule': f'{__name__}:own_rate'}, 'optimizer.schedule'),
         ({'phases': 'raw@-1:'}, 'phases'),
         ({'phases': 'raw@1:'}, ''),
-        ({'cosine_epochs': 4}, ''),
+        ({'cosine': 4}, ''),
         ({'optimizer.schedule': 'wsd'}, 'optimizer.schedule'),
         ({'optimizer.warmup': '8 steps'}, ''),
         ({'optimizer.warmup': '50%', 'optimizer.schedule': 'constant'}, 'optimizer.schedule'),
@@ -160,11 +160,13 @@ def test_more_epochs_than_the_steps_so_far_were_made_for(tmp_path, changes, key)
 
 def test_rates_that_late_gradients_have_not_used_may_change(tmp_path):
     """Of 10 steps the first 8 made 6 updates, and the rate falls with the eighth."""
-    words = {'optimizer.schedule': 'wsd', 'optimizer.decay': '2 steps', 'delay': 2}
+    words = {'optimizer.schedule': 'wsd(2 steps)', 'delay': 2}
     (tmp_path / 'config.json').write_text(json.dumps(small(epochs=2, **words).to_dict()))
     exp = experiment.experiment_of(small(epochs=6, **words))
     resume.check_length(exp, tmp_path, 9)
-    with pytest.raises(WorkdirError, match="schedule='wsd' would have made its first 10 steps"):
+    with pytest.raises(
+        WorkdirError, match=r"schedule='wsd\(2 steps\)' would have made its first 10 steps"
+    ):
         resume.check_length(exp, tmp_path, 10)
 
 
@@ -185,6 +187,35 @@ TYPOS = {
 @pytest.mark.parametrize('typo', TYPOS)
 def test_the_key_that_is_meant(typo):
     assert schema.nearest(typo, schema.default().to_dict()) == TYPOS[typo]
+
+
+def test_what_a_key_said_that_left_is_not_lost(tmp_path):
+    """It is refused with what says it now; a workdir in which it said nothing goes on."""
+    now, old = schema.default(), schema.default().to_dict()
+    old |= {'warmup_epochs': 0, 'eval_feedback': 'carry'}
+    file = tmp_path / 'config.json'
+    file.write_text(json.dumps(old))
+    claim(tmp_path, now.to_dict())
+    file.write_text(json.dumps(old | {'warmup_epochs': 2}))
+    line = r"config\.warmup_epochs=2 has left; config\.phases='raw@:N' sends"
+    with pytest.raises(WorkdirError, match=rf'{file}: {line}.*; convert it with .*migrate\.py'):
+        claim(tmp_path, now.to_dict())
+    with pytest.raises(ValueError, match=line):
+        schema.complete({'warmup_epochs': 2})
+    own = schema.complete({'model': {'name': 'own.py:build', 'bottleneck': 3}})
+    assert own.model.bottleneck == 3
+    with pytest.raises(ValueError, match=r"no key 'optimizer.decay' \(it has left: .*wsd\(20%\)"):
+        put(now, 'optimizer.decay=5%')
+    said = command.mistake('common', ['--config.warmup_epochs=1'], ValueError())
+    assert said.startswith('no key config.warmup_epochs (it has left: config.phases=')
+    file = tmp_path / 'own.py'
+    text = (
+        'from jaxmp.config import load\ndef get_config():\n    c = load("common")\n    c.{} = 1\n'
+    )
+    file.write_text(text.format('optimizer.cosine_epochs'))
+    assert "left: config.optimizer.schedule='cosine(N)'" in command.mistake(
+        str(file), [], OSError()
+    )
 
 
 def test_a_rounding_is_not_called_while_it_is_parsed():

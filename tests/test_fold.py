@@ -158,8 +158,8 @@ def test_a_folded_language_model_writes(pair, capsys):
 
 @pytest.mark.slow
 def test_a_run_without_the_folder_model_writes_from_its_checkpoint(tmp_path, capsys):
-    """As one with a bottleneck has none; one on images is no language model."""
-    config = config_of('text_gpt2', **TEXT, bottleneck=3, embed_every_stage=True)
+    """As one with entrances has none; one on images is no language model."""
+    config = config_of('text_gpt2', **TEXT, entrance=True)
     loop.train_and_evaluate(config, tmp_path / 'run', quiet=True, draw=False)
     assert not (tmp_path / 'run' / 'model').exists()
     _, read = language_model.opened(tmp_path / 'run')

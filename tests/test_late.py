@@ -244,7 +244,7 @@ def test_what_late_gradients_do_not_go_with(changes, message):
 def test_a_seed_begins_with_nothing_of_the_run_before_it():
     """It ended within an epoch whose boundaries are not those of the run, as if it diverged."""
     with jax.enable_x64(False):
-        config = digits(delay=2, warmup_epochs=1, **MPMD)
+        config = digits(delay=2, phases='raw@:1', **MPMD)
         config.probe = 'off'
         trainer = Trainer(experiment_of(config), ProcessGroup())
         other = config.copy_and_resolve_references()

@@ -15,7 +15,7 @@ from tests.test_portable import RUNTIMES, Flat, steps
 
 def made(**words):
     fixed = {'model': 'flat', 'width': 24, 'train_examples': 64, 'batch_size': 32, 'epochs': 3}
-    fixed |= {'fwd': 'ef21(uniform(2))', 'bwd': 'ef(uniform(2))', 'warmup_epochs': 1}
+    fixed |= {'fwd': 'ef21(uniform(2))', 'bwd': 'ef(uniform(2))', 'phases': 'raw@:1'}
     return experiment.experiment_of(config_of(**fixed | words))
 
 
@@ -41,7 +41,7 @@ def test_a_phase_replaces_the_channels_in_its_epochs(runtimes):
     """Like a run without it until then, and alike in every runtime."""
     own, *weaned = (
         losses(made(phases=p, runtime=r))
-        for p, r in (('', 'local'), *(('raw@-1:', r) for r in runtimes))
+        for p, r in (('raw@:1', 'local'), *(('raw@:1; raw@-1:', r) for r in runtimes))
     )
     for found in weaned:
         np.testing.assert_allclose(found, weaned[0], rtol=1e-4)
@@ -53,8 +53,8 @@ def test_a_phase_replaces_the_channels_in_its_epochs(runtimes):
 def test_replicas_have_phases_too():
     """Two replicas, whose mean loss is shown; alike in every runtime, in the phase and after."""
     two = {'replicas': 2, 'phases': 'raw@1:2'}
-    found = [losses(made(runtime=r, warmup_epochs=0, **two)) for r in RUNTIMES]
-    plain = losses(made(runtime='local', warmup_epochs=0, replicas=2))
+    found = [losses(made(runtime=r, **two)) for r in RUNTIMES]
+    plain = losses(made(runtime='local', phases='', replicas=2))
     for row in found:
         np.testing.assert_allclose(row, found[0], rtol=1e-4)
     np.testing.assert_array_equal(found[0][0], plain[0])
@@ -65,10 +65,10 @@ def test_replicas_have_phases_too():
 def test_a_rule_goes_on_with_other_bits():
     """Few bits, then more: the basis of the first phase serves the second."""
     # Of seed 0 the rounding of one program flips a code on a CPU without AVX-512.
-    rule, words = 'klt({}, refresh=2)', {'warmup_epochs': 0, 'epochs': 2, 'seed': 2}
+    rule, words = 'klt({}, refresh=2)', {'phases': '', 'epochs': 2, 'seed': 2}
     words |= dict.fromkeys(('fwd', 'bwd'), rule.format(4))
     at = [r for r in RUNTIMES if r != 'spmd']  # which has no states that are not per sample
-    runs = [made(runtime=r, phases=f'{rule.format(2)}@:1', **words) for r in at]
+    runs = [made(**words | {'runtime': r, 'phases': f'{rule.format(2)}@:1'}) for r in at]
     found = [losses(exp) for exp in runs]
     for row in found:
         np.testing.assert_allclose(row, found[0], rtol=1e-4)
@@ -81,7 +81,7 @@ def test_a_rule_goes_on_with_other_bits():
     with pytest.raises(
         ValueError, match=r'klt\(2, refresh=3\) cannot go on with the states of klt'
     ):
-        made(phases='klt(2, refresh=3)@:1', **words)
+        made(**words | {'phases': 'klt(2, refresh=3)@:1'})
     with pytest.raises(ValueError, match=r'klt\(2\) cannot go on with the states of ef21'):
         made(phases='klt(2)@:1')
 
@@ -90,13 +90,13 @@ def test_each_boundary_may_have_its_codec_in_a_phase(monkeypatch):
     known_model(
         monkeypatch, 'flat', lambda classes, width: (Flat(width), Flat(width), Flat(classes))
     )
-    [phase] = made(phases='lloyd(1) & raw | raw & lloyd(2)@1:', warmup_epochs=0).phases
+    [phase] = made(phases='lloyd(1) & raw | raw & lloyd(2)@1:').phases
     first, second = phase.boundaries
     sent = [str(c.codec) for c in (first.fwd, second.fwd, first.bwd, second.bwd)]
     assert sent == ['lloyd(1)', 'raw', 'raw', 'lloyd(2)']
     assert phase.text == 'lloyd(1) & raw | raw & lloyd(2)'
     with pytest.raises(ValueError, match=r'has 3 codecs and the model 2 boundaries; give one, or'):
-        made(phases='raw & raw & raw@1:', warmup_epochs=0)
+        made(phases='raw & raw & raw@1:')
 
 
 def test_both_ends_are_primed_with_what_a_phase_sent():
@@ -112,7 +112,7 @@ def test_both_ends_are_primed_with_what_a_phase_sent():
 
 def test_the_directions_of_a_phase_have_codecs_of_their_own():
     exp = made(phases='uniform(8) | raw@2:')
-    [_, phase] = exp.phases
+    [phase] = exp.phases
     [cut], [row] = phase.boundaries, sizes.message_bytes(exp, phase.boundaries)
     assert phase.text == 'uniform(8) | raw'
     assert (row['forward'], row['backward']) == (32 * 24 + 8, 32 * 24 * 4)
@@ -122,7 +122,7 @@ def test_the_directions_of_a_phase_have_codecs_of_their_own():
 
 
 def test_bytes_count_every_phase():
-    exp = made(phases='uniform(8)@2:3; raw@3:', epochs=4)
+    exp = made(phases='raw@:1; uniform(8)@2:3; raw@3:', epochs=4)
     rows = sizes.phase_bytes(exp)
     [row] = sizes.message_bytes(exp)
     full, eight, own = (2 * 32 * 24 * 4, 2 * (32 * 24 + 8), row['forward'] + row['backward'])
@@ -137,7 +137,7 @@ def test_bytes_count_every_phase():
     [
         ({'phases': 'raw'}, "'raw' is not a codec and some of 3 epochs"),
         ({'phases': 'raw@3:'}, 'is not a codec and some of'),
-        ({'phases': 'raw@:2'}, 'epoch 0, counted from 0, is in two phases'),
+        ({'phases': 'raw@:1; raw@:2'}, 'epoch 0, counted from 0, is in two phases'),
         ({'phases': 'ef(raw)@2:'}, 'a phase keeps the feedback rules'),
         ({'phases': 'top_k@2:'}, 'needs its arguments'),
         ({'phases': 'raw | top_k@2:'}, 'needs its arguments'),

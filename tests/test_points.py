@@ -168,10 +168,10 @@ def test_a_run_goes_on_with_other_points_and_another_length(tmp_path):
 )  # fmt: skip
 def test_a_length_that_is_none(value, problem):
     said = "is no length of training; give '500 steps', '2 epochs', '10%' of the run, or a number"
-    for name in ('eval_every', 'checkpoint_every', 'optimizer.decay'):
+    for name in ('eval_every', 'checkpoint_every'):
         config = schema.complete({})
         with config.unlocked(), config.ignore_type():
-            config.update_from_flattened_dict({name: value, 'optimizer.schedule': 'wsd'})
+            config.update_from_flattened_dict({name: value})
         with pytest.raises(ValueError, match=f'^config.{name}={problem} {said}') as caught:
             schema.check(config)
         assert str(caught.value).endswith('a number of epochs, more than 0')
@@ -215,16 +215,16 @@ def test_the_rate_warms_up_and_falls():
         ('wsd', lambda step: 0.5 * min(1, (32 - step) / 10)),
     ):
         after = [float(fall(i)) for i in range(32)]
-        changes = {'schedule': name, **({'decay': '25%'} if name == 'wsd' else {})}
+        share, steps = ('wsd(25%)', 'wsd(10 steps)') if name == 'wsd' else (name, name)
         for warmup in ('8 steps', '20%', 0.8, '0.8 epochs'):
-            found = rates(40, warmup=warmup, **changes)
+            found = rates(40, warmup=warmup, schedule=share)
             np.testing.assert_allclose(found, [*up, *after], atol=1e-6, err_msg=name)
-        np.testing.assert_allclose(rates(32, **changes | {'decay': '10 steps'} if name == 'wsd'
-                                         else changes), after, atol=1e-6)  # fmt: skip
-    plain = rates(40, schedule='cosine', cosine_epochs=4)
+        np.testing.assert_allclose(rates(32, schedule=steps), after, atol=1e-6)
+    assert rates(32, schedule='wsd').tolist() == rates(32, schedule='wsd(20%)').tolist()
+    plain = rates(40, schedule='cosine(4)')
     assert plain.tolist() == [plain[10 * (i // 10)] for i in range(40)]
-    np.testing.assert_allclose(rates(48, schedule='cosine', cosine_epochs=4, warmup='8 steps'),
-                               [*up, *plain], atol=1e-6)  # fmt: skip
+    warmed = rates(48, schedule='cosine(4)', warmup='8 steps')
+    np.testing.assert_allclose(warmed, [*up, *plain], atol=1e-6)
 
 
 @pytest.mark.parametrize('schedule', ['linear', 'cosine', 'wsd'])
@@ -240,16 +240,17 @@ def test_a_run_that_is_too_short_for_its_rate():
     for changes, said in (
         ({'warmup': '40 steps'}, r"warmup='40 steps' are 40 steps and the run has 40; shorten"),
         ({'warmup': 5}, r'warmup=5 are 50 steps and the run has 40'),
-        ({'warmup': '50%', 'decay': '21 steps', 'schedule': 'wsd'},
-         r"warmup='50%' and config.optimizer.decay='21 steps' are 41 steps and the run has 40"),
+        ({'warmup': '50%', 'schedule': 'wsd(21 steps)'},
+         r"warmup='50%' and config.optimizer.schedule='wsd\(21 steps\)' are 41 steps"),
         ({'delay': 40}, r'delay=40 leaves none of 40 steps .*; give a delay of 39 at most'),
         ({'delay': 30, 'warmup': 2}, r'warmup=2 are 20 .* 40, of which .*delay=30 move nothing'),
-        ({'decay': '10%', 'schedule': 'linear'}, r"decay='10%' is read by .*schedule='wsd' alone"),
+        ({'schedule': 'wsd(half)'}, r"schedule='wsd\(half\)' is not one .*, nor one with a length"),
+        ({'schedule': 'cosine(0)'}, r"schedule='cosine\(0\)' is not one .*such as 'cosine\(20\)'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f'^config.optimizer.{said}') as caught:
             rates(40, **changes)
         assert '\n' not in str(caught.value)
-    assert len(rates(40, warmup='20 steps', decay='20 steps', schedule='wsd')) == 40
+    assert len(rates(40, warmup='20 steps', schedule='wsd(20 steps)')) == 40
 
 
 def test_epochs_of_a_run_in_steps_are_those_that_it_begins():
@@ -258,8 +259,6 @@ def test_epochs_of_a_run_in_steps_are_those_that_it_begins():
     assert exp.points.epochs == 3
     assert [p.epochs for p in exp.phases] == [range(1), range(2, 3)]
     assert exp.points == points.Points(5, 5, 5, 12, in_steps=True)
-    with pytest.raises(ValueError, match='warmup_epochs=4 is not between 0 and epochs=3'):
-        experiment.experiment_of(small(steps=12, warmup_epochs=4))
 
 
 def test_a_text_is_drawn_by_steps_and_images_by_epochs(tmp_path, monkeypatch):

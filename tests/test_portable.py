@@ -38,7 +38,7 @@ def made(classes, width):
 def small(runtime, replicas, channels):
     words = {'model': 'flat', 'width': 24, 'train_examples': 160, 'batch_size': 32, 'epochs': 1}
     words |= {'fwd': channels[0], 'bwd': channels[1], 'num_microbatches': 2}
-    words |= {'warmup_epochs': 0, 'exchange': ROUNDS, 'clip_norm': 1.0}
+    words |= {'exchange': ROUNDS, 'clip_norm': 1.0}
     return config_of('digits_dataparallel', **words, runtime=runtime, replicas=replicas)
 
 

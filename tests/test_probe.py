@@ -118,7 +118,7 @@ def test_shared_states_count_once_and_raw_has_no_error():
 
 
 def test_callbacks_get_every_record_and_the_probe_changes_none(tmp_path, capsys):
-    ways = {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))', 'warmup_epochs': 2}
+    ways = {'fwd': 'ef21(uniform(4))', 'bwd': 'ef(uniform(4))', 'phases': 'raw@:2'}
     on, off, seen = tmp_path / 'on', tmp_path / 'off', []
     for epochs in (2, 3):  # ends, and goes on
         settings = config(**ways, epochs=epochs)

@@ -90,7 +90,7 @@ def test_a_dry_run_of_text_warns_and_one_of_images_does_not(monkeypatch, capsys)
 
 def test_the_warnings_are_of_every_boundary_and_phase():
     changes = {'fwd': 'raw;outliers(lloyd(4));lloyd(4)', 'phases': 'uniform(4)@:1', 'epochs': 2}
-    exp = experiment.experiment_of(config_of('text_gpt2', warmup_epochs=0, **changes))
+    exp = experiment.experiment_of(config_of('text_gpt2', **changes))
     assert [w.partition(':')[0] for w in experiment.warnings_on(exp)] == [
         'lloyd(4)',
         'uniform(4)',

@@ -574,7 +574,7 @@ def get_config():
     c.update(parallel={'num_microbatches': 2}, epochs=1)
     c.update(fwd='ef21(uniform(2))', bwd='ef(uniform(4))')
     # Adam divides a key bias's gradient, which is rounding noise about 0, by its own size.
-    c.optimizer.update(name='sgd', momentum=0.9, schedule='cosine', cosine_epochs=2)
+    c.optimizer.update(name='sgd', momentum=0.9, schedule='cosine(2)')
     return c
 """
 

@@ -31,6 +31,16 @@ LEFT = {  # of a key the first word of values that are no longer allowed
     ('optimizer.correction', 'scale'): 'it lost to none, and left; commit a88a3d2 has it',
     ('optimizer.correction', 'compensate'): 'it gained nothing, and left; commit a88a3d2 has it',
 }
+LEFT_KEYS = {  # by name: the value that says nothing, and what says the others now
+    'warmup_epochs': (0, "config.phases='raw@:N' sends the first N epochs uncompressed"),
+    'optimizer.cosine_epochs': (0, "config.optimizer.schedule='cosine(N)' reaches 0 in N epochs"),
+    'optimizer.decay': ('20%', "config.optimizer.schedule='wsd(20%)' falls to 0 over the last 20%"),
+    'model.bottleneck': (0, 'study/bottleneck.py of the repository builds such a model'),
+    'model.embed_every_stage': (False, 'study/bottleneck.py of the repository builds such a model'),
+    'eval_feedback': ('carry', 'a test carries the feedback states on; or read its score off'),
+    'parallel.send_once': (True, 'what frozen stages give of an example is always sent once'),
+    'data.cache': ('~/.cache/jaxmp/text', 'give XDG_CACHE_HOME in the environment'),
+}
 LENGTH = re.compile(r'(\d+) ?steps?|(\d+(?:\.\d+)?) ?(epoch|%|)s?')
 
 
@@ -49,7 +59,6 @@ class Key(NamedTuple):
       length: the key is a length of training, as `length_of` reads it.
       model: the only model that reads the key; empty if every model does.
       runtime: the runtimes that read the key, with a space between; likewise.
-      schedule: the only schedule of the rate that reads the key; likewise.
       optimizer: the only optimizer that reads the key; likewise.
       idle: the key decides no number of a run: where files lie, what is kept.
       free: the key may change where a run goes on from its checkpoint.
@@ -65,7 +74,6 @@ class Key(NamedTuple):
     length: bool = False
     model: str = ''
     runtime: str = ''
-    schedule: str = ''
     optimizer: str = ''
     idle: bool = False
     free: bool = False
@@ -83,8 +91,6 @@ KEYS: Mapping[str, Key] = {
     'data.test_files': Key('', 'a glob of those to test on; empty: the end of each of data.files'),
     'data.test_share': Key(0.05, 'of a text without a test of its own that is held out for one'),
     'data.field': Key('text', 'of each line of a .jsonl: its text, or its chat messages'),
-    'data.cache': Key(
-        '~/.cache/jaxmp/text', 'folder where the tokens of a text are kept', idle=True, free=True),
     'data.dir': Key('', 'folder of its files; digits and alice need none', idle=True, free=True),
     'data.download': Key(False, 'fetch it into data.dir if missing', idle=True, free=True),
     'data.train_examples': Key(0, 'how many of the training split; 0: all'),
@@ -116,9 +122,6 @@ KEYS: Mapping[str, Key] = {
         'float32', 'of the matrix products', words=('float32', 'bfloat16'),
         model='gpt2 pretrained'),
     'model.remat': Key(False, 'recompute blocks in the backward', model='gpt2 pretrained'),
-    'model.bottleneck': Key(0, 'channels that cross a boundary, by learned projections; 0: all', 0),
-    'model.embed_every_stage': Key(
-        False, 'each later stage adds its own embedding of the tokens', model='gpt2'),
     'model.entrance': Key(
         False, 'each later stage first scales and shifts its channels, as jaxmp fold sets'),
     'model.path': Key(
@@ -139,11 +142,9 @@ KEYS: Mapping[str, Key] = {
     'exchange': Key('mean', 'how replicas share gradients, a text of the algebra'),
     'tied_exchange': Key('mean', "how two stages share the token table's gradient: an exchange"),
     'codecs': Key('', 'own modules or files, with commas, whose words these texts may use'),
-    'warmup_epochs': Key(0, 'epochs sent uncompressed, which fill the feedback states'),
     'phases': Key(
-        '', "codecs in place of fwd and bwd in some epochs: `raw@:1; lloyd(2) | lloyd(4)@8:13`"),
-    'eval_feedback': Key(
-        'carry', 'feedback states in a test', words=('carry', 'direct', 'frozen')),
+        '', 'codecs in place of fwd and bwd in some epochs: `raw@:1; lloyd(2) | lloyd(4)@8:13`; '
+        '`raw@:1` is a warm-up, which fills the feedback states'),
     'metric': Key(
         '', "reported first; empty: the model's own", words=('', 'accuracy', 'perplexity', 'loss'),
         own='metric(output, y) -> a value per example, or a jaxmp.Metric'),
@@ -156,17 +157,16 @@ KEYS: Mapping[str, Key] = {
         own='make(config, rate) -> optax.GradientTransformation'),
     'optimizer.lr': Key(0.02, 'learning rate'),
     'optimizer.schedule': Key(
-        'constant', 'of the learning rate, once it is warm; cosine, linear and wsd end at 0',
+        'constant', 'of the learning rate, once it is warm; cosine, linear and wsd end at 0; '
+        '`cosine(20)`: half a period of 20 epochs, moving by epochs; `wsd(10%)`: falls over the '
+        'last 10%, else 20%',
         words=('constant', 'cosine', 'linear', 'wsd'),
+        pattern=rf'cosine\([1-9]\d{{0,8}}\)|wsd\(({LENGTH.pattern})\)',
+        such="one with a length, such as 'cosine(20)' epochs or 'wsd(10%)' of the run",
         own='make(config, steps_per_epoch) -> step -> rate'),
     'optimizer.warmup': Key(
         '0 steps', "over which the rate rises from 0: '100 steps', '1 epoch' or '3%' of the run",
         length=True),
-    'optimizer.decay': Key(
-        '20%', 'over which the rate of wsd falls to 0 at the end; before, it is constant', 1,
-        length=True, schedule='wsd'),
-    'optimizer.cosine_epochs': Key(
-        0, 'half a period of schedule=cosine, which then moves by epochs; 0: the run, by steps'),
     'optimizer.momentum': Key(0.0, 'of sgd'),
     'optimizer.adamw_scale': Key(
         1.0, 'times the rate for what muon leaves to AdamW: tables and vectors',
@@ -207,9 +207,6 @@ KEYS: Mapping[str, Key] = {
         free=True),
     'parallel.link_delay': Key(
         0.0, 'ms that each message takes besides', runtime='mpmd', free=True),
-    'parallel.send_once': Key(
-        True, 'send what frozen stages give of an example once; its receiver keeps it on disk',
-        runtime='mpmd', free=True),
     'parallel.profile': Key(
         False, 'say where the time of one step went, and trace some into profile', runtime='mpmd',
         idle=True, free=True),
@@ -245,7 +242,7 @@ def complete(config: Nested | ml_collections.ConfigDict) -> Config:
       config: nested, such as ``{'model': {'width': 8}}``; a file of ``configs/`` has all keys.
     """
     groups = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
-    values = {name: key.default for name, key in KEYS.items()} | flat(groups)
+    values = {name: key.default for name, key in KEYS.items()} | current(flat(groups))
     for name in (name for name, key in KEYS.items() if key.length):  # may be a number or a text
         values[name] = ml_collections.FieldReference(values[name], object)
     return ml_collections.ConfigDict(nested(values)).lock()
@@ -266,6 +263,25 @@ def flat(config: Nested) -> Flat:
                 yield f'{before}{name}', value
 
     return dict(items(config, ''))
+
+
+def current(values: Flat) -> Flat:
+    """``values``, perhaps of an older version, without the keys that have left since.
+
+    A model of one's own keeps its keys under ``model``, whatever their names.
+
+    Raises:
+      ValueError: if such a key says something, which would be lost.
+
+    >>> current({'seed': 0, 'warmup_epochs': 0})
+    {'seed': 0}
+    """
+    is_own = ':' in str(values.get('model.name'))
+    left = {n: LEFT_KEYS[n] for n in LEFT_KEYS if not (is_own and n.startswith('model.'))}
+    for name, (idle, now) in left.items():
+        if values.get(name, idle) != idle:
+            raise ValueError(f'config.{name}={values[name]!r} has left; {now}')
+    return {name: value for name, value in values.items() if name not in left}
 
 
 def length_of(value: object) -> tuple[float, str] | None:
@@ -325,7 +341,7 @@ def settings(config: Nested) -> Flat:
     >>> settings({'optimizer': {'lr': 0.1}, 'data': {'dir': 'here'}})['exchange']
     'mean'
     """
-    values = {name: key.default for name, key in KEYS.items()} | flat(config)
+    values = {name: key.default for name, key in KEYS.items()} | current(flat(config))
     return {name: value for name, value in values.items() if name not in IDLE}
 
 
@@ -338,7 +354,7 @@ def check(config: Config) -> None:
     for name, key in KEYS.items():
         readers_of = {
             'model.name': key.model, 'parallel.runtime': key.runtime,
-            'optimizer.schedule': key.schedule, 'optimizer.name': key.optimizer,
+            'optimizer.name': key.optimizer,
         }  # fmt: skip
         for of, only in readers_of.items():
             readers = only.split()
@@ -382,6 +398,18 @@ def _problem(name: str, key: Key, value: Any) -> str:
         f'is not one of {", ".join(map(repr, key.words))}{hint(value, key.words)}{such}{path}'
         f'{left and f"; {left}"}'
     )
+
+
+def instead_of(name: str, config: Nested, before: str = '') -> str:
+    """What to say of an unknown key, in brackets: what says it now, or the key that it may mean.
+
+    >>> instead_of('warmup_epochs', {})
+    " (it has left: config.phases='raw@:N' sends the first N epochs uncompressed)"
+    """
+    if name in LEFT_KEYS:
+        return f' (it has left: {LEFT_KEYS[name][1]})'
+    near = nearest(name, config)
+    return f' (did you mean {before}{near}?)' if near else ''
 
 
 def nearest(name: str, config: Nested) -> str:

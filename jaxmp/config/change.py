@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxmp.config import KEYS, KINDS, Config, flat, nearest
+from jaxmp.config import KEYS, KINDS, Config, flat, instead_of
 
 
 def put(config: Config, text: str) -> None:
@@ -21,9 +21,8 @@ def put(config: Config, text: str) -> None:
     key, _, value = text.partition('=')
     values = flat(config.to_dict())
     if key not in values:
-        near = nearest(key, values)
-        hint = f' (did you mean {near}?)' if near else ''
-        raise ValueError(f'--set {text}: no key {key!r}{hint}; allowed are {", ".join(values)}')
+        near = instead_of(key, values)
+        raise ValueError(f'--set {text}: no key {key!r}{near}; allowed are {", ".join(values)}')
     kind = str if key in KEYS and KEYS[key].length else type(values[key])
     try:
         read = {'True': True, 'False': False}[value] if kind is bool else kind(value)

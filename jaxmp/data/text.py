@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from jaxmp.data.tokenizer import Tokenizer, learned_size, tokenizer_of
 from jaxmp.data.types import Corpus
 
 _LAST_CHAPTERS = 'CHAPTER XI\n'
-CACHE = '~/.cache/jaxmp/text'
+CACHE = f'{os.environ.get("XDG_CACHE_HOME") or "~/.cache"}/jaxmp/text'
 
 
 def load(

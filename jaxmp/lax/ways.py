@@ -8,8 +8,8 @@ the program stays one collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple, Protocol
+from functools import partial, reduce
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -182,8 +182,7 @@ def scattering(axis: Axes, dimension: int, tiled: bool) -> Way:
     """The way of `jax.lax.psum_scatter`: `swapping`, whose parts are added in order."""
 
     def add(parts: Array) -> Array:
-        wide = widened(parts)
-        return sum(wide[1:], wide[0]).astype(parts.dtype)
+        return reduce(jnp.add, [*widened(parts)]).astype(parts.dtype)
 
     return swapping(axis, dimension, tiled, add)
 
@@ -241,7 +240,7 @@ def automatic(f: Callable, x: Array) -> Callable:
     return placed
 
 
-def shape_of(f: Callable, *args: Array | Like) -> Like:
+def shape_of(f: Callable, *args: Array | Like) -> Any:
     """The shape of what ``f`` returns, without how it lies on the devices of a mesh."""
     plain = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     return jax.tree.map(plain, jax.eval_shape(f, *jax.tree.map(plain, args)))

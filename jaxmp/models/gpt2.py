@@ -47,8 +47,6 @@ class Config:
       dtype: dtype of the matrix products, such as ``jnp.bfloat16``; None means the parameters'.
       tied: whether the token table that embeds also scores; else the output layer has its own.
       remat: recompute each block in the backward pass instead of storing its activations.
-      embed_every_stage: whether each later stage adds an embedding of the tokens, zeros at first,
-        to its input, so that what crosses a boundary need not tell them.
     """
 
     vocabulary: int = 50257
@@ -62,7 +60,6 @@ class Config:
     tied: bool = True
     dtype: DTypeLike | None = None
     remat: bool = False
-    embed_every_stage: bool = False
 
     @property
     def deviation(self) -> float:
@@ -163,22 +160,14 @@ class Stage(nn.Module):
     embeds: bool = False
     scores: bool = False
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether it needs the tokens beside its input; see `jaxmp.boundary.pipeline.Stage`."""
-        return self.config.embed_every_stage and not self.embeds
-
     @nn.compact
-    def __call__(
-        self, x: Array, train: bool = False, tokens: Int[Array, 'B T'] | None = None
-    ) -> Array:
+    def __call__(self, x: Array, train: bool = False) -> Array:
         """Maps activations ``(B, T, C)``, or int tokens ``(B, T)``, to activations or logits.
 
-        ``train`` enables dropout, which needs the rng ``dropout``; ``tokens`` are for a stage that
-        reads them.
+        ``train`` enables dropout, which needs the rng ``dropout``.
 
         Raises:
-          ValueError: if the sequence is longer than the position table, or tokens are missing.
+          ValueError: if the sequence is longer than the position table.
         """
         c = self.config
         embeds = self.embeds or (self.scores and c.tied)
@@ -186,11 +175,6 @@ class Stage(nn.Module):
         wte: Any = self.param('wte', normal, shape) if embeds else None
         if self.embeds:
             x = Dropout(c.dropout[0])(self._embed(wte, x), train)
-        if self.reads_tokens:
-            embeddings = self.param('tokens', nn.initializers.zeros, shape)
-            if tokens is None and not self.is_initializing():
-                raise ValueError('this stage embeds the tokens too; give them as tokens=')
-            x = x if tokens is None else x + embeddings[tokens]
         block = nn.remat(Block, static_argnums=(2,)) if c.remat else Block
         for i in range(self.blocks):
             x = block(c, name=f'h_{i}')(x, train)

@@ -85,14 +85,15 @@ def renamed(checkpoint: Checkpoint) -> Checkpoint:
 
 def check_head(checkpoint: Checkpoint, tied: bool) -> None:
     """Raises ValueError unless the output layer is tied, or not, as ``config.json`` says."""
-    place, names = checkpoint.place, checkpoint.shapes
+    place, names, read = checkpoint.place, checkpoint.shapes, checkpoint.read
     if not tied and _HEAD not in names:
         raise ValueError(
             f'{place} has no {_HEAD}, and by its config.json the output layer has a table of '
             'its own; set tie_word_embeddings to true there if they are one'
         )
     tables = (_HEAD, 'wte.weight')
-    if tied and names.keys() >= {*tables} and not np.array_equal(*map(checkpoint.read, tables)):
+    head, table = tables
+    if tied and names.keys() >= {*tables} and not np.array_equal(read(head), read(table)):
         raise ValueError(
             f'{place}: lm_head.weight differs from wte.weight, and by its config.json they '
             'are tied; set tie_word_embeddings to false there'
@@ -105,12 +106,9 @@ def write(
     """Writes ``config.json`` and ``model.safetensors``, which transformers loads.
 
     Raises:
-      ValueError: if the token tables of the first and the last stage of a tied model differ, or
-        each stage has one.
+      ValueError: if the token tables of the first and the last stage of a tied model differ.
       OSError: if the files cannot be written.
     """
-    if stages[0].config.embed_every_stage:
-        raise ValueError('the format has no place for embeddings at every stage')
     first, last = (np.asarray(variables[s]['params'].get('wte')) for s in (0, -1))
     if stages[0].config.tied and not np.array_equal(first, last):
         raise ValueError(

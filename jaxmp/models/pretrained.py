@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -190,9 +190,13 @@ def _some(names: Sequence[str]) -> str:
     return f'({", ".join(names[:3])}{", ..." if len(names) > 3 else ""})'
 
 
-@functools.lru_cache(maxsize=64)  # several ask, and a stage takes a moment to trace
 def shapes(stage: Stage) -> Mapping[Keys, tuple[int, ...]]:
-    """Those of a stage's parameters."""
+    """The shapes of a stage's parameters, by path."""
+    return _shapes(cast(Hashable, stage))
+
+
+@functools.lru_cache(maxsize=64)  # several ask, and a stage takes a moment to trace
+def _shapes(stage: Any) -> Mapping[Keys, tuple[int, ...]]:
     c = stage.config
     x = jnp.zeros((1, 1), jnp.int32) if stage.embeds else jnp.zeros((1, 1, c.width))
     params = jax.eval_shape(stage.init, jax.random.key(0), x)['params']

@@ -59,6 +59,12 @@ def load(path: Path) -> Summary:
         raise ValueError(
             f'{file} is of an older version; convert it with python results/migrate.py {file}'
         )
+    try:
+        settings(summary['config'])
+    except ValueError as error:
+        raise ValueError(
+            f'{file}: {error}; convert it with python results/migrate.py {file}'
+        ) from None
     return summary
 
 

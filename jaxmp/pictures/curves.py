@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxmp.config import Summary, reads_text
-from jaxmp.metrics import ACCURACY, PERPLEXITY, Metric, Scores, by_phases, epochs_of, of_summary
+from jaxmp.metrics import (
+    ACCURACY,
+    PERPLEXITY,
+    Metric,
+    Scores,
+    by_phases,
+    epochs_of,
+    of_summary,
+    warmup_of,
+)
 from jaxmp.pictures import style
 
 if TYPE_CHECKING:
@@ -36,7 +45,7 @@ def draw(records: Records, summary: Summary) -> Figure:
         style.logarithmic(loss)
         for axes in tests:
             paint_tests(axes, metric, records, summary, by_bytes=axes is not tests[0])
-        warmup = summary['config']['warmup_epochs'] * (moved[0] < moved[1])
+        warmup = warmup_of(summary['config']) * (moved[0] < moved[1])
         # Nothing is compressed in the warm-up, whose epochs are `each` wide on the axis.
         each = summary['steps'] / epochs_of(summary) if x == 'step' else 1
         for axes in (loss, *tests[:1]):
@@ -63,7 +72,7 @@ def unit(run: Summary) -> str:
 def title(summary: Summary) -> str:
     """The channels in words, and what they send compared with float32."""
     config = summary['config']
-    words = style.human(summary['fwd'], summary['bwd'], config['warmup_epochs'])
+    words = style.human(summary['fwd'], summary['bwd'], warmup_of(config))
     if 'exchange' in summary:
         words += f'; gradients: {style.exchange(summary["exchange"]["text"])}'
     moved, full = sent(summary)
@@ -106,7 +115,7 @@ def gigabytes(summary: Summary, epoch: float) -> float:
     r"""Bytes sent until the end of an epoch, in 1e9, with the phases' bytes in their epochs.
 
     >>> row = {'boundary': 1, 'uncompressed': 100, 'forward': 10, 'backward': 10}
-    >>> config = {'epochs': 4, 'warmup_epochs': 1}
+    >>> config = {'epochs': 4, 'phases': 'raw@:1'}
     >>> run = {'bytes': [row], 'steps': 40, 'config': config}
     >>> round(1e9 * gigabytes(run, 1)), round(1e9 * gigabytes(run, 3))
     (2000, 2400)

@@ -133,7 +133,7 @@ def probed_config(config: Config) -> Config:
     """The configuration of the probe: one replica, no compression, links as they are."""
     c = config.copy_and_resolve_references()
     c.batch_size = max(1, c.batch_size // c.parallel.replicas)
-    c.update(fwd='raw', bwd='raw', warmup_epochs=0, exchange='mean')
+    c.update(fwd='raw', bwd='raw', phases='', exchange='mean')
     c.parallel.update(
         runtime='mpmd', replicas=1, schedule='1f1b', link_rate=0.0, link_delay=0.0, profile=False
     )

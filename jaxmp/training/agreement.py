@@ -21,7 +21,7 @@ from jaxmp.training.experiment import Experiment
 from jaxmp.training.fingerprint import fingerprint, switches, weights
 
 Settings = dict[str, Any]  # of a configuration, by their keys with dots
-HERE = ('data.dir', 'data.download', 'data.cache')  # keys that may differ between hosts
+HERE = ('data.dir', 'data.download')  # keys that may differ between hosts
 
 
 def settings_of(config: Config) -> Settings:

@@ -20,7 +20,7 @@ from pathlib import Path
 from absl import app, flags
 from ml_collections import config_flags
 
-from jaxmp.config import KEYS, KINDS, Config, Key, Nested, complete, flat, nearest
+from jaxmp.config import KEYS, KINDS, LEFT_KEYS, Config, Key, Nested, complete, flat, instead_of
 from jaxmp.config.files import DEFAULT, PLAIN, base_of, files, find, first_line, load
 from jaxmp.plugins import see_beside
 from jaxmp.terminal import command, end, hint, near_file
@@ -95,6 +95,11 @@ def mistake(name: str, argv: list[str], error: Exception) -> str:
         names = [p.stem for p in files()]
         file = name.partition(':')[0]
         near = near_file(file) or hint(Path(file).stem, names) * (not Path(file).exists())
+        near += ''.join(
+            f' (config.{key} has left: {now})'
+            for key, (_, now) in LEFT_KEYS.items()
+            if f'Key "{key.rpartition(".")[2]}"' in str(cause)
+        )
         return (
             f'--config={name}: {one_line(cause)}{near}; give a Python file with get_config(), or '
             f'one of {", ".join(names)}'
@@ -102,9 +107,8 @@ def mistake(name: str, argv: list[str], error: Exception) -> str:
     values = flat(config.to_dict())
     keys = [match[1] for text in argv if (match := re.match(r'--?(?:no)?config\.([^=]*)', text))]
     for key in (k for k in keys if k not in values):
-        near = nearest(key, values)
-        meant = f' (did you mean config.{near}?)' if near else ''
-        return f'no key config.{key}{meant}; --help lists the keys of --config={name}'
+        near = instead_of(key, values, 'config.')
+        return f'no key config.{key}{near}; --help lists the keys of --config={name}'
     text = ' '.join(str(error).split())
     for key in (k for k in keys if text.startswith(f'flag --config.{k}=')):
         kind = KINDS.get(type(values[key]), 'another kind')

@@ -71,5 +71,5 @@ def _blocks(config: Config) -> data.Dataset:
             sources = documents.load(words.files, words.test_files, *how, words.dir)
         else:
             sources = hub.load(words.name, *how)
-        return text.from_sources(sources, length, words.tokenizer, words.cache)
+        return text.from_sources(sources, length, words.tokenizer)
     return text.load(words.name, length, words.tokenizer, words.dir or None, words.download)

@@ -25,9 +25,9 @@ Predict = Callable[[ModelState, Batch, Array], tuple[Array | None, PyTree]]
 STREAM = 2**32 - 1  # of a run's key; 0 is the initial parameters', a step has its number's
 
 
-def forgets(exp: Experiment, cut: Boundary) -> bool:
+def forgets(cut: Boundary) -> bool:
     """Whether the test crosses ``cut`` without feedback, as plain ``C(x)``."""
-    return cut.fwd.state_of == 'example' or exp.config.eval_feedback == 'direct'
+    return cut.fwd.state_of == 'example'
 
 
 def cuts_to_score(exp: Experiment, compressed: bool) -> tuple[Boundary, ...]:
@@ -38,7 +38,7 @@ def cuts_to_score(exp: Experiment, compressed: bool) -> tuple[Boundary, ...]:
     if not compressed:
         return (boundary(direct(raw), direct(raw)),) * len(exp.model.boundaries)
     return tuple(
-        Boundary(direct(b.fwd.codec), b.bwd, b.via) if forgets(exp, b) else b
+        Boundary(direct(b.fwd.codec), b.bwd, b.via) if forgets(b) else b
         for b in exp.model.boundaries
     )
 
@@ -53,7 +53,7 @@ def feedback_to_score(
       compressed: whether the boundaries compress.
       trained: `Feedback` of each stage, or that of each of its replicas.
     """
-    carries = [False, *(compressed and not forgets(exp, b) for b in exp.model.boundaries), False]
+    carries = [False, *(compressed and not forgets(b) for b in exp.model.boundaries), False]
 
     def one(s: int, f: Feedback) -> Feedback:
         forward = f.left_rx if carries[s] else (), f.right_tx if carries[s + 1] else ()
@@ -66,9 +66,7 @@ def feedback_to_score(
 def totals(exp: Experiment, start: ModelState, key: Array, predict: Predict) -> np.ndarray:
     """Sums of the scores over the test split, in the task's order.
 
-    Feedback buffers belong to the training. A test works on a private copy that is dropped
-    (``config.eval_feedback = 'carry'``), starts every batch from the training state (``frozen``),
-    or has none (``direct``: plain ``C(x)``).
+    Feedback buffers belong to the training. A test works on a copy that is dropped.
 
     Args:
       exp: the experiment.
@@ -81,8 +79,7 @@ def totals(exp: Experiment, start: ModelState, key: Array, predict: Predict) -> 
     size = exp.config.batch_size // exp.replicas  # buffers are per position in a replica's batch
     for i, batch in enumerate(data.batches(exp.data.test, size, pad=True)):
         new, after = predict(state, batch, evaluation_key(key, i))
-        if exp.config.eval_feedback != 'frozen':
-            state = state._replace(feedback=after)
+        state = state._replace(feedback=after)
         total += 0 if new is None else np.asarray(new)
     jax.block_until_ready(state.feedback)
     return total

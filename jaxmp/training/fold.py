@@ -42,7 +42,7 @@ Scores = dict[str, float]
 def config_of(config: Config, entrance: bool) -> Config:
     """The configuration of a folded run: nothing compressed, perhaps stages with an entrance."""
     made = config.copy_and_resolve_references().unlock()
-    made.update(name=f'{config.name}-folded', fwd='raw', bwd='raw', phases='', warmup_epochs=0)
+    made.update(name=f'{config.name}-folded', fwd='raw', bwd='raw', phases='')
     made.model.entrance |= entrance
     return made.lock()
 

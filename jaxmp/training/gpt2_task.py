@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,48 +12,35 @@ from jaxtyping import Array
 
 from jaxmp.boundary.pipeline import Variables
 from jaxmp.config import Config
-from jaxmp.models import gpt2, gpt2_file, pretrained, principal
+from jaxmp.data import Dataset
+from jaxmp.models import gpt2, gpt2_file, pretrained
 from jaxmp.models.described import Checkpoint
 from jaxmp.models.tied import WTE, table
-from jaxmp.training.datasets import text_of
-from jaxmp.training.task import Collections, Task, cuts_of, is_traced, reader
+from jaxmp.training.task import Collections, Task, cuts_of, reader
 
 
-def gpt2_task(config: Config, checkpoint: Checkpoint | None = None) -> Task:
+def gpt2_task(config: Config, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Task:
     """The task of a GPT-2 on text.
 
     Args:
-      config: configuration of the text and of the stages; of a GPT-2 without weights its sizes too.
+      config: configuration of the stages; of a GPT-2 without weights its sizes too.
+      dataset: the text.
       checkpoint: its weights; None draws them.
 
     Raises:
       ValueError: if the weights are damaged, or do not fit the configuration.
     """
-    c, cuts, dataset = config.model, cuts_of(config.model.cuts), text_of(config)
+    c = config.model
     sizes = _sizes(config, dataset.classes, checkpoint)
-    published = gpt2.gpt2(sizes, c.stages, cuts)
-    stages = gpt2.gpt2(
-        dataclasses.replace(sizes, embed_every_stage=c.embed_every_stage), c.stages, cuts
-    )
-    if c.embed_every_stage and len(stages) == 1:
-        raise ValueError(
-            'config.model.embed_every_stage=True is for stages after the first, and '
-            'config.model.stages=1 has none; give 2 or more'
-        )
+    stages = gpt2.gpt2(sizes, c.stages, cuts_of(c.cuts))
     if checkpoint:
-        pretrained.check(checkpoint, published)
-    read = lambda stage: pretrained.read(checkpoint, published, stage)
-    vocabulary = sizes.vocabulary if c.embed_every_stage else 0
-    network = principal.Network(published, read, dataset.train.x, vocabulary)
-    components = functools.cache(functools.partial(principal.components, network))
+        pretrained.check(checkpoint, stages)
 
     def start(stage: int, variables: Collections, key: Array) -> Collections:
         if not checkpoint:
             return _drawn(stages, stage, variables, key)
-        params = {**variables.get('params', {}), **read(stage)['params']}
-        if not is_traced(variables):
-            params |= principal.fitted(components, stage, params)
-        return {**variables, 'params': params}
+        params = pretrained.read(checkpoint, stages, stage)['params']
+        return {**variables, 'params': {**variables.get('params', {}), **params}}
 
     def export(folder: str, variables: Variables) -> None:
         gpt2_file.write(folder, stages, variables)
@@ -62,8 +48,7 @@ def gpt2_task(config: Config, checkpoint: Checkpoint | None = None) -> Task:
         dataset.tokenizer.save(Path(folder))
 
     tied = WTE if sizes.tied and len(stages) > 1 else None
-    task = reader(dataset, stages)._replace(start=start, tied=tied)
-    return task if c.embed_every_stage else task._replace(export=export)
+    return reader(dataset, stages)._replace(start=start, tied=tied, export=export)
 
 
 def _sizes(config: Config, tokens: int, checkpoint: Checkpoint | None) -> gpt2.Config:
@@ -86,11 +71,6 @@ def _sizes(config: Config, tokens: int, checkpoint: Checkpoint | None) -> gpt2.C
             f'config.model.tied=False, and the weights in {c.path} have one table to embed and '
             'to score; leave it out, or put lm_head.weight into the weights and '
             'tie_word_embeddings=false into their config.json'
-        )
-    if c.bottleneck and sizes.width != c.width:  # against which bits are counted
-        raise ValueError(
-            f'config.model.width={c.width}, and the weights in {c.path} have {sizes.width} '
-            f'channels, against which bits are counted; give --config.model.width={sizes.width}'
         )
     return dataclasses.replace(sizes, dropout=dropout, dtype=dtype, remat=c.remat)
 

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxmp.config import FREE, KEYS, flat
+from jaxmp.config import FREE, KEYS, current, flat
 
 MAY_CHANGE = FREE | {'processes'}  # keys that may change on resume, as no result depends on them
 _MINE: ContextVar[frozenset[Path]] = ContextVar('mine', default=frozenset())
@@ -129,7 +129,13 @@ def claim(workdir: Path, config: dict[str, Any]) -> None:
             '--workdir'
         )
     defaults = {name: key.default for name, key in KEYS.items()}  # for keys that old runs lack
-    old, now = defaults | flat(old), defaults | flat(config)
+    try:
+        old, now = defaults | current(flat(old)), defaults | flat(config)
+    except ValueError as error:
+        raise WorkdirError(
+            f'{path}: {error}; convert it with python results/migrate.py {path}, or give a new '
+            '--workdir'
+        ) from None
     clash = [k for k in {**old, **now} if k not in MAY_CHANGE and old.get(k) != now.get(k)]
     if clash:
         raise WorkdirError(

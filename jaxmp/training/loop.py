@@ -17,6 +17,7 @@ from jaxmp import config as schema
 from jaxmp import data
 from jaxmp.config import Config, Summary
 from jaxmp.launch.launchers import check_alone, placed
+from jaxmp.metrics import warmup_of
 from jaxmp.net.connect import Address, connect
 from jaxmp.net.group import ProcessGroup
 from jaxmp.net.views import ViewChangedError
@@ -371,7 +372,7 @@ def record(r: Run, state: TrainState, place: Place) -> None:
     means = means_of(r, place)
     if place['steps'] > place['missed']:
         r.records.write({'kind': 'train', **base, **means, 'seconds': place['seconds']})
-    if r.probe and base['epoch'] >= r.exp.config.warmup_epochs:
+    if r.probe and base['epoch'] >= warmup_of(r.exp.config):
         for row in r.probe(r.trainer.export(state)):
             r.records.write({'kind': 'boundary', **base, **row})
     scores = said(tested(r, state, base), r.exp)

@@ -22,6 +22,7 @@ from jaxmp.training.points import points_of, steps_of
 MUON_RMS = 0.2  # of an update of Adam; Muon is Scalable for LLM Training, arXiv 2502.16982
 Optimizer = optax.GradientTransformation | WholeNorm
 Rate = Callable[[Any], Any]  # the learning rate, given the number of a step
+DECAY = '20%'  # of the run, over which wsd falls unless it says another length
 STACKED = ('weight', 'lora_a', 'lora_b')  # names of the matrices of a decoder's blocks
 
 
@@ -42,10 +43,11 @@ def rate_of(config: Config, epoch_steps: int) -> Rate:
             f'parameters; give a delay of {steps - 1} at most, or more steps'
         )
     warmup = steps_of(c.warmup, epoch_steps, end)
-    decay = steps_of(c.decay, epoch_steps, end) if c.schedule == 'wsd' else 0
+    kind, length = schedule_of(c.schedule)
+    decay = steps_of(length or DECAY, epoch_steps, end) if kind == 'wsd' else 0
     if warmup + max(decay, 1) > end:
         parts = f'config.optimizer.warmup={c.warmup!r}'
-        parts += f' and config.optimizer.decay={c.decay!r}' * bool(decay)
+        parts += f' and config.optimizer.schedule={c.schedule!r}' * bool(decay)
         late = f', of which config.optimizer.delay={c.delay} move nothing' * bool(c.delay)
         raise ValueError(
             f'{parts} are {warmup + decay} steps and the run has {steps}{late}; shorten them, or '
@@ -59,29 +61,39 @@ def rate_of(config: Config, epoch_steps: int) -> Rate:
     )
 
 
+def schedule_of(text: str) -> tuple[str, str]:
+    """The word of ``config.optimizer.schedule``, and the length that it has in brackets, if any.
+
+    >>> schedule_of('cosine(20)'), schedule_of('linear'), schedule_of('own.py:rate')
+    (('cosine', '20'), ('linear', ''), ('own.py:rate', ''))
+    """
+    word, _, length = text.removesuffix(')').partition('(')
+    return word, length
+
+
 def _schedule(config: Config, epoch_steps: int, steps: int, decay: int) -> Rate:
     """The rate after its warm-up, as a function of the step since.
 
     ``constant``; ``linear`` and ``cosine``, which fall to 0 over all ``steps``; ``wsd``, which is
-    constant and falls to 0 in a straight line over the last ``decay`` steps; a cosine that moves
-    once per epoch and reaches 0 after ``cosine_epochs``; or an own function.
+    constant and falls to 0 in a straight line over the last ``decay`` steps; ``cosine(N)``, which
+    moves once per epoch and reaches 0 after N; or an own function.
     """
-    c = config.optimizer
+    c, (kind, length) = config.optimizer, schedule_of(config.optimizer.schedule)
     if ':' in c.schedule:
         wanted = KEYS['optimizer.schedule'].own
         return called('optimizer.schedule', c.schedule, wanted, config, epoch_steps)
-    if c.schedule == 'linear':
+    if kind == 'linear':
         return optax.linear_schedule(c.lr, 0.0, steps)
-    if c.schedule == 'wsd':
+    if kind == 'wsd':
         fall = optax.linear_schedule(c.lr, 0.0, decay)
         return optax.join_schedules([optax.constant_schedule(c.lr), fall], [steps - decay])
-    if c.schedule == 'constant':
+    if kind == 'constant':
         return lambda step: c.lr
-    if not c.cosine_epochs:
+    if not length:
         return optax.cosine_decay_schedule(c.lr, steps)
 
     def cosine(step: Array | int) -> Array:
-        return c.lr * 0.5 * (1 + jnp.cos(jnp.pi * (step // epoch_steps) / c.cosine_epochs))
+        return c.lr * 0.5 * (1 + jnp.cos(jnp.pi * (step // epoch_steps) / int(length)))
 
     return cosine
 

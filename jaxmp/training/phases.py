@@ -41,9 +41,9 @@ def phases_of(
     """The phases of a run in ascending order; all other epochs are trained with ``boundaries``.
 
     Args:
-      config: ``warmup_epochs``, and ``phases``: codecs, each with its epochs as a slice in Python's
-        form, with ``;`` between them. ``|`` is between the codecs of forward and backward, ``&``
-        between those of boundaries. A rule such as ``klt`` may have other bits in a phase.
+      config: ``phases``: codecs, each with its epochs as a slice in Python's form, with ``;``
+        between them. ``|`` is between the codecs of forward and backward, ``&`` between those of
+        boundaries. A rule such as ``klt`` may have other bits in a phase.
       epochs: of the run.
       boundaries: with the channels of the configuration.
       names: words that the texts may use besides those of the algebra.
@@ -51,22 +51,13 @@ def phases_of(
     Raises:
       ValueError: if a text is not of that form, has no epoch, or shares an epoch with another.
     """
-    if config.warmup_epochs > epochs:
-        raise ValueError(
-            f'config.warmup_epochs={config.warmup_epochs} is not between 0 and epochs='
-            f'{epochs}; the warm-up counts inside the total'
-        )
-    texts = _texts(config)
-    texts = [f'raw@:{config.warmup_epochs}'] * bool(config.warmup_epochs) + texts
-    phases = sorted(
-        (_phase(t, config, epochs, boundaries, names) for t in texts), key=lambda p: p.epochs.start
-    )
+    texts = (_phase(t, config, epochs, boundaries, names) for t in _texts(config))
+    phases = sorted(texts, key=lambda p: p.epochs.start)
     for before, after in itertools.pairwise(phases):
         if before.epochs.stop > after.epochs.start:
             raise ValueError(
-                f'config.phases={config.phases!r}, after config.warmup_epochs='
-                f'{config.warmup_epochs}: epoch {after.epochs.start}, counted from 0, is in two '
-                'phases; give each epoch one'
+                f'config.phases={config.phases!r}: epoch {after.epochs.start}, counted from 0, is '
+                'in two phases; give each epoch one'
             )
     return tuple(phases)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +43,8 @@ def task_of_checkpoint(config: Config) -> Task:
     checkpoint = open_with_adapters(c.path, choice.lora)
     config = _with_tokenizer(config, checkpoint.place)
     if gpt2_file.is_gpt2(checkpoint):
-        return gpt2_task(config, checkpoint)  # which has a module and keys of its own
-    stages = pretrained.stages_of(
+        return gpt2_task(config, text_of(config), checkpoint)
+    stages: Any = pretrained.stages_of(  # of a decoder
         checkpoint, c.stages, cuts_of(c.cuts), remat=c.remat, lora=choice.lora,
         dtype=None if c.dtype == 'float32' else jnp.dtype(c.dtype),
     )  # fmt: skip

@@ -16,7 +16,15 @@ from rich.table import Table
 
 from jaxmp import terminal
 from jaxmp.config import Config, Summary, flat
-from jaxmp.metrics import PERCENT, Metric, by_phases, epochs_of, of_summary, to_summary
+from jaxmp.metrics import (
+    PERCENT,
+    Metric,
+    by_phases,
+    epochs_of,
+    of_summary,
+    to_summary,
+    warmup_of,
+)
 from jaxmp.pictures import curves, style
 from jaxmp.training import footprint, profile
 from jaxmp.training.across import Traffic
@@ -59,7 +67,7 @@ def finish(
     summary = {
         **{k: exp.config[k] for k in ('name', 'fwd', 'bwd', 'seed')},
         **to_summary(metric),
-        'test': best_and_last(records, metric, exp.config.warmup_epochs),
+        'test': best_and_last(records, metric, warmup_of(config)),
         'history': history(records, exp.task.scores),
         'bytes': message_bytes(exp),
         'state_of': [b.fwd.state_of for b in exp.model.boundaries],

@@ -95,24 +95,6 @@ def is_traced(variables: Collections) -> bool:
     return any(isinstance(a, Tracer) for a in jax.tree.leaves(variables))
 
 
-def narrow(task: Task, channels: int) -> Task:
-    """``task`` with stages that send so many channels; see `jaxmp.models.bottleneck`.
-
-    Raises:
-      TypeError: if a stage is no Linen module.
-      ValueError: if no boundary has more channels.
-    """
-    from jaxmp.models.bottleneck import narrowed
-
-    x = jax.ShapeDtypeStruct((1, *task.like.shape), task.like.dtype)
-
-    def start(stage: int, variables: Collections, key: Array) -> Collections:
-        drawn = task.start(stage, variables, key)
-        return {**drawn, 'params': {**variables['params'], **drawn['params']}}
-
-    return task._replace(stages=narrowed(task.stages, x, channels), start=start, export=None)
-
-
 def entered(task: Task) -> Task:
     """``task`` with stages that scale and shift what arrives; see `jaxmp.models.entrance`."""
     first, *later = task.stages

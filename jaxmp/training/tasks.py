@@ -11,10 +11,10 @@ from jaxmp.metrics import METRICS, own
 from jaxmp.models.checkpoint import open_checkpoint
 from jaxmp.models.huggingface import local
 from jaxmp.plugins import called, imported
-from jaxmp.training.datasets import dataset_of
+from jaxmp.training.datasets import dataset_of, text_of
 from jaxmp.training.gpt2_task import gpt2_task
 from jaxmp.training.pretrained import task_of_checkpoint
-from jaxmp.training.task import Task, classifier, cuts_of, entered, measured, narrow, reader
+from jaxmp.training.task import Task, classifier, cuts_of, entered, measured, reader
 
 
 def task_of(config: Config) -> Task:
@@ -25,9 +25,7 @@ def task_of(config: Config) -> Task:
         the message names the key.
     """
     task = _task(config)
-    if config.model.bottleneck:
-        task = narrow(task, config.model.bottleneck)
-    if config.model.entrance:  # of what crosses, so of narrowed stages too
+    if config.model.entrance:
         task = entered(task)
     name = config.metric
     if ':' in name:
@@ -48,7 +46,7 @@ def _task(config: Config) -> Task:
     name = config.model.name
     if name == 'gpt2':
         path = config.model.path
-        return gpt2_task(config, open_checkpoint(local(path)) if path else None)
+        return gpt2_task(config, text_of(config), open_checkpoint(local(path)) if path else None)
     if name == 'pretrained':
         return task_of_checkpoint(config)
     dataset = dataset_of(config)

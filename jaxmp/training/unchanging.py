@@ -47,7 +47,7 @@ def unchanging(exp: Experiment) -> str:
 
 def with_kept(exp: Experiment, group: ProcessGroup) -> Experiment:
     """The experiment, which says whether activations of frozen stages are sent once."""
-    if not (exp.first and exp.parallel.keeps and exp.config.parallel.send_once):
+    if not (exp.first and exp.parallel.keeps):
         return exp
     reasons = [reason for reason in group.share(unchanging(exp)) if reason]
     if reasons:
@@ -56,5 +56,5 @@ def with_kept(exp: Experiment, group: ProcessGroup) -> Experiment:
     return exp._replace(
         kept=count,
         sending=f'sends {count} examples once, which stage {exp.first} keeps on disk, because '
-        'nothing before it is trained (parallel.send_once)',
+        'nothing before it is trained',
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxmp.metrics import warmup_of
 from jaxmp.pictures import style
 from study.report.residuals import CONFIDENCE
-from study.report.results import Row, difference
+from study.report.results import Row, difference, model_of
 
 MARK = '\N{DAGGER}'  # of a row whose codec was mended after its runs
 INTERVALS = (
@@ -28,9 +29,10 @@ def names(rows: Sequence[Row]) -> list[str]:
     said = []
     for row in rows:
         run = row.runs[0]
-        pair = run['fwd'], run['bwd'], run['config']['warmup_epochs']
+        warmup = warmup_of(run['config'])
+        pair = run['fwd'], run['bwd'], warmup
         name = style.exchange(text_of(row)) if 'exchange' in run else style.human(*pair)
-        before = [p['codec'] for p in run['phases']] if run['config']['phases'] else []
+        before = [p['codec'] for p in run.get('phases', ()) if p['start'] >= warmup]
         name = ', then '.join([*(style.human(*sides(text)) for text in before), name])
         said.append(''.join([name, *helped(row)]))
     apart = [f' ({r.name})' * (said.count(s) > 1) for s, r in zip(said, rows, strict=True)]
@@ -71,11 +73,7 @@ def trained(rows: Sequence[Row]) -> str:
 
 def task(rows: Sequence[Row]) -> str:
     """The model and the data of the rows, as configurations name them."""
-    pairs = [
-        (r['config']['model']['name'], r['config']['data']['name'])
-        for row in rows
-        for r in row.runs
-    ]
+    pairs = [(model_of(r), r['config']['data']['name']) for row in rows for r in row.runs]
     return ', '.join(f'{model} on {data}' for model, data in dict.fromkeys(pairs))
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmp.metrics import warmup_of
 from jaxmp.pictures import labels, style
 from study.report.captions import apart, names, note, reference, seeds, trained
 from study.report.residuals import intervals
@@ -61,7 +62,7 @@ def curves(rows: Sequence[Row]) -> Curves:
         told = [apart(by_name[n], none, n) for n in dict.fromkeys((order[0], order[-1]))]
         which = '; the nearest and the farthest' if len(told) > 1 else ''
         title += f', compared with no compression{which}:\n{NEXT.join(told)}'
-    warmup = {n: r.runs[0]['config']['warmup_epochs'] for n, r in zip(said, rows, strict=True)}
+    warmup = {n: warmup_of(r.runs[0]['config']) for n, r in zip(said, rows, strict=True)}
     caption = seeds(rows) + note(rows)
     if any(warmup.values()):
         caption += '; dotted, to a circle: warm-up, not compressed'

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from jaxmp.config import KEYS, Summary, settings
+from jaxmp.config import KEYS, Summary
 from study.report import figures, glance, late, lost
 from study.report.claims import OPEN, OTHER_MARGINS, RATIO, Evidence, Verdict, judge, telling
 from study.report.paper import PAPER, REGISTERED
 from study.report.residuals import CONFIDENCE, MOST, POWER, Estimate
-from study.report.results import Study
+from study.report.results import Study, settings_of
 from study.report.tables import (
     CHANNELS,
     HEADS,
@@ -65,11 +65,12 @@ def setting(study: Study) -> str:
 
 def common(runs: list[Summary]) -> str:
     """The settings that ``runs`` share, their steps, and the settings that vary between rows."""
-    configs = [settings(r['config']) for r in runs]
+    configs = [settings_of(r) for r in runs]
     shown = lambda k: k in SAID or any(c[k] != KEYS[k].default for c in configs)
     keys = [k for k in KEYS if k in configs[0] and k not in UNSAID and shown(k)]
     shared = [k for k in keys if all(c[k] == configs[0][k] for c in configs)]
-    differ = [k for k in keys if k not in shared]
+    own = dict.fromkeys(k for c in configs for k in c if k not in KEYS)
+    differ = [*(k for k in keys if k not in shared), *own]
     steps = ', '.join(sorted({f'{r["steps"]:,}' for r in runs}))
     values = ', '.join([f'{k} {configs[0][k]}' for k in shared])
     rows = f' By row: {", ".join(differ)}.' if differ else ''
@@ -77,7 +78,7 @@ def common(runs: list[Summary]) -> str:
 
 
 SAID = ('data.name', 'model.name', 'model.width')  # shown even if default
-UNSAID = ('name', 'fwd', 'bwd', 'seed', 'warmup_epochs', 'parallel.runtime')
+UNSAID = ('name', 'fwd', 'bwd', 'seed', 'parallel.runtime')
 
 
 def verdicts(judged: list[Verdict]) -> str:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxmp.config import Summary, settings
-from jaxmp.metrics import by_phases, epochs_of, of_summary, positions
+from jaxmp.metrics import by_phases, epochs_of, of_summary, positions, warmup_of
 from jaxmp.spec import SpecError, parse
 from study.report.residuals import Estimate, estimate
 
@@ -31,7 +31,6 @@ VARIES = (
     'bwd',
     'exchange',
     'seed',
-    'warmup_epochs',
     'phases',
     'model.bottleneck',
     'model.embed_every_stage',
@@ -46,6 +45,7 @@ TUNED = (
     'optimizer.adamw_scale',
     'optimizer.clip_norm',
 )  # may also vary between rows with exchanges, some of which have their own momentum
+NARROW = 'study.bottleneck:build'  # model.name of a GPT-2 with learned projections
 NOT_OF_A_TEST = {'position', 'example'}  # what states belong to that a test does not have
 
 
@@ -130,10 +130,24 @@ def study(home: Path, name: str, runs: list[Summary]) -> Study:
                 f'{home} has two results of {run["name"]} with seed {run["seed"]}; move one away'
             )
         rows[row.name] = row._replace(runs=(*row.runs, run), mended=row.mended or mended(home, run))
-    with_settings = [(r, settings(r['config'])) for row in rows.values() for r in row.runs]
+    with_settings = [(r, settings_of(r)) for row in rows.values() for r in row.runs]
     for row in rows.values():
         check_same(home, with_settings, row)
     return Study(name, rows, estimated_again(home), untrained(home))
+
+
+def settings_of(run: Summary) -> dict[str, Any]:
+    """The settings of a run, but that rows say a warm-up and learned channels themselves."""
+    values = settings(run['config'])
+    texts = (text.strip() for text in values['phases'].split(';'))
+    values['phases'] = '; '.join(t for t in texts if not warmup_of({'phases': t}))
+    return values | {'model.name': model_of(run)}
+
+
+def model_of(run: Summary) -> str:
+    """The model of a run; one with learned projections is a GPT-2."""
+    name = run['config']['model']['name']
+    return 'gpt2' if name == NARROW else name
 
 
 def states_of(run: Summary) -> Sequence[str]:
@@ -192,7 +206,7 @@ def check_same(home: Path, runs: list[tuple[Summary, dict[str, Any]]], row: Row)
       runs: all of the study, with their settings.
       row: one of its rows.
     """
-    first, a = row.runs[0], settings(row.runs[0]['config'])
+    first, a = row.runs[0], settings_of(row.runs[0])
     for run, b in runs:
         if run.get('measure') != first.get('measure'):
             continue
@@ -214,7 +228,7 @@ def best_epoch(run: Summary, mode: str) -> Summary:
 
     If the best epoch is in the warm-up and the run has no history, the last epoch is used.
     """
-    scores, warm = run['test'][mode], run['config']['warmup_epochs']
+    scores, warm = run['test'][mode], warmup_of(run['config'])
     if scores['best']['epoch'] > warm or scores['last']['epoch'] <= warm:
         return scores['best']
     if 'history' not in run:
@@ -267,7 +281,7 @@ def wire(row: Row) -> dict[str, float]:
         return {'bytes': sent, 'ratio': full / sent, 'bits': 32 * sent / full}
     full = 2 * sum(s['uncompressed'] for s in run['bytes'])
     model = run['config']['model']
-    if model['name'] == 'gpt2' and model.get('bottleneck'):
+    if model['name'] == NARROW and model['bottleneck']:
         full *= max(1, model['width'] / model['bottleneck'])
     sent = sum(s['forward'] + s['backward'] for s in run['bytes'])
     epochs = epochs_of(run)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxmp.config import settings
+from jaxmp.metrics import warmup_of
 from study.report.captions import MARK, reference
 from study.report.paper import PAPER, PaperRow, PaperTable, table_rows
 from study.report.residuals import Estimate
@@ -247,7 +248,7 @@ def write_csv(path: Path, study: Study) -> None:
             for r in row.runs:
                 size, tests = wire(row), r['test']
                 line = [r[k] for k in ('name', 'seed', 'fwd', 'bwd')]
-                line += [r['config']['warmup_epochs'], size['bits'], size['bytes']]
+                line += [warmup_of(r['config']), size['bits'], size['bytes']]
                 line += [best_epoch(r, m)[k] for m in ('off', 'on') for k in SCORES]
                 line += [tests[m]['last'][k] for m in ('off', 'on') for k in SCORES]
                 writer.writerow([*line, r['commit'], r['hardware'], r['seconds']])

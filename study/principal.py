@@ -1,6 +1,6 @@
 """`principal`: the projections of a bottleneck at first, in a network that is trained already.
 
-Without weights a bottleneck starts with the first channels (`jaxmp.models.bottleneck`). A trained
+Without weights a bottleneck starts with the first channels (`study.bottleneck`). A trained
 network would lose what the others say. Its activations vary in few directions, though, and with
 these it loses little, before the first step of the fine-tuning.
 """
@@ -119,7 +119,7 @@ def fitted(
         start = components(stage - 1, params['widen']['kernel'].shape[0])
         starts['widen'] = {'kernel': start.widen}
         if 'tokens' in params:
-            starts['tokens'] = start.tokens
+            starts['tokens'] = {'embedding': start.tokens}
     return jax.tree.map(jnp.asarray, starts)
 
 
