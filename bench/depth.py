@@ -20,10 +20,10 @@ from typing import NamedTuple
 from jaxmp.grammar import channel_of
 from jaxmp.models.checkpoint import digest
 from jaxmp.pictures import style
-from jaxmp.training import perplexity
-from jaxmp.training.language_model import open_language_model
-from jaxmp.training.locks import write_json
+from jaxmp.training.evaluation import perplexity
+from jaxmp.training.evaluation.language_model import open_language_model
 from jaxmp.training.summary import provenance
+from jaxmp.training.workdir.locks import write_json
 from study.report.tables import markdown
 
 MODELS = {

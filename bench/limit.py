@@ -30,7 +30,7 @@ from jaxmp.codecs.microscaling import mx
 from jaxmp.feedback.components import best_widths
 from jaxmp.spec import parse
 from jaxmp.training import nats_table
-from jaxmp.training.perplexity import blocks_of
+from jaxmp.training.evaluation.perplexity import blocks_of
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Ctx, like
 

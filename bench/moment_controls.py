@@ -28,9 +28,9 @@ from jaxtyping import Array
 from jaxmp.boundary import FeedbackState, boundary
 from jaxmp.codecs import raw
 from jaxmp.feedback import direct
-from jaxmp.training import crosstest
-from jaxmp.training.moments import LEAST, averages
-from jaxmp.training.saved import load
+from jaxmp.training.evaluation import crosstest
+from jaxmp.training.evaluation.moments import LEAST, averages
+from jaxmp.training.evaluation.saved import load
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Codec
 

@@ -43,7 +43,7 @@ from jaxmp.plan.candidates import ALIKE, RAW
 from jaxmp.plan.choose import Choice, Probed, choose, uniform
 from jaxmp.plan.planned import planned
 from jaxmp.plan.write import text as written
-from jaxmp.training.tasks import stage_count
+from jaxmp.training.tasks.named import stage_count
 
 HERE, STEPS, ROUNDS = Path(__file__).parent, 3, 10
 PAPER = (  # of the paper

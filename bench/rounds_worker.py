@@ -28,10 +28,10 @@ from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms
 from jaxmp.runtimes.placement import device_mesh, open_links
 from jaxmp.training import replicas
-from jaxmp.training.elastic import ElasticTrainer
+from jaxmp.training.elastic.member import Member
+from jaxmp.training.elastic.run import ElasticTrainer
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.groups import exchanged
-from jaxmp.training.member import Member
 from jaxmp.training.trainer import Trainer
 
 PATIENCE = 120.0

@@ -21,8 +21,8 @@ import numpy as np
 from jaxmp.plugins import module
 from jaxmp.spec import parse
 from jaxmp.training import nats_table
-from jaxmp.training.perplexity import blocks_of
-from jaxmp.training.stagewise import activations, before_first, context, last_nats
+from jaxmp.training.evaluation.perplexity import blocks_of
+from jaxmp.training.evaluation.stagewise import activations, before_first, context, last_nats
 from jaxmp.training.summary import provenance
 from jaxmp.wire import like
 

@@ -16,7 +16,7 @@ import optax
 
 import jaxmp
 from jaxmp.data import order, text
-from jaxmp.training.language_model import open_language_model
+from jaxmp.training.evaluation.language_model import open_language_model
 
 SEED = 0
 

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from jaxmp.contrib.dct import dct
     from jaxmp.contrib.k_means import k_means
     from jaxmp.training.loop import train_and_evaluate
-    from jaxmp.training.task import Task
+    from jaxmp.training.tasks.task import Task
 
 __version__ = '0.2.0'
 
 _LATER = {
-    'Task': 'jaxmp.training.task',
+    'Task': 'jaxmp.training.tasks.task',
     'train_and_evaluate': 'jaxmp.training.loop',
     **{name: f'jaxmp.contrib.{name}' for name in ('adaptive', 'dct', 'k_means')},
 }

@@ -11,9 +11,18 @@ COMMANDS = {
     'train': ('jaxmp.training.command', 'train a model with compressed boundaries'),
     'sweep': ('jaxmp.sweep.runner', 'run every row of a study for every seed'),
     'compare': ('jaxmp.pictures.compare', 'a table and curves of any runs'),
-    'evaluate': ('jaxmp.training.crosstest', 'test runs and checkpoints with other codecs'),
-    'fold': ('jaxmp.training.fold', 'a run trained with compression, to serve without it'),
-    'generate': ('jaxmp.training.generate', 'text from a checkpoint or a run, token by token'),
+    'evaluate': (
+        'jaxmp.training.evaluation.crosstest',
+        'test runs and checkpoints with other codecs',
+    ),
+    'fold': (
+        'jaxmp.training.evaluation.fold',
+        'a run trained with compression, to serve without it',
+    ),
+    'generate': (
+        'jaxmp.training.generation.generate',
+        'text from a checkpoint or a run, token by token',
+    ),
     'launch': ('jaxmp.launch.__main__', 'start the processes of a run on this machine'),
     'switch': ('jaxmp.launch.switch', 'where the replicas of an elastic run on several hosts meet'),
     'pays': ('jaxmp.plan.pays', 'whether more machines make a step faster over a link'),

@@ -28,8 +28,8 @@ from jaxmp.models import pretrained
 from jaxmp.models.checkpoint import open_checkpoint
 from jaxmp.models.huggingface import local
 from jaxmp.models.layers import product
-from jaxmp.training.gpt2_task import gpt2_task
-from jaxmp.training.task import Collections, Task, is_traced
+from jaxmp.training.tasks.gpt2 import gpt2_task
+from jaxmp.training.tasks.task import Collections, Task, is_traced
 from study import principal
 
 

@@ -32,12 +32,10 @@ from jaxmp.models.checkpoint import digest
 from jaxmp.plugins import module
 from jaxmp.spec import parse
 from jaxmp.terminal import hint
-from jaxmp.training.crosstest import readable
-from jaxmp.training.language_model import LanguageModel, open_language_model
-from jaxmp.training.locks import check_writable, locked, replacing, write
-from jaxmp.training.perplexity import blocks_of, score_of
-from jaxmp.training.progress import duration, tracked
-from jaxmp.training.stagewise import (
+from jaxmp.training.evaluation.crosstest import readable
+from jaxmp.training.evaluation.language_model import LanguageModel, open_language_model
+from jaxmp.training.evaluation.perplexity import blocks_of, score_of
+from jaxmp.training.evaluation.stagewise import (
     UNCOMPRESSED,
     activations,
     before_first,
@@ -50,6 +48,8 @@ from jaxmp.training.stagewise import (
     through,
 )
 from jaxmp.training.summary import provenance
+from jaxmp.training.workdir.locks import check_writable, locked, replacing, write
+from jaxmp.training.workdir.progress import duration, tracked
 from jaxmp.wire import Ctx, bits, like
 
 NONE = 'none'  # the row that the others are compared with

@@ -15,7 +15,8 @@ from jaxmp.config import KEYS
 from jaxmp.net.group import ProcessGroup
 from jaxmp.plan import candidates, crossings, planned, stages, steps
 from jaxmp.runtimes.replicated import Replicated
-from jaxmp.training import evaluate, groups, step, tasks
+from jaxmp.training import evaluate, groups, step
+from jaxmp.training.tasks import named as tasks
 from jaxmp.training.trainer import Trainer
 from tests.base import ENV, ROOT, STARTED
 

@@ -13,8 +13,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxmp.net.connect import processes
-from jaxmp.training import checkpoint, locks, portable
+from jaxmp.training import checkpoint, portable
 from jaxmp.training.portable import Portable
+from jaxmp.training.workdir import locks
 
 
 def state_at(step):

@@ -17,9 +17,11 @@ from jaxmp.models import gpt2
 from jaxmp.net.connect import processes
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.mpmd import Mpmd
-from jaxmp.training import checkpoint, crosstest, experiment, locks, parallel, sizes, summary
+from jaxmp.training import checkpoint, experiment, parallel, sizes, summary
 from jaxmp.training.evaluate import model_of
+from jaxmp.training.evaluation import crosstest
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir import locks
 from tests.laws import QUICK
 from tests.runs import config_of
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxmp.metrics import METRICS
-from jaxmp.training import crosstest, loop, moments
+from jaxmp.training import loop
+from jaxmp.training.evaluation import crosstest, moments
 from tests.runs import SMALL, config_of
 
 

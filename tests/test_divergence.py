@@ -9,7 +9,7 @@ import pytest
 from jaxmp import parse
 from jaxmp.boundary.pipeline import pipeline
 from jaxmp.data.tokenizer import byte_level
-from jaxmp.training import divergence, language_model, perplexity, stagewise
+from jaxmp.training.evaluation import divergence, language_model, perplexity, stagewise
 from tests.test_decoder import opened, save
 
 BLOCKS = np.random.default_rng(0).integers(0, 37, (16, 12)).astype(np.int32)

@@ -24,8 +24,9 @@ from jaxmp.net.keys import keys_of
 from jaxmp.net.peer import Peer
 from jaxmp.net.switch import Switch
 from jaxmp.net.views import Terms
-from jaxmp.training import elastic, experiment, loop
-from jaxmp.training.member import BehindError, Member, Welcome
+from jaxmp.training import experiment, loop
+from jaxmp.training.elastic import run as elastic
+from jaxmp.training.elastic.member import BehindError, Member, Welcome
 from tests.runs import config_of, known_model, pids, start, text_of
 
 KEYS = keys_of('secret')
@@ -371,7 +372,7 @@ def test_what_cannot_be_elastic_is_refused():
 PLUGIN = """
 import pathlib, time
 import flax.linen as nn, jax.numpy as jnp
-from jaxmp.training import elastic
+from jaxmp.training.elastic import run as elastic
 
 class Flat(nn.Module):
     features: int

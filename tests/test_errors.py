@@ -23,9 +23,11 @@ from jaxmp.models import gpt2_file
 from jaxmp.net.views import ViewChangedError
 from jaxmp.runtimes import stage
 from jaxmp.runtimes.types import Model
-from jaxmp.training import command, dry_run, experiment, generate, loop, resume, sizes, task
-from jaxmp.training.locks import WorkdirError, claim
+from jaxmp.training import command, dry_run, experiment, loop, resume, sizes
+from jaxmp.training.generation import generate
 from jaxmp.training.portable import Portable
+from jaxmp.training.tasks import task
+from jaxmp.training.workdir.locks import WorkdirError, claim
 from tests.base import ROOT
 from tests.runs import SMALL, config_of, keyed
 

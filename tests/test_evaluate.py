@@ -17,8 +17,9 @@ from jaxmp.feedback import direct
 from jaxmp.metrics import ACCURACY
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes import allocator
-from jaxmp.training import experiment, loop, points, progress, records
+from jaxmp.training import experiment, loop
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir import points, progress, records
 from tests.runs import SMALL, config_of, known_model
 
 

@@ -13,8 +13,10 @@ from jaxmp.models.entrance import NAME, Entrance
 from jaxmp.net.group import ProcessGroup
 from jaxmp.pictures import compare
 from jaxmp.runtimes.types import ModelState
-from jaxmp.training import crosstest, fold, generate, language_model, loop, moments
+from jaxmp.training import loop
+from jaxmp.training.evaluation import crosstest, fold, language_model, moments
 from jaxmp.training.experiment import experiment_of
+from jaxmp.training.generation import generate
 from jaxmp.training.trainer import Trainer
 from tests import test_pretrained
 from tests.base import slow

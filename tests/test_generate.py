@@ -15,7 +15,8 @@ from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.data.chat import Template
 from jaxmp.data.tokenizer import byte_level
 from jaxmp.models import decoder, gpt2
-from jaxmp.training import generate, language_model, sampling
+from jaxmp.training.evaluation import language_model
+from jaxmp.training.generation import generate, sampling
 from jaxmp.wire import Ctx
 from tests.laws import QUICK
 from tests.test_decoder import opened, save

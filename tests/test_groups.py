@@ -18,7 +18,7 @@ from jaxmp.models.tied import TiedParameter
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.types import ByReplica
 from jaxmp.training import clipping, experiment, groups, loop, portable, sizes
-from jaxmp.training.elastic import ElasticTrainer
+from jaxmp.training.elastic.run import ElasticTrainer
 from jaxmp.wire import nbytes
 from tests.base import slow
 from tests.runs import handed

@@ -25,7 +25,8 @@ MODULES = {'.'.join(parts).removesuffix('.__init__'): path for path, parts in PA
 # What a room may import besides itself.
 BELOW = {
     'terminal': '',
-    'config': 'terminal',
+    'plugins': '',
+    'config': 'terminal plugins',
     'metrics': '',
     'wire': '',
     'codecs': 'wire',
@@ -33,11 +34,12 @@ BELOW = {
     'spec': 'terminal wire codecs feedback',
     'testing': 'wire feedback spec',
     'boundary': 'wire codecs feedback',
+    'lax': 'wire feedback boundary spec',
     'nnx': 'wire boundary',
     'net': 'terminal',
     'exchange': 'wire codecs feedback boundary spec',
     'contrib': 'wire codecs feedback exchange',
-    'grammar': 'wire codecs feedback spec exchange contrib config',
+    'grammar': 'wire codecs feedback spec exchange contrib plugins',
     'codecs.__main__': 'grammar',  # an entry point; nothing imports one
     'launch': 'terminal net',
     'runtimes': 'wire feedback boundary net exchange',
@@ -133,6 +135,19 @@ def needed(path):
         if isinstance(node, ast.ImportFrom) and id(node) not in typing:
             inner = (f'{node.module}.{a.name}' for a in node.names)
             yield from (name if name in MODULES else node.module for name in inner)
+
+
+INSIDE_TRAINING = 'workdir', 'tasks', '', 'evaluation', 'generation', 'elastic'  # from below
+
+
+@pytest.mark.parametrize('folder', INSIDE_TRAINING)
+def test_the_folders_of_training_import_downwards(folder):
+    """The command alone knows all: it begins an elastic run."""
+    above = INSIDE_TRAINING[INSIDE_TRAINING.index(folder) + 1 :]
+    for path in (ROOT / 'training' / folder).glob('*.py'):
+        if path.name != 'command.py':
+            names = [name.split('.')[2] for name in needed(path) if name.count('.') > 1]
+            assert not {*names} & {*above}, path.name
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxmp.training import locks, loop, records
+from jaxmp.training import loop
+from jaxmp.training.workdir import locks, records
 from tests.runs import SMALL, config_of
 
 GONE = 2**22 + 1  # above any process number of Linux

@@ -13,7 +13,8 @@ import pytest
 
 from jaxmp import data
 from jaxmp.data import chat, documents, text, tokenizer
-from jaxmp.training import agreement, task
+from jaxmp.training import agreement
+from jaxmp.training.tasks import task
 
 TALK = [
     {'role': 'user', 'content': 'hehe?'},

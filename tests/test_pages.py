@@ -23,7 +23,7 @@ from jaxmp.sweep.study import study_of
 from jaxmp.training.command import described
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.parallel import parallel_of
-from jaxmp.training.trained import trained
+from jaxmp.training.tasks.trained import trained
 from tests.base import ENV, ROOT
 
 

@@ -16,7 +16,8 @@ from jaxmp.boundary.pipeline import pipeline
 from jaxmp.data.tokenizer import byte_level
 from jaxmp.models import gpt2, gpt2_file
 from jaxmp.models.layers import next_token_nats
-from jaxmp.training import crosstest, generate, language_model, perplexity, sampling
+from jaxmp.training.evaluation import crosstest, language_model, perplexity
+from jaxmp.training.generation import generate, sampling
 from jaxmp.wire import Ctx
 from tests.test_decoder import opened, save
 from tests.test_pretrained import tiny

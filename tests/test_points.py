@@ -11,8 +11,9 @@ import pytest
 
 from jaxmp import config as schema
 from jaxmp.pictures import compare, curves
-from jaxmp.training import checkpoint, command, experiment, locks, loop, points, together
+from jaxmp.training import checkpoint, command, experiment, loop, together
 from jaxmp.training.optimizer import rate_of
+from jaxmp.training.workdir import locks, points
 from tests.base import slow
 from tests.runs import SMALL, config_of, known_model, records
 from tests.tiny_stages import stages

@@ -32,23 +32,16 @@ from jaxmp.models.decoder import PROJECTIONS, decoder
 from jaxmp.models.rotary import frequencies
 from jaxmp.net.group import ProcessGroup
 from jaxmp.plan import stages as plan_stages
-from jaxmp.training import (
-    experiment,
-    fingerprint,
-    footprint,
-    language_model,
-    locks,
-    loop,
-    masters,
-    saved,
-    tasks,
-    trained,
-)
+from jaxmp.training import experiment, fingerprint, footprint, loop, masters
 from jaxmp.training.ahead import compile_ahead
+from jaxmp.training.evaluation import language_model, saved
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.sizes import residual_rows
 from jaxmp.training.summary import costs
+from jaxmp.training.tasks import named as tasks
+from jaxmp.training.tasks import trained
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir import locks
 from tests.base import ROOT, slow
 from tests.runs import LAUNCH, config_of, pids, records, text_of, wait_for_steps
 from tests.runs import start as start_run

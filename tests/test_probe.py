@@ -14,10 +14,11 @@ from jaxmp import Task, data
 from jaxmp.config import complete
 from jaxmp.metrics import ACCURACY
 from jaxmp.net.group import ProcessGroup
-from jaxmp.training import experiment, loop, summary, trackers
+from jaxmp.training import experiment, loop, summary
 from jaxmp.training.probe import prober
-from jaxmp.training.task import score_classes
+from jaxmp.training.tasks.task import score_classes
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir import trackers
 from tests.runs import records
 
 COUNT, WIDE, CLASSES = 48, 30, 5

@@ -18,7 +18,8 @@ from jaxmp import boundary, parse
 from jaxmp.data.tokenizer import byte_level
 from jaxmp.net.connect import owners, processes
 from jaxmp.net.group import ProcessGroup
-from jaxmp.training import generate, language_model, sampling, serving
+from jaxmp.training.evaluation import language_model
+from jaxmp.training.generation import generate, sampling, serving
 from tests.base import ENV, slow
 from tests.runs import LAUNCH
 from tests.test_decoder import opened, save

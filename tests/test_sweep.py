@@ -16,8 +16,9 @@ import pytest
 from jaxmp.models import checkpoint
 from jaxmp.pictures import compare
 from jaxmp.sweep import runner, study
-from jaxmp.training import locks, loop
+from jaxmp.training import loop
 from jaxmp.training.experiment import experiment_of
+from jaxmp.training.workdir import locks
 from study.report import results, tables
 from tests.base import ENV, ROOT
 

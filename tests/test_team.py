@@ -28,8 +28,9 @@ from jaxmp.net.connect import Address, names_of
 from jaxmp.net.group import ALONE, LONG, ProcessGroup
 from jaxmp.net.views import Terms
 from jaxmp.runtimes import world
-from jaxmp.training import agreement, elastic, loop, parallel
+from jaxmp.training import agreement, loop, parallel
 from jaxmp.training import together as together_
+from jaxmp.training.elastic import run as elastic
 from jaxmp.training.experiment import experiment_of
 from jaxmp.training.fingerprint import fingerprint, own_files
 from jaxmp.training.loop import process_group_of

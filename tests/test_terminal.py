@@ -7,7 +7,7 @@ import pytest
 from rich.table import Table
 
 from jaxmp import terminal
-from jaxmp.training import progress
+from jaxmp.training.workdir import progress
 from tests.base import ENV
 from tests.runs import LAUNCH
 

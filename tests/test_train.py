@@ -20,18 +20,13 @@ from jaxmp.config import KEYS
 from jaxmp.models import resnet18
 from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.types import ModelState
-from jaxmp.training import (
-    checkpoint,
-    experiment,
-    generate,
-    locks,
-    loop,
-    sizes,
-    task,
-)
+from jaxmp.training import checkpoint, experiment, loop, sizes
+from jaxmp.training.generation import generate
 from jaxmp.training.optimizer import optimizer_of
 from jaxmp.training.step import TrainState
+from jaxmp.training.tasks import task
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir import locks
 from tests.base import ROOT, slow
 from tests.runs import SMALL, config_of, damage_newest, known_model, records, start, wait_for_steps
 from tests.tiny_stages import stages

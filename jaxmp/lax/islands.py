@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from jaxmp.lax.collectives import all_gather, ppermute
+
 
 def roll(x: Array, axis_name: str, shift: int = 1, mesh: Mesh | None = None, **how: Any) -> Array:
     """``jnp.roll(x, shift, 0)`` of an array that lies along ``axis_name`` by its axis 0.
@@ -30,15 +32,13 @@ def roll(x: Array, axis_name: str, shift: int = 1, mesh: Mesh | None = None, **h
     Raises:
       ValueError: if the axis has another number of devices than ``x`` has rows.
     """
-    from jaxmp import lax
-
     mesh = mesh or jax.sharding.get_mesh()
     n = mesh.shape[axis_name]
     if x.shape[0] != n:
         raise ValueError(f'roll of {x.shape[0]} rows along {axis_name!r}, which has {n} devices')
     ring = [(i, (i + shift) % n) for i in range(n)]
     return jax.shard_map(
-        lambda x: lax.ppermute(x, axis_name, ring, **how),
+        lambda x: ppermute(x, axis_name, ring, **how),
         mesh=mesh, in_specs=P(axis_name), out_specs=P(axis_name), axis_names={axis_name},
     )(x)  # fmt: skip
 
@@ -55,11 +55,9 @@ def reshard(x: Array, axis_name: str, axis: int = 0, mesh: Mesh | None = None, *
       mesh: default the one of `jax.set_mesh`.
       **how: ``fwd``, ``bwd`` and ``key``, as of `jaxmp.lax.all_gather`.
     """
-    from jaxmp import lax
-
     spec = P(*[None] * axis, axis_name)
     return jax.shard_map(
-        lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True, **how),
+        lambda x: all_gather(x, axis_name, axis=axis, tiled=True, **how),
         mesh=mesh or jax.sharding.get_mesh(), in_specs=spec, out_specs=P(),
         axis_names={axis_name}, check_vma=False,
     )(x)  # fmt: skip

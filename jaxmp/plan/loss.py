@@ -8,7 +8,7 @@ training step, an error e of activations x counts as
 
 with :math:`m_t^2` the mean square of token t, at most that of the median token: white noise of the
 relative squared error E costs as much to second order. A pretrained language model's errors are
-predicted in nats too, by `jaxmp.training.divergence`.
+predicted in nats too, by `jaxmp.training.evaluation.divergence`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jaxmp.plan.choose import Candidate
 from jaxmp.plan.predict import Edge
 from jaxmp.plan.steps import Trained
 from jaxmp.runtimes.microbatch import cut
-from jaxmp.training.divergence import divergence, gradients
+from jaxmp.training.evaluation.divergence import divergence, gradients
+from jaxmp.training.evaluation.language_model import LanguageModel
+from jaxmp.training.evaluation.stagewise import activations, before_first, context
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.language_model import LanguageModel
-from jaxmp.training.stagewise import activations, before_first, context
 
 
 def weighed(x: Sequence[Array], arrived: Mapping[int, Array], g: Sequence[Array]) -> float:

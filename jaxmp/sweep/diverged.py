@@ -17,9 +17,9 @@ from jaxmp.config import Summary
 from jaxmp.training.across import Traffic
 from jaxmp.training.evaluate import means, sums
 from jaxmp.training.experiment import Experiment, microbatch_like
-from jaxmp.training.records import read
 from jaxmp.training.sizes import shapes
 from jaxmp.training.summary import finish
+from jaxmp.training.workdir.records import read
 
 
 def diverged(exp: Experiment, step: int, workdir: Path, moved: Traffic) -> Summary:

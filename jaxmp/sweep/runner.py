@@ -29,7 +29,7 @@ from jaxmp.models.checkpoint import digest
 from jaxmp.sweep.study import Job, finished, jobs, study_of
 from jaxmp.terminal import hint
 from jaxmp.training.command import one_line, set_up
-from jaxmp.training.locks import locked, write
+from jaxmp.training.workdir.locks import locked, write
 
 if TYPE_CHECKING:
     from jaxmp.training.trainer import Trainer
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def left(todo: list[Job], done: list[Summary]) -> str:
     """The estimated time of the runs ``todo``, from the median time of those done."""
-    from jaxmp.training.progress import duration
+    from jaxmp.training.workdir.progress import duration
 
     if not done:
         return 'time not known yet'
@@ -104,7 +104,7 @@ class Rows:
 def scores(summary: Summary) -> str:
     """The scores of the last epoch, and the time of the run, as text."""
     from jaxmp.metrics import of_summary
-    from jaxmp.training.progress import duration
+    from jaxmp.training.workdir.progress import duration
 
     modes = summary['test'].items()
     metric = of_summary(summary)

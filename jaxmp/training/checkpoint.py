@@ -20,8 +20,8 @@ from absl import logging
 from jaxmp.config import Config
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training import portable
-from jaxmp.training.locks import WorkdirError, write_json
 from jaxmp.training.portable import Layout, Piece, Portable
+from jaxmp.training.workdir.locks import WorkdirError, write_json
 
 Place = dict[str, Any]  # since the last test: the steps, those that this process missed, sums over
 # the others; and the seconds of the run

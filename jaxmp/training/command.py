@@ -24,7 +24,7 @@ from jaxmp.config import KEYS, KINDS, LEFT_KEYS, Config, Key, Nested, complete, 
 from jaxmp.config.files import DEFAULT, PLAIN, base_of, files, find, first_line, load
 from jaxmp.plugins import see_beside
 from jaxmp.terminal import command, end, hint, near_file
-from jaxmp.training.trackers import Callback
+from jaxmp.training.workdir.trackers import Callback
 
 LONGEST = 150  # characters of the channels in a folder's name
 CONFIG = config_flags.DEFINE_config_file(
@@ -168,7 +168,7 @@ def run(argv: list[str]) -> None:
     from jaxmp.launch.signals import end_without_memory
     from jaxmp.net.connect import Address, take_part
     from jaxmp.net.group import ProcessGroup
-    from jaxmp.training.elastic import train_as_member
+    from jaxmp.training.elastic.run import train_as_member
     from jaxmp.training.loop import devices, process_group_of, train_and_evaluate
 
     set_up()
@@ -226,7 +226,7 @@ def set_up() -> None:
 @contextmanager
 def tracked(config: Config, workdir: Path, wanted: bool = True) -> Iterator[list[Callback]]:
     """A context with the callbacks that the flags ask for; with none unless they are wanted."""
-    from jaxmp.training.trackers import tensorboard, wandb
+    from jaxmp.training.workdir.trackers import tensorboard, wandb
 
     contexts = [tensorboard(workdir)] if wanted and TENSORBOARD.value else []
     contexts += [wandb(workdir, config.to_dict())] if wanted and WANDB.value else []
@@ -240,9 +240,9 @@ def expected(error: BaseException) -> str | None:
 
     from jaxmp.net.address import ProcessGroupError
     from jaxmp.net.views import ViewChangedError
-    from jaxmp.training.locks import WorkdirError
     from jaxmp.training.loop import DivergedError
     from jaxmp.training.replicas import DriftError
+    from jaxmp.training.workdir.locks import WorkdirError
 
     full = isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' in str(error)
     if full or isinstance(error, MemoryError):

@@ -22,7 +22,7 @@ from jaxmp.training.sizes import (
     residual_rows,
 )
 from jaxmp.training.summary import BYTES, byte_cells
-from jaxmp.training.task import Task
+from jaxmp.training.tasks.task import Task
 from jaxmp.training.trainer import Trainer
 from jaxmp.wire import nbytes
 

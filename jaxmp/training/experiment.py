@@ -35,9 +35,9 @@ from jaxmp.training.late import check_delay, delays_of
 from jaxmp.training.optimizer import Optimizer, optimizer_of
 from jaxmp.training.parallel import Parallel, actions_of, apart, parallel_of
 from jaxmp.training.phases import Phase, phases_of
-from jaxmp.training.points import Points, points_of
-from jaxmp.training.task import Task
-from jaxmp.training.tasks import task_of
+from jaxmp.training.tasks.named import task_of
+from jaxmp.training.tasks.task import Task
+from jaxmp.training.workdir.points import Points, points_of
 from jaxmp.wire import Like
 
 

@@ -27,22 +27,22 @@ from jaxmp.training import footprint
 from jaxmp.training.agreement import check_alike, inputs, settings_of
 from jaxmp.training.checkpoint import Checkpoints
 from jaxmp.training.experiment import Experiment, experiment_of, vocabulary, warnings_on
-from jaxmp.training.locks import claim, owned
 from jaxmp.training.parallel import parallel_of
 from jaxmp.training.portable import Portable, layout, variables_of
 from jaxmp.training.probe import prober
 from jaxmp.training.profile import profiled
-from jaxmp.training.progress import Display, duration
-from jaxmp.training.records import Records
 from jaxmp.training.resume import Place, begin, finished, stop_signals, tell_resumption
 from jaxmp.training.sizes import check_memory, shapes
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import Tests, conclude, costs, finish, recipe, said
-from jaxmp.training.task import Task
-from jaxmp.training.tasks import stage_count
-from jaxmp.training.trackers import Callback, Record
+from jaxmp.training.tasks.named import stage_count
+from jaxmp.training.tasks.task import Task
 from jaxmp.training.trainer import Trainer, Values
 from jaxmp.training.unchanging import with_kept
+from jaxmp.training.workdir.locks import claim, owned
+from jaxmp.training.workdir.progress import Display, duration
+from jaxmp.training.workdir.records import Records
+from jaxmp.training.workdir.trackers import Callback, Record
 
 
 class DivergedError(RuntimeError):

@@ -17,7 +17,7 @@ from jaxmp.plugins import called
 from jaxmp.training.clipping import WholeNorm, of_stage
 from jaxmp.training.late import corrected
 from jaxmp.training.masters import with_masters
-from jaxmp.training.points import points_of, steps_of
+from jaxmp.training.workdir.points import points_of, steps_of
 
 MUON_RMS = 0.2  # of an update of Adam; Muon is Scalable for LLM Training, arXiv 2502.16982
 Optimizer = optax.GradientTransformation | WholeNorm

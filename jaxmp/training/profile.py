@@ -34,8 +34,8 @@ from jaxmp.runtimes.placement import Device
 from jaxmp.runtimes.schedule import Action
 from jaxmp.runtimes.stage import StageProgram
 from jaxmp.runtimes.types import Batch, Step
-from jaxmp.training.locks import write_json
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir.locks import write_json
 from jaxmp.wire import Ctx, Like
 
 Stepped = tuple[PyTree, PyTree]  # state and values after a step

@@ -15,13 +15,13 @@ from jaxmp.net.views import ViewChangedError
 from jaxmp.training.ahead import compile_ahead
 from jaxmp.training.checkpoint import Checkpoints, Place
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.locks import WorkdirError
 from jaxmp.training.optimizer import rate_of
 from jaxmp.training.phases import spans
-from jaxmp.training.points import points_of
-from jaxmp.training.progress import Display
 from jaxmp.training.step import TrainState
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir.locks import WorkdirError
+from jaxmp.training.workdir.points import points_of
+from jaxmp.training.workdir.progress import Display
 
 
 @contextmanager

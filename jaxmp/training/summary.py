@@ -31,10 +31,10 @@ from jaxmp.training.across import Traffic
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.fingerprint import exported
 from jaxmp.training.footprint import GIB
-from jaxmp.training.locks import WorkdirError, replacing, write_json
 from jaxmp.training.resume import Place
 from jaxmp.training.sizes import message_bytes, parameters, phase_bytes, table_bytes
-from jaxmp.training.trackers import Record
+from jaxmp.training.workdir.locks import WorkdirError, replacing, write_json
+from jaxmp.training.workdir.trackers import Record
 
 if TYPE_CHECKING:
     from jaxmp.training.loop import Run

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxmp import spec
 from jaxmp.grammar import KNOWN, above_shannon, own_words
-from jaxmp.training.locks import write_json
 from jaxmp.training.summary import provenance
+from jaxmp.training.workdir.locks import write_json
 from jaxmp.wire import Ctx, bits, like
 from study.bench.entries import Entry
 from study.bench.protocol import LENGTH, SAMPLES, WIDTH

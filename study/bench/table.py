@@ -8,9 +8,9 @@ from pathlib import Path
 from jaxmp.config import Summary
 from jaxmp.net.speed import parse
 from jaxmp.plan.choose import Order
-from jaxmp.training.locks import write as written
-from jaxmp.training.locks import write_json
 from jaxmp.training.summary import provenance
+from jaxmp.training.workdir.locks import write as written
+from jaxmp.training.workdir.locks import write_json
 from study.bench import picture
 from study.bench.entries import DEFAULT, MISSING
 from study.bench.protocol import LINK, LINKS, RECORDS, step

@@ -11,7 +11,7 @@ from jaxmp.config import settings
 from jaxmp.metrics import PERCENT  # noqa: F401
 from jaxmp.models.convolution import CHANNELS  # noqa: F401
 from jaxmp.plan.verdict import MARGIN as MARGIN_OF_A_STEP  # noqa: F401
-from jaxmp.training import moments as matched_on  # noqa: F401
+from jaxmp.training.evaluation import moments as matched_on  # noqa: F401
 from jaxmp.training.late import delays_of, strength_of  # noqa: F401
 from study.report import answers, claims, late, lost, residuals, results
 from study.report.paper import PAPER, paper_row

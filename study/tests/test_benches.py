@@ -12,7 +12,7 @@ import pytest
 
 from jaxmp.config import load
 from jaxmp.runtimes.schedules import gpipe, named
-from jaxmp.training.language_model import open_language_model
+from jaxmp.training.evaluation.language_model import open_language_model
 from study import polar
 from tests.base import ROOT
 

@@ -10,7 +10,8 @@ import jaxmp
 from jaxmp.models import gpt2
 from jaxmp.net.group import ProcessGroup
 from jaxmp.plan import stages as plan_stages
-from jaxmp.training import experiment, sizes, tasks
+from jaxmp.training import experiment, sizes
+from jaxmp.training.tasks import named as tasks
 from jaxmp.training.trainer import Trainer
 from study import principal
 from study.bottleneck import Narrow, narrowed

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmp import parse
-from jaxmp.training import perplexity
+from jaxmp.training.evaluation import perplexity
 from study import nats as nats_table
 from study.report import command as report
 from study.report import lost

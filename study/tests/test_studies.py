@@ -11,7 +11,7 @@ import pytest
 
 from jaxmp import spec
 from jaxmp.sweep import runner, study
-from jaxmp.training import crosstest
+from jaxmp.training.evaluation import crosstest
 from study.report import claims, figures, page, results, tables
 from study.report import command as report
 from tests.base import ROOT

@@ -1,7 +1,7 @@
 """`Task`: data, stages, preparation of inputs and scores of outputs.
 
-The trainer uses nothing else of a model. `jaxmp.training.tasks` finds the task that a configuration
-names.
+The trainer uses nothing else of a model. `task_of` in `named` finds the task that a
+configuration names.
 """
 
 from __future__ import annotations

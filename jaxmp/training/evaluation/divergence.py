@@ -27,9 +27,8 @@ from jaxtyping import Array, Float, Int
 from jaxmp.boundary import FeedbackState
 from jaxmp.boundary.pipeline import Stage, StageVariables, run_stage
 from jaxmp.feedback import Channel
-from jaxmp.training.language_model import LanguageModel
-from jaxmp.training.progress import tracked
-from jaxmp.training.stagewise import (
+from jaxmp.training.evaluation.language_model import LanguageModel
+from jaxmp.training.evaluation.stagewise import (
     activations,
     before_first,
     context,
@@ -40,6 +39,7 @@ from jaxmp.training.stagewise import (
     of_cut,
     with_logits,
 )
+from jaxmp.training.workdir.progress import tracked
 from jaxmp.wire import Ctx
 
 LABELS = 7  # seed of the labels

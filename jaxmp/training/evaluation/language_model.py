@@ -23,9 +23,9 @@ from jaxmp.models.described import Described
 from jaxmp.models.huggingface import local
 from jaxmp.runtimes.compiler import check_compiler
 from jaxmp.runtimes.local import join
-from jaxmp.training import saved
 from jaxmp.training.agreement import digests
 from jaxmp.training.checkpoint import check_inputs, inputs_of
+from jaxmp.training.evaluation import saved
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.fingerprint import exported
 from jaxmp.training.fingerprint import weights as weights_of
@@ -160,7 +160,7 @@ def opened(workdir: str | Path) -> tuple[Experiment, Read]:
 
     Raises:
       FileNotFoundError: as `config_of_run`.
-      ValueError: if its files are damaged, or as `jaxmp.training.saved.load`.
+      ValueError: if its files are damaged, or as `jaxmp.training.evaluation.saved.load`.
       WorkdirError: if its checkpoints are damaged, or of other data or weights.
     """
     if not (Path(workdir) / 'model').is_dir():

@@ -21,7 +21,7 @@ from jaxmp.boundary.pipeline import Pipeline
 from jaxmp.codecs import raw
 from jaxmp.feedback import direct
 from jaxmp.models import decoder
-from jaxmp.training.language_model import LanguageModel
+from jaxmp.training.evaluation.language_model import LanguageModel
 from jaxmp.wire import Ctx
 
 COLD = 1e-5  # a temperature at which logits that differ in float32 are far apart, or overflow

@@ -6,7 +6,7 @@ Nothing is trained. A block b of the text loses
 
 and a codec the mean of :math:`d_b`, whose standard error is :math:`\sigma(d_b) / \sqrt{n}` over n
 blocks. Blocks differ much more than codecs do, so that the differences are paired. The divergence
-of `jaxmp.training.stagewise` stands beside it.
+of `jaxmp.training.evaluation.stagewise` stands beside it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from jaxmp.data.content import decoded
 from jaxmp.feedback import Channel
 from jaxmp.grammar import channel_of
 from jaxmp.models.pretrained import EVERY, check_length
-from jaxmp.training.divergence import predictions
-from jaxmp.training.language_model import LanguageModel, is_run, open_language_model
-from jaxmp.training.progress import tracked
-from jaxmp.training.stagewise import (
+from jaxmp.training.evaluation.divergence import predictions
+from jaxmp.training.evaluation.language_model import LanguageModel, is_run, open_language_model
+from jaxmp.training.evaluation.stagewise import (
     UNCOMPRESSED,
     Judged,
     before_first,
@@ -40,7 +39,8 @@ from jaxmp.training.stagewise import (
     judged,
     through,
 )
-from jaxmp.training.task import cuts_of
+from jaxmp.training.tasks.task import cuts_of
+from jaxmp.training.workdir.progress import tracked
 from jaxmp.wire import Like, bits, like
 
 CANDIDATES = (  # whose divergence is predicted, by bits
@@ -76,7 +76,7 @@ def prepared(
 
     Args:
       path: of a checkpoint or a run.
-      args: of `jaxmp.training.crosstest.parser`.
+      args: of `jaxmp.training.evaluation.crosstest.parser`.
 
     Raises:
       FileNotFoundError: if there is no such model or text.
@@ -128,7 +128,7 @@ class Score(NamedTuple):
       nats: of a token, the mean of each block; empty if they are only predicted.
       lost: nats over those without compression.
       kl: divergence of the next token from that without compression.
-      predicted: the same by `jaxmp.training.stagewise.divergence`, summed over the boundaries.
+      predicted: the same by `stagewise.divergence`, summed over the boundaries.
       by_cut: of each boundary.
     """
 
@@ -244,7 +244,7 @@ def predicted_too(
     channels: Mapping[str, Channel],
     batch: int,
 ) -> dict[str, Score]:
-    """The scores, and beside them the predictions of `jaxmp.training.divergence`.
+    """The scores, and beside them the predictions of `jaxmp.training.evaluation.divergence`.
 
     Args:
       scores: of what was measured.

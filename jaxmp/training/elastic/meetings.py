@@ -1,7 +1,7 @@
 """`Meetings`: the shared part of an elastic replica's state, and the rounds that are under way.
 
 A replica trains alone, and after certain steps its pseudo-gradients go through the rule of `diloco`
-to the others, by the switch (`jaxmp.training.member`). A thread does this, so that with a delay the
+to the others, by the switch (`member`). A thread does this, so that with a delay the
 inner steps go on meanwhile. The result depends on the messages of all members only, so that the
 shared parameters have the same bits at all of them.
 """
@@ -24,9 +24,9 @@ from jaxmp.exchange.pieces import Pieces, in_pieces
 from jaxmp.exchange.rounds import Plan, applied, change
 from jaxmp.exchange.settled import reduced
 from jaxmp.runtimes.mirrors import checksums
+from jaxmp.training.elastic.member import Gather, Member, Members
 from jaxmp.training.experiment import Experiment
 from jaxmp.training.groups import Home, by_home, equal, homes, is_first, joined, split
-from jaxmp.training.member import Gather, Member, Members
 from jaxmp.training.step import TrainState
 
 Fragment = dict[str, Tree]  # the state of one: 'start', 'memory', 'flying' and 'held'

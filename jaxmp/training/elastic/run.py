@@ -1,7 +1,7 @@
 """Training of replicas that come and go, each a process with a JAX of its own.
 
 Replica k trains on the k-th of n cuts of every batch, as a run of one program. Between its steps
-the rounds of `diloco` go by a switch (`jaxmp.training.meetings`). A replica that joins takes the
+the rounds of `diloco` go by a switch (`meetings`). A replica that joins takes the
 shared state from the others, its optimizer's state from its own checkpoint, and goes on at their
 step. Every replica has a workdir of its own with its records; that of replica 0 is the run's.
 """
@@ -30,17 +30,17 @@ from jaxmp.runtimes.types import Batch
 from jaxmp.training.across import Traffic
 from jaxmp.training.agreement import Settings, digests, settings_of
 from jaxmp.training.clipping import OptState
+from jaxmp.training.elastic.meetings import Meetings
+from jaxmp.training.elastic.member import BehindError, Member
 from jaxmp.training.experiment import Experiment, experiment_of
 from jaxmp.training.fingerprint import fingerprint
 from jaxmp.training.loop import train_and_evaluate
-from jaxmp.training.meetings import Meetings
-from jaxmp.training.member import BehindError, Member
 from jaxmp.training.parallel import Build, apart
 from jaxmp.training.portable import Portable
 from jaxmp.training.step import Rules, TrainState
-from jaxmp.training.task import Task
-from jaxmp.training.trackers import Callback
+from jaxmp.training.tasks.task import Task
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir.trackers import Callback
 
 ALONE = Exchange(lambda grads, n: (), lambda grads, state, key, via: (grads, state))
 

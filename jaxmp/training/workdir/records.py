@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from io import RawIOBase
 from pathlib import Path
 
-from jaxmp.training.locks import WorkdirError, write
-from jaxmp.training.trackers import Callback, Record
+from jaxmp.training.workdir.locks import WorkdirError, write
+from jaxmp.training.workdir.trackers import Callback, Record
 
 KEYS = ('kind', 'step', 'epoch', 'loss')  # keys that each record must have
 

@@ -1,4 +1,4 @@
-"""The scores of `jaxmp.training.perplexity` as a table, a picture and JSON."""
+"""The scores of `jaxmp.training.evaluation.perplexity` as a table, a picture and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmp import terminal
 from jaxmp.pictures import labels, style
-from jaxmp.training.perplexity import Mean, Record, Score
+from jaxmp.training.evaluation.perplexity import Mean, Record, Score
 
 Scores = Mapping[str, Mapping[str, Score]]  # by codec, by model
 BITS = 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32  # ticks

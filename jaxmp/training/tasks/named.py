@@ -11,10 +11,10 @@ from jaxmp.metrics import METRICS, own
 from jaxmp.models.checkpoint import open_checkpoint
 from jaxmp.models.huggingface import local
 from jaxmp.plugins import called, imported
-from jaxmp.training.datasets import dataset_of, text_of
-from jaxmp.training.gpt2_task import gpt2_task
-from jaxmp.training.pretrained import task_of_checkpoint
-from jaxmp.training.task import Task, classifier, cuts_of, entered, measured, reader
+from jaxmp.training.tasks.datasets import dataset_of, text_of
+from jaxmp.training.tasks.gpt2 import gpt2_task
+from jaxmp.training.tasks.pretrained import task_of_checkpoint
+from jaxmp.training.tasks.task import Task, classifier, cuts_of, entered, measured, reader
 
 
 def task_of(config: Config) -> Task:

@@ -17,10 +17,10 @@ from jaxmp.config import Config
 from jaxmp.metrics import PERPLEXITY
 from jaxmp.models import decoder, gpt2_file, pretrained
 from jaxmp.models.adapters import base_of, digest, open_with_adapters, write_adapters
-from jaxmp.training import trained
-from jaxmp.training.datasets import text_of
-from jaxmp.training.gpt2_task import gpt2_task
-from jaxmp.training.task import Collections, Task, cuts_of, is_traced
+from jaxmp.training.tasks import trained
+from jaxmp.training.tasks.datasets import text_of
+from jaxmp.training.tasks.gpt2 import gpt2_task
+from jaxmp.training.tasks.task import Collections, Task, cuts_of, is_traced
 
 _TOKENIZERS = ('tokenizer.json', 'vocab.json')
 

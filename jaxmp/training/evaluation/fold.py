@@ -2,7 +2,7 @@
 
 Each stage after a boundary gets two vectors at its entrance, a scale and a shift per channel. They
 give an uncompressed activation the mean and the deviation that the stage knows from compressed
-ones, as estimated on training examples (see `jaxmp.training.moments`). Nothing is trained.
+ones, as estimated on training examples (see `moments`). Nothing is trained.
 
 With ``--batchnorm`` BatchNorm's statistics are estimated again instead, over open boundaries.
 
@@ -27,14 +27,14 @@ from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.types import ModelState
 from jaxmp.training.agreement import inputs
 from jaxmp.training.checkpoint import Checkpoints
+from jaxmp.training.evaluation.moments import Affine, matched, normalised_again
+from jaxmp.training.evaluation.saved import Run, load
 from jaxmp.training.experiment import experiment_of
-from jaxmp.training.locks import WorkdirError, check_writable, replacing, write
-from jaxmp.training.moments import Affine, matched, normalised_again
-from jaxmp.training.records import read
-from jaxmp.training.saved import Run, load
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import finish
 from jaxmp.training.trainer import Trainer
+from jaxmp.training.workdir.locks import WorkdirError, check_writable, replacing, write
+from jaxmp.training.workdir.records import read
 
 Scores = dict[str, float]
 

@@ -40,16 +40,16 @@ from jaxmp.net.connect import Address, connect, endpoint, owners
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.speed import parse as parse_link
 from jaxmp.terminal import end
-from jaxmp.training.language_model import (
+from jaxmp.training.evaluation.language_model import (
     LanguageModel,
     config_of_run,
     is_run,
     open_language_model,
 )
-from jaxmp.training.locks import WorkdirError
-from jaxmp.training.sampling import Event, choose, continuations, reader_of
-from jaxmp.training.task import cuts_of
-from jaxmp.training.tasks import stage_count
+from jaxmp.training.generation.sampling import Event, choose, continuations, reader_of
+from jaxmp.training.tasks.named import stage_count
+from jaxmp.training.tasks.task import cuts_of
+from jaxmp.training.workdir.locks import WorkdirError
 
 # Flags that differ between the processes of one text.
 LOCAL = {'model', 'coordinator', 'process', 'processes', 'token_file', 'silent'}
@@ -62,7 +62,7 @@ class Text(NamedTuple):
       head: what stands before it.
       model: its model.
       prompts: the tokens of its prompts.
-      events: the tokens that follow, as `jaxmp.training.sampling.continuations` yields them.
+      events: the tokens that follow, as `sampling.continuations` yields them.
     """
 
     head: str
@@ -72,7 +72,7 @@ class Text(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """How tokens are drawn; see `jaxmp.training.sampling.choose`."""
+    """How tokens are drawn; see `jaxmp.training.generation.sampling.choose`."""
 
     temperature: float
     top_p: float
@@ -136,7 +136,7 @@ def written(
     """Writes texts one after another, each as soon as its tokens are there.
 
     Args:
-      events: from `jaxmp.training.sampling.continuations`.
+      events: from `sampling.continuations`.
       prompts: their tokens.
       decode: from tokens to a text.
       hidden: the number of first tokens of each prompt that are not written.
@@ -295,7 +295,7 @@ def here(args: argparse.Namespace) -> Iterator[Text]:
 
 def by_processes(args: argparse.Namespace, address: Address) -> tuple[ProcessGroup, Iterable[Text]]:
     """The group, and in its first process the text; the others work for it until it is written."""
-    from jaxmp.training import serving
+    from jaxmp.training.generation import serving
 
     path, cuts = Path(args.model).expanduser(), cuts_of(args.cuts)
     of_run = is_run(path)

@@ -24,7 +24,7 @@ from jaxmp.boundary.pipeline import Stage, StageVariables, run_stage
 from jaxmp.codecs import raw
 from jaxmp.feedback import Channel, direct
 from jaxmp.models.layers import next_token_nats
-from jaxmp.training.language_model import LanguageModel
+from jaxmp.training.evaluation.language_model import LanguageModel
 from jaxmp.wire import Ctx
 
 UNCOMPRESSED = 'raw'

@@ -6,7 +6,7 @@ its weights are read once. Every message says what it is of, so that the process
 they are told.
 
 A prompt crosses a boundary by itself, so that its text is the same whatever others there are. In
-one process (`jaxmp.training.sampling`) prompts cross as one message, in which a codec that draws,
+one process (`sampling`) prompts cross as one message, in which a codec that draws,
 such as `rotate`, draws others for all but the first: their texts are as good, but not the same.
 """
 
@@ -31,8 +31,8 @@ from jaxmp.models import decoder
 from jaxmp.net.arrays import buffers, filled
 from jaxmp.net.group import LONG, ProcessGroup
 from jaxmp.net.speed import Link
-from jaxmp.training.language_model import LanguageModel
-from jaxmp.training.sampling import Event, Variables, counted
+from jaxmp.training.evaluation.language_model import LanguageModel
+from jaxmp.training.generation.sampling import Event, Variables, counted
 from jaxmp.wire import Ctx, Like, Payload, like
 
 ToTokens = Callable[[Float[Array, 'B V'], Array, Int[Array, ' ']], Int[Array, ' B']]
@@ -290,7 +290,7 @@ def written(
     part: Part, ends: Ends, prompts: Sequence[Sequence[int]], count: int, stops: frozenset[int],
     together: bool = False,
 ) -> Iterator[Event]:  # fmt: skip
-    """In process 0, the events of `jaxmp.training.sampling.continuations` over all processes.
+    """In process 0, the events of `sampling.continuations` over all processes.
 
     Args:
       part: its stages.

@@ -16,7 +16,7 @@ from jaxmp.data import Dataset
 from jaxmp.models import gpt2, gpt2_file, pretrained
 from jaxmp.models.described import Checkpoint
 from jaxmp.models.tied import WTE, table
-from jaxmp.training.task import Collections, Task, cuts_of, reader
+from jaxmp.training.tasks.task import Collections, Task, cuts_of, reader
 
 
 def gpt2_task(config: Config, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Task:

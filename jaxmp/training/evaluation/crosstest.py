@@ -4,14 +4,14 @@ The table has each run's test metric with a column per codec, at all boundaries 
 ``--batchnorm`` a second row has BatchNorm's statistics estimated again, on training batches that
 cross open boundaries; a training with compression leaves those of compressed activations. With
 ``--moments`` a further row gives open boundaries the mean and deviation per channel that compressed
-ones have; see `jaxmp.training.moments`.
+ones have; see `jaxmp.training.evaluation.moments`.
 
 With ``--text=FILE`` the table has the perplexity of a text instead, by language models: runs, or
 checkpoints (a folder, a GGUF file, a name of the hub) in ``--stages`` or ``--cuts``; with the nats
 that each codec loses, the divergence (kl) of the next token from that without compression, and
-their standard errors over blocks of the text; see `jaxmp.training.perplexity`. With ``--predict``
+their standard errors over blocks of the text; see `perplexity` in this room. With ``--predict``
 codecs of many kinds stand beside them, each predicted from one backward pass, and the one of the
-fewest bits within 1 % of perplexity is named; see `jaxmp.training.divergence`.
+fewest bits within 1 % of perplexity is named; see `divergence`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from jaxmp.pictures import style
 from jaxmp.pictures.compare import picture
 from jaxmp.runtimes.local import Local
 from jaxmp.runtimes.types import Batch, ModelState
-from jaxmp.training import perplexity, perplexity_page
 from jaxmp.training.evaluate import means, model_of, sums, totals
+from jaxmp.training.evaluation import perplexity, perplexity_page
+from jaxmp.training.evaluation.language_model import is_run
+from jaxmp.training.evaluation.moments import matched, normalised_again, opened_with
+from jaxmp.training.evaluation.saved import Run, config_of, load
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.language_model import is_run
-from jaxmp.training.locks import WorkdirError, check_writable, write_json
-from jaxmp.training.moments import matched, normalised_again, opened_with
-from jaxmp.training.progress import tracked
-from jaxmp.training.saved import Run, config_of, load
 from jaxmp.training.step import TrainState
 from jaxmp.training.summary import provenance
+from jaxmp.training.workdir.locks import WorkdirError, check_writable, write_json
+from jaxmp.training.workdir.progress import tracked
 
 
 def named(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:

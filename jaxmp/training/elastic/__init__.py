@@ -1,0 +1,1 @@
+"""Replicas that come and go."""

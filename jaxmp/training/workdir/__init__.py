@@ -1,0 +1,1 @@
+"""Files of a run: locks, records, the points at which they are written, progress, trackers."""
