@@ -25,7 +25,9 @@ def ran(folder, code, names=TRAIN):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize('page', ['README', 'docs/own_codec', 'docs/own_collectives', 'docs/own_loop', 'docs/nnx'])
+@pytest.mark.parametrize(
+    'page', ['README', 'docs/own_codec', 'docs/own_collectives', 'docs/own_loop', 'docs/nnx']
+)
 def test_a_page_needs_no_more_than_the_base(page, tmp_path):
     """Two show Flax modules as well, and one at its end the runtimes, which are the trainer's."""
     blocks = BLOCK.findall((ROOT / f'{page}.md').read_text())

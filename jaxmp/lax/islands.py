@@ -10,14 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmp.lax.collectives import all_gather, ppermute
 
+Devices = Mesh | AbstractMesh
 
-def roll(x: Array, axis_name: str, shift: int = 1, mesh: Mesh | None = None, **how: Any) -> Array:
+
+def roll(
+    x: Array, axis_name: str, shift: int = 1, mesh: Devices | None = None, **how: Any
+) -> Array:
     """``jnp.roll(x, shift, 0)`` of an array that lies along ``axis_name`` by its axis 0.
 
     Pipelines that are written as a shift of a stage axis send their activations by it.
@@ -32,7 +36,7 @@ def roll(x: Array, axis_name: str, shift: int = 1, mesh: Mesh | None = None, **h
     Raises:
       ValueError: if the axis has another number of devices than ``x`` has rows.
     """
-    mesh = mesh or jax.sharding.get_mesh()
+    mesh = mesh or jax.sharding.get_abstract_mesh()
     n = mesh.shape[axis_name]
     if x.shape[0] != n:
         raise ValueError(f'roll of {x.shape[0]} rows along {axis_name!r}, which has {n} devices')
@@ -43,7 +47,9 @@ def roll(x: Array, axis_name: str, shift: int = 1, mesh: Mesh | None = None, **h
     )(x)  # fmt: skip
 
 
-def reshard(x: Array, axis_name: str, axis: int = 0, mesh: Mesh | None = None, **how: Any) -> Array:
+def reshard(
+    x: Array, axis_name: str, axis: int = 0, mesh: Devices | None = None, **how: Any
+) -> Array:
     """``x``, which lies in parts of an axis along ``axis_name``, whole on every device.
 
     Weights of FSDP are gathered by it; their gradients return in parts.
@@ -58,6 +64,6 @@ def reshard(x: Array, axis_name: str, axis: int = 0, mesh: Mesh | None = None, *
     spec = P(*[None] * axis, axis_name)
     return jax.shard_map(
         lambda x: all_gather(x, axis_name, axis=axis, tiled=True, **how),
-        mesh=mesh or jax.sharding.get_mesh(), in_specs=spec, out_specs=P(),
+        mesh=mesh or jax.sharding.get_abstract_mesh(), in_specs=spec, out_specs=P(),
         axis_names={axis_name}, check_vma=False,
     )(x)  # fmt: skip

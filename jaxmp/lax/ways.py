@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxmp.boundary.transport import one_piece
 from jaxmp.feedback import Channel
 from jaxmp.feedback.settled import settled
-from jaxmp.wire import Ctx, Like, explicit_mesh, widened
+from jaxmp.wire import Ctx, Like, widened
 
 Axes = str | tuple[str, ...]  # names of mesh axes, as `jax.lax` takes them
 Key = Array | None
@@ -85,10 +86,10 @@ class Way(NamedTuple):
             return self.join(parts.reshape(-1, *shape_of(self.cut, x).shape[1:])), rx
 
         tx, rx = states
-        messages, tx_after = automatic(code, x)(x, tx)
+        messages, tx_after = automatic(code)(x, tx)
         piece, back = one_piece(messages, 1)
         moved = lax.optimization_barrier(self.move(lax.optimization_barrier(piece)))
-        y, rx_after = automatic(decode, x)(back(moved), rx)
+        y, rx_after = automatic(decode)(back(moved), rx)
         return y, (_kept(channel, tx_after, tx), _kept(channel, rx_after, rx))
 
 
@@ -115,10 +116,11 @@ class Chain(NamedTuple):
 
     def carry(self, channel: Channel, key: Key, x: Array, states: States) -> tuple[Array, States]:
         """As `Route.carry`; the two hops draw from keys of their own."""
-        part, first = self.first.carry(channel, key, self.before(x), states[0])
+        rows = automatic(self.before)(x)
+        part, first = self.first.carry(channel, key, rows, states[0])
         later = None if key is None else jax.random.fold_in(key, 1 << 30)
         y, second = self.second.carry(channel, later, part, states[1])
-        return self.after(y), (first, second)
+        return automatic(self.after)(y), (first, second)
 
 
 class Nowhere(NamedTuple):
@@ -222,22 +224,18 @@ def varying(x: Array, axis: Axes) -> Array:
     return lax.pcast(x, missing, to='varying') if missing else x
 
 
-def automatic(f: Callable, x: Array) -> Callable:
+def automatic(f: Callable) -> Callable:
     """``f``, in which the compiler decides how arrays lie on Explicit axes that are not manual.
 
     Codecs reshape, which such axes refuse. What ``f`` returns then lies whole along them.
     """
-    mesh = explicit_mesh(x)
-    if mesh is None:
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if not axes:
         return f
-    out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-    def placed(*args: PyTree) -> PyTree:
-        with jax.sharding.use_abstract_mesh(mesh):
-            auto: Callable = jax.sharding.auto_axes(f, out_sharding=out)
-            return auto(*args)
-
-    return placed
+    automated: Callable = jax.sharding.auto_axes(f, axes=axes, out_sharding=PartitionSpec())
+    return automated
 
 
 def shape_of(f: Callable, *args: Array | Like) -> Any:
