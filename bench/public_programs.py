@@ -1,4 +1,4 @@
-"""Programs of JAX's own page on shard_map with `jaxmp.lax`: python bench/public_programs.py PAGE OUT
+"""Programs of JAX's page on shard_map, with `jaxmp.lax`: python bench/public_programs.py PAGE OUT
 
 PAGE is docs/notebooks/shard_map.md of JAX's repository. Its neural networks run as they are, and
 again where each `jax.lax.NAME` of a collective is `jaxmp.lax.NAME`, which is the only change: as
@@ -12,15 +12,16 @@ import re
 import sys
 from pathlib import Path
 
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+if __name__ == '__main__':
+    os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+import jax
+import jax.numpy as jnp
 
-from jaxmp import lax  # noqa: E402
-from jaxmp.exchange.hlo import operands  # noqa: E402
-from jaxmp.training.summary import provenance  # noqa: E402
+from jaxmp import lax
+from jaxmp.exchange.hlo import operands
+from jaxmp.training.summary import provenance
 
 HEAD = """
 import jax, jax.numpy as jnp
@@ -97,6 +98,18 @@ def apart(a, b) -> float:
     known = jnp.isfinite(flat[0]) & jnp.isfinite(flat[1])
     x, y = (jnp.where(known, f, 0) for f in flat)
     return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
+
+
+def table(rows) -> str:
+    """The rows in Markdown, as docs/own_collectives.md has them."""
+    lines = ['| program | codecs | bytes | loss | after 50 steps |', '|---|---|--:|--:|--:|']
+    for row in sorted(rows, key=lambda r: [*PROGRAMS].index(r['program'])):
+        if row['way'] != 'raw':
+            words = ', '.join(f'`{c}`' for c in row['codecs'] or ()) or 'as it is'
+            trained = f'{row["trained"]:.2f}' if row['trained'] else '\N{EN DASH}'
+            cells = row['program'], words, f'{row["bytes"]:,}', f'{row["loss"]:.2f}', trained
+            lines.append(f'| {" | ".join(cells)} |')
+    return '\n'.join(lines) + '\n'
 
 
 def main() -> None:

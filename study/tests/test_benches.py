@@ -525,3 +525,16 @@ def test_report_refuses_other_rows(tmp_path):
     (tmp_path / 'rows.jsonl').write_text('{"kind": "step"}')
     with pytest.raises(SystemExit, match="kinds \\['step'\\]"):
         polar.main([str(tmp_path / 'rows.jsonl'), '--out', str(tmp_path / 'out')])
+
+
+def test_the_page_on_collectives_has_the_programs_that_were_run(bench):
+    """The committed rows; without codecs nothing differs from JAX's own collectives."""
+    programs = bench('public_programs')
+    rows = json.loads((RESULTS / 'public_programs.json').read_text())['rows']
+    page = (ROOT / 'docs' / 'own_collectives.md').read_text()
+    assert f'<!-- programs -->\n{programs.table(rows)}<!-- /programs -->' in page
+    by_way = {(row['program'], row['way']): row for row in rows}
+    for program in programs.PROGRAMS:
+        raw, theirs = by_way[program, 'raw'], by_way[program, 'as it is']
+        assert raw['gradient_off'] == 0
+        assert {**raw, 'way': '', 'codecs': None} == {**theirs, 'way': ''}
