@@ -165,7 +165,7 @@ def _build(node: ast.expr, names: Names) -> object:
 
 
 def _look_up(name: str, names: Names) -> object:
-    found = names.get(name)
+    found = names.get(name, LEFT.get(name))
     if isinstance(found, NoWord):
         raise SpecError(f'{name!r} is no word: {found.reason}')
     if isinstance(found, Later):

@@ -332,13 +332,10 @@ def test_mistakes_are_told_in_a_line():
 
 def test_which_codecs_draw():
     """Of all words that need a key those that round at random; a rotation may stay."""
-    from jaxmp.grammar import KNOWN, words_of
+    from jaxmp.grammar import ours
 
-    need = [
-        w.example
-        for w in words_of(KNOWN)
-        if w.kind == 'codec' and 'key' in jaxmp.parse(w.example).needs
-    ]
+    words = (w.example for w in ours() if w.kind == 'codec')
+    need = [text for text in words if 'key' in jaxmp.parse(text).needs]
     drawing = {text.partition('(')[0] for text in need if calls.DRAWS.search(text)}
     assert {text.partition('(')[0] for text in need} - drawing <= {'rotate', 'polar', 'trellis'}, (
         need

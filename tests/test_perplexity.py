@@ -155,7 +155,7 @@ MISTAKES = {
     'a block of one': (['--block=1'], 'give blocks of 2 tokens or more'),
     'BatchNorm': (['--batchnorm'], '--batchnorm and --moments are of a test split; leave --text'),
     'no file': (['--text=nowhere.txt'], '--text=nowhere.txt is not there, or no file; give a text'),
-    'no text': ([f'--before={png}'], 'slow_link.png, line 3 is not UTF-8 text .a NUL byte'),
+    'no text': ([f'--text={png}'], 'slow_link.png, line 3 is not UTF-8 text .a NUL byte'),
     'no folder': (['--out=/proc/no/a.png'], '--out: cannot write into /proc/no .*; give another f'),
     'no model': (['no.gguf'], 'there is no no.gguf; give a folder with config.json and weights'),
     'a long block': (['--block=99'], '--block=99 is more than the 64 positions of tiny'),

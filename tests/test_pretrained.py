@@ -840,7 +840,7 @@ def test_a_gguf_file_that_is_not_what_it_should_be(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="architecture 'falcon'; of GGUF files llama, qwen2, qw"):
         checkpoint.open_checkpoint(as_gguf(tmp_path / 'f.gguf', 'llama', architecture='falcon'))
     monkeypatch.setitem(__import__('sys').modules, 'gguf', None)
-    with pytest.raises(ImportError, match=r'needs the package gguf; pip install "jaxmp\[gguf\]"'):
+    with pytest.raises(ImportError, match=r'needs the package gguf; pip install "jaxmp\[train\]"'):
         checkpoint.open_checkpoint(file)
 
 

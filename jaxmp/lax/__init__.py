@@ -12,13 +12,13 @@ its import alone. All of this works inside `jax.shard_map`, under `jax.jit`, `ja
 `jax.lax.scan` and `jax.checkpoint`, with ``check_vma`` and without.
 
 >>> import jax
->>> from jax.sharding import PartitionSpec as P
+>>> from jax.sharding import AxisType, PartitionSpec as P
 >>> from jaxmp import lax
->>> mesh = jax.make_mesh((1,), ('stage',))
+>>> mesh = jax.make_mesh((1,), ('stage',), axis_types=(AxisType.Auto,))
 >>> send = lambda x: lax.ppermute(x, 'stage', [(0, 0)], fwd='block(4)', bwd='mx(8)')
 >>> send = jax.jit(jax.shard_map(send, mesh=mesh, in_specs=P('stage'), out_specs=P('stage')))
->>> send(jax.numpy.linspace(-1, 1, 4).reshape(1, 4)).round(2)
-Array([[-1.  , -0.33,  0.33,  1.  ]], dtype=float32)
+>>> [round(v, 1) for v in send(jax.numpy.array([[-1.0, -0.5, 0.2, 2.0]]))[0].tolist()]
+[-1.0, -0.6, 0.2, 2.0]
 """
 
 from typing import Any
