@@ -33,7 +33,7 @@ def plan(tmp_path, *more):
 
 
 def process(tmp_path, *more):
-    command = sys.executable, '-m', 'jaxmp.study.sweep', *words(tmp_path, *more)
+    command = sys.executable, '-m', 'jaxmp.sweep', *words(tmp_path, *more)
     return subprocess.Popen(command, env=ENV, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
