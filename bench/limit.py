@@ -29,10 +29,10 @@ from jaxmp.codecs.heavy import Heavy, taken
 from jaxmp.codecs.microscaling import mx
 from jaxmp.feedback.components import best_widths
 from jaxmp.spec import parse
-from jaxmp.training import nats_table
 from jaxmp.training.evaluation.perplexity import blocks_of
 from jaxmp.training.summary import provenance
 from jaxmp.wire import Ctx, like
+from study import nats as nats_table
 
 CUTS = 8, 16, 23
 HEAVY = 4, 1, 1  # tokens by cut, as in configs/pretrained_codecs.py

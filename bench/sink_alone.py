@@ -20,11 +20,11 @@ import numpy as np
 
 from jaxmp.plugins import module
 from jaxmp.spec import parse
-from jaxmp.training import nats_table
 from jaxmp.training.evaluation.perplexity import blocks_of
 from jaxmp.training.evaluation.stagewise import activations, before_first, context, last_nats
 from jaxmp.training.summary import provenance
 from jaxmp.wire import like
+from study import nats as nats_table
 
 STUDY = Path(__file__).resolve().parents[1] / 'configs' / 'pretrained_codecs.py'
 ROW = 'klt2.3-no-sink'
