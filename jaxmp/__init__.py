@@ -12,7 +12,6 @@ if os.environ.get('TF_CPP_MIN_LOG_LEVEL', '1') == '1':
 from jaxmp import codecs
 from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback, value_and_grad
 from jaxmp.boundary.pipeline import Pipeline, pipeline
-from jaxmp.boundary.transport import Transport, local, ppermute
 from jaxmp.codecs import *  # noqa: F403
 from jaxmp.feedback import (
     Channel,
@@ -66,7 +65,6 @@ __all__ = [
     'Pipeline',
     'SpecError',
     'Task',
-    'Transport',
     'adaptive',
     'anchored',
     'aqsgd',
@@ -82,12 +80,10 @@ __all__ = [
     'k_means',
     'klt',
     'like',
-    'local',
     'nbytes',
     'outliers',
     'parse',
     'pipeline',
-    'ppermute',
     'train_and_evaluate',
     'value_and_grad',
     'warm',

@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Ctx, FeedbackState, parse
-from jaxmp.exchange.hlo import permuted
 from tests.base import slow
 from tests.laws import QUICK
 
@@ -377,11 +374,6 @@ def test_a_boundary_takes_channels(side):
         jaxmp.boundary(**ends)
 
 
-def test_ppermute_needs_devices():
-    with pytest.raises(ValueError, match="positive number of devices on 'stage', got 0"):
-        jaxmp.ppermute('stage', 0)
-
-
 def test_second_order_and_forward_mode():
     """As the docstring says: forward-mode differentiation raises."""
     b = jaxmp.boundary(parse('raw'), parse('raw'))
@@ -394,72 +386,6 @@ def test_states_of_several_boundaries_need_a_shape_each():
     b = jaxmp.boundary(parse('ef(raw)'), parse('raw'))
     with pytest.raises(ValueError, match='2 boundaries got 1 shapes; give one shape per boundary'):
         jaxmp.init_feedback([b, b], [jnp.ones((B, D))])
-
-
-# Four devices.
-
-DEVICES, LONG = 4, 300
-WIRES = [
-    ('raw', 'raw'),
-    ('aqsgd(block(3, 32, stochastic), examples=9)', 'ef21(uniform(8))'),
-    ('ef21(top_k(0.3, values=fp16, indices=bitmap))', 'ef(same_support(values=fp16))'),
-    ('log_scale(4)', 'ef(fp16)'),
-    ('ef_mixed(top_k(0.1, values=fp16))', 'ef21(bf16)'),
-]
-
-
-def over_devices(b, check_vma):
-    """A crossing on each device and its gradient, of tensors stacked along the devices."""
-
-    def one(x, feedback, g, ctx):
-        x, feedback, g = jax.tree.map(lambda a: a[0], (x, feedback, g))
-        out = jaxmp.value_and_grad(partial(linear, b))(jnp.ones_like(x), feedback, x, g, ctx)
-        return jax.tree.map(lambda a: a[None], out)
-
-    mesh = jax.make_mesh((DEVICES,), ('stage',), axis_types=(AxisType.Auto,))
-    specs = P('stage'), P('stage'), P('stage'), P()
-    return jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=P('stage'), check_vma=check_vma)
-
-
-@pytest.mark.parametrize(
-    ('pair', 'check_vma'),
-    slow([*((pair, True) for pair in WIRES), (WIRES[1], False)], lambda c: c[0] not in WIRES[1:3]),
-)
-def test_four_devices_are_one(pair, check_vma):
-    """Device i sends to i + 1 what a local boundary would have made of it, to the bit."""
-    fwd, bwd = map(parse, pair)
-    wire, here = (
-        jaxmp.boundary(fwd, bwd, jaxmp.ppermute('stage', DEVICES)),
-        jaxmp.boundary(fwd, bwd),
-    )
-    r = np.random.default_rng(3)
-    x, g = r.standard_normal((2, 2, DEVICES, B, LONG)).astype(np.float32)
-    ids = jnp.asarray([[0, 3, 8, 2], [3, 1, 0, 7]])
-    feedback = jax.tree.map(lambda a: jnp.stack([a] * DEVICES), wire.init(x[0, 0]))
-    edges = [here.init(x[0, 0])] * (DEVICES - 1)
-    run = jax.jit(over_devices(wire, check_vma))
-    run = run.lower(x[0], feedback, g[0], Ctx(jax.random.key(0), ids[0])).compile()
-    alone = jax.jit(jaxmp.value_and_grad(partial(linear, here)))
-    for t in range(2):
-        ctx = Ctx(jax.random.key(t), ids[t])
-        (loss, y), gx, feedback = run(x[t], feedback, g[t], ctx)
-        for i, edge in enumerate(edges):
-            (l, y_i), gx_i, edges[i] = alone(jnp.ones((B, LONG)), edge, x[t, i], g[t, i + 1], ctx)
-            tree_equal((loss[i + 1], y[i + 1], gx[i]), (l, y_i, gx_i))
-            check_ends(feedback.fwd, edges[i].fwd, i, i + 1)
-            check_ends(feedback.bwd, edges[i].bwd, i + 1, i)
-    moved = permuted(run.as_text())
-    forward, backward = moved[0, 1], moved[1, 0]
-    assert (8 * forward, 8 * backward) == here.bits(x[0, 0])
-    assert 8 * forward == jaxmp.bits(fwd, x[0, 0])
-
-
-def check_ends(devices, here, sender, receiver):
-    """The states of the two devices of an edge; a local boundary keeps one copy of equal states."""
-    tx, rx = devices
-    tree_equal(jax.tree.map(lambda a: a[sender], tx), here[0])
-    shared_state = isinstance(here[1], tuple) and not isinstance(rx, tuple)
-    tree_equal(jax.tree.map(lambda a: a[receiver], rx), here[0] if shared_state else here[1])
 
 
 # The pipeline.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jaxmp.boundary.transport import Transport, laid_out, local
+from jaxmp.boundary.transport import laid_out
 from jaxmp.feedback import Channel
 from jaxmp.feedback.channel import EndStates, Rx, Tx
 from jaxmp.feedback.gradient import by_value_and_grad
@@ -63,11 +63,10 @@ class Boundary:
 
     fwd: Channel
     bwd: Channel
-    via: Transport
 
     def init(self, x: Array | Like) -> FeedbackState:
         """Initial states of both channels for tensors like ``x``."""
-        return FeedbackState(*(self._ends(c, c.init(like(x))) for c in (self.fwd, self.bwd)))
+        return FeedbackState(*(_ends(c, c.init(like(x))) for c in (self.fwd, self.bwd)))
 
     def cross(
         self, x: Array, feedback: FeedbackState, ctx: Ctx | None = None
@@ -191,22 +190,17 @@ class Boundary:
 
         return jax.eval_shape(make, like(x))
 
-    def _ends(self, channel: Channel, state: EndStates) -> EndStates:
-        return (state[0], ()) if self._shares(channel) else state
-
-    def _shares(self, channel: Channel) -> bool:
-        return channel.shared_state and self.via.colocated
-
     def _move(
         self, way: str, x: Array, state: EndStates, contexts: tuple[Ctx, Ctx]
     ) -> tuple[Array, EndStates, Positions]:
         tx, rx = state
         channel = self.fwd if way == 'fwd' else self.bwd
         message, next_tx, sent = self.send(way, x, tx, contexts[0])
-        arrived = (self.via.forward if way == 'fwd' else self.via.backward)(message)
-        rx = tx if self._shares(channel) else rx
+        # So that XLA does not simplify decoding after encoding: what is sent is what is used.
+        arrived = jax.lax.optimization_barrier(message)
+        rx = tx if channel.shared_state else rx
         y, next_rx, received = self.recv(way, arrived, rx, (like(x), contexts[1]))
-        return y, self._ends(channel, (next_tx, next_rx)), (sent, received)
+        return y, _ends(channel, (next_tx, next_rx)), (sent, received)
 
     def _check(self, x: Array, feedback: FeedbackState) -> None:
         want = jax.eval_shape(lambda: self.init(x))
@@ -220,13 +214,19 @@ class Boundary:
                 )
 
 
-def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Boundary:
+def _ends(channel: Channel, state: EndStates) -> EndStates:
+    """The states of both ends, of which one program keeps a single copy where they are equal."""
+    return (state[0], ()) if channel.shared_state else state
+
+
+def boundary(fwd: Channel, bwd: Channel) -> Boundary:
     """A cut between two stages: activations go through ``fwd``, their gradients through ``bwd``.
+
+    Both ends are in one program. Between devices, see `jaxmp.lax` and the runtimes.
 
     Args:
       fwd: channel of the activation.
       bwd: channel of its gradient.
-      via: transport of payloads; default `local`.
 
     Raises:
       TypeError: if ``fwd`` or ``bwd`` is not a channel.
@@ -249,7 +249,7 @@ def boundary(fwd: Channel, bwd: Channel, via: Transport | None = None) -> Bounda
             f'boundary fwd {fwd}, bwd {bwd}: by_gradient is for an activation whose gradient '
             'returns through klt; write fwd klt(2, by_gradient=0.3), bwd klt(2)'
         )
-    return Boundary(fwd, bwd, local() if via is None else via)
+    return Boundary(fwd, bwd)
 
 
 def init_feedback(boundaries: Sequence[Boundary], shapes: Sequence[Array | Like]) -> FeedbackState:

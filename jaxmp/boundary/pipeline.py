@@ -16,7 +16,6 @@ import jax
 from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import Boundary, FeedbackState, boundary, init_feedback
-from jaxmp.boundary.transport import Transport
 from jaxmp.feedback import Channel
 from jaxmp.wire import Ctx, Like, like
 
@@ -184,7 +183,6 @@ def pipeline(
     stages: Sequence[Stage],
     fwd: Channel | Sequence[Channel],
     bwd: Channel | Sequence[Channel],
-    via: Transport | None = None,
 ) -> Pipeline:
     """A model cut into stages; activations go through ``fwd``, their gradients through ``bwd``.
 
@@ -193,7 +191,6 @@ def pipeline(
         previous one.
       fwd: one channel for all boundaries, or one per boundary.
       bwd: likewise for gradients.
-      via: transport of payloads; default `local`.
 
     Raises:
       TypeError: if an object is not a stage.
@@ -203,7 +200,7 @@ def pipeline(
         raise ValueError('a pipeline needs at least one stage')
     n = len(stages) - 1
     pairs = zip(_each('fwd', fwd, n), _each('bwd', bwd, n), strict=True)
-    return Pipeline(tuple(stages), tuple(boundary(f, b, via) for f, b in pairs))
+    return Pipeline(tuple(stages), tuple(boundary(f, b) for f, b in pairs))
 
 
 def _each(name: str, channel: Channel | Sequence[Channel], n: int) -> list[Channel]:

@@ -1,9 +1,8 @@
-"""`Transport`: movement of a payload within a program, to the same or to the next device."""
+"""What a message needs on its way: a layout that codecs can reshape, and one array of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxmp.wire import Like, Payload, explicit_mesh
-
-
-class Transport(NamedTuple):
-    """The movement of payloads between neighbouring stages.
-
-    Attributes:
-      forward: sends a payload to the next stage, and returns the one from the previous stage.
-      backward: sends a payload to the previous stage, and returns the one from the next stage.
-      colocated: whether both ends are on one device, so that they share one copy of equal states.
-    """
-
-    forward: Callable[[Payload], Payload]
-    backward: Callable[[Payload], Payload]
-    colocated: bool = False
 
 
 def laid_out(
@@ -49,38 +34,6 @@ def laid_out(
     with jax.sharding.use_abstract_mesh(mesh):
         automatic: Callable = jax.sharding.auto_axes(move, out_sharding=out)
         return automatic(x, state, rest)
-
-
-def local() -> Transport:
-    """A transport with both ends in one program: payloads are encoded and decoded, but not moved.
-
-    A barrier prevents the compiler from simplifying decode after encode, so that training uses
-    exactly the values that would be sent.
-    """
-    return Transport(jax.lax.optimization_barrier, jax.lax.optimization_barrier, colocated=True)
-
-
-def ppermute(axis: str, n: int) -> Transport:
-    """A transport from device i of a mesh axis to device i + 1; gradients go to i - 1.
-
-    Use it inside `jax.shard_map`. The devices at both ends of the axis receive zeros.
-
-    Args:
-      axis: name of the mesh axis of the stages.
-      n: size of the axis.
-
-    Raises:
-      ValueError: if ``n`` is not positive.
-    """
-    if n < 1:
-        raise ValueError(f'ppermute needs a positive number of devices on {axis!r}, got {n}')
-    right = [(i, i + 1) for i in range(n - 1)]
-    left = [(i + 1, i) for i in range(n - 1)]
-
-    def send(pairs: list[tuple[int, int]]) -> Callable[[Payload], Payload]:
-        return lambda m: jax.tree.map(lambda a: jax.lax.ppermute(a, axis, pairs), m)
-
-    return Transport(send(right), send(left))
 
 
 def one_piece(payload: Payload, axes: int = 0) -> tuple[Array, Callable[[Array], Payload]]:

@@ -38,8 +38,7 @@ def cuts_to_score(exp: Experiment, compressed: bool) -> tuple[Boundary, ...]:
     if not compressed:
         return (boundary(direct(raw), direct(raw)),) * len(exp.model.boundaries)
     return tuple(
-        Boundary(direct(b.fwd.codec), b.bwd, b.via) if forgets(b) else b
-        for b in exp.model.boundaries
+        Boundary(direct(b.fwd.codec), b.bwd) if forgets(b) else b for b in exp.model.boundaries
     )
 
 
@@ -88,7 +87,7 @@ def totals(exp: Experiment, start: ModelState, key: Array, predict: Predict) -> 
 def model_of(exp: Experiment, cuts: tuple[Boundary, ...]) -> Model:
     """The model of an experiment, with some boundaries between its stages."""
     n = exp.config.parallel.num_microbatches
-    cuts = tuple(boundary(per_microbatch(b.fwd, n), per_microbatch(b.bwd, n), b.via) for b in cuts)
+    cuts = tuple(boundary(per_microbatch(b.fwd, n), per_microbatch(b.bwd, n)) for b in cuts)
 
     def loss(output: Array, y: Array) -> tuple[Array, dict[str, Array]]:
         scores = {k: jnp.mean(v) for k, v in scored(exp, output, y).items()}

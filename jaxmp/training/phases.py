@@ -110,7 +110,7 @@ def _phase(
             )
     # The rules of fwd and bwd stay, with their states; the codecs under them change.
     cuts = tuple(
-        Boundary(_in_place(b.fwd, f), _in_place(b.bwd, g), b.via)
+        Boundary(_in_place(b.fwd, f), _in_place(b.bwd, g))
         for b, f, g in zip(boundaries, _each(fwd, boundaries), _each(bwd, boundaries), strict=True)
     )
     told = [' & '.join(map(str, way)) for way in (fwd, bwd)]

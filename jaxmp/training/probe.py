@@ -98,7 +98,7 @@ def crossing(
       exp: the experiment.
       likes: shape and dtype of what crosses each boundary.
     """
-    cuts = tuple(Boundary(keeping(b.fwd), keeping(b.bwd), b.via) for b in exp.model.boundaries)
+    cuts = tuple(Boundary(keeping(b.fwd), keeping(b.bwd)) for b in exp.model.boundaries)
     local = Local(model_of(exp, cuts)._replace(boundaries=cuts, num_microbatches=1))
 
     def run(state: ModelState, batch: Batch, key: Array) -> tuple[Array, Tree]:

@@ -197,7 +197,7 @@ def boundaries_of(model: LanguageModel, codec: str = '') -> tuple[Boundary, ...]
         raise ValueError(
             f'fwd {model.fwd} needs its components, which the folder model of a run lacks'
         )
-    return tuple(Boundary(direct(b.fwd.codec), b.bwd, b.via) for b in model.boundaries)
+    return tuple(Boundary(direct(b.fwd.codec), b.bwd) for b in model.boundaries)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
