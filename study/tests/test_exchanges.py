@@ -7,6 +7,7 @@ import pytest
 from jaxmp.training import loop
 from study.report import exchanges
 from tests.base import ROOT
+from tests.test_dataparallel import flat, small  # noqa: F401, a fixture of its runs
 
 
 @pytest.mark.slow
