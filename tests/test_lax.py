@@ -318,6 +318,7 @@ def test_mistakes_are_told_in_a_line():
         r'axis 1 of \(4, 8, 64\) goes to 4 devices; it must have the size 4, or tiled=True':
             lambda x: lax.all_to_all(x, 'i', 1, 0, fwd='mx(8)'),
         r"in 'mx\(9\)'": lambda x: lax.psum(x, 'i', fwd='mx(9)'),
+        'split_axis=5 of an array of 3 axes': lambda x: lax.all_to_all(x, 'i', 5, 0, fwd='mx(8)'),
     }  # fmt: skip
     for message, f in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -326,8 +327,40 @@ def test_mistakes_are_told_in_a_line():
         lax.codecs('ef(mx(4))')
     with pytest.raises(ValueError, match=r'qsgd\(4\) draws; give it to each call, with key='):
         lax.codecs('mx(8)', 'qsgd(4)')
+    for message, more in (('8 is no channel', {'fwd': 8}), ('state=float; give', {'state': 1.0})):
+        with pytest.raises(TypeError, match=message):
+            run(lambda x, more=more: lax.psum(x, 'i', **more))
+    enter = lambda x: lax.pvary(x, 'i', bwd='mx(8)')
+    enter = jax.shard_map(enter, mesh=mesh, in_specs=P('i'), out_specs=P('i'), check_vma=False)
+    with pytest.raises(ValueError, match='pvary sums gradients under check_vma alone'):
+        enter(X)
     with pytest.raises(TypeError, match='a state is of one array, got 2'):
         run(lambda x: lax.psum([x, x], 'i', fwd='mx(8)', state=jaxmp.FeedbackState((), ()))[0][0])
+
+
+def test_a_sum_that_remembers_is_the_same_everywhere_by_type():
+    """States begun inside: of a sum, and of the sum of gradients of what all devices have."""
+    mesh, word = mesh_of(), 'ef21(mx(4))'
+    like = jax.ShapeDtypeStruct((4, 8, 64), jnp.float32)
+    how = {'fwd': word, 'state': None}
+
+    def total(x):
+        state = lax.init(lax.psum, like, 'i', fwd=word)
+        return lax.psum(x, 'i', **{**how, 'state': state})[0]
+
+    known = jax.shard_map(total, mesh=mesh, in_specs=P('i'), out_specs=P())(X)
+    assert np.isfinite(known).all()
+
+    def gradients(w, x):
+        def loss(w, state):
+            w, state = lax.pvary(w, 'i', bwd=word, state=state)
+            return jnp.mean(jnp.tanh(x @ w) ** 2), (state, None)
+
+        state = lax.init(lax.pvary, w, 'i', bwd=word)
+        return jaxmp.value_and_grad(loss)(w, state)[1]
+
+    f = jax.shard_map(gradients, mesh=mesh, in_specs=(P(), P('i')), out_specs=P())
+    assert np.isfinite(jax.jit(f)(jnp.eye(64), X)).all()
 
 
 def test_which_codecs_draw():

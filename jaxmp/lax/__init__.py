@@ -37,6 +37,20 @@ from jaxmp.lax.collectives import pvary as pvary
 from jaxmp.lax.islands import reshard as reshard
 from jaxmp.lax.islands import roll as roll
 
+__all__ = [
+    'all_gather',
+    'all_to_all',
+    'codecs',
+    'init',
+    'pmean',
+    'ppermute',
+    'psum',
+    'psum_scatter',
+    'pvary',
+    'reshard',
+    'roll',
+]
+
 
 def __getattr__(name: str) -> Any:
     """All other names are `jax.lax`'s."""

@@ -72,6 +72,7 @@ def codecs(
             raise ValueError(f'{text} has a state; give it to each call, with state=lax.init(...)')
         if DRAWS.search(text):
             raise ValueError(f'{text} draws; give it to each call, with key=')
+    axes = (axes,) if isinstance(axes, str) else axes
     return _program(Codecs(fwd, bwd, axes, least))
 
 
@@ -108,7 +109,8 @@ def call(
     channels = _channels(axis, array, how)
     if channels is None:
         return plain(x)
-    y = _coded(jnp.asarray(array), axis, routes, channels, how, enter)
+    x = array if how.state is FIRST else jnp.asarray(array)  # a state needs a shape alone
+    y = _coded(x, axis, routes, channels, how, enter)
     return form.unflatten([y]) if how.state is None else y
 
 
@@ -120,6 +122,11 @@ def _channels(axis: Axes, x: Array, how: How) -> tuple[Channel, Channel] | None:
     default = Codecs() if elsewhere or x.size < program.least else program
     texts = how.fwd or default.fwd, how.bwd or default.bwd
     fwd, bwd = (parse(c) if isinstance(c, str) else c for c in texts)
+    for channel in (fwd, bwd):
+        if not isinstance(channel, Channel):
+            raise TypeError(f"{channel!r} is no channel; give a text such as 'mx(8)', or a Channel")
+    if not (how.state is None or how.state is FIRST or isinstance(how.state, FeedbackState)):
+        raise TypeError(f'state={type(how.state).__name__}; give what lax.init(...) returned')
     codable = x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
     if how.state is None and (not codable or (str(fwd), str(bwd)) == ('raw', 'raw')):
         return None

@@ -65,7 +65,7 @@ def all_gather(
         return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        dimension = axis % (len(like.shape) + (not tiled))
+        dimension = _dimension('axis', axis, len(like.shape) + (not tiled))
         there = ways.gathering(axis_name, dimension, tiled)
         return there, ways.scattering(axis_name, dimension, tiled)
 
@@ -95,7 +95,7 @@ def psum_scatter(
         return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        dimension = scatter_dimension % len(like.shape)
+        dimension = _dimension('scatter_dimension', scatter_dimension, len(like.shape))
         there = ways.scattering(axis_name, dimension, tiled)
         return there, ways.gathering(axis_name, dimension, tiled)
 
@@ -125,7 +125,8 @@ def all_to_all(
         return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        split, concat = (a % len(like.shape) for a in (split_axis, concat_axis))
+        split = _dimension('split_axis', split_axis, len(like.shape))
+        concat = _dimension('concat_axis', concat_axis, len(like.shape))
         one = lambda a, b: ways.concatenating(axis_name, a, b, tiled)
         return one(split, concat), one(concat, split)
 
@@ -194,9 +195,17 @@ def pvary(
       bwd: channel of the two hops of the sum; see `psum`.
       state: of this call, from `init`.
       key: for a codec that draws.
+
+    Raises:
+      ValueError: if a codec is given and ``check_vma`` is off, under which nothing is summed.
     """
     plain = lambda x: jax.tree.map(lambda a: ways.varying(a, axis_name), x)
     if not ways.follows(axis_name):
+        if bwd is not None:
+            raise ValueError(
+                'pvary sums gradients under check_vma alone; without it sum them yourself, by '
+                'lax.pmean(gradients, ..., fwd=...)'
+            )
         return x if state is None else (x, state)
 
     def routes(like: Like) -> calls.Routes:
@@ -218,6 +227,13 @@ def init(collective: Callable[..., Any], x: Array | Like, *args: Any, **how: Any
       **how: those of the call.
     """
     return collective(x, *args, **how, state=calls.FIRST)
+
+
+def _dimension(name: str, axis: int, count: int) -> int:
+    """An axis counted from 0."""
+    if not -count <= axis < count:
+        raise ValueError(f'{name}={axis} of an array of {count} axes')
+    return axis % count
 
 
 def _reduced(x: PyTree, axis: Axes, plain: Callable, scale: float, how: calls.How) -> Any:

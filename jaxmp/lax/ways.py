@@ -51,6 +51,7 @@ class Way(NamedTuple):
       join: ``parts (j, ...) -> y``.
       numbers: ``() -> (k,), (j,)``, a number for each part sent and each that arrives, the same at
         both ends, from which their random keys are made.
+      same: whether JAX knows that all devices receive the same.
     """
 
     axes: Axes
@@ -58,17 +59,19 @@ class Way(NamedTuple):
     move: Callable[[Array], Array]
     join: Callable[[Array], Array]
     numbers: Callable[[], tuple[Array, Array]]
+    same: bool = False
 
     def states(self, channel: Channel, like: Like) -> States:
         """As `Route.states`: the initial state of each part's ends."""
         tx, rx = channel.init(_sample(shape_of(self.cut, like)))
         sent, arriving = shape_of(self.numbers)
 
-        def rows(state: PyTree, count: Like) -> PyTree:
+        def rows(state: PyTree, count: Like, same: bool) -> PyTree:
             spread = lambda a: jnp.broadcast_to(a, (*count.shape, *a.shape))
-            return jax.tree.map(lambda a: varying(spread(a), self.axes), state)
+            vary = lambda a: a if same else varying(a, self.axes)
+            return jax.tree.map(lambda a: vary(spread(a)), state)
 
-        return rows(tx, sent), rows(rx, arriving)
+        return rows(tx, sent, False), rows(rx, arriving, self.same)
 
     def carry(self, channel: Channel, key: Key, x: Array, states: States) -> tuple[Array, States]:
         """As `Route.carry`."""
@@ -160,7 +163,7 @@ def gathering(axis: Axes, dimension: int, tiled: bool, same: bool = False) -> Wa
     n, to = lax.axis_size(axis), 'invarying' if same else 'varying'
     numbers = lambda: (lax.axis_index(axis)[None], jnp.arange(n))
     move = lambda piece: lax.all_gather(piece[0], axis, to=to)
-    return Way(axis, lambda x: x[None], move, partial(_join, dimension, tiled), numbers)
+    return Way(axis, lambda x: x[None], move, partial(_join, dimension, tiled), numbers, same)
 
 
 def swapping(axis: Axes, split: int, tiled: bool, join: Callable[[Array], Array]) -> Way:
