@@ -364,16 +364,16 @@ def test_a_sum_that_remembers_is_the_same_everywhere_by_type():
 
 
 def test_which_codecs_draw():
-    """Of all words that need a key those that round at random; a rotation may stay."""
+    """Of all words that need a key those that round at random, and any of one's own."""
     from jaxmp.grammar import ours
 
-    words = (w.example for w in ours() if w.kind == 'codec')
-    need = [text for text in words if 'key' in jaxmp.parse(text).needs]
-    drawing = {text.partition('(')[0] for text in need if calls.DRAWS.search(text)}
-    assert {text.partition('(')[0] for text in need} - drawing <= {'rotate', 'polar', 'trellis'}, (
-        need
-    )
-    assert {'qsgd', 'random_k'} <= drawing
+    words = [w.example for w in ours() if w.kind == 'codec']
+    drawing = {text.partition('(')[0] for text in words if calls.draws(jaxmp.parse(text))}
+    assert drawing == {'natural', 'qsgd', 'random_k', 'unbiased_random_k'}
+    assert calls.draws(jaxmp.parse('block(4, 32, stochastic)'))
+    assert not calls.draws(jaxmp.parse('outliers(rotate(lloyd(4), 64), causal=True)'))
+    own = jaxmp.raw._replace(needs=frozenset({'key'}), origin=None)
+    assert calls.draws(jaxmp.parse('mine', {'mine': own}))
 
 
 def test_every_other_name_is_that_of_jax():

@@ -6,7 +6,7 @@ of the second travel as in `jaxmp.boundary`: `jaxmp.value_and_grad` returns them
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from jaxmp.boundary import FeedbackState
 from jaxmp.feedback import Channel
 from jaxmp.feedback.gradient import by_value_and_grad
 from jaxmp.lax.ways import Axes, Key, Route, shape_of, varying
-from jaxmp.spec import parse
+from jaxmp.spec import SpecError, parse
 from jaxmp.wire import Like
 
 Routes = tuple[Route, Route]  # of the operand and of its gradient
 FIRST: Any = object()  # in place of a state: what `init` asks for
-DRAWS = re.compile(r'\b(qsgd|random_k|unbiased_random_k|natural)\b|\bstochastic\b|unbiased=True')
+ROTATE = {'rotate', 'polar', 'polar_sign'}  # which need a key, but not another one in each step
 
 
 class Codecs(NamedTuple):
@@ -70,7 +70,7 @@ def codecs(
         channel = parse(text)
         if jax.tree.leaves(channel.init(jax.ShapeDtypeStruct((2, 64), jnp.float32))):
             raise ValueError(f'{text} has a state; give it to each call, with state=lax.init(...)')
-        if DRAWS.search(text):
+        if draws(channel):
             raise ValueError(f'{text} draws; give it to each call, with key=')
     axes = (axes,) if isinstance(axes, str) else axes
     return _program(Codecs(fwd, bwd, axes, least))
@@ -180,6 +180,34 @@ def _key(channels: tuple[Channel, Channel], how: How) -> Key:
     """The key of a call; a fixed one serves a rotation, which needs no other in each step."""
     if how.key is not None or not any('key' in c.needs for c in channels):
         return how.key
-    if drawing := [str(c) for c in channels if DRAWS.search(str(c))]:
+    if drawing := [str(c) for c in channels if draws(c)]:
         raise ValueError(f'{drawing[0]} draws; give key=, another one in every step and call')
     return jax.random.key(0)
+
+
+class _Unrotated(ast.NodeTransformer):
+    """A channel's text without its rotations."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if ast.unparse(node.func) not in ROTATE:
+            return node
+        inner = node.args[0]  # of polar a rate, and no codec
+        return ast.Name('raw') if isinstance(inner, ast.Constant) else inner
+
+
+def draws(channel: Channel) -> bool:
+    """Whether a channel needs another key in each step; a rotation may be the same in all.
+
+    Of a word of one's own that needs a key it is not known, so that it does.
+
+    >>> [draws(parse(text)) for text in ('ef(rotate(lloyd(4)))', 'rotate(qsgd(4))', 'mx(8)')]
+    [False, True, False]
+    """
+    if 'key' not in channel.needs:
+        return False
+    try:
+        rest = _Unrotated().visit(ast.parse(str(channel), mode='eval'))
+        return 'key' in parse(ast.unparse(rest)).needs
+    except (SyntaxError, SpecError):
+        return True
