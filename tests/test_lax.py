@@ -1,5 +1,8 @@
 """`jaxmp.lax`: collectives against those of `jax.lax`, their bytes, states, meshes and refusals."""
 
+import socket
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -13,7 +16,7 @@ import jaxmp
 from jaxmp import lax
 from jaxmp.exchange.hlo import operands
 from jaxmp.lax import calls
-from tests.base import slow
+from tests.base import ENV, ROOT, STARTED, slow
 
 N = 4
 RING = [(i, (i + 1) % N) for i in range(N)]
@@ -361,6 +364,31 @@ def test_a_sum_that_remembers_is_the_same_everywhere_by_type():
 
     f = jax.shard_map(gradients, mesh=mesh, in_specs=(P(), P('i')), out_specs=P())
     assert np.isfinite(jax.jit(f)(jnp.eye(64), X)).all()
+
+
+@pytest.mark.slow
+def test_over_two_processes():
+    """The sum has the same bits in both, near the exact one; messages are packed."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(ROOT / 'tests' / 'lax_worker.py'), str(port)]
+    environment = {**ENV, 'XLA_FLAGS': ''}
+    for index in '01':
+        STARTED.append(
+            subprocess.Popen([*command, index], env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=120)[0] for process in STARTED]
+    lines = [text.splitlines()[-1].split() for text in said]  # Gloo says things before
+    assert [line[1:2] for line in lines] == [['True'], ['True']]
+    assert lines[0] == lines[1]
+    total = np.frombuffer(bytes.fromhex(lines[0][0]), np.float32)
+    numbers = np.random.default_rng(0).standard_normal((4, 8, 64)).astype(np.float32)
+    exact = np.tanh(numbers).reshape(2, -1).sum(0)
+    assert np.linalg.norm(total - exact) / np.linalg.norm(exact) < 0.15
+    each = jax.ShapeDtypeStruct((2, 8, 64), 'float32')
+    bits = sum(jaxmp.bits(jaxmp.parse(word), each) for word in ('nvfp4', 'mx(8)'))
+    assert 8 * int(lines[0][2]) == bits
 
 
 def test_which_codecs_draw():
