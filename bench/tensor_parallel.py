@@ -61,6 +61,19 @@ def scores(stages, variables, batches):
     return np.concatenate(nats), np.concatenate(likeliest)
 
 
+def table(rows):
+    """The rows in Markdown, as docs/own_collectives.md has them."""
+    lines = [
+        '| `fwd=` | bits an element | nats lost | the same next token, % |',
+        '|---|--:|--:|--:|',
+    ]
+    for r in rows[1:]:
+        lost = f'{r["nats_lost"]:.3f} ± {r["standard_error"]:.3f}'
+        same = f'{100 * r["same_token"]:.0f}'
+        lines.append(f'| `{r["codec"]}` | {r["bits"]:.2f} | {lost} | {same} |')
+    return '\n'.join(lines) + '\n'
+
+
 def main(file, text, out, tokens='2048'):
     decoder.Linear = Linear
     model = open_language_model(file, 0, (15,), None)

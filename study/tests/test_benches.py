@@ -533,6 +533,10 @@ def test_the_page_on_collectives_has_the_programs_that_were_run(bench):
     rows = json.loads((RESULTS / 'public_programs.json').read_text())['rows']
     page = (ROOT / 'docs' / 'own_collectives.md').read_text()
     assert f'<!-- programs -->\n{programs.table(rows)}<!-- /programs -->' in page
+    parts = bench('tensor_parallel')
+    found = json.loads((RESULTS / 'tensor_parallel_smollm2.json').read_text())
+    shown = f'<!-- tensor_parallel -->\n{parts.table(found["rows"])}<!-- /tensor_parallel -->'
+    assert shown in page
     by_way = {(row['program'], row['way']): row for row in rows}
     for program in programs.PROGRAMS:
         raw, theirs = by_way[program, 'raw'], by_way[program, 'as it is']
