@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -77,7 +78,8 @@ def table(rows):
 def main(file, text, out, tokens='2048'):
     decoder.Linear = Linear
     model = open_language_model(file, 0, (15,), None)
-    stages = [s.with_logits if s.scores else s for s in model.stages]
+    stages: Any = model.stages  # of a decoder
+    stages = [s.with_logits if s.scores else s for s in stages]
     ids = model.tokenizer.encode([Path(text).read_text()[: int(tokens) * 8]])[0][: int(tokens)]
     batches = jnp.asarray(np.asarray(ids, np.int32).reshape(-1, BATCH, BLOCK))
     rows, plain = [], None

@@ -17,6 +17,7 @@ from jaxmp.config import Config
 from jaxmp.metrics import PERPLEXITY
 from jaxmp.models import decoder, gpt2_file, pretrained
 from jaxmp.models.adapters import base_of, digest, open_with_adapters, write_adapters
+from jaxmp.models.described import Checkpoint
 from jaxmp.training.tasks import trained
 from jaxmp.training.tasks.datasets import text_of
 from jaxmp.training.tasks.gpt2 import gpt2_task
@@ -44,6 +45,12 @@ def task_of_checkpoint(config: Config) -> Task:
     config = _with_tokenizer(config, checkpoint.place)
     if gpt2_file.is_gpt2(checkpoint):
         return gpt2_task(config, text_of(config), checkpoint)
+    return _decoder_task(config, checkpoint, choice)
+
+
+def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Trained) -> Task:
+    """The task of a decoder on text, some of whose parameters are trained."""
+    c = config.model
     stages: Any = pretrained.stages_of(  # of a decoder
         checkpoint, c.stages, cuts_of(c.cuts), remat=c.remat, lora=choice.lora,
         dtype=None if c.dtype == 'float32' else jnp.dtype(c.dtype),
