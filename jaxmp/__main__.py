@@ -15,6 +15,10 @@ COMMANDS = {
         'jaxmp.training.evaluation.crosstest',
         'test runs and checkpoints with other codecs',
     ),
+    'fit': (
+        'jaxmp.training.evaluation.fit',
+        "components of a model's boundaries, learned once from a text",
+    ),
     'fold': (
         'jaxmp.training.evaluation.fold',
         'a run trained with compression, to serve without it',

@@ -7,6 +7,7 @@ explains how.
 
 from jaxmp.codecs.companded import asinh
 from jaxmp.codecs.dense import bf16, fp16, raw
+from jaxmp.codecs.fitted import fitted
 from jaxmp.codecs.indices import IndexCoding, bitmap, block_local, elias_fano, int32, packed
 from jaxmp.codecs.lloyd import lloyd
 from jaxmp.codecs.logscale import log_scale
@@ -30,6 +31,7 @@ __all__ = [
     'block',
     'block_local',
     'elias_fano',
+    'fitted',
     'fp16',
     'int32',
     'lloyd',

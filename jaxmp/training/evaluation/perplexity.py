@@ -12,7 +12,7 @@ of `jaxmp.training.evaluation.stagewise` stands beside it.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ CANDIDATES = (  # whose divergence is predicted, by bits
     'outliers(rotate(lloyd(3), 64), causal=True)',
 )
 EVERY_BLOCK = 'every'  # of --cuts: a boundary behind each block
+Channels = Channel | Sequence[Channel]  # of all boundaries, or of each
 Record = dict[str, float | list[float] | None]  # of a codec, as JSON has it
 
 
@@ -199,7 +200,7 @@ def blocks_of(
 def scores(
     model: LanguageModel,
     blocks: Int[np.ndarray, 'N T'],
-    channels: Mapping[str, Channel],
+    channels: Mapping[str, Channels],
     batch: int,
 ) -> dict[str, Score]:
     """The scores of a text by codec.
@@ -210,7 +211,7 @@ def scores(
     Args:
       model: stages with variables.
       blocks: from `blocks_of`.
-      channels: forward channels of all boundaries; ``'raw'`` is among them.
+      channels: forward, of all boundaries or of each; ``'raw'`` is among them.
       batch: blocks that cross the boundaries together.
     """
     size = min(batch, len(blocks))
@@ -232,9 +233,15 @@ def scores(
     assert message is not None, 'there are blocks'
     found = {text: joined(parts) for text, parts in by_codec.items()}
     return {
-        text: score_of(bits(channels[text], message) / message.size, own, found[UNCOMPRESSED].nats)
+        text: score_of(_bits(channels[text], message), own, found[UNCOMPRESSED].nats)
         for text, own in found.items()
     }
+
+
+def _bits(channels: Channels, message: Like) -> float:
+    """Bits of an element, the mean over boundaries."""
+    each = [channels] if isinstance(channels, Channel) else channels
+    return float(np.mean([bits(channel, message) / message.size for channel in each]))
 
 
 def predicted_too(

@@ -1,0 +1,213 @@
+"""Learns the components of a model's boundaries from a text, for `fitted('codec.npz', CUT)`.
+
+    jaxmp fit SmolLM2-135M-Instruct.Q4_1.gguf --text=notes.txt --cuts='8 16 23' --bits=3
+
+It takes some minutes, once for a model, and nothing is trained. The last fifth of the text is not
+learned from: it says what the components cost, and how much the gradients should weigh. With
+--percent in place of --bits it takes the fewest bits that are predicted to add at most so much to
+the perplexity, over all boundaries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxmp.boundary.pipeline import Stage
+from jaxmp.codecs import fitted, raw
+from jaxmp.feedback import direct
+from jaxmp.models.checkpoint import digest
+from jaxmp.training.evaluation import perplexity, perplexity_page
+from jaxmp.training.evaluation.components import Directions, in_bits, learned
+from jaxmp.training.evaluation.crosstest import readable
+from jaxmp.training.evaluation.divergence import LABELS, divergence, gradients
+from jaxmp.training.evaluation.language_model import LanguageModel, is_run, open_language_model
+from jaxmp.training.evaluation.stagewise import UNCOMPRESSED, activations, before_first, context
+from jaxmp.training.tasks.task import cuts_of
+from jaxmp.training.workdir.progress import tracked
+from jaxmp.wire import Codec, Ctx, like
+
+SHARES = 0.3, 0.99  # of the gradients in what an error counts as
+HELD_OUT = 5  # one block of so many is not learned from
+TRIED = tuple(np.arange(8, 33) / 4)  # bits that --percent may choose
+LARGEST = 8.0  # bits
+
+Blocks = Float[np.ndarray, 'N T C']
+
+
+class Sent(NamedTuple):
+    """What is sent at a boundary, and the gradients of `gradients` by it."""
+
+    x: Blocks
+    g: Blocks
+
+
+def sent_of(model: LanguageModel, blocks: Int[np.ndarray, 'N T'], batch: int) -> list[Sent]:
+    """The activations of a text at each boundary, and the gradients by them."""
+    size, start, found = min(batch, len(blocks)), before_first(model), []
+    for i in tracked(range(0, len(blocks), size), 'read'):
+        tokens = jnp.asarray(blocks[i : i + size], jnp.int32)
+        ctx = context(i, tokens)
+        x = activations(model, start(tokens), ctx)
+        g = gradients(model, x, ctx, jax.random.fold_in(jax.random.key(LABELS), i))
+        found.append([Sent(*map(np.asarray, pair)) for pair in zip(x, g, strict=True)])
+    columns = zip(*found, strict=True)
+    return [Sent(*map(np.concatenate, zip(*column, strict=True))) for column in columns]
+
+
+def cost(codec: Codec, sent: Sent, batch: int) -> float:
+    """The divergence that a codec is predicted to cause at a boundary."""
+    crossed = jax.jit(lambda x: codec.decode(codec.encode(x, Ctx()), like(x), Ctx()))
+    parts = [
+        divergence(jnp.asarray(sent.g[i : i + batch]), crossed(x) - x)
+        for i in range(0, len(sent.x), batch)
+        for x in [jnp.asarray(sent.x[i : i + batch])]
+    ]
+    return float(jnp.concatenate(parts).mean())
+
+
+def directions_of(sent: Sent) -> list[Directions]:
+    """Components of a boundary, by each of `SHARES`."""
+    rows = [a.reshape(-1, a.shape[-1]) for a in sent]
+    return [learned(*rows, share) for share in SHARES]
+
+
+def best(
+    found: Sequence[Directions], held: Sent, bits: float, batch: int
+) -> tuple[float, fitted.Components]:
+    """The components that cost least in so many bits, after what they cost."""
+    coded = [in_bits(each, bits) for each in found]
+    costs = [cost(fitted.of(each), held, batch) for each in coded]
+    return min(zip(costs, coded, strict=True), key=lambda pair: pair[0])
+
+
+def chosen(
+    found: Sequence[Sequence[Directions]], held: Sequence[Sent], args: argparse.Namespace
+) -> tuple[float, list[fitted.Components], float]:
+    """Bits, the components of each boundary, and what they are predicted to cost together.
+
+    Raises:
+      ValueError: if no number of bits is within ``args.percent``.
+    """
+    most = math.log1p(args.percent / 100) if args.percent else math.inf
+    tried = TRIED if args.percent else (args.bits,)
+    low, high, ends = 0, len(tried) - 1, {}
+
+    def at(number: int) -> tuple[float, list[fitted.Components], float]:
+        pairs = [
+            best(f, h, float(tried[number]), args.batch) for f, h in zip(found, held, strict=True)
+        ]
+        ends[number] = float(tried[number]), [c for _, c in pairs], sum(lost for lost, _ in pairs)
+        return ends[number]
+
+    if at(high)[2] > most:
+        raise ValueError(
+            f'{tried[high]:g} bits are predicted to add {100 * math.expm1(ends[high][2]):.2g} % to '
+            f'the perplexity, and --percent={args.percent:g} is less; give more'
+        )
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if at(middle)[2] <= most else (middle + 1, high)
+    return ends[high]
+
+
+def numbers_of(stages: Sequence[Stage]) -> list[int]:
+    """Blocks before each boundary."""
+    return [int(n) for n in np.cumsum([stage.blocks for stage in stages])[:-1]]
+
+
+def fit(args: argparse.Namespace) -> None:
+    """Learns, tests on the text's rest, and writes the file."""
+    cuts = cuts_of(args.cuts)
+    run = is_run(Path(args.model).expanduser())
+    model = open_language_model(args.model, 0 if cuts or run else 2, cuts, args.tokenizer)
+    if len(model.stages) == 1:
+        raise ValueError(f"{args.model} in one stage has no boundary; give --cuts='8 16 23'")
+    blocks = np.concatenate(
+        [
+            perplexity.blocks_of(model, file, args.block, args.tokens, args.batch)
+            for file in args.text
+        ]
+    )
+    count = -(-len(blocks) // HELD_OUT)
+    found = [directions_of(sent) for sent in sent_of(model, blocks[:-count], args.batch)]
+    rest = blocks[-count:]
+    bits, components, predicted = chosen(found, sent_of(model, rest, args.batch), args)
+    numbers = numbers_of(model.stages)
+    about = {
+        'model': model.name, 'weights': digest(args.model), 'bits': bits,
+        'text': [file.name for file in args.text], 'tokens': int(blocks[:-count].size),
+        'predicted_kl': predicted,
+    }  # fmt: skip
+    fitted.write(args.out, about, dict(zip(numbers, components, strict=True)))
+    texts = [f"fitted('{args.out}', {number})" for number in numbers]
+    channels = [direct(fitted.of(c)) for c in components]
+    scores = perplexity.scores(
+        model, rest, {UNCOMPRESSED: direct(raw), args.out.name: channels}, args.batch
+    )
+    scored = scores[args.out.name]._replace(predicted=perplexity.Mean(predicted))
+    title = f'{args.out.name} on {rest.size:,} tokens that were not learned from'
+    perplexity_page.show({model.name: {**scores, args.out.name: scored}}, title)
+    print('--config.fwd="' + '; '.join(texts) + '"')
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    arguments = argparse.ArgumentParser(
+        prog='jaxmp fit', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument('model', help='a folder, a GGUF file, a name of the hub, or a run')
+    arguments.add_argument(
+        '--text', type=Path, nargs='+', required=True, help='files of plain text to learn from'
+    )
+    arguments.add_argument('--cuts', default='', help="blocks before each boundary, '8 16 23'")
+    amount = arguments.add_mutually_exclusive_group(required=True)
+    amount.add_argument('--bits', type=float, default=0.0, help='of an element of a message')
+    amount.add_argument(
+        '--percent', type=float, default=0.0, help='of perplexity, over all boundaries; 1 is usual'
+    )
+    arguments.add_argument('--out', type=Path, default=Path('codec.npz'), help='codec.npz')
+    arguments.add_argument('--tokenizer', default='', help="in place of a checkpoint's own")
+    arguments.add_argument('--tokens', type=int, default=15360, help='first tokens of each text')
+    arguments.add_argument('--block', type=int, default=256, help='tokens of a block')
+    arguments.add_argument('--batch', type=int, default=4, help='blocks at a time')
+    return arguments
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments; raises ValueError if one is out of range, before a model is read."""
+    if args.percent < 0 or not 0 <= args.bits <= LARGEST or not args.percent + args.bits:
+        raise ValueError(
+            f'--bits={args.bits:g} --percent={args.percent:g}: give bits above 0 and at most '
+            f'{LARGEST:g}, or a percentage above 0'
+        )
+    if args.block < 2 or args.batch < 1:
+        raise ValueError(f'--block={args.block} --batch={args.batch}: give 2 or more and 1 or more')
+    if args.out.suffix != '.npz' or not args.out.resolve().parent.is_dir():
+        raise ValueError(
+            f'--out={args.out}: give a file that ends in .npz, in a folder that is there'
+        )
+    for file in args.text:
+        readable('--text', file)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    try:
+        fit(checked(parser().parse_args(argv)))
+    except (OSError, ValueError, ImportError) as error:
+        sys.exit(f'jaxmp fit: {error}')
+
+
+if __name__ == '__main__':
+    main()
