@@ -13,9 +13,10 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from depth import BATCH, BLOCK, CUTS, MODELS, TEXTS, TOKENS
 
-from bench.depth import BATCH, BLOCK, CUTS, MODELS, TEXTS, TOKENS
-from jaxmp.codecs import fitted, raw
+from jaxmp.codecs import raw
+from jaxmp.codecs.fitted import codec_of
 from jaxmp.feedback import direct
 from jaxmp.models.checkpoint import digest
 from jaxmp.training.evaluation import fit, perplexity
@@ -29,7 +30,7 @@ PERCENT = 1.0
 
 
 def channels_of(components):
-    return [direct(fitted.of(c)) for c in components]
+    return [direct(codec_of(c)) for c in components]
 
 
 def rows_of(name, models, texts, learn):

@@ -62,6 +62,10 @@ INSIDE_CODECS = [
     'view',
 ]
 INSIDE_CODECS += [
+    'rans',
+    'rows',
+    'components',
+    'fitted',
     'rotate',
     'polarcode',
     'polarsearch',

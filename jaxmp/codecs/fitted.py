@@ -6,136 +6,21 @@ and their distributions from the file, and a message has no more than a step and
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8, UInt16
+from jaxtyping import Array, Float, UInt16
 
 from jaxmp.codecs import rows
+from jaxmp.codecs.components import CLASSES, FINENESS, Components, beside, opened
 from jaxmp.codecs.dense import saturated
-from jaxmp.codecs.rans import LARGEST, TABLES, tables
+from jaxmp.codecs.rans import LARGEST, tables
 from jaxmp.wire import Codec, Ctx, Like, compute_dtype, samples, wide
 from jaxmp.wire.words import check_whole, word
 
-FORMAT = 'jaxmp components 1'
-FINENESS = 16  # steps of 2^(k / 16)
-CLASSES, NOT_FINITE = 8, 0xFFFF  # of a token's first word: a mean's number in its last three bits
-ZERO, COARSEST = 4096, 8190  # of k, as a word has it
 SPARE = 8  # bits of a row by which its cost may be wrong
-
-
-class Components(NamedTuple):
-    """What a file has of a boundary; C channels, at most `CLASSES` means.
-
-    Attributes:
-      means: what is taken from a token: the nearest.
-      forward: of a token without its mean, to its components.
-      backward: the inverse.
-      sizes: mean magnitude of each component, of a token of loudness 1.
-      table: of `jaxmp.codecs.rans`, of each component's numbers.
-      wide: 1 where a number is of more than a table has, and its last byte is sent as it is.
-      step: of a token of loudness 1, in 2^(1 / `FINENESS`).
-      words: of a token's message, of 16 bits.
-    """
-
-    means: Float[np.ndarray, 'K C']
-    forward: Float[np.ndarray, 'C C']
-    backward: Float[np.ndarray, 'C C']
-    sizes: Float[np.ndarray, ' C']
-    table: UInt8[np.ndarray, ' C']
-    wide: UInt8[np.ndarray, ' C']
-    step: int
-    words: int
-
-    @property
-    def bytes(self) -> np.ndarray:
-        """The components whose last byte is sent as it is."""
-        return np.flatnonzero(self.wide)
-
-    @property
-    def over(self) -> np.ndarray:
-        """What a component's number is over the one that has a table."""
-        return np.where(self.wide, 256.0, 1.0)
-
-    @property
-    def coded(self) -> int:
-        """Words of the stream of a token."""
-        return self.words - beside(len(self.bytes))
-
-
-def beside(wide: int) -> int:
-    """Words of a token beside its stream: its step, its state, and the bytes."""
-    return 1 + rows.STATE + -(-wide // 2)
-
-
-ARRAYS = Components._fields[:6]
-
-
-def write(file: Path, about: Mapping[str, object], cuts: Mapping[int, Components]) -> None:
-    """Writes the components of boundaries, by the number of blocks before each."""
-    numbers = {str(n): {'step': c.step, 'words': c.words} for n, c in cuts.items()}
-    text = json.dumps({'format': FORMAT, 'cuts': numbers, **about})
-    arrays = {f'{n}.{name}': getattr(c, name) for n, c in cuts.items() for name in ARRAYS}
-    with file.open('wb') as to:
-        np.savez(to, about=np.array(text), **arrays)
-
-
-@functools.lru_cache(maxsize=8)
-def _opened(file: Path, changed: int) -> tuple[dict, dict[int, Components]]:
-    """What a file says of itself, and its components by boundary."""
-    wrong = f'{file} is no file of components; make one with jaxmp fit MODEL --text=FILE'
-    try:
-        with np.load(file, allow_pickle=False) as found:
-            arrays = dict(found)
-        about = json.loads(str(arrays.pop('about')))
-        if about['format'] != FORMAT:
-            raise ValueError(f'{file} has the format {about["format"]!r}, and {FORMAT!r} is read')
-        cuts = {int(n): _components(file, n, arrays, c) for n, c in about['cuts'].items()}
-    except FileNotFoundError:
-        raise ValueError(
-            f'there is no file {file}; make it with jaxmp fit MODEL --text=FILE'
-        ) from None
-    except (KeyError, TypeError, AttributeError, OSError, EOFError, json.JSONDecodeError) as error:
-        raise ValueError(f'{wrong} ({type(error).__name__})') from None
-    if arrays:
-        raise ValueError(f'{file} has {", ".join(sorted(arrays))}, which is not known; {wrong}')
-    return about, cuts
-
-
-def _components(
-    file: Path, number: str, arrays: dict[str, np.ndarray], about: dict[str, int]
-) -> Components:
-    """Those of a boundary, which are taken from the arrays."""
-    of = [arrays.pop(f'{number}.{name}') for name in ARRAYS]
-    found, count = Components(*of, **about), of[3].size
-    shapes = {'means': (len(found.means), count), 'forward': (count, count)}
-    shapes |= {'backward': (count, count), 'sizes': (count,), 'table': (count,), 'wide': (count,)}
-    for name, shape in shapes.items():
-        a = getattr(found, name)
-        if a.shape != shape or a.dtype != ('uint8' if name in ('table', 'wide') else 'float32'):
-            raise ValueError(f'{file} is damaged: {number}.{name} is {a.dtype}{list(a.shape)}')
-        if not np.isfinite(a).all():
-            raise ValueError(f'{file} is damaged: {number}.{name} has numbers that are not finite')
-    sound = 0 < len(found.means) <= CLASSES and (found.table < TABLES).all() and found.sizes.all()
-    if not sound or found.coded < 1:
-        raise ValueError(f'{file} is damaged: what it says of boundary {number} cannot be')
-    return found
-
-
-def opened(file: str) -> tuple[dict, dict[int, Components]]:
-    """What a file of components says of itself, and its components by boundary.
-
-    Raises:
-      ValueError: if there is none, or it is damaged or of another format.
-    """
-    place = Path(file).expanduser()
-    return _opened(place, place.stat().st_mtime_ns if place.is_file() else 0)
+NOT_FINITE = 0xFFFF  # a token's first word; else a mean's number is in its last three bits
+ZERO, COARSEST = 4096, 8190  # of a step, as that word has it
 
 
 @word
@@ -171,10 +56,10 @@ def fitted(file: str, cut: int) -> Codec:
     if cut not in found:
         has = ', '.join(map(str, found))
         raise ValueError(f'{file} has boundaries behind {has} blocks, and none behind {cut}')
-    return of(found[cut], f'fitted({file!r}, {cut})')
+    return codec_of(found[cut], f'fitted({file!r}, {cut})')
 
 
-def of(c: Components, name: str = 'fitted') -> Codec:
+def codec_of(c: Components, name: str = 'fitted') -> Codec:
     """The codec of components."""
 
     def rows_of(x: Array) -> Array:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmp.codecs import rans
-from jaxmp.codecs.fitted import CLASSES, FINENESS, Components, beside
+from jaxmp.codecs.components import CLASSES, FINENESS, Components, beside
 
 LOUD = 4.0  # times the median: tokens with means of their own
 FAINTEST = 1 / 8
@@ -59,16 +59,22 @@ def learned(x: Tokens, g: Tokens, share: float) -> Directions:
     means = _means(x)
     rest = x - means[nearest(x, means)]
     loud = _floored(np.sqrt(np.mean(rest**2, 1, keepdims=True)))
-    for _ in range(ROUNDS):
-        square, fisher = (a.T @ a / len(a) for a in (rest / loud, g * loud))
-        even = np.eye(count) * np.trace(fisher) / count
-        root, back = _roots(share * fisher + (1 - share) * even)
-        turned = np.linalg.eigh(root @ square @ root)[1]
-        forward, backward = turned.T @ root, back @ turned
-        sizes = np.mean(np.abs(z := rest @ forward.T) / loud, 0)
-        loud = _floored(np.mean(np.abs(z) / sizes, 1, keepdims=True))
-    sizes = np.mean(np.abs(z) / loud, 0)
+    for _ in range(ROUNDS - 1):
+        forward, _ = _turned(rest / loud, g * loud, share)
+        size = np.abs(rest @ forward.T)
+        loud = _floored(np.mean(size / np.mean(size / loud, 0), 1, keepdims=True))
+    forward, backward = _turned(rest / loud, g * loud, share)
+    sizes = np.mean(np.abs(rest @ forward.T) / loud, 0)
     return Directions(*(a.astype(np.float32) for a in (means, forward, backward, sizes)))
+
+
+def _turned(x: Tokens, g: Tokens, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """The matrix of components, and its inverse."""
+    square, fisher = (a.T @ a / len(a) for a in (x, g))
+    even = np.eye(len(fisher)) * np.trace(fisher) / len(fisher)
+    root, back = _roots(share * fisher + (1 - share) * even)
+    vectors = np.linalg.eigh(root @ square @ root)[1]
+    return vectors.T @ root, back @ vectors
 
 
 def _floored(loud: np.ndarray) -> np.ndarray:

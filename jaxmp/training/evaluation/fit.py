@@ -15,15 +15,16 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxmp.boundary.pipeline import Stage
-from jaxmp.codecs import fitted, raw
+from jaxmp.codecs import raw
+from jaxmp.codecs.components import Components, write
+from jaxmp.codecs.fitted import codec_of
 from jaxmp.feedback import direct
 from jaxmp.models.checkpoint import digest
 from jaxmp.training.evaluation import perplexity, perplexity_page
@@ -77,22 +78,22 @@ def cost(codec: Codec, sent: Sent, batch: int) -> float:
 
 def directions_of(sent: Sent) -> list[Directions]:
     """Components of a boundary, by each of `SHARES`."""
-    rows = [a.reshape(-1, a.shape[-1]) for a in sent]
-    return [learned(*rows, share) for share in SHARES]
+    x, g = (a.reshape(-1, a.shape[-1]) for a in sent)
+    return [learned(x, g, share) for share in SHARES]
 
 
 def best(
     found: Sequence[Directions], held: Sent, bits: float, batch: int
-) -> tuple[float, fitted.Components]:
+) -> tuple[float, Components]:
     """The components that cost least in so many bits, after what they cost."""
     coded = [in_bits(each, bits) for each in found]
-    costs = [cost(fitted.of(each), held, batch) for each in coded]
+    costs = [cost(codec_of(each), held, batch) for each in coded]
     return min(zip(costs, coded, strict=True), key=lambda pair: pair[0])
 
 
 def chosen(
     found: Sequence[Sequence[Directions]], held: Sequence[Sent], args: argparse.Namespace
-) -> tuple[float, list[fitted.Components], float]:
+) -> tuple[float, list[Components], float]:
     """Bits, the components of each boundary, and what they are predicted to cost together.
 
     Raises:
@@ -102,7 +103,7 @@ def chosen(
     tried = TRIED if args.percent else (args.bits,)
     low, high, ends = 0, len(tried) - 1, {}
 
-    def at(number: int) -> tuple[float, list[fitted.Components], float]:
+    def at(number: int) -> tuple[float, list[Components], float]:
         pairs = [
             best(f, h, float(tried[number]), args.batch) for f, h in zip(found, held, strict=True)
         ]
@@ -120,8 +121,8 @@ def chosen(
     return ends[high]
 
 
-def numbers_of(stages: Sequence[Stage]) -> list[int]:
-    """Blocks before each boundary."""
+def numbers_of(stages: Any) -> list[int]:
+    """Blocks before each boundary, of stages that have them."""
     return [int(n) for n in np.cumsum([stage.blocks for stage in stages])[:-1]]
 
 
@@ -148,9 +149,9 @@ def fit(args: argparse.Namespace) -> None:
         'text': [file.name for file in args.text], 'tokens': int(blocks[:-count].size),
         'predicted_kl': predicted,
     }  # fmt: skip
-    fitted.write(args.out, about, dict(zip(numbers, components, strict=True)))
+    write(args.out, about, dict(zip(numbers, components, strict=True)))
     texts = [f"fitted('{args.out}', {number})" for number in numbers]
-    channels = [direct(fitted.of(c)) for c in components]
+    channels = [direct(codec_of(c)) for c in components]
     scores = perplexity.scores(
         model, rest, {UNCOMPRESSED: direct(raw), args.out.name: channels}, args.batch
     )
