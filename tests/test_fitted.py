@@ -1,5 +1,7 @@
 """Components of a file: coded token by token, learned from activations and gradients, refused."""
 
+import contextlib
+import io
 import json
 
 import jax
@@ -9,9 +11,14 @@ import pytest
 
 import jaxmp
 from jaxmp.codecs import rans, rows
-from jaxmp.codecs.components import write
+from jaxmp.codecs.components import opened, write
 from jaxmp.codecs.fitted import codec_of
+from jaxmp.training import loop
+from jaxmp.training.evaluation import crosstest, fit
 from jaxmp.training.evaluation.components import in_bits, learned
+from jaxmp.training.workdir.locks import WorkdirError
+from tests.base import ROOT
+from tests.test_pretrained import small, tiny
 
 CTX = jaxmp.Ctx()
 C = 32
@@ -195,3 +202,81 @@ def test_too_few_tokens_or_bits(directions):
         learned(activations(0, 20), gradients(1, 20), 0.5)
     with pytest.raises(ValueError, match="no room for a token's step"):
         in_bits(directions, 1)
+
+
+@pytest.fixture(scope='module')
+def fit_of(tmp_path_factory):
+    """A tiny decoder, a text, and what the command says of its three stages."""
+    folder = tiny(tmp_path_factory.mktemp('tiny'), num_hidden_layers=3, hidden_size=64)
+    text = tmp_path_factory.mktemp('text') / 'alice.txt'
+    text.write_text((ROOT / 'jaxmp/data/alice.txt').read_text()[:12_000])
+    out = text.with_name('codec.npz')
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        fit.main([
+            str(folder), f'--text={text}', '--tokenizer=bytes', '--block=32', '--cuts=1 2',
+            '--bits=5', '--tokens=4096', f'--out={out}',
+        ])  # fmt: skip
+    return folder, text, out, shown.getvalue()
+
+
+def test_the_command_learns_and_tests(fit_of):
+    _, _, out, shown = fit_of
+    assert f"""--config.fwd="fitted('{out}', 1); fitted('{out}', 2)\"""" in shown
+    said, cuts = opened(str(out))
+    assert [*cuts] == [1, 2]
+    assert said['bits'] == 5
+    assert said['text'] == ['alice.txt']
+    assert said['tokens'] == 3264  # four blocks of five
+
+
+def test_a_file_serves_in_a_test_a_run_and_a_text(fit_of, tmp_path, capsys):
+    folder, text, out, _ = fit_of
+    channels = f"fitted('{out}', 1);fitted('{out}', 2)"
+    crosstest.main([
+        str(folder), f'--text={text}', '--tokenizer=bytes', '--block=32', '--tokens=1024',
+        '--cuts=1 2', '--codec', channels, f'--out={tmp_path / "s.png"}',
+    ])  # fmt: skip
+    capsys.readouterr()
+    scores = json.loads((tmp_path / 's.json').read_text())['scores'][folder.name]
+    assert scores[channels]['bits'] == pytest.approx(5, abs=0.3)
+    assert scores[channels]['kl'] < 0.1
+
+
+def test_a_run_is_not_resumed_with_other_components(fit_of, tmp_path):
+    folder, _, out, _ = fit_of
+    own = tmp_path / 'own.npz'
+    own.write_bytes(out.read_bytes())
+    channels = f"fitted('{own}', 1);fitted('{own}', 2)"
+    config = small(folder, cuts='1 2', train='lora(2)', fwd=channels, epochs=1)
+    run = lambda: loop.train_and_evaluate(config, tmp_path / 'run', quiet=True, draw=False)
+    run()
+    config.epochs = 2
+    changed(own, **{'1.sizes': np.load(own)['1.sizes'] * 2})
+    with pytest.raises(WorkdirError, match=r'other data or weights: fitted own\.npz'):
+        run()
+
+
+def test_the_fewest_bits_within_a_percentage(fit_of):
+    folder, text, out, _ = fit_of
+    out = out.with_name('percent.npz')
+    words = [str(folder), f'--text={text}', '--tokenizer=bytes', '--block=32', '--cuts=1 2']
+    fit.main([*words, '--percent=5', '--tokens=4096', f'--out={out}'])
+    assert opened(str(out))[0]['predicted_kl'] < 0.05
+    with pytest.raises(SystemExit, match=r'8 bits are predicted to add .* --percent=1e-12 is less'):
+        fit.main([*words, '--percent=1e-12', '--tokens=4096', f'--out={out}'])
+
+
+@pytest.mark.parametrize(('words', 'says'), [
+    (['--bits=0'], 'give bits above 0'),
+    (['--bits=9'], 'at most 8'),
+    (['--bits=4', '--out=c.safetensors'], r'ends in \.npz'),
+    (['--bits=4', '--out=nowhere/c.npz'], 'a folder that is there'),
+    (['--bits=4', '--cuts=1 9'], 'block'),
+    (['--bits=4', '--tokens=64', '--block=32'], 'not enough|blocks'),
+])  # fmt: skip
+def test_wrong_arguments_are_told_in_a_line(fit_of, words, says, monkeypatch, tmp_path):
+    folder, text, _, _ = fit_of
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f'(?s)jaxmp fit: .*({says})'):
+        fit.main([str(folder), f'--text={text}', '--tokenizer=bytes', *words])

@@ -18,7 +18,7 @@ from jaxmp.data import Dataset, parts
 from jaxmp.net.address import ProcessGroupError
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training.experiment import Experiment
-from jaxmp.training.fingerprint import fingerprint, switches, weights
+from jaxmp.training.fingerprint import components, fingerprint, switches, weights
 
 Settings = dict[str, Any]  # of a configuration, by their keys with dots
 HERE = ('data.dir', 'data.download')  # keys that may differ between hosts
@@ -107,7 +107,7 @@ def digests(dataset: Dataset) -> dict[str, str]:
 
 def inputs(exp: Experiment) -> dict[str, str]:
     """Digests of what a run reads, by name: its data, and the checkpoint that it starts from."""
-    return {**digests(exp.data), **weights(exp.config.model.path)}
+    return {**digests(exp.data), **weights(exp.config.model.path), **components(exp.config)}
 
 
 def digest(a: ArrayLike) -> str:

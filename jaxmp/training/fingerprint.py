@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from jaxmp.config import KEYS, flat
+from jaxmp.codecs import raw
+from jaxmp.config import KEYS, Config, flat
 from jaxmp.data import documents
 from jaxmp.exchange import Exchange
 from jaxmp.exchange.collectives import Params, Tree, metered
@@ -38,6 +40,7 @@ SWITCHES = (  # of JAX: they decide random bits, dtypes, or how products are for
     'jax_high_dynamic_range_gumbel', 'jax_enable_x64', 'jax_explicit_x64_dtypes',
     'jax_default_matmul_precision',
 )  # fmt: skip
+FITTED = re.compile(r"""\bfitted\(\s*(?:file=)?['"](.+?)['"]""")  # the file of the word
 SHAPE = 2, 4, 4, 2  # of the tensor that the probe sends: it compiles in a fraction of a second
 GRID = 8.37  # levels below the largest value; odd, so that no codec's values lie between two
 
@@ -52,6 +55,7 @@ def fingerprint(exp: Experiment) -> dict[str, str]:
         **switches(),
         **own_files(flat(exp.config.to_dict())),
         **weights(exp.config.model.path),
+        **components(exp.config),
         'default float': jnp.result_type(float).name,
         'random bits': random_bits(),
         **crossed(exp),
@@ -87,6 +91,16 @@ def weights(path: str) -> dict[str, str]:
     {}
     """
     return {'config.model.path': adapters.digest(path)} if path else {}
+
+
+def components(config: Config) -> dict[str, str]:
+    """A digest of each file of components that the channels of a run name, by its name.
+
+    >>> components({'fwd': 'nvfp4', 'bwd': 'mx(8)'})
+    {}
+    """
+    files = {Path(f) for text in (config['fwd'], config['bwd']) for f in FITTED.findall(text)}
+    return {f'fitted {file.name}': documents.digest(file.expanduser())[:16] for file in files}
 
 
 def exported(folder: Path) -> dict[str, str]:
@@ -166,9 +180,13 @@ def digest(values: ArrayLike) -> str:
 
 
 def crossed(exp: Experiment) -> dict[str, str]:
-    """Digests of the first message of each channel, in all epochs, by the channel's text."""
+    """Digests of the first message of each channel, in all epochs, by the channel's text.
+
+    A channel of fitted components takes the channels of its model alone; its file is compared.
+    """
     cuts = [*exp.model.boundaries, *(cut for phase in exp.phases for cut in phase.boundaries)]
-    pairs = {(cut.fwd.codec, cut.bwd.codec): cut for cut in cuts}
+    probed = lambda channel: raw if FITTED.search(str(channel)) else channel.codec
+    pairs = {(probed(cut.fwd), probed(cut.bwd)): cut for cut in cuts}
     texts = {}
     for (fwd, bwd), cut in pairs.items():
         there, back = computed(functools.partial(_crossing, fwd, bwd), numbers())

@@ -180,7 +180,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     arguments.add_argument(
         '--codec', nargs='+', action='extend', default=[], metavar='CODEC',
-        help='codecs of the test, or own.py:mine(2), besides none and those of the training',
+        help='codecs of the test, or own.py:mine(2), besides none and those of the training; of a '
+        'text also one per boundary, with ; between them',
     )  # fmt: skip
     arguments.add_argument(
         '--batchnorm', action='store_true', help='also with statistics estimated again'
@@ -263,7 +264,7 @@ def _by_text(args: argparse.Namespace) -> None:
             'batch of 1 or more'
         )
     readable('--text', args.text)
-    check_channels(args.codec)
+    check_channels(part for text in args.codec for part in text.split(';'))
     if args.out:
         check_writable(args.out.parent, '--out')
     for path in map(str, args.run):

@@ -42,13 +42,14 @@ from jaxmp.training.evaluation.stagewise import (
 from jaxmp.training.workdir.progress import tracked
 from jaxmp.wire import Ctx
 
+Channels = Channel | Sequence[Channel]  # of all boundaries, or of each
 LABELS = 7  # seed of the labels
 
 
 def predictions(
     model: LanguageModel,
     blocks: Int[np.ndarray, 'N T'],
-    channels: Mapping[str, Channel],
+    channels: Mapping[str, Channels],
     batch: int,
 ) -> dict[str, Float[np.ndarray, 'N L']]:
     """The predicted divergence of each codec, by block and boundary.
@@ -56,7 +57,8 @@ def predictions(
     Args:
       model: stages with variables.
       blocks: of a text.
-      channels: forward, at each boundary by itself: what one loses does not arrive at the next.
+      channels: forward, of all boundaries or of each, by itself: what one loses does not arrive at
+        the next.
       batch: blocks that cross together.
     """
     size, start = min(batch, len(blocks)), before_first(model)

@@ -12,7 +12,7 @@ of `jaxmp.training.evaluation.stagewise` stands beside it.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from jaxmp.data.content import decoded
 from jaxmp.feedback import Channel
 from jaxmp.grammar import channel_of
 from jaxmp.models.pretrained import EVERY, check_length
-from jaxmp.training.evaluation.divergence import predictions
+from jaxmp.training.evaluation.divergence import Channels, predictions
 from jaxmp.training.evaluation.language_model import LanguageModel, is_run, open_language_model
 from jaxmp.training.evaluation.stagewise import (
     UNCOMPRESSED,
@@ -66,13 +66,12 @@ CANDIDATES = (  # whose divergence is predicted, by bits
     'outliers(rotate(lloyd(3), 64), causal=True)',
 )
 EVERY_BLOCK = 'every'  # of --cuts: a boundary behind each block
-Channels = Channel | Sequence[Channel]  # of all boundaries, or of each
 Record = dict[str, float | list[float] | None]  # of a codec, as JSON has it
 
 
 def prepared(
     path: str, args: Namespace
-) -> tuple[LanguageModel, Int[np.ndarray, 'N T'], dict[str, Channel], dict[str, Channel]]:
+) -> tuple[LanguageModel, Int[np.ndarray, 'N T'], dict[str, Channels], dict[str, Channels]]:
     """A model, the blocks of a text, the channels that are measured and those predicted.
 
     Args:
@@ -97,10 +96,16 @@ def prepared(
     [blocks] = of_text
     asked = [*(str(b.fwd) for b in model.boundaries or ()), *args.codec]
     numbers = {'examples': len(blocks), 'vocabulary': model.tokenizer.size}
-    named = lambda texts: {text: channel_of(text, numbers) for text in dict.fromkeys(texts)}
+    named = lambda texts: {text: _channels_of(text, numbers) for text in dict.fromkeys(texts)}
     predicted = [*asked, *CANDIDATES] if args.predict else []
     measured = [UNCOMPRESSED, *asked] if asked or not args.predict else []
     return model, blocks, named(measured), named(predicted)
+
+
+def _channels_of(text: str, numbers: dict[str, int]) -> Channels:
+    """The channel of a text, or one per boundary between ``;``."""
+    each = [channel_of(part, numbers) for part in text.split(';')]
+    return each if len(each) > 1 else each[0]
 
 
 class Mean(NamedTuple):
@@ -248,7 +253,7 @@ def predicted_too(
     scores: Mapping[str, Score],
     model: LanguageModel,
     blocks: Int[np.ndarray, 'N T'],
-    channels: Mapping[str, Channel],
+    channels: Mapping[str, Channels],
     batch: int,
 ) -> dict[str, Score]:
     """The scores, and beside them the predictions of `jaxmp.training.evaluation.divergence`.
@@ -257,13 +262,13 @@ def predicted_too(
       scores: of what was measured.
       model: stages with variables.
       blocks: from which it is predicted.
-      channels: forward channels of all boundaries.
+      channels: forward, of all boundaries or of each.
       batch: blocks that cross the boundaries together.
     """
     sent = jax.eval_shape(before_first(model), blocks[:batch])
     found = dict(scores)
     for text, rows in predictions(model, blocks, channels, batch).items():
-        known = found.get(text, Score(bits(channels[text], sent) / sent.size, np.zeros(0)))
+        known = found.get(text, Score(_bits(channels[text], sent), np.zeros(0)))
         found[text] = known._replace(
             predicted=mean_of(rows.sum(1)), by_cut=tuple(rows.mean(0).tolist())
         )
