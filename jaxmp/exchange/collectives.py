@@ -12,6 +12,7 @@ and because XLA:CPU widens bf16. Numbers that are added are joined to one array 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from jaxmp.boundary.transport import one_piece
+from jaxmp.boundary.transport import moved
 from jaxmp.wire import Payload, nbytes, widened
 
 Device = Any  # a `jax.Device`, which is no static type
@@ -84,18 +85,6 @@ def over(axis: str = AXIS) -> Collectives:
                 done[i] = part.reshape(leaves[i].shape)
         return form.unflatten([done[i] for i in range(len(leaves))])
 
-    def all_gather(payload: Payload) -> Payload:
-        if not jax.tree.leaves(payload):  # no array is large enough to be compressed
-            return payload
-        piece, back = one_piece(payload)
-        return back(lax.all_gather(piece, axis))
-
-    def all_to_all(payload: Payload) -> Payload:
-        if not jax.tree.leaves(payload):
-            return payload
-        piece, back = one_piece(payload, 1)
-        return back(lax.all_to_all(piece, axis, 0, 0))
-
     def own(grads: Grads) -> None:
         checked = varies(lax.axis_index(axis), axis)  # False under check_vma=False
         if checked and not all(varies(g, axis) for g in jax.tree.leaves(grads)):
@@ -106,9 +95,9 @@ def over(axis: str = AXIS) -> Collectives:
                 'check_vma=False'
             )
 
-    return Collectives(
-        lax.axis_size(axis), lax.axis_index(axis), all_reduce, all_gather, all_to_all, own
-    )
+    gather = partial(moved, lambda piece: lax.all_gather(piece, axis))
+    swap = partial(moved, lambda piece: lax.all_to_all(piece, axis, 0, 0), axes=1)
+    return Collectives(lax.axis_size(axis), lax.axis_index(axis), all_reduce, gather, swap, own)
 
 
 def varies(x: object, axis: str) -> bool:

@@ -1,7 +1,6 @@
 """`call`: one collective with codecs, and `codecs`, which sets those of a program.
 
-A call is a `jax.custom_vjp` over two routes, that of the operand and that of its gradient. States
-of the second travel as in `jaxmp.boundary`: `jaxmp.value_and_grad` returns them.
+A call is a `jaxmp.boundary.crossing` over two routes, of the operand and of its gradient.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jaxmp.boundary import FeedbackState
+from jaxmp.boundary import FeedbackState, crossing
 from jaxmp.feedback import Channel
-from jaxmp.feedback.gradient import by_value_and_grad
 from jaxmp.lax.ways import Axes, Key, Route, shape_of, varying
 from jaxmp.spec import SpecError, parse
 from jaxmp.wire import Like
@@ -155,25 +153,16 @@ def _coded(
         stateful = [str(c) for c, s in zip(channels, states, strict=True) if jax.tree.leaves(s)]
         if stateful:
             raise ValueError(f'{stateful[0]} has a state; give state=lax.init(...) of this call')
-    x = varying(x, axis) if enter else x
-    x = by_value_and_grad(x, states.bwd)
 
-    @jax.custom_vjp
-    def cross(x: Array, fwd_state: PyTree, bwd_state: PyTree, key: Key) -> tuple:
-        return (*there.carry(fwd, key, x, fwd_state), bwd_state)
+    def forward(x: Array, states: FeedbackState, key: Key) -> tuple:
+        return (*there.carry(fwd, key, x, states.fwd), None)
 
-    def forward(x: Array, fwd_state: PyTree, bwd_state: PyTree, key: Key) -> tuple:
-        return cross(x, fwd_state, bwd_state, key), key
-
-    def backward(key: Key, cotangents: tuple) -> tuple:
-        g, _, state = cotangents
+    def backward(g: Array, state: PyTree, key: Key, _: None) -> tuple:
         later = None if key is None else jax.random.fold_in(key, 1 << 29)
-        gx, state = back.carry(bwd, later, g, state)
-        return gx, None, state, None
+        return back.carry(bwd, later, g, state)
 
-    cross.defvjp(forward, backward)
-    y, fwd_state, bwd_state = cross(x, *states, key)
-    return y if how.state is None else (y, FeedbackState(fwd_state, bwd_state))
+    y, states = crossing(forward, backward, varying(x, axis) if enter else x, states, key)
+    return y if how.state is None else (y, states)
 
 
 def _key(channels: tuple[Channel, Channel], how: How) -> Key:
