@@ -322,6 +322,11 @@ def test_mistakes_are_told_in_a_line():
             lambda x: lax.all_to_all(x, 'i', 1, 0, fwd='mx(8)'),
         r"in 'mx\(9\)'": lambda x: lax.psum(x, 'i', fwd='mx(9)'),
         'split_axis=5 of an array of 3 axes': lambda x: lax.all_to_all(x, 'i', 5, 0, fwd='mx(8)'),
+        r'aqsgd\(mx\(4\), 9\) needs the ids of a batch, of which a collective knows nothing':
+            lambda x: lax.psum(x, 'i', fwd='aqsgd(mx(4), 9)'),
+        'anchored.* needs the tokens': lambda x: lax.psum(x, 'i', fwd='anchored(mx(4), 9)'),
+        'same_support.* needs the indices': lambda x: lax.psum(x, 'i', bwd='same_support()'),
+        r"in 'power_sgd\(2\)': unknown word": lambda x: lax.psum(x, 'i', fwd='power_sgd(2)'),
     }  # fmt: skip
     for message, f in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -339,6 +344,63 @@ def test_mistakes_are_told_in_a_line():
         enter(X)
     with pytest.raises(TypeError, match='a state is of one array, got 2'):
         run(lambda x: lax.psum([x, x], 'i', fwd='mx(8)', state=jaxmp.FeedbackState((), ()))[0][0])
+
+
+EF21 = {'fwd': 'ef21(mx(4))'}
+OTHERS = {  # states of another call: what the first ppermute below is given, and what it says
+    'of another collective': (lambda x: lax.init(lax.psum, x, 'i', **EF21), EF21),
+    'of another codec': (lambda x: lax.init(lax.ppermute, x, 'i', RING, fwd='ef(mx(4))'), EF21),
+    'of a smaller operand': (lambda x: lax.init(lax.ppermute, x[0], 'i', RING, **EF21), EF21),
+    'of the other direction': (lambda x: lax.init(lax.ppermute, x, 'i', RING, bwd='ef(mx(4))'), {}),
+}
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_a_state_of_another_call_is_refused(name):
+    """Also where its shapes would broadcast, or nothing needs a state."""
+    other, how = OTHERS[name]
+    f = lambda x: lax.ppermute(x, 'i', RING, **how, state=other(x))[0]
+    f = jax.shard_map(f, mesh=mesh_of(), in_specs=P('i'), out_specs=P('i'), check_vma=False)
+    with pytest.raises(
+        ValueError, match=r'state\.[fb]wd is .* of this call needs .*; give what lax'
+    ):
+        jax.eval_shape(f, X)
+
+
+def test_an_axis_that_is_not_there_is_told():
+    mesh = mesh_of()
+    calls = lax.ppermute, lax.psum, lax.pmean, lax.all_gather
+    calls = *(partial(call, fwd='mx(8)') for call in calls), partial(lax.pvary, bwd='mx(8)')
+    for call in calls:
+        more = (RING,) if call.func is lax.ppermute else ()
+        f = lambda x, call=call, more=more: call(x, 'j', *more)
+        with pytest.raises(
+            NameError, match=r"no axis 'j' here, there are \('i',\); call inside jax"
+        ):
+            jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P('i'))(X)
+    with pytest.raises(NameError, match=r"no axis 'i' here, there are \(\)"):
+        lax.psum(X, 'i', fwd='mx(8)')
+    for island in (lax.roll, lax.reshard):
+        with pytest.raises(ValueError, match=r"no axis 'i' here, there are \(\); give mesh= with"):
+            island(X[:N], 'i', fwd='mx(8)')
+        with pytest.raises(ValueError, match=r"no axis 'j' here, there are \('i',\)"):
+            island(X[:N], 'j', mesh=mesh)
+    with pytest.raises(ValueError, match='axis=3 of an array of 3 axes'):
+        lax.reshard(X, 'i', 3, mesh=mesh)
+    last = lax.reshard(X, 'i', -1, mesh=mesh, fwd='mx(8)')
+    assert np.linalg.norm(last - X) / np.linalg.norm(X) < 0.05
+
+
+@pytest.mark.parametrize('word', ['trellis(2)', 'klt(3, entropy=True, trellis=True)'])
+def test_codecs_with_loops_where_jax_follows_what_varies(word):
+    """The carry of a scan must vary from its beginning."""
+
+    def f(x):
+        state = lax.init(lax.all_gather, x, 'i', fwd=word)
+        return lax.all_gather(x, 'i', fwd=word, state=state)[0]
+
+    y = jax.eval_shape(jax.shard_map(f, mesh=mesh_of(), in_specs=P('i'), out_specs=P('i')), X)
+    assert y.shape == (N * N, 4, 8, 64)
 
 
 def test_a_sum_that_remembers_is_the_same_everywhere_by_type():

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp.boundary import FeedbackState, crossing
 from jaxmp.feedback import Channel
-from jaxmp.lax.ways import Axes, Key, Route, shape_of, varying
+from jaxmp.lax.ways import Axes, Key, Route, shape_of, size, varying
 from jaxmp.spec import SpecError, parse
 from jaxmp.wire import Like
 
@@ -61,11 +61,11 @@ def codecs(
 
     Raises:
       jaxmp.SpecError: if a text is no channel.
-      ValueError: if a channel has a state, which a call must be given, or draws, for which a call
-        needs a key.
+      ValueError: if a channel has a state, which a call must be given, draws, for which a call
+        needs a key, or needs what a collective does not know.
     """
     for text in (fwd, bwd):
-        channel = parse(text)
+        channel = _known(parse(text))
         if jax.tree.leaves(channel.init(jax.ShapeDtypeStruct((2, 64), jnp.float32))):
             raise ValueError(f'{text} has a state; give it to each call, with state=lax.init(...)')
         if draws(channel):
@@ -93,9 +93,12 @@ def call(
       enter: whether the operand varies along the axis before it is sent.
 
     Raises:
+      NameError: if there is no such axis here.
       TypeError: if a state is given with several arrays.
-      ValueError: if a codec draws and there is no key.
+      ValueError: if a codec draws and there is no key, has a state and is given none or another
+        call's, or needs what a collective does not know.
     """
+    size(axis)
     leaves, form = jax.tree.flatten(x)
     if len(leaves) != 1 or not hasattr(leaves[0], 'dtype'):
         if how.state is not None:
@@ -123,6 +126,7 @@ def _channels(axis: Axes, x: Array, how: How) -> tuple[Channel, Channel] | None:
     for channel in (fwd, bwd):
         if not isinstance(channel, Channel):
             raise TypeError(f"{channel!r} is no channel; give a text such as 'mx(8)', or a Channel")
+        _known(channel)
     if not (how.state is None or how.state is FIRST or isinstance(how.state, FeedbackState)):
         raise TypeError(f'state={type(how.state).__name__}; give what lax.init(...) returned')
     codable = x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
@@ -145,14 +149,18 @@ def _coded(
     key = _key(channels, how)
     arrives = lambda x: there.carry(fwd, key, x, there.states(fwd, like))[0]
     result = shape_of(arrives, x)
+    first = FeedbackState(there.states(fwd, like), back.states(bwd, result))
     if how.state is FIRST:
-        return FeedbackState(there.states(fwd, like), back.states(bwd, result))
-    states = how.state
-    if states is None:
-        states = FeedbackState(there.states(fwd, like), back.states(bwd, result))
-        stateful = [str(c) for c, s in zip(channels, states, strict=True) if jax.tree.leaves(s)]
-        if stateful:
-            raise ValueError(f'{stateful[0]} has a state; give state=lax.init(...) of this call')
+        return first
+    states = first if how.state is None else how.state
+    for channel, way, needs in zip(channels, FeedbackState._fields, first, strict=True):
+        if how.state is None and jax.tree.leaves(needs):
+            raise ValueError(f'{channel} has a state; give state=lax.init(...) of this call')
+        if (came := _arrays(getattr(states, way))) != _arrays(needs):
+            raise ValueError(
+                f'state.{way} is {came}, and {way}={channel} of this call needs {_arrays(needs)}; '
+                'give what lax.init returned for this collective, operand and codecs'
+            )
 
     def forward(x: Array, states: FeedbackState, key: Key) -> tuple:
         return (*there.carry(fwd, key, x, states.fwd), None)
@@ -163,6 +171,22 @@ def _coded(
 
     y, states = crossing(forward, backward, varying(x, axis) if enter else x, states, key)
     return y if how.state is None else (y, states)
+
+
+def _known(channel: Channel) -> Channel:
+    """``channel``, unless it needs what a collective does not know; raises ValueError then."""
+    if lacks := channel.needs - {'key'}:
+        raise ValueError(
+            f'{channel} needs the {", ".join(sorted(lacks))} of a batch, of which a collective '
+            'knows nothing; use ef, ef21 or top_k, or send by jaxmp.boundary'
+        )
+    return channel
+
+
+def _arrays(state: PyTree) -> str:
+    """A state's form, its arrays by dtype and shape."""
+    name = lambda a: f'{a.dtype}{[*a.shape]}'
+    return str(jax.tree.map(name, state)).replace("'", '')
 
 
 def _key(channels: tuple[Channel, Channel], how: How) -> Key:

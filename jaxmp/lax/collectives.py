@@ -65,7 +65,7 @@ def all_gather(
         return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        dimension = _dimension('axis', axis, len(like.shape) + (not tiled))
+        dimension = counted('axis', axis, len(like.shape) + (not tiled))
         there = ways.gathering(axis_name, dimension, tiled)
         return there, ways.scattering(axis_name, dimension, tiled)
 
@@ -95,7 +95,7 @@ def psum_scatter(
         return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        dimension = _dimension('scatter_dimension', scatter_dimension, len(like.shape))
+        dimension = counted('scatter_dimension', scatter_dimension, len(like.shape))
         there = ways.scattering(axis_name, dimension, tiled)
         return there, ways.gathering(axis_name, dimension, tiled)
 
@@ -125,8 +125,8 @@ def all_to_all(
         return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        split = _dimension('split_axis', split_axis, len(like.shape))
-        concat = _dimension('concat_axis', concat_axis, len(like.shape))
+        split = counted('split_axis', split_axis, len(like.shape))
+        concat = counted('concat_axis', concat_axis, len(like.shape))
         one = lambda a, b: ways.concatenating(axis_name, a, b, tiled)
         return one(split, concat), one(concat, split)
 
@@ -176,7 +176,7 @@ def pmean(
     plain = lambda x: lax.pmean(x, axis_name, **more)
     if more:
         return plain(x)
-    scale = 1 / lax.axis_size(axis_name)
+    scale = 1 / ways.size(axis_name)
     return _reduced(x, axis_name, plain, scale, calls.How(fwd, bwd, state, key))
 
 
@@ -229,8 +229,8 @@ def init(collective: Callable[..., Any], x: Array | Like, *args: Any, **how: Any
     return collective(x, *args, **how, state=calls.FIRST)
 
 
-def _dimension(name: str, axis: int, count: int) -> int:
-    """An axis counted from 0."""
+def counted(name: str, axis: int, count: int) -> int:
+    """An axis counted from 0; raises ValueError if there is none."""
     if not -count <= axis < count:
         raise ValueError(f'{name}={axis} of an array of {count} axes')
     return axis % count

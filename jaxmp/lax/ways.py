@@ -212,9 +212,26 @@ def reducing(axis: Axes, like: Like, scale: float = 1.0) -> Chain:
 # What JAX knows of values inside `jax.shard_map`.
 
 
+def size(axis: Axes) -> int:
+    """The number of devices along axes.
+
+    Raises:
+      NameError: if there is no such axis here.
+    """
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        mesh = jax.sharding.get_abstract_mesh()
+        raise NameError(
+            f'no axis {axis!r} here, there are {mesh.manual_axes}; call inside jax.shard_map over '
+            'a mesh with that axis, or inside jax.vmap(..., axis_name=...)'
+        ) from None
+
+
 def follows(axis: Axes) -> bool:
     """Whether `jax.shard_map` follows which values vary along an axis (its ``check_vma``)."""
     name = axis if isinstance(axis, str) else axis[0]
+    size(axis)
     return name in jax.typeof(lax.axis_index(name)).manual_axis_type.varying
 
 

@@ -167,6 +167,21 @@ def explicit_mesh(x: object) -> AbstractMesh | None:
     return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
 
 
+def varying_as(start: PyTree, rows: PyTree) -> PyTree:
+    """``start``, the first carry of a loop over ``rows``, as varying along the same mesh axes.
+
+    Under ``check_vma`` `jax.shard_map` refuses a loop whose carry begins to vary inside of it.
+    """
+    varies = lambda a: jax.typeof(a).manual_axis_type.varying
+    axes = {axis for a in jax.tree.leaves(rows) for axis in varies(a)}
+
+    def vary(a: Array) -> Array:
+        missing = tuple(axes - varies(a))
+        return jax.lax.pcast(a, missing, to='varying') if missing else a
+
+    return jax.tree.map(vary, start)
+
+
 def compute_dtype(x: Array | Like) -> jnp.dtype:
     """The dtype in which a codec computes on ``x``: that of ``x``, but at least float32.
 
