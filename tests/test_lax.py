@@ -75,7 +75,7 @@ def test_uncompressed_is_jax_lax_to_the_bit(name, follow, kind, monkeypatch):
     theirs = both(partial(call, jax.lax), mesh, follow)(x)
     ours = both(partial(call, lax), mesh, follow)(x)
     raw = jaxmp.parse('raw')
-    monkeypatch.setattr(calls, '_channels', lambda *_: (raw, raw))
+    monkeypatch.setattr(calls, 'channels_of', lambda *_: (raw, raw))
     packed = both(partial(call, lax), mesh, follow)(x)
     for a, b, c in zip(theirs, ours, packed, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -344,6 +344,89 @@ def test_mistakes_are_told_in_a_line():
         enter(X)
     with pytest.raises(TypeError, match='a state is of one array, got 2'):
         run(lambda x: lax.psum([x, x], 'i', fwd='mx(8)', state=jaxmp.FeedbackState((), ()))[0][0])
+
+
+ROWS, ROOM, EACH = 9, 40, 2  # rows of a device, those it may receive, slices to each other device
+
+
+def slices_of(seed):
+    """Rows to two experts of each device: offsets and sizes by device, ``(N, N * EACH)``."""
+    rng = np.random.default_rng(seed)
+    sizes = np.stack([rng.multinomial(ROWS - 1, np.full(N * EACH, 1 / N / EACH)) for _ in range(N)])
+    start = np.cumsum(sizes, 1) - sizes + 1  # the first row goes nowhere
+    arriving = sizes.reshape(N, N, EACH).swapaxes(0, 1).reshape(N, -1)  # by receiver and sender
+    first = 3 + np.cumsum(arriving, 1) - arriving  # three rows are free
+    to = first.reshape(N, N, EACH).swapaxes(0, 1).reshape(N, -1)
+    return start, sizes, to, arriving
+
+
+def ragged_by_hand(x, y, start, sizes, to, arriving):
+    """What jax.lax.ragged_all_to_all says that it does."""
+    y = y.copy()
+    for sender in range(N):
+        for k in range(N * EACH):
+            a, b, count = start[sender, k], to[sender, k], sizes[sender, k]
+            y[k // EACH, b : b + count] = x[sender, a : a + count]
+    return y
+
+
+def ragged(mesh, follow, **how):
+    """Of all devices' rows: the loss, the gradients of operand and output, and the result."""
+
+    def inner(x, y, *slices):
+        (x, y), slices = (a[0] for a in (x, y)), [a[0] for a in slices]
+
+        def loss(x, y):
+            def again(carry, _):  # in a scan, whose gradient is taken outside of it
+                out = lax.ragged_all_to_all(x * carry, y, *slices, axis_name='i', **how)
+                return carry, out
+
+            out = jax.lax.scan(again, x[0, 0] * 0 + 1, None, 1)[1][0]
+            return jnp.sum(jnp.sin(out)), out
+
+        (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, y)
+        return jax.tree.map(lambda a: a[None], (out, grads))
+
+    return jax.jit(
+        jax.shard_map(inner, mesh=mesh, in_specs=P('i'), out_specs=P('i'), check_vma=follow)
+    )
+
+
+@pytest.mark.parametrize(
+    ('how', 'off'), [({}, 0), (HOW, 0.15), ({'bwd': 'mx(8)'}, 0.1), ({'fwd': 'trellis(3)'}, 0.4)]
+)
+@pytest.mark.parametrize('follow', [True, False], ids=['vma', 'no vma'])
+def test_rows_to_experts(how, off, follow):
+    """Exact as JAX says where nothing is coded; only rows that arrive are written and return."""
+    slices = slices_of(0)
+    rng = np.random.default_rng(1)
+    x, y = (rng.standard_normal((N, n, 64)).astype(np.float32) for n in (ROWS, ROOM))
+    out, (gx, gy) = ragged(mesh_of(), follow, **how)(x, y, *slices)
+    exact = ragged_by_hand(x, y, *slices)
+    arrived = ragged_by_hand(np.ones_like(x), np.zeros_like(y), *slices) > 0
+    assert arrived.sum() == N * (ROWS - 1) * 64
+    np.testing.assert_array_equal(np.asarray(out)[~arrived], y[~arrived])
+    np.testing.assert_allclose(gy, np.where(arrived, 0, np.cos(y)), rtol=1e-6)
+    near = lambda a, b: np.linalg.norm(a - b) <= (off or 1e-7) * np.linalg.norm(b)
+    assert near(out, exact)
+    start, sizes, to, arriving = slices
+    swap = lambda a: a.reshape(N, N, EACH).swapaxes(0, 1).reshape(N, -1)
+    back = ragged_by_hand(np.cos(out), np.zeros_like(x), swap(to), arriving, swap(start), sizes)
+    assert near(gx, back)
+    assert not np.asarray(gx)[:, 0].any()
+    if off:
+        assert np.abs(out - exact).max() + np.abs(gx - back).max() > 1e-4
+
+
+def test_rows_to_experts_are_packed_and_have_no_state():
+    slices = slices_of(0)
+    x, y = jnp.ones((N, ROWS, 64)), jnp.zeros((N, ROOM, 64))
+    program = ragged(mesh_of(), True, **HOW).lower(x, y, *slices).compile().as_text()
+    row = jax.ShapeDtypeStruct((1, 64), 'float32')
+    bits = [jaxmp.bits(jaxmp.parse(word), row) for word in HOW.values()]
+    assert operands(program)['all-gather'] * 8 == ROWS * bits[0] + ROOM * bits[1]
+    with pytest.raises(ValueError, match=r'ef\(mx\(4\)\) has a state, and rows are others in each'):
+        jax.eval_shape(ragged(mesh_of(), False, fwd='ef(mx(4))'), x, y, *slices)
 
 
 EF21 = {'fwd': 'ef21(mx(4))'}

@@ -18,9 +18,10 @@ from jaxmp.boundary import FeedbackState, crossing
 from jaxmp.feedback import Channel
 from jaxmp.lax.ways import Axes, Key, Route, shape_of, size, varying
 from jaxmp.spec import SpecError, parse
-from jaxmp.wire import Like
 
 Routes = tuple[Route, Route]  # of the operand and of its gradient
+Routing = Callable[..., Routes]  # of an operand's shape
+Channels = tuple[Channel, Channel]  # of both directions
 FIRST: Any = object()  # in place of a state: what `init` asks for
 ROTATE = {'rotate', 'polar', 'polar_sign'}  # which need a key, but not another one in each step
 
@@ -41,6 +42,9 @@ class How(NamedTuple):
     bwd: str | Channel | None
     state: Any
     key: Key
+    theirs: bool = False  # whether it has arguments of `jax.lax` that jaxmp does not know
+    enter: bool = True  # whether the operand varies along the axis before it is sent
+    more: tuple[Array, ...] = ()  # integers on which the routes depend
 
 
 _program = jax.make_user_context(default_value=Codecs())  # a part of the keys of JAX's caches
@@ -74,23 +78,15 @@ def codecs(
     return _program(Codecs(fwd, bwd, axes, least))
 
 
-def call(
-    x: PyTree,
-    axis: Axes,
-    routes: Callable[[Like], Routes],
-    plain: Callable[[PyTree], PyTree],
-    how: How,
-    enter: bool = True,
-) -> Any:
+def call(x: PyTree, axis: Axes, routes: Routing, plain: Callable, how: How) -> Any:
     """A collective of ``x``: as coded, or ``plain`` where it is sent as it is.
 
     Args:
       x: arrays; with a state, one.
       axis: names of mesh axes.
-      routes: of an operand of a shape.
+      routes: of an operand of a shape, and of what more the call says.
       plain: that of `jax.lax`.
       how: what the call says.
-      enter: whether the operand varies along the axis before it is sent.
 
     Raises:
       NameError: if there is no such axis here.
@@ -98,6 +94,8 @@ def call(
       ValueError: if a codec draws and there is no key, has a state and is given none or another
         call's, or needs what a collective does not know.
     """
+    if how.theirs:
+        return plain(x)
     size(axis)
     leaves, form = jax.tree.flatten(x)
     if len(leaves) != 1 or not hasattr(leaves[0], 'dtype'):
@@ -105,17 +103,17 @@ def call(
             raise TypeError(f'a state is of one array, got {len(leaves)}; call for each')
         if not leaves or any(not hasattr(a, 'dtype') for a in leaves):
             return plain(x)
-        return form.unflatten([call(a, axis, routes, plain, how, enter) for a in leaves])
+        return form.unflatten([call(a, axis, routes, plain, how) for a in leaves])
     (array,) = leaves
-    channels = _channels(axis, array, how)
+    channels = channels_of(axis, array, how)
     if channels is None:
         return plain(x)
     x = array if how.state is FIRST else jnp.asarray(array)  # a state needs a shape alone
-    y = _coded(x, axis, routes, channels, how, enter)
+    y = _cross(x, axis, routes, channels, how)
     return form.unflatten([y]) if how.state is None else y
 
 
-def _channels(axis: Axes, x: Array, how: How) -> tuple[Channel, Channel] | None:
+def channels_of(axis: Axes, x: Array, how: How) -> Channels | None:
     """The channels of a call, or None where the operand is sent as it is."""
     program = _program.value
     names = {axis} if isinstance(axis, str) else {*axis}
@@ -135,17 +133,10 @@ def _channels(axis: Axes, x: Array, how: How) -> tuple[Channel, Channel] | None:
     return fwd, bwd
 
 
-def _coded(
-    x: Array,
-    axis: Axes,
-    routes: Callable[[Like], Routes],
-    channels: tuple[Channel, Channel],
-    how: How,
-    enter: bool,
-) -> Any:
+def _cross(x: Array, axis: Axes, routes: Routing, channels: Channels, how: How) -> Any:
     fwd, bwd = channels
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    there, back = routes(like)
+    there, back = routes(like, *how.more)
     key = _key(channels, how)
     arrives = lambda x: there.carry(fwd, key, x, there.states(fwd, like))[0]
     result = shape_of(arrives, x)
@@ -162,14 +153,17 @@ def _coded(
                 'give what lax.init returned for this collective, operand and codecs'
             )
 
-    def forward(x: Array, states: FeedbackState, key: Key) -> tuple:
-        return (*there.carry(fwd, key, x, states.fwd), None)
+    def forward(x: Array, states: FeedbackState, ctx: tuple) -> tuple:
+        key, more = ctx
+        return (*routes(like, *more)[0].carry(fwd, key, x, states.fwd), None)
 
-    def backward(g: Array, state: PyTree, key: Key, _: None) -> tuple:
+    def backward(g: Array, state: PyTree, ctx: tuple, _: None) -> tuple:
+        key, more = ctx
         later = None if key is None else jax.random.fold_in(key, 1 << 29)
-        return back.carry(bwd, later, g, state)
+        return routes(like, *more)[1].carry(bwd, later, g, state)
 
-    y, states = crossing(forward, backward, varying(x, axis) if enter else x, states, key)
+    x = varying(x, axis) if how.enter else x
+    y, states = crossing(forward, backward, x, states, (key, how.more))
     return y if how.state is None else (y, states)
 
 
@@ -189,7 +183,7 @@ def _arrays(state: PyTree) -> str:
     return str(jax.tree.map(name, state)).replace("'", '')
 
 
-def _key(channels: tuple[Channel, Channel], how: How) -> Key:
+def _key(channels: Channels, how: How) -> Key:
     """The key of a call; a fixed one serves a rotation, which needs no other in each step."""
     if how.key is not None or not any('key' in c.needs for c in channels):
         return how.key

@@ -64,11 +64,10 @@ def reshard(
     Raises:
       ValueError: if no mesh has the axis, or ``x`` no such axis.
     """
-    mesh = _mesh(axis_name, mesh)
     spec = P(*[None] * counted('axis', axis, x.ndim), axis_name)
     return jax.shard_map(
         lambda x: all_gather(x, axis_name, axis=axis, tiled=True, **how),
-        mesh=mesh, in_specs=spec, out_specs=P(),
+        mesh=_mesh(axis_name, mesh), in_specs=spec, out_specs=P(),
         axis_names={axis_name}, check_vma=False,
     )(x)  # fmt: skip
 

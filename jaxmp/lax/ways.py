@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 from jaxmp.boundary.transport import moved
 from jaxmp.feedback import Channel
 from jaxmp.feedback.settled import settled
-from jaxmp.wire import Ctx, Like, widened
+from jaxmp.wire import Ctx, Like, varies, vary, widened
 
 Axes = str | tuple[str, ...]  # names of mesh axes, as `jax.lax` takes them
 Key = Array | None
@@ -232,16 +232,12 @@ def follows(axis: Axes) -> bool:
     """Whether `jax.shard_map` follows which values vary along an axis (its ``check_vma``)."""
     name = axis if isinstance(axis, str) else axis[0]
     size(axis)
-    return name in jax.typeof(lax.axis_index(name)).manual_axis_type.varying
+    return name in varies(lax.axis_index(name))
 
 
 def varying(x: Array, axis: Axes) -> Array:
     """``x``, which JAX then takes to vary along ``axis``."""
-    if not follows(axis):
-        return x
-    known = jax.typeof(x).manual_axis_type.varying
-    missing = tuple(a for a in _names(axis) if a not in known)
-    return lax.pcast(x, missing, to='varying') if missing else x
+    return vary(x, [axis] if isinstance(axis, str) else axis) if follows(axis) else x
 
 
 def automatic(f: Callable) -> Callable:
@@ -262,10 +258,6 @@ def shape_of(f: Callable, *args: Array | Like) -> Any:
     """The shape of what ``f`` returns, without how it lies on the devices of a mesh."""
     plain = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     return jax.tree.map(plain, jax.eval_shape(f, *jax.tree.map(plain, args)))
-
-
-def _names(axis: Axes) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _sample(parts: Like) -> Like:

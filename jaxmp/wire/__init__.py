@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -172,14 +172,19 @@ def varying_as(start: PyTree, rows: PyTree) -> PyTree:
 
     Under ``check_vma`` `jax.shard_map` refuses a loop whose carry begins to vary inside of it.
     """
-    varies = lambda a: jax.typeof(a).manual_axis_type.varying
     axes = {axis for a in jax.tree.leaves(rows) for axis in varies(a)}
+    return jax.tree.map(lambda a: vary(a, axes), start)
 
-    def vary(a: Array) -> Array:
-        missing = tuple(axes - varies(a))
-        return jax.lax.pcast(a, missing, to='varying') if missing else a
 
-    return jax.tree.map(vary, start)
+def varies(a: Array) -> frozenset[str]:
+    """The mesh axes along which JAX knows that an array varies."""
+    return jax.typeof(a).manual_axis_type.varying
+
+
+def vary(a: Array, axes: Iterable[str]) -> Array:
+    """``a``, which JAX then takes to vary along mesh axes."""
+    missing = tuple(axis for axis in axes if axis not in varies(a))
+    return jax.lax.pcast(a, missing, to='varying') if missing else a
 
 
 def compute_dtype(x: Array | Like) -> jnp.dtype:
