@@ -107,8 +107,8 @@ def table(rows) -> str:
     for row in sorted(rows, key=lambda r: programs.index(r['program'])):
         if row['way'] != 'raw':
             words = ', '.join(f'`{c}`' for c in row['codecs'] or ()) or 'as it is'
-            trained = f'{row["trained"]:.2f}' if row['trained'] else '\N{EN DASH}'
-            cells = row['program'], words, f'{row["bytes"]:,}', f'{row["loss"]:.2f}', trained
+            trained = f'{row["trained"]:#.4g}' if row['trained'] else '\N{EN DASH}'
+            cells = row['program'], words, f'{row["bytes"]:,}', f'{row["loss"]:#.4g}', trained
             lines.append(f'| {" | ".join(cells)} |')
     return '\n'.join(lines) + '\n'
 
