@@ -418,6 +418,19 @@ def test_rows_to_experts(how, off, follow):
         assert np.abs(out - exact).max() + np.abs(gx - back).max() > 1e-4
 
 
+def test_rows_to_experts_on_a_gpu_are_the_operation_of_xla():
+    """One there and one back, of packed bytes; each transposed call swaps its offsets."""
+    x, y = jnp.ones((N, ROWS, 64)), jnp.zeros((N, ROOM, 64))
+    traced = ragged(mesh_of(), True, **HOW).trace(x, y, *slices_of(0))
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    calls = [line for line in text.splitlines() if '@ragged_all_to_all' in line]
+    assert len(calls) == 2
+    row = jax.ShapeDtypeStruct((1, 64), 'float32')
+    sizes = [jaxmp.bits(jaxmp.parse(word), row) // 8 for word in HOW.values()]
+    assert f'tensor<{ROWS}x{sizes[0]}xui8>, tensor<{ROOM}x{sizes[0]}xui8>' in calls[0]
+    assert f'tensor<{ROOM}x{sizes[1]}xui8>, tensor<{ROWS}x{sizes[1]}xui8>' in calls[1]
+
+
 def test_rows_to_experts_are_packed_and_have_no_state():
     slices = slices_of(0)
     x, y = jnp.ones((N, ROWS, 64)), jnp.zeros((N, ROOM, 64))
