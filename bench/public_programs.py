@@ -103,13 +103,29 @@ def apart(a, b) -> float:
 def table(rows) -> str:
     """The rows in Markdown, as docs/own_collectives.md has them."""
     lines = ['| program | codecs | bytes | loss | after 50 steps |', '|---|---|--:|--:|--:|']
-    for row in sorted(rows, key=lambda r: [*PROGRAMS].index(r['program'])):
+    programs = [row['program'] for row in rows]
+    for row in sorted(rows, key=lambda r: programs.index(r['program'])):
         if row['way'] != 'raw':
             words = ', '.join(f'`{c}`' for c in row['codecs'] or ()) or 'as it is'
-            trained = f'{row["trained"]:.2f}' if row['trained'] else '\N{EN DASH}'
-            cells = row['program'], words, f'{row["bytes"]:,}', f'{row["loss"]:.2f}', trained
+            trained = f'{row["trained"]:#.4g}' if row['trained'] else '\N{EN DASH}'
+            cells = row['program'], words, f'{row["bytes"]:,}', f'{row["loss"]:#.4g}', trained
             lines.append(f'| {" | ".join(cells)} |')
     return '\n'.join(lines) + '\n'
+
+
+def rows_of(runs: dict, rates: dict) -> list[dict]:
+    """What each program measured in each way, next to what it measured as it is."""
+    rows = []
+    for way, found in runs.items():
+        for program, run in found.items():
+            theirs = runs['as it is'][program]
+            row = {'program': program, 'way': way, 'codecs': WAYS[way], 'loss': run['loss']}
+            row['gradient_off'] = apart(run['grads'], theirs['grads'])
+            row |= {'bytes': sum(run['bytes'].values()), 'kinds': run['bytes']}
+            row |= {'trained': run.get('trained'), 'steps': STEPS, 'rate': rates[program]}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
 
 
 def main() -> None:
@@ -119,16 +135,7 @@ def main() -> None:
     for way, codecs in WAYS.items():
         with lax.codecs(*(codecs or ('raw', 'raw'))):
             runs[way] = measured(page, way)
-    rows = []
-    for way, found in runs.items():
-        for program, run in found.items():
-            theirs = runs['as it is'][program]
-            row = {'program': program, 'way': way, 'codecs': WAYS[way], 'loss': run['loss']}
-            row['gradient_off'] = apart(run['grads'], theirs['grads'])
-            row |= {'bytes': sum(run['bytes'].values()), 'kinds': run['bytes']}
-            row |= {'trained': run.get('trained'), 'steps': STEPS, 'rate': RATE}
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+    rows = rows_of(runs, dict.fromkeys(PROGRAMS, RATE))
     out.write_text(json.dumps(provenance() | {'rows': rows}, indent=1) + '\n')
 
 

@@ -75,7 +75,7 @@ def test_uncompressed_is_jax_lax_to_the_bit(name, follow, kind, monkeypatch):
     theirs = both(partial(call, jax.lax), mesh, follow)(x)
     ours = both(partial(call, lax), mesh, follow)(x)
     raw = jaxmp.parse('raw')
-    monkeypatch.setattr(calls, '_channels', lambda *_: (raw, raw))
+    monkeypatch.setattr(calls, 'channels_of', lambda *_: (raw, raw))
     packed = both(partial(call, lax), mesh, follow)(x)
     for a, b, c in zip(theirs, ours, packed, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -322,6 +322,11 @@ def test_mistakes_are_told_in_a_line():
             lambda x: lax.all_to_all(x, 'i', 1, 0, fwd='mx(8)'),
         r"in 'mx\(9\)'": lambda x: lax.psum(x, 'i', fwd='mx(9)'),
         'split_axis=5 of an array of 3 axes': lambda x: lax.all_to_all(x, 'i', 5, 0, fwd='mx(8)'),
+        r'aqsgd\(mx\(4\), 9\) needs the ids of a batch, of which a collective knows nothing':
+            lambda x: lax.psum(x, 'i', fwd='aqsgd(mx(4), 9)'),
+        'anchored.* needs the tokens': lambda x: lax.psum(x, 'i', fwd='anchored(mx(4), 9)'),
+        'same_support.* needs the indices': lambda x: lax.psum(x, 'i', bwd='same_support()'),
+        r"in 'power_sgd\(2\)': unknown word": lambda x: lax.psum(x, 'i', fwd='power_sgd(2)'),
     }  # fmt: skip
     for message, f in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -339,6 +344,159 @@ def test_mistakes_are_told_in_a_line():
         enter(X)
     with pytest.raises(TypeError, match='a state is of one array, got 2'):
         run(lambda x: lax.psum([x, x], 'i', fwd='mx(8)', state=jaxmp.FeedbackState((), ()))[0][0])
+
+
+ROWS, ROOM, EACH = 9, 40, 2  # rows of a device, those it may receive, slices to each other device
+
+
+def slices_of(seed):
+    """Rows to two experts of each device: offsets and sizes by device, ``(N, N * EACH)``."""
+    rng = np.random.default_rng(seed)
+    sizes = np.stack([rng.multinomial(ROWS - 1, np.full(N * EACH, 1 / N / EACH)) for _ in range(N)])
+    start = np.cumsum(sizes, 1) - sizes + 1  # the first row goes nowhere
+    arriving = sizes.reshape(N, N, EACH).swapaxes(0, 1).reshape(N, -1)  # by receiver and sender
+    first = 3 + np.cumsum(arriving, 1) - arriving  # three rows are free
+    to = first.reshape(N, N, EACH).swapaxes(0, 1).reshape(N, -1)
+    return start, sizes, to, arriving
+
+
+def ragged_by_hand(x, y, start, sizes, to, arriving):
+    """What jax.lax.ragged_all_to_all says that it does."""
+    y = y.copy()
+    for sender in range(N):
+        for k in range(N * EACH):
+            a, b, count = start[sender, k], to[sender, k], sizes[sender, k]
+            y[k // EACH, b : b + count] = x[sender, a : a + count]
+    return y
+
+
+def ragged(mesh, follow, **how):
+    """Of all devices' rows: the loss, the gradients of operand and output, and the result."""
+
+    def inner(x, y, *slices):
+        (x, y), slices = (a[0] for a in (x, y)), [a[0] for a in slices]
+
+        def loss(x, y):
+            def again(carry, _):  # in a scan, whose gradient is taken outside of it
+                out = lax.ragged_all_to_all(x * carry, y, *slices, axis_name='i', **how)
+                return carry, out
+
+            out = jax.lax.scan(again, x[0, 0] * 0 + 1, None, 1)[1][0]
+            return jnp.sum(jnp.sin(out)), out
+
+        (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, y)
+        return jax.tree.map(lambda a: a[None], (out, grads))
+
+    return jax.jit(
+        jax.shard_map(inner, mesh=mesh, in_specs=P('i'), out_specs=P('i'), check_vma=follow)
+    )
+
+
+@pytest.mark.parametrize(
+    ('how', 'off'), [({}, 0), (HOW, 0.15), ({'bwd': 'mx(8)'}, 0.1), ({'fwd': 'trellis(3)'}, 0.4)]
+)
+@pytest.mark.parametrize('follow', [True, False], ids=['vma', 'no vma'])
+def test_rows_to_experts(how, off, follow):
+    """Exact as JAX says where nothing is coded; only rows that arrive are written and return."""
+    slices = slices_of(0)
+    rng = np.random.default_rng(1)
+    x, y = (rng.standard_normal((N, n, 64)).astype(np.float32) for n in (ROWS, ROOM))
+    out, (gx, gy) = ragged(mesh_of(), follow, **how)(x, y, *slices)
+    exact = ragged_by_hand(x, y, *slices)
+    arrived = ragged_by_hand(np.ones_like(x), np.zeros_like(y), *slices) > 0
+    assert arrived.sum() == N * (ROWS - 1) * 64
+    np.testing.assert_array_equal(np.asarray(out)[~arrived], y[~arrived])
+    np.testing.assert_allclose(gy, np.where(arrived, 0, np.cos(y)), rtol=1e-6)
+    near = lambda a, b: np.linalg.norm(a - b) <= (off or 1e-7) * np.linalg.norm(b)
+    assert near(out, exact)
+    start, sizes, to, arriving = slices
+    swap = lambda a: a.reshape(N, N, EACH).swapaxes(0, 1).reshape(N, -1)
+    back = ragged_by_hand(np.cos(out), np.zeros_like(x), swap(to), arriving, swap(start), sizes)
+    assert near(gx, back)
+    assert not np.asarray(gx)[:, 0].any()
+    if off:
+        assert np.abs(out - exact).max() + np.abs(gx - back).max() > 1e-4
+
+
+def test_rows_to_experts_on_a_gpu_are_the_operation_of_xla():
+    """One there and one back, of packed bytes; each transposed call swaps its offsets."""
+    x, y = jnp.ones((N, ROWS, 64)), jnp.zeros((N, ROOM, 64))
+    traced = ragged(mesh_of(), True, **HOW).trace(x, y, *slices_of(0))
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    calls = [line for line in text.splitlines() if '@ragged_all_to_all' in line]
+    assert len(calls) == 2
+    row = jax.ShapeDtypeStruct((1, 64), 'float32')
+    sizes = [jaxmp.bits(jaxmp.parse(word), row) // 8 for word in HOW.values()]
+    assert f'tensor<{ROWS}x{sizes[0]}xui8>, tensor<{ROOM}x{sizes[0]}xui8>' in calls[0]
+    assert f'tensor<{ROOM}x{sizes[1]}xui8>, tensor<{ROWS}x{sizes[1]}xui8>' in calls[1]
+
+
+def test_rows_to_experts_are_packed_and_have_no_state():
+    slices = slices_of(0)
+    x, y = jnp.ones((N, ROWS, 64)), jnp.zeros((N, ROOM, 64))
+    program = ragged(mesh_of(), True, **HOW).lower(x, y, *slices).compile().as_text()
+    row = jax.ShapeDtypeStruct((1, 64), 'float32')
+    bits = [jaxmp.bits(jaxmp.parse(word), row) for word in HOW.values()]
+    assert operands(program)['all-gather'] * 8 == ROWS * bits[0] + ROOM * bits[1]
+    with pytest.raises(ValueError, match=r'ef\(mx\(4\)\) has a state, and rows are others in each'):
+        jax.eval_shape(ragged(mesh_of(), False, fwd='ef(mx(4))'), x, y, *slices)
+
+
+EF21 = {'fwd': 'ef21(mx(4))'}
+OTHERS = {  # states of another call: what the first ppermute below is given, and what it says
+    'of another collective': (lambda x: lax.init(lax.psum, x, 'i', **EF21), EF21),
+    'of another codec': (lambda x: lax.init(lax.ppermute, x, 'i', RING, fwd='ef(mx(4))'), EF21),
+    'of a smaller operand': (lambda x: lax.init(lax.ppermute, x[0], 'i', RING, **EF21), EF21),
+    'of the other direction': (lambda x: lax.init(lax.ppermute, x, 'i', RING, bwd='ef(mx(4))'), {}),
+}
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_a_state_of_another_call_is_refused(name):
+    """Also where its shapes would broadcast, or nothing needs a state."""
+    other, how = OTHERS[name]
+    f = lambda x: lax.ppermute(x, 'i', RING, **how, state=other(x))[0]
+    f = jax.shard_map(f, mesh=mesh_of(), in_specs=P('i'), out_specs=P('i'), check_vma=False)
+    with pytest.raises(
+        ValueError, match=r'state\.[fb]wd is .* of this call needs .*; give what lax'
+    ):
+        jax.eval_shape(f, X)
+
+
+def test_an_axis_that_is_not_there_is_told():
+    mesh = mesh_of()
+    calls = lax.ppermute, lax.psum, lax.pmean, lax.all_gather
+    calls = *(partial(call, fwd='mx(8)') for call in calls), partial(lax.pvary, bwd='mx(8)')
+    for call in calls:
+        more = (RING,) if call.func is lax.ppermute else ()
+        f = lambda x, call=call, more=more: call(x, 'j', *more)
+        with pytest.raises(
+            NameError, match=r"no axis 'j' here, there are \('i',\); call inside jax"
+        ):
+            jax.shard_map(f, mesh=mesh, in_specs=P('i'), out_specs=P('i'))(X)
+    with pytest.raises(NameError, match=r"no axis 'i' here, there are \(\)"):
+        lax.psum(X, 'i', fwd='mx(8)')
+    for island in (lax.roll, lax.reshard):
+        with pytest.raises(ValueError, match=r"no axis 'i' here, there are \(\); give mesh= with"):
+            island(X[:N], 'i', fwd='mx(8)')
+        with pytest.raises(ValueError, match=r"no axis 'j' here, there are \('i',\)"):
+            island(X[:N], 'j', mesh=mesh)
+    with pytest.raises(ValueError, match='axis=3 of an array of 3 axes'):
+        lax.reshard(X, 'i', 3, mesh=mesh)
+    last = lax.reshard(X, 'i', -1, mesh=mesh, fwd='mx(8)')
+    assert np.linalg.norm(last - X) / np.linalg.norm(X) < 0.05
+
+
+@pytest.mark.parametrize('word', ['trellis(2)', 'klt(3, entropy=True, trellis=True)'])
+def test_codecs_with_loops_where_jax_follows_what_varies(word):
+    """The carry of a scan must vary from its beginning."""
+
+    def f(x):
+        state = lax.init(lax.all_gather, x, 'i', fwd=word)
+        return lax.all_gather(x, 'i', fwd=word, state=state)[0]
+
+    y = jax.eval_shape(jax.shard_map(f, mesh=mesh_of(), in_specs=P('i'), out_specs=P('i')), X)
+    assert y.shape == (N * N, 4, 8, 64)
 
 
 def test_a_sum_that_remembers_is_the_same_everywhere_by_type():
@@ -395,7 +553,7 @@ def test_which_codecs_draw():
     """Of all words that need a key those that round at random, and any of one's own."""
     from jaxmp.grammar import ours
 
-    words = [w.example for w in ours() if w.kind == 'codec']
+    words = [w.example for w in ours() if w.kind == 'codec' and w.example]
     drawing = {text.partition('(')[0] for text in words if calls.draws(jaxmp.parse(text))}
     assert drawing == {'natural', 'qsgd', 'random_k', 'unbiased_random_k'}
     assert calls.draws(jaxmp.parse('block(4, 32, stochastic)'))

@@ -1,9 +1,9 @@
-"""`Boundary`: the cut between two stages, with the package's only `jax.custom_vjp`.
+"""`Boundary`: the cut between two stages; `crossing`, the `jax.custom_vjp` of all that is sent.
 
 In the forward pass a boundary sends the activation through one channel, and in the backward pass
 its gradient through another. The forward state is returned as an output. The backward state is
 computed during the backward pass, so it can be returned only as a cotangent, and JAX sums the
-cotangents of a value that is used twice. Therefore `cross` returns the backward state unchanged,
+cotangents of a value that is used twice. Therefore a crossing returns the backward state unchanged,
 and `value_and_grad` sets the cotangent of that output to the current state: the backward rule of
 each crossing takes this cotangent as its state and returns the next state as the cotangent of its
 input. The state thus passes from crossing to crossing in the order of the backward pass, also in a
@@ -29,7 +29,6 @@ from jaxmp.feedback.settled import settled
 from jaxmp.wire import Ctx, Like, Payload, like, nbytes
 
 Positions = tuple[Array | None, Array | None]  # as the sender and the receiver know them
-Crossed = tuple[Array, EndStates, EndStates]  # what arrives, and the states of both channels
 Aux = PyTree  # what comes with a loss: further means
 
 
@@ -55,6 +54,39 @@ class FeedbackState(NamedTuple):
         """The states of several boundaries as one."""
         each = list(each)
         return cls(tuple(l.fwd for l in each), tuple(l.bwd for l in each))
+
+
+def crossing(
+    there: Callable[..., tuple[Array, PyTree, PyTree]],
+    back: Callable[..., tuple[Array, PyTree]],
+    x: Array,
+    states: FeedbackState,
+    ctx: PyTree,
+) -> tuple[Array, FeedbackState]:
+    """What arrives of ``x``, and the states; its gradient returns by ``back``.
+
+    Args:
+      there: ``(x, states, ctx) -> (y, forward state, positions)``.
+      back: ``(gradient of y, backward state, ctx, positions) -> (gradient of x, state)``.
+      x: an array.
+      states: of both directions.
+      ctx: arrays without a gradient.
+    """
+
+    @jax.custom_vjp
+    def cross(x: Array, states: FeedbackState, ctx: PyTree) -> tuple:
+        return forward(x, states, ctx)[0]
+
+    def forward(x: Array, states: FeedbackState, ctx: PyTree) -> tuple:
+        y, fwd, positions = there(x, states, ctx)
+        return (y, states._replace(fwd=fwd)), (ctx, positions)
+
+    def backward(res: tuple, cotangents: tuple) -> tuple:
+        gx, bwd = back(cotangents[0], cotangents[1].bwd, *res)
+        return gx, FeedbackState(None, bwd), None
+
+    cross.defvjp(forward, backward)
+    return cross(by_value_and_grad(x, states.bwd), states, ctx)
 
 
 @dataclass(frozen=True)
@@ -92,32 +124,17 @@ class Boundary:
         """
         ctx = Ctx() if ctx is None else ctx
         self._check(x, feedback)
-        x = by_value_and_grad(x, feedback.bwd)
 
-        @jax.custom_vjp
-        def cross(x: Array, fwd: EndStates, bwd: EndStates, ctx: Ctx) -> Crossed:
-            return forward(x, fwd, bwd, ctx)[0]
+        def there(x: Array, states: FeedbackState, ctx: Ctx) -> tuple:
+            contexts = self.informed(ctx, states.bwd[1]), ctx
+            return laid_out(partial(self._move, 'fwd'), x, states.fwd, contexts)
 
-        def forward(
-            x: Array, fwd: EndStates, bwd: EndStates, ctx: Ctx
-        ) -> tuple[Crossed, tuple[Ctx, Positions]]:
-            informed = self.informed(ctx, bwd[1])
-            y, state, indices = laid_out(partial(self._move, 'fwd'), x, fwd, (informed, ctx))
-            return (y, state, bwd), (ctx, indices)
-
-        def backward(
-            res: tuple[Ctx, Positions], cotangents: Crossed
-        ) -> tuple[Array, None, EndStates, None]:
-            ctx, (sent, received) = res
-            g, _, bwd = cotangents
+        def back(g: Array, state: EndStates, ctx: Ctx, positions: Positions) -> tuple:
             # The sender of the gradient is the receiver of the activation, so it has its indices.
-            contexts = tuple(ctx._replace(indices=s) for s in (received, sent))
-            gx, state, _ = laid_out(partial(self._move, 'bwd'), g, bwd, contexts)
-            return gx, None, state, None
+            contexts = tuple(ctx._replace(indices=i) for i in reversed(positions))
+            return laid_out(partial(self._move, 'bwd'), g, state, contexts)[:2]
 
-        cross.defvjp(forward, backward)
-        y, fwd, bwd = cross(x, feedback.fwd, feedback.bwd, ctx)
-        return y, FeedbackState(fwd, bwd)
+        return crossing(there, back, x, feedback, ctx)
 
     def informed(self, ctx: Ctx, rx: Rx) -> Ctx:
         """The context in which a stage sends an activation.

@@ -59,6 +59,14 @@ def one_piece(payload: Payload, axes: int = 0) -> tuple[Array, Callable[[Array],
     return jnp.concatenate(flat, -1), back
 
 
+def moved(move: Callable[[Array], Array], payload: Payload, axes: int = 0) -> Payload:
+    """A payload after ``move``, a collective of `one_piece` of it; none is made if it is empty."""
+    if not jax.tree.leaves(payload):
+        return payload
+    piece, back = one_piece(payload, axes)
+    return back(move(piece))
+
+
 def _bytes(a: Array) -> Array:
     return a if a.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(a, jnp.uint8)
 

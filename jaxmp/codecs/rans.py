@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt8, UInt16, UInt32
 
+from jaxmp.wire import varying_as
+
 PRECISION = 12  # bits of a probability
 LEAST = 1 << 16  # of a lane's state, between two numbers
 LARGEST = 255  # of a number; what is larger is sent as this
@@ -151,7 +153,8 @@ def encode(
         return (x // f << PRECISION) + x % f + s, (word, large)
 
     first = jnp.full(frequency.shape[1], LEAST, jnp.uint32)
-    states, (word, large) = jax.lax.scan(push, first, (frequency, start), reverse=True)
+    rows = frequency, start
+    states, (word, large) = jax.lax.scan(push, varying_as(first, rows), rows, reverse=True)
     order = jnp.cumsum(large.reshape(-1).astype(jnp.int32))
     to = jnp.where(large.reshape(-1), order - 1, words)
     stream = jnp.zeros(words, jnp.uint16).at[to].set(word.reshape(-1), mode='drop')
@@ -192,7 +195,8 @@ def decode(
 
     rows = grid(table.astype(jnp.int32))
     first = jnp.zeros(rows.shape[1], jnp.int32)
-    _, found = jax.lax.scan(pop, (states, jnp.int32(0), first), rows)
+    begin = varying_as((states, jnp.int32(0), first), (states, stream, rows))
+    _, found = jax.lax.scan(pop, begin, rows)
     indices, quantisers = (a.reshape(-1)[: table.size].reshape(table.shape) for a in found)
     return indices.astype(jnp.int32) - LARGEST, quantisers
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
+from jaxmp.wire import varying_as
+
 Row = TypeVar('Row')
 Ways = Sequence[Sequence[tuple[int, int]]]
 
@@ -47,6 +49,6 @@ def cheapest(
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
     first = jnp.zeros(paths, jax.eval_shape(prices, row)[0].dtype)
     start = (first, *[first + jnp.inf] * (len(ways) - 1))
-    cost, survivors = jax.lax.scan(forward, start, rows)
+    cost, survivors = jax.lax.scan(forward, varying_as(start, rows), rows)
     last = jnp.argmin(jnp.stack(cost), 0).astype(word)
     return jax.lax.scan(backward, last, survivors, reverse=True)[1]

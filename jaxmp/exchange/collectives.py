@@ -12,6 +12,7 @@ and because XLA:CPU widens bf16. Numbers that are added are joined to one array 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from jaxmp.boundary.transport import one_piece
-from jaxmp.wire import Payload, nbytes, widened
+from jaxmp.boundary.transport import moved
+from jaxmp.wire import Payload, nbytes, varies, vary, widened
 
 Device = Any  # a `jax.Device`, which is no static type
 KeyWords = Any  # the data of a random key, on the host or traced
@@ -80,25 +81,14 @@ def over(axis: str = AXIS) -> Collectives:
             parts = [leaves[i] for i in alike]
             joined = jnp.concatenate([a.reshape(-1) for a in parts])
             ends = [sum(a.size for a in parts[: k + 1]) for k in range(len(parts) - 1)]
-            for i, part in zip(alike, jnp.split(_sum(joined, axis), ends), strict=True):
+            total = vary(lax.psum(joined, axis), [axis])  # as operands that are mixed must be
+            for i, part in zip(alike, jnp.split(total, ends), strict=True):
                 done[i] = part.reshape(leaves[i].shape)
         return form.unflatten([done[i] for i in range(len(leaves))])
 
-    def all_gather(payload: Payload) -> Payload:
-        if not jax.tree.leaves(payload):  # no array is large enough to be compressed
-            return payload
-        piece, back = one_piece(payload)
-        return back(lax.all_gather(piece, axis))
-
-    def all_to_all(payload: Payload) -> Payload:
-        if not jax.tree.leaves(payload):
-            return payload
-        piece, back = one_piece(payload, 1)
-        return back(lax.all_to_all(piece, axis, 0, 0))
-
     def own(grads: Grads) -> None:
-        checked = varies(lax.axis_index(axis), axis)  # False under check_vma=False
-        if checked and not all(varies(g, axis) for g in jax.tree.leaves(grads)):
+        checked = axis in varies(lax.axis_index(axis))  # False under check_vma=False
+        if checked and not all(axis in varies(g) for g in jax.tree.leaves(grads)):
             raise ValueError(
                 f'these gradients are the same in all replicas along {axis!r}: jax.grad has summed '
                 f'them, uncompressed, because the parameters are replicated; before jax.grad, set '
@@ -106,19 +96,9 @@ def over(axis: str = AXIS) -> Collectives:
                 'check_vma=False'
             )
 
-    return Collectives(
-        lax.axis_size(axis), lax.axis_index(axis), all_reduce, all_gather, all_to_all, own
-    )
-
-
-def varies(x: object, axis: str) -> bool:
-    """Whether JAX treats ``x`` as varying along ``axis``; False if that is not known."""
-    return axis in jax.typeof(x).manual_axis_type.varying
-
-
-def _sum(a: Array, axis: str) -> Array:
-    """The sum over the replicas, marked as varying, as JAX requires of operands that are mixed."""
-    return lax.pcast(lax.psum(a, axis), axis, to='varying')
+    gather = partial(moved, lambda piece: lax.all_gather(piece, axis))
+    swap = partial(moved, lambda piece: lax.all_to_all(piece, axis, 0, 0), axes=1)
+    return Collectives(lax.axis_size(axis), lax.axis_index(axis), all_reduce, gather, swap, own)
 
 
 def known_after(tree: Tree, earlier: Tree) -> Tree:

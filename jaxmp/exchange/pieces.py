@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
-from jaxmp.boundary.transport import one_piece
+from jaxmp.boundary.transport import moved
 from jaxmp.exchange.collectives import Collectives, Tree
 from jaxmp.wire import Index, Payload
 
@@ -37,10 +37,7 @@ def by_host(n: int, index: Index) -> Collectives:
     """The collectives of one of n replicas, inside `in_pieces`."""
 
     def all_gather(payload: Payload) -> Payload:
-        if not jax.tree.leaves(payload):
-            return payload
-        piece, back = one_piece(payload)
-        return back(_gathered.bind(piece, n=n))
+        return moved(lambda piece: _gathered.bind(piece, n=n), payload)
 
     def all_reduce(tree: Tree) -> Tree:
         return jax.tree.map(lambda a: functools.reduce(jnp.add, list(a)), all_gather(tree))

@@ -15,10 +15,11 @@ import optax
 from jax import lax
 from jaxtyping import Array, Int, PyTree, UInt32
 
-from jaxmp.exchange.collectives import AXIS, Collectives, Grads, Params, Tree, over, varies
+from jaxmp.exchange.collectives import AXIS, Collectives, Grads, Params, Tree, over
 from jaxmp.exchange.layout import Exchange, State
 from jaxmp.exchange.settled import reduced
 from jaxmp.exchange.text import parse
+from jaxmp.wire import vary
 
 
 class ExchangeState(NamedTuple):
@@ -120,8 +121,7 @@ def _to_shared(
 
 def _row(tree: Tree, axis: str) -> Tree:
     """The state of this replica as one row."""
-    one = lambda a: a if varies(a, axis) else lax.pcast(a, axis, to='varying')
-    return jax.tree.map(lambda a: one(jnp.asarray(a))[None], tree)
+    return jax.tree.map(lambda a: vary(jnp.asarray(a), [axis])[None], tree)
 
 
 def _rows(tree: Tree, n: int) -> Tree:

@@ -36,6 +36,7 @@ from jaxmp.lax.collectives import psum_scatter as psum_scatter
 from jaxmp.lax.collectives import pvary as pvary
 from jaxmp.lax.islands import reshard as reshard
 from jaxmp.lax.islands import roll as roll
+from jaxmp.lax.ragged import ragged_all_to_all as ragged_all_to_all
 
 __all__ = [
     'all_gather',
@@ -47,6 +48,7 @@ __all__ = [
     'psum',
     'psum_scatter',
     'pvary',
+    'ragged_all_to_all',
     'reshard',
     'roll',
 ]

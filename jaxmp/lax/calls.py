@@ -1,7 +1,6 @@
 """`call`: one collective with codecs, and `codecs`, which sets those of a program.
 
-A call is a `jax.custom_vjp` over two routes, that of the operand and that of its gradient. States
-of the second travel as in `jaxmp.boundary`: `jaxmp.value_and_grad` returns them.
+A call is a `jaxmp.boundary.crossing` over two routes, of the operand and of its gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jaxmp.boundary import FeedbackState
+from jaxmp.boundary import FeedbackState, crossing
 from jaxmp.feedback import Channel
-from jaxmp.feedback.gradient import by_value_and_grad
-from jaxmp.lax.ways import Axes, Key, Route, shape_of, varying
+from jaxmp.lax.ways import Axes, Key, Route, shape_of, size, varying
 from jaxmp.spec import SpecError, parse
-from jaxmp.wire import Like
 
 Routes = tuple[Route, Route]  # of the operand and of its gradient
+Routing = Callable[..., Routes]  # of an operand's shape
+Channels = tuple[Channel, Channel]  # of both directions
 FIRST: Any = object()  # in place of a state: what `init` asks for
 ROTATE = {'rotate', 'polar', 'polar_sign'}  # which need a key, but not another one in each step
 
@@ -43,6 +42,9 @@ class How(NamedTuple):
     bwd: str | Channel | None
     state: Any
     key: Key
+    theirs: bool = False  # whether it has arguments of `jax.lax` that jaxmp does not know
+    enter: bool = True  # whether the operand varies along the axis before it is sent
+    more: tuple[Array, ...] = ()  # integers on which the routes depend
 
 
 _program = jax.make_user_context(default_value=Codecs())  # a part of the keys of JAX's caches
@@ -63,11 +65,11 @@ def codecs(
 
     Raises:
       jaxmp.SpecError: if a text is no channel.
-      ValueError: if a channel has a state, which a call must be given, or draws, for which a call
-        needs a key.
+      ValueError: if a channel has a state, which a call must be given, draws, for which a call
+        needs a key, or needs what a collective does not know.
     """
     for text in (fwd, bwd):
-        channel = parse(text)
+        channel = _known(parse(text))
         if jax.tree.leaves(channel.init(jax.ShapeDtypeStruct((2, 64), jnp.float32))):
             raise ValueError(f'{text} has a state; give it to each call, with state=lax.init(...)')
         if draws(channel):
@@ -76,45 +78,42 @@ def codecs(
     return _program(Codecs(fwd, bwd, axes, least))
 
 
-def call(
-    x: PyTree,
-    axis: Axes,
-    routes: Callable[[Like], Routes],
-    plain: Callable[[PyTree], PyTree],
-    how: How,
-    enter: bool = True,
-) -> Any:
+def call(x: PyTree, axis: Axes, routes: Routing, plain: Callable, how: How) -> Any:
     """A collective of ``x``: as coded, or ``plain`` where it is sent as it is.
 
     Args:
       x: arrays; with a state, one.
       axis: names of mesh axes.
-      routes: of an operand of a shape.
+      routes: of an operand of a shape, and of what more the call says.
       plain: that of `jax.lax`.
       how: what the call says.
-      enter: whether the operand varies along the axis before it is sent.
 
     Raises:
+      NameError: if there is no such axis here.
       TypeError: if a state is given with several arrays.
-      ValueError: if a codec draws and there is no key.
+      ValueError: if a codec draws and there is no key, has a state and is given none or another
+        call's, or needs what a collective does not know.
     """
+    if how.theirs:
+        return plain(x)
+    size(axis)
     leaves, form = jax.tree.flatten(x)
     if len(leaves) != 1 or not hasattr(leaves[0], 'dtype'):
         if how.state is not None:
             raise TypeError(f'a state is of one array, got {len(leaves)}; call for each')
         if not leaves or any(not hasattr(a, 'dtype') for a in leaves):
             return plain(x)
-        return form.unflatten([call(a, axis, routes, plain, how, enter) for a in leaves])
+        return form.unflatten([call(a, axis, routes, plain, how) for a in leaves])
     (array,) = leaves
-    channels = _channels(axis, array, how)
+    channels = channels_of(axis, array, how)
     if channels is None:
         return plain(x)
     x = array if how.state is FIRST else jnp.asarray(array)  # a state needs a shape alone
-    y = _coded(x, axis, routes, channels, how, enter)
+    y = _cross(x, axis, routes, channels, how)
     return form.unflatten([y]) if how.state is None else y
 
 
-def _channels(axis: Axes, x: Array, how: How) -> tuple[Channel, Channel] | None:
+def channels_of(axis: Axes, x: Array, how: How) -> Channels | None:
     """The channels of a call, or None where the operand is sent as it is."""
     program = _program.value
     names = {axis} if isinstance(axis, str) else {*axis}
@@ -125,6 +124,7 @@ def _channels(axis: Axes, x: Array, how: How) -> tuple[Channel, Channel] | None:
     for channel in (fwd, bwd):
         if not isinstance(channel, Channel):
             raise TypeError(f"{channel!r} is no channel; give a text such as 'mx(8)', or a Channel")
+        _known(channel)
     if not (how.state is None or how.state is FIRST or isinstance(how.state, FeedbackState)):
         raise TypeError(f'state={type(how.state).__name__}; give what lax.init(...) returned')
     codable = x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
@@ -133,50 +133,57 @@ def _channels(axis: Axes, x: Array, how: How) -> tuple[Channel, Channel] | None:
     return fwd, bwd
 
 
-def _coded(
-    x: Array,
-    axis: Axes,
-    routes: Callable[[Like], Routes],
-    channels: tuple[Channel, Channel],
-    how: How,
-    enter: bool,
-) -> Any:
+def _cross(x: Array, axis: Axes, routes: Routing, channels: Channels, how: How) -> Any:
     fwd, bwd = channels
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    there, back = routes(like)
+    there, back = routes(like, *how.more)
     key = _key(channels, how)
     arrives = lambda x: there.carry(fwd, key, x, there.states(fwd, like))[0]
     result = shape_of(arrives, x)
+    first = FeedbackState(there.states(fwd, like), back.states(bwd, result))
     if how.state is FIRST:
-        return FeedbackState(there.states(fwd, like), back.states(bwd, result))
-    states = how.state
-    if states is None:
-        states = FeedbackState(there.states(fwd, like), back.states(bwd, result))
-        stateful = [str(c) for c, s in zip(channels, states, strict=True) if jax.tree.leaves(s)]
-        if stateful:
-            raise ValueError(f'{stateful[0]} has a state; give state=lax.init(...) of this call')
-    x = varying(x, axis) if enter else x
-    x = by_value_and_grad(x, states.bwd)
+        return first
+    states = first if how.state is None else how.state
+    for channel, way, needs in zip(channels, FeedbackState._fields, first, strict=True):
+        if how.state is None and jax.tree.leaves(needs):
+            raise ValueError(f'{channel} has a state; give state=lax.init(...) of this call')
+        if (came := _arrays(getattr(states, way))) != _arrays(needs):
+            raise ValueError(
+                f'state.{way} is {came}, and {way}={channel} of this call needs {_arrays(needs)}; '
+                'give what lax.init returned for this collective, operand and codecs'
+            )
 
-    @jax.custom_vjp
-    def cross(x: Array, fwd_state: PyTree, bwd_state: PyTree, key: Key) -> tuple:
-        return (*there.carry(fwd, key, x, fwd_state), bwd_state)
+    def forward(x: Array, states: FeedbackState, ctx: tuple) -> tuple:
+        key, more = ctx
+        return (*routes(like, *more)[0].carry(fwd, key, x, states.fwd), None)
 
-    def forward(x: Array, fwd_state: PyTree, bwd_state: PyTree, key: Key) -> tuple:
-        return cross(x, fwd_state, bwd_state, key), key
-
-    def backward(key: Key, cotangents: tuple) -> tuple:
-        g, _, state = cotangents
+    def backward(g: Array, state: PyTree, ctx: tuple, _: None) -> tuple:
+        key, more = ctx
         later = None if key is None else jax.random.fold_in(key, 1 << 29)
-        gx, state = back.carry(bwd, later, g, state)
-        return gx, None, state, None
+        return routes(like, *more)[1].carry(bwd, later, g, state)
 
-    cross.defvjp(forward, backward)
-    y, fwd_state, bwd_state = cross(x, *states, key)
-    return y if how.state is None else (y, FeedbackState(fwd_state, bwd_state))
+    x = varying(x, axis) if how.enter else x
+    y, states = crossing(forward, backward, x, states, (key, how.more))
+    return y if how.state is None else (y, states)
 
 
-def _key(channels: tuple[Channel, Channel], how: How) -> Key:
+def _known(channel: Channel) -> Channel:
+    """``channel``, unless it needs what a collective does not know; raises ValueError then."""
+    if lacks := channel.needs - {'key'}:
+        raise ValueError(
+            f'{channel} needs the {", ".join(sorted(lacks))} of a batch, of which a collective '
+            'knows nothing; use ef, ef21 or top_k, or send by jaxmp.boundary'
+        )
+    return channel
+
+
+def _arrays(state: PyTree) -> str:
+    """A state's form, its arrays by dtype and shape."""
+    name = lambda a: f'{a.dtype}{[*a.shape]}'
+    return str(jax.tree.map(name, state)).replace("'", '')
+
+
+def _key(channels: Channels, how: How) -> Key:
     """The key of a call; a fixed one serves a rotation, which needs no other in each step."""
     if how.key is not None or not any('key' in c.needs for c in channels):
         return how.key

@@ -61,15 +61,13 @@ def all_gather(
       **more: of `jax.lax.all_gather`; a call that has some is that of `jax.lax`.
     """
     plain = lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=tiled, **more)
-    if more:
-        return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        dimension = _dimension('axis', axis, len(like.shape) + (not tiled))
+        dimension = counted('axis', axis, len(like.shape) + (not tiled))
         there = ways.gathering(axis_name, dimension, tiled)
         return there, ways.scattering(axis_name, dimension, tiled)
 
-    return calls.call(x, axis_name, routes, plain, calls.How(fwd, bwd, state, key))
+    return calls.call(x, axis_name, routes, plain, calls.How(fwd, bwd, state, key, bool(more)))
 
 
 def psum_scatter(
@@ -91,15 +89,13 @@ def psum_scatter(
     """
     how = {'scatter_dimension': scatter_dimension, 'tiled': tiled, **more}
     plain = lambda x: lax.psum_scatter(x, axis_name, **how)
-    if more:
-        return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        dimension = _dimension('scatter_dimension', scatter_dimension, len(like.shape))
+        dimension = counted('scatter_dimension', scatter_dimension, len(like.shape))
         there = ways.scattering(axis_name, dimension, tiled)
         return there, ways.gathering(axis_name, dimension, tiled)
 
-    return calls.call(x, axis_name, routes, plain, calls.How(fwd, bwd, state, key))
+    return calls.call(x, axis_name, routes, plain, calls.How(fwd, bwd, state, key, bool(more)))
 
 
 def all_to_all(
@@ -121,16 +117,14 @@ def all_to_all(
       **more: of `jax.lax.all_to_all`; a call that has some is that of `jax.lax`.
     """
     plain = lambda x: lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled, **more)
-    if more:
-        return plain(x)
 
     def routes(like: Like) -> calls.Routes:
-        split = _dimension('split_axis', split_axis, len(like.shape))
-        concat = _dimension('concat_axis', concat_axis, len(like.shape))
+        split = counted('split_axis', split_axis, len(like.shape))
+        concat = counted('concat_axis', concat_axis, len(like.shape))
         one = lambda a, b: ways.concatenating(axis_name, a, b, tiled)
         return one(split, concat), one(concat, split)
 
-    return calls.call(x, axis_name, routes, plain, calls.How(fwd, bwd, state, key))
+    return calls.call(x, axis_name, routes, plain, calls.How(fwd, bwd, state, key, bool(more)))
 
 
 def psum(
@@ -153,31 +147,17 @@ def psum(
       **more: of `jax.lax.psum`; a call that has some is that of `jax.lax`.
     """
     plain = lambda x: lax.psum(x, axis_name, **more)
-    if more:
-        return plain(x)
-    return _reduced(x, axis_name, plain, 1.0, calls.How(fwd, bwd, state, key))
+    return _reduced(x, axis_name, plain, 1.0, calls.How(fwd, bwd, state, key, bool(more)))
 
 
 def pmean(
     x: PyTree, axis_name: Axes, *,
     fwd: How = None, bwd: How = None, state: State = None, key: Array | None = None, **more: Any,
 ) -> Any:  # fmt: skip
-    """`jax.lax.pmean`: the mean of all ``x``; see `psum`.
-
-    Args:
-      x: arrays.
-      axis_name: of the mesh.
-      fwd: channel of both hops.
-      bwd: channel of both hops of the gradient.
-      state: of this call, from `init`.
-      key: for a codec that draws.
-      **more: of `jax.lax.pmean`; a call that has some is that of `jax.lax`.
-    """
+    """`jax.lax.pmean`: the mean of all ``x``, with the arguments of `psum`."""
     plain = lambda x: lax.pmean(x, axis_name, **more)
-    if more:
-        return plain(x)
-    scale = 1 / lax.axis_size(axis_name)
-    return _reduced(x, axis_name, plain, scale, calls.How(fwd, bwd, state, key))
+    scale = 1 / ways.size(axis_name)
+    return _reduced(x, axis_name, plain, scale, calls.How(fwd, bwd, state, key, bool(more)))
 
 
 def pvary(
@@ -211,7 +191,7 @@ def pvary(
     def routes(like: Like) -> calls.Routes:
         return ways.Nowhere(plain), ways.reducing(axis_name, like)
 
-    return calls.call(x, axis_name, routes, plain, calls.How('raw', bwd, state, key), enter=False)
+    return calls.call(x, axis_name, routes, plain, calls.How('raw', bwd, state, key, enter=False))
 
 
 def init(collective: Callable[..., Any], x: Array | Like, *args: Any, **how: Any) -> FeedbackState:
@@ -229,8 +209,8 @@ def init(collective: Callable[..., Any], x: Array | Like, *args: Any, **how: Any
     return collective(x, *args, **how, state=calls.FIRST)
 
 
-def _dimension(name: str, axis: int, count: int) -> int:
-    """An axis counted from 0."""
+def counted(name: str, axis: int, count: int) -> int:
+    """An axis counted from 0; raises ValueError if there is none."""
     if not -count <= axis < count:
         raise ValueError(f'{name}={axis} of an array of {count} axes')
     return axis % count

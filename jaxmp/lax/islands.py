@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxmp.lax.collectives import all_gather, ppermute
+from jaxmp.lax.collectives import all_gather, counted, ppermute
 
 Devices = Mesh | AbstractMesh
 
@@ -34,9 +34,9 @@ def roll(
       **how: ``fwd``, ``bwd`` and ``key``, as of `jaxmp.lax.ppermute`.
 
     Raises:
-      ValueError: if the axis has another number of devices than ``x`` has rows.
+      ValueError: if no mesh has the axis, or if it has another number of devices than ``x`` rows.
     """
-    mesh = mesh or jax.sharding.get_abstract_mesh()
+    mesh = _mesh(axis_name, mesh)
     n = mesh.shape[axis_name]
     if x.shape[0] != n:
         raise ValueError(f'roll of {x.shape[0]} rows along {axis_name!r}, which has {n} devices')
@@ -60,10 +60,23 @@ def reshard(
       axis: the axis of ``x`` that lies along it.
       mesh: default the one of `jax.set_mesh`.
       **how: ``fwd``, ``bwd`` and ``key``, as of `jaxmp.lax.all_gather`.
+
+    Raises:
+      ValueError: if no mesh has the axis, or ``x`` no such axis.
     """
-    spec = P(*[None] * axis, axis_name)
+    spec = P(*[None] * counted('axis', axis, x.ndim), axis_name)
     return jax.shard_map(
         lambda x: all_gather(x, axis_name, axis=axis, tiled=True, **how),
-        mesh=mesh or jax.sharding.get_abstract_mesh(), in_specs=spec, out_specs=P(),
+        mesh=_mesh(axis_name, mesh), in_specs=spec, out_specs=P(),
         axis_names={axis_name}, check_vma=False,
     )(x)  # fmt: skip
+
+
+def _mesh(axis_name: str, mesh: Devices | None) -> Devices:
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f'no axis {axis_name!r} here, there are {mesh.axis_names}; give mesh= with that axis, '
+            'or call inside `with jax.set_mesh(mesh):`'
+        )
+    return mesh

@@ -18,10 +18,10 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from jaxmp.boundary.transport import one_piece
+from jaxmp.boundary.transport import moved
 from jaxmp.feedback import Channel
 from jaxmp.feedback.settled import settled
-from jaxmp.wire import Ctx, Like, widened
+from jaxmp.wire import Ctx, Like, varies, vary, widened
 
 Axes = str | tuple[str, ...]  # names of mesh axes, as `jax.lax` takes them
 Key = Array | None
@@ -90,9 +90,9 @@ class Way(NamedTuple):
 
         tx, rx = states
         messages, tx_after = automatic(code)(x, tx)
-        piece, back = one_piece(messages, 1)
-        moved = lax.optimization_barrier(self.move(lax.optimization_barrier(piece)))
-        y, rx_after = automatic(decode)(back(moved), rx)
+        # So that XLA does not simplify decoding after encoding: what is sent is what is used.
+        move = lambda piece: lax.optimization_barrier(self.move(lax.optimization_barrier(piece)))
+        y, rx_after = automatic(decode)(moved(move, messages, 1), rx)
         return y, (_kept(channel, tx_after, tx), _kept(channel, rx_after, rx))
 
 
@@ -212,19 +212,32 @@ def reducing(axis: Axes, like: Like, scale: float = 1.0) -> Chain:
 # What JAX knows of values inside `jax.shard_map`.
 
 
+def size(axis: Axes) -> int:
+    """The number of devices along axes.
+
+    Raises:
+      NameError: if there is no such axis here.
+    """
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        mesh = jax.sharding.get_abstract_mesh()
+        raise NameError(
+            f'no axis {axis!r} here, there are {mesh.manual_axes}; call inside jax.shard_map over '
+            'a mesh with that axis, or inside jax.vmap(..., axis_name=...)'
+        ) from None
+
+
 def follows(axis: Axes) -> bool:
     """Whether `jax.shard_map` follows which values vary along an axis (its ``check_vma``)."""
     name = axis if isinstance(axis, str) else axis[0]
-    return name in jax.typeof(lax.axis_index(name)).manual_axis_type.varying
+    size(axis)
+    return name in varies(lax.axis_index(name))
 
 
 def varying(x: Array, axis: Axes) -> Array:
     """``x``, which JAX then takes to vary along ``axis``."""
-    if not follows(axis):
-        return x
-    known = jax.typeof(x).manual_axis_type.varying
-    missing = tuple(a for a in _names(axis) if a not in known)
-    return lax.pcast(x, missing, to='varying') if missing else x
+    return vary(x, [axis] if isinstance(axis, str) else axis) if follows(axis) else x
 
 
 def automatic(f: Callable) -> Callable:
@@ -245,10 +258,6 @@ def shape_of(f: Callable, *args: Array | Like) -> Any:
     """The shape of what ``f`` returns, without how it lies on the devices of a mesh."""
     plain = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     return jax.tree.map(plain, jax.eval_shape(f, *jax.tree.map(plain, args)))
-
-
-def _names(axis: Axes) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _sample(parts: Like) -> Like:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -165,6 +165,26 @@ def explicit_mesh(x: object) -> AbstractMesh | None:
     """The mesh of ``x`` if it has axes of the type Explicit, else None."""
     mesh = jax.typeof(x).sharding.mesh if isinstance(x, jax.Array) else None
     return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
+
+
+def varying_as(start: PyTree, rows: PyTree) -> PyTree:
+    """``start``, the first carry of a loop over ``rows``, as varying along the same mesh axes.
+
+    Under ``check_vma`` `jax.shard_map` refuses a loop whose carry begins to vary inside of it.
+    """
+    axes = {axis for a in jax.tree.leaves(rows) for axis in varies(a)}
+    return jax.tree.map(lambda a: vary(a, axes), start)
+
+
+def varies(a: Array) -> frozenset[str]:
+    """The mesh axes along which JAX knows that an array varies."""
+    return jax.typeof(a).manual_axis_type.varying
+
+
+def vary(a: Array, axes: Iterable[str]) -> Array:
+    """``a``, which JAX then takes to vary along mesh axes."""
+    missing = tuple(axis for axis in axes if axis not in varies(a))
+    return jax.lax.pcast(a, missing, to='varying') if missing else a
 
 
 def compute_dtype(x: Array | Like) -> jnp.dtype:

@@ -529,8 +529,9 @@ def test_report_refuses_other_rows(tmp_path):
 
 def test_the_page_on_collectives_has_the_programs_that_were_run(bench):
     """The committed rows; without codecs nothing differs from JAX's own collectives."""
-    programs = bench('public_programs')
-    rows = json.loads((RESULTS / 'public_programs.json').read_text())['rows']
+    programs, layers = bench('public_programs'), bench('public_layers')
+    files = 'public_programs.json', 'public_layers.json'
+    rows = [row for file in files for row in json.loads((RESULTS / file).read_text())['rows']]
     page = (ROOT / 'docs' / 'own_collectives.md').read_text()
     assert f'<!-- programs -->\n{programs.table(rows)}<!-- /programs -->' in page
     parts = bench('tensor_parallel')
@@ -538,7 +539,7 @@ def test_the_page_on_collectives_has_the_programs_that_were_run(bench):
     shown = f'<!-- tensor_parallel -->\n{parts.table(found["rows"])}<!-- /tensor_parallel -->'
     assert shown in page
     by_way = {(row['program'], row['way']): row for row in rows}
-    for program in programs.PROGRAMS:
+    for program in (*programs.PROGRAMS, *layers.LAYERS):
         raw, theirs = by_way[program, 'raw'], by_way[program, 'as it is']
         assert raw['gradient_off'] == 0
         assert {**raw, 'way': '', 'codecs': None} == {**theirs, 'way': ''}
