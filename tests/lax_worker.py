@@ -11,14 +11,6 @@ from jax.sharding import PartitionSpec as P
 from jaxmp import lax
 from jaxmp.exchange.hlo import operands
 
-jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-jax.distributed.initialize(f'127.0.0.1:{sys.argv[1]}', 2, int(sys.argv[2]))
-mesh = jax.make_mesh((2,), ('i',), axis_types=(AxisType.Auto,))
-numbers = np.random.default_rng(0).standard_normal((4, 8, 64)).astype(np.float32)
-x = jax.make_array_from_callback(
-    numbers.shape, NamedSharding(mesh, P('i')), lambda index: numbers[index]
-)
-
 
 def step(x):
     def loss(x):
@@ -30,7 +22,19 @@ def step(x):
     return total, gradient
 
 
-step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P('i'), out_specs=(P(), P('i'))))
-total, gradient = (np.asarray(a.addressable_shards[0].data) for a in step(x))
-sent = operands(step.lower(x).compile().as_text())
-print(total.tobytes().hex(), np.abs(gradient).max() > 0, sent['collective-permute'], flush=True)
+def main(port, process):
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(f'127.0.0.1:{port}', 2, int(process))
+    mesh = jax.make_mesh((2,), ('i',), axis_types=(AxisType.Auto,))
+    numbers = np.random.default_rng(0).standard_normal((4, 8, 64)).astype(np.float32)
+    x = jax.make_array_from_callback(
+        numbers.shape, NamedSharding(mesh, P('i')), lambda index: numbers[index]
+    )
+    ran = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P('i'), out_specs=(P(), P('i'))))
+    total, gradient = (np.asarray(a.addressable_shards[0].data) for a in ran(x))
+    sent = operands(ran.lower(x).compile().as_text())
+    print(total.tobytes().hex(), np.abs(gradient).max() > 0, sent['collective-permute'], flush=True)
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

@@ -940,8 +940,7 @@ def test_a_run_is_not_resumed_on_another_text_or_other_weights(tmp_path, monkeyp
     tensors = next(base.glob('*.safetensors'))
     words = ' '.join(map(str, range(2000)))
     text.write_text(words)
-    keys = {'train': 'lora(1)', 'files': 'a.txt', 'cache': str(tmp_path / 'cache')}
-    keys['optimizer.schedule'] = 'constant'
+    keys = {'train': 'lora(1)', 'files': 'a.txt', 'optimizer.schedule': 'constant'}
     config = lambda steps: small(base, **keys, steps=steps)
     loop.train_and_evaluate(config(2), run, quiet=True, draw=False)
     low = r'adapters that were trained on other weights .*digest_of_base \w+, now \w+.; put the'
