@@ -16,6 +16,7 @@ from jaxmp.codecs.fitted import codec_of
 from jaxmp.training import loop
 from jaxmp.training.evaluation import crosstest, fit
 from jaxmp.training.evaluation.components import in_bits, learned
+from jaxmp.training.generation import generate
 from jaxmp.training.workdir.locks import WorkdirError
 from tests.base import ROOT
 from tests.test_pretrained import small, tiny
@@ -280,3 +281,13 @@ def test_wrong_arguments_are_told_in_a_line(fit_of, words, says, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f'(?s)jaxmp fit: .*({says})'):
         fit.main([str(folder), f'--text={text}', '--tokenizer=bytes', *words])
+
+
+def test_a_text_is_written_through_components(fit_of, capsys):
+    """A token at a time behind each boundary's own; as many channels as boundaries."""
+    folder, _, out, _ = fit_of
+    words = [str(folder), '--tokenizer=bytes', '--cuts=1 2', '--tokens=8', '--prompt=Alice ']
+    generate.main([*words, '--codec', f"fitted('{out}', 1);fitted('{out}', 2)"])
+    assert capsys.readouterr().out.startswith('Alice ')
+    with pytest.raises(SystemExit, match='3 channels and the model 2 boundaries'):
+        generate.main([*words, '--codec=fp16;fp16;fp16'])

@@ -188,11 +188,19 @@ def boundaries_of(model: LanguageModel, codec: str = '') -> tuple[Boundary, ...]
     What a run's feedback remembers is of its training, so a boundary is plain ``C(x)``.
 
     Raises:
-      ValueError: if a channel of the run has components, which its folder model lacks.
+      ValueError: if there are not as many codecs as boundaries, or a channel of the run has
+        components, which its folder model lacks.
     """
     if codec or model.boundaries is None:
-        channel = channel_of(codec or 'raw', {'vocabulary': model.tokenizer.size})
-        return (boundary(channel, direct(raw)),) * (len(model.stages) - 1)
+        count, names = len(model.stages) - 1, {'vocabulary': model.tokenizer.size}
+        channels = [channel_of(text, names) for text in (codec or 'raw').split(';')]
+        if len(channels) not in (1, count):
+            raise ValueError(
+                f'--codec has {len(channels)} channels and the model {count} boundaries; give one '
+                'for all, or one per boundary with ; between them'
+            )
+        each = channels if len(channels) == count else channels * count
+        return tuple(boundary(channel, direct(raw)) for channel in each)
     if any(b.fwd.state_of == 'channel' for b in model.boundaries):
         raise ValueError(
             f'fwd {model.fwd} needs its components, which the folder model of a run lacks'
@@ -258,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     place = args.coordinator, args.processes, args.process
     group = ProcessGroup()
     try:
-        check_channels([args.codec] if args.codec else [])
+        check_channels(args.codec.split(';') if args.codec else [])
         cuts_of(args.cuts)
         address = placed(Address(*place, args.token_file, args.silent, 0.0, args.start_timeout))
         group, texts = (
