@@ -25,10 +25,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxmp.models import blocks
+from jaxmp.models.blocks import Blocks, times
 from jaxmp.models.decoder_config import PROJECTIONS, Config, Kind, Lora
 from jaxmp.models.layers import product, spread
 from jaxmp.models.rotary import attention, rotate
-from jaxmp.models.scores import next_token_scores
+from jaxmp.models.scores import next_token_scores, scores_of_blocks
 from jaxmp.models.tied import TiedParameter
 
 __all__ = [
@@ -80,6 +82,13 @@ class Layer(NamedTuple):
     number: Array
 
 
+def kernel(module: nn.Module, config: Config, shape: tuple[int, int]) -> Array | Blocks:
+    """The parameter ``weight`` of a module, in blocks if the config stores it so."""
+    if kinds := dict(config.stored).get(str(module.name)):
+        return module.param('weight', lambda key: blocks.empty(shape, kinds))
+    return module.param('weight', nn.initializers.normal(0.02), shape)
+
+
 class Linear(nn.Module):
     """``x W' + b``, the kernel ``(out, in)``, with a low-rank update if the config targets it."""
 
@@ -91,10 +100,10 @@ class Linear(nn.Module):
     def __call__(self, x: Float[Array, '... K']) -> Float[Array, '... N']:
         """Maps ``(..., K)`` to ``(..., features)``."""
         c, K = self.config, x.shape[-1]
-        weight = self.param('weight', nn.initializers.normal(0.02), (self.features, K))
+        weight = kernel(self, c, (self.features, K))
         dtype = c.dtype or x.dtype
         rows = x.reshape(-1, K).astype(dtype)
-        y = product(rows, weight.astype(dtype))
+        y = times(rows, weight)
         if c.lora and self.name in c.lora.targets:
             # As PEFT begins: A uniform with the variance 1 / 3K, B zero.
             uniform = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform', 1, 0)
@@ -212,10 +221,9 @@ class Table(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self) -> Float[Array, 'V C']:
+    def __call__(self) -> Array | Blocks:
         """The table."""
-        shape = (self.config.vocabulary, self.config.width)
-        return self.param('weight', nn.initializers.normal(0.02), shape)
+        return kernel(self, self.config, (self.config.vocabulary, self.config.width))
 
 
 class Stage(nn.Module):
@@ -267,7 +275,12 @@ class Stage(nn.Module):
         here = self.embeds or (self.scores and c.tied)
         table: PyTree = Table(c, name='embed_tokens')() if here else None
         if self.embeds:
-            x = table[x].astype(c.stream or table.dtype)
+            x = table[x]
+            x = (
+                x.widened(c.stream or jnp.float32)
+                if isinstance(x, Blocks)
+                else x.astype(c.stream or x.dtype)
+            )
             x = x * jnp.asarray(c.embedding_scale, x.dtype) if c.embedding_scale != 1 else x
         if self.blocks:
             x = self._blocks(x)
@@ -276,16 +289,19 @@ class Stage(nn.Module):
         head = table if c.tied else Table(c, name='lm_head')()
         x = RMSNorm(c, name='norm')(x)
         dtype = c.dtype or x.dtype
-        rows, head = x.reshape(-1, c.width).astype(dtype), head.astype(dtype)
+        rows = x.reshape(-1, c.width).astype(dtype)
         # A batch's logits would be the largest array of all: scores need few rows at a time.
         if self.by_token:
             if tokens is None and not self.is_initializing():
                 raise ValueError('this stage scores the tokens; give them as tokens=')
             tokens = jnp.zeros(x.shape[:2], jnp.int32) if tokens is None else tokens
             targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
-            by_token: PyTree = next_token_scores(rows, head, targets, c.logits_cap)
+            if isinstance(head, Blocks):
+                by_token: PyTree = scores_of_blocks(rows, head, targets, c.logits_cap)
+            else:
+                by_token = next_token_scores(rows, head.astype(dtype), targets, c.logits_cap)
             return by_token.reshape(*x.shape[:2], 2)
-        y = product(rows, head)
+        y = blocks.logits(rows, head)
         y = c.logits_cap * jnp.tanh(y / c.logits_cap) if c.logits_cap else y
         return y.reshape(*x.shape[:-1], -1)
 

@@ -70,6 +70,8 @@ class Config:
       stream: dtype of the residual stream, which stages send; None means the token table's.
       remat: recompute each block in the backward pass instead of storing its activations.
       lora: low-rank updates, or None.
+      stored: kernels and tables that stay in a file's blocks, by the name of their module, with
+        the kinds of these; see `jaxmp.models.blocks`.
     """
 
     vocabulary: int
@@ -95,6 +97,7 @@ class Config:
     stream: DTypeLike | None = None
     remat: bool = False
     lora: Lora | None = None
+    stored: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def blocks(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp.data import release
 from jaxmp.data.gguf import Fields, Tensors, opened
 from jaxmp.data.understood import AGAIN, keys, number, understood
-from jaxmp.models.described import Checkpoint, Described
+from jaxmp.models.described import Checkpoint, Described, InBlocks
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.rotary import frequencies
 
@@ -96,19 +96,30 @@ def open_gguf(file: Path) -> Checkpoint:
     names = {_name(name, {**_INSIDE, **arch.inside}): name for name in tensors if name != _ROPE}
     offset = np.float32(FAMILIES[arch.family].switches.get('norm_offset', 0.0))
 
+    def ordered(name: str, array: np.ndarray) -> np.ndarray:
+        for part, heads in (('q', 'num_attention_heads'), ('k', 'num_key_value_heads')):
+            if described['model_type'] == 'llama' and f'.{part}_proj.' in name:
+                array = by_halves(array, described[heads])
+        return array
+
     def read(name: str) -> np.ndarray:
         from gguf import dequantize
 
         tensor = tensors[names[name]]
         array = np.array(dequantize(tensor.data, tensor.tensor_type), copy=None)
         release(tensor.data)
-        for part, heads in (('q', 'num_attention_heads'), ('k', 'num_key_value_heads')):
-            if described['model_type'] == 'llama' and f'.{part}_proj.' in name:
-                array = by_halves(array, described[heads])
+        array = ordered(name, array)
         return array - offset if name.endswith('norm.weight') else array
 
+    def read_bytes(name: str) -> np.ndarray:
+        data = tensors[names[name]].data
+        rows = ordered(name, np.array(data).view(np.uint8))
+        release(data)
+        return rows
+
     shapes = {name: tuple(map(int, tensors[theirs].shape[::-1])) for name, theirs in names.items()}
-    return Checkpoint(file, described, shapes, read)
+    kinds = {name: tensors[theirs].tensor_type.name for name, theirs in names.items()}
+    return Checkpoint(file, described, shapes, read, InBlocks(kinds, read_bytes))
 
 
 def by_halves(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import shutil
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from jaxmp.models import decoder, families, gpt2, gpt2_file
+from jaxmp.models import blocks, decoder, families, gpt2, gpt2_file
+from jaxmp.models.blocks import Blocks
 from jaxmp.models.described import Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.huggingface import COMPANIONS
@@ -80,7 +82,7 @@ def read(
     only: int,
     key: Array | None = None,
     dtype: Callable[[Keys], DTypeLike | None] = lambda path: np.float32,
-    shared: dict[str, Array] | None = None,
+    shared: dict[str, Array | Blocks] | None = None,
 ) -> dict[str, Params]:
     """The variables of one stage, of stages that `check` finds to fit.
 
@@ -98,17 +100,23 @@ def read(
     """
     needed, shared = shapes(stages[only]), {} if shared is None else shared
     start = sum(stage.blocks for stage in stages[:only])
-    params: dict[Keys, Array] = {}
+    params: dict[Keys, Array | Blocks] = {}
     for path, shape in needed.items():
         names = list(_names(stages[only], path, start))
         if names[0] not in checkpoint.shapes:  # a low-rank update; all others are there
             continue
         if path[0] != 'layers':
             if (array := shared.get(names[0])) is None:
-                array = jnp.asarray(checkpoint.read(names[0]), dtype(path))
+                if kinds := kinds_of(stages[only], path):
+                    array = _blocks(checkpoint, names, kinds)[0]
+                else:
+                    array = jnp.asarray(checkpoint.read(names[0]), dtype(path))
             if path[0] in _TABLES:
                 shared[names[0]] = array
             params[path] = array
+            continue
+        if kinds := kinds_of(stages[only], path):
+            params[path] = _blocks(checkpoint, names, kinds)
             continue
         first = checkpoint.read(names[0])
         stack = np.empty(shape, dtype(path) or first.dtype)
@@ -117,6 +125,58 @@ def read(
         params[path] = jnp.asarray(stack)
     low = {path: shape for path, shape in needed.items() if path not in params}
     return {'params': unflatten_dict(params | _low_rank(low, key))}
+
+
+def stored(checkpoint: Checkpoint) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The kernels and tables of a file with the kinds of their blocks, as a config stores them.
+
+    Raises:
+      ValueError: if the file has no blocks, or of a kind that is not known.
+    """
+    if not (file := checkpoint.blocks):
+        raise ValueError(
+            f'{checkpoint.place} has no blocks of weights, so its parameters cannot stay as they '
+            "are; give a .gguf file, or config.model.param_dtype='bfloat16'"
+        )
+    kinds: dict[str, set[str]] = {}
+    for name, kind in file.kinds.items():
+        if len(checkpoint.shapes[name]) == 2:
+            kinds.setdefault(name.split('.')[-2], set()).add(kind)
+            if kind not in blocks.KINDS:
+                raise ValueError(
+                    f'{checkpoint.place}: {name} is in blocks {kind}; {", ".join(blocks.KINDS)} '
+                    "may stay as they are: take config.model.param_dtype='bfloat16', or another "
+                    'file'
+                )
+    return tuple((module, tuple(sorted(k))) for module, k in kinds.items())
+
+
+def kinds_of(stage: Stage, path: Keys) -> tuple[str, ...]:
+    """The kinds of blocks in which a parameter is; none if it is an array."""
+    if isinstance(stage, gpt2.Stage) or path[-1] != 'weight':
+        return ()
+    return dict(stage.config.stored).get(path[-2], ())
+
+
+def _blocks(checkpoint: Checkpoint, names: Sequence[str], kinds: tuple[str, ...]) -> Blocks:
+    """The kernels of some names, as they are in their file."""
+    file = checkpoint.blocks
+    assert file
+    N, K = checkpoint.shapes[names[0]]
+    stack = _aligned((len(names), N, max(blocks.row_bytes(kind, K) for kind in kinds)))
+    for rows, name in zip(stack, names, strict=True):
+        read = file.read(name)
+        rows[:, : read.shape[1]], rows[:, read.shape[1] :] = read, 0
+    kind = [kinds.index(file.kinds[name]) for name in names]
+    return Blocks(jax.device_put(stack), jnp.array(kind) if kinds[1:] else None, kinds, K)
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Bytes at a multiple of 64, which JAX takes on a CPU without a copy."""
+    count = math.prod(shape)
+    room = np.empty(count + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + count].reshape(shape)
 
 
 def _low_rank(shapes: Mapping[Keys, tuple[int, ...]], key: Any) -> dict[Keys, Array]:

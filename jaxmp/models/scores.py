@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxmp.models.blocks import Blocks
+
 ROWS = 128  # whose logits are computed together
 Residuals = tuple[Array, Array, Array, Array]  # rows, output layer, targets, gradient by the rows
 
@@ -63,6 +65,65 @@ def _backward(cap: float, saved: Residuals, g: Array) -> tuple[Array, Array, Non
 
 
 next_token_scores.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def scores_of_blocks(
+    x_NC: Float[Array, 'N C'], w_VC: Blocks, targets_N: Int[Array, ' N'], cap: float
+) -> Float[Array, 'N 2']:
+    """`next_token_scores` of a frozen output layer, a piece of which is widened at a time.
+
+    A piece has so many rows of ``w`` that its logits are 2^20 at most, or 256. Sums over the
+    vocabulary are rescaled when a piece has a larger logit, so each is widened once; the gradient
+    of ``x`` is such a sum too.
+    """
+    return _by_pieces(x_NC, w_VC, targets_N, cap)[0]
+
+
+def _by_pieces(
+    x: Array, w: Blocks, targets: Array, cap: float
+) -> tuple[Float[Array, 'N 2'], Float[Array, 'N C']]:
+    """The scores, and the gradient of the nats by ``x``."""
+    N, V = len(x), w.shape[0]
+    n = min(V, max(256, 2**20 // N))
+
+    def add(sums: tuple[Array, ...], start: Array) -> tuple[tuple[Array, ...], None]:
+        top, total, best, pulled = sums
+        begin = jnp.minimum(start, V - n)  # the last piece sees some rows again
+        part = w.cut(begin, n).widened(x.dtype)
+        y, slope = _capped(_product('nc,vc->nv', x, part), cap)
+        new = jnp.arange(n) + begin >= start
+        y = jnp.where(new, y, -jnp.inf)
+        highest = jnp.maximum(top, y.max(-1))
+        best = jnp.where(y.max(-1) > top, y.argmax(-1) + begin, best)
+        e, less = jnp.exp(y - highest[:, None]), jnp.exp(top - highest)
+        pull = _product('nv,vc->nc', (e * slope).astype(x.dtype), part)
+        sums = highest, total * less + e.sum(-1), best, pulled * less[:, None] + pull
+        return sums, None
+
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    zeros = jnp.zeros(N, wide)
+    sums = zeros - jnp.inf, zeros, jnp.zeros(N, jnp.int32), jnp.zeros(x.shape, wide)
+    (top, total, best, pulled), _ = jax.lax.scan(add, sums, jnp.arange(0, V, n))
+    rows = w[targets].widened(x.dtype)
+    y, slope = _capped((x.astype(wide) * rows.astype(wide)).sum(-1), cap)
+    scores = jnp.stack([top + jnp.log(total) - y, (best == targets).astype(wide)], -1)
+    return scores, (pulled / total[:, None] - (slope * rows.T).T).astype(x.dtype)
+
+
+def _capped(y: Array, cap: float) -> tuple[Array, Array | float]:
+    """``c tanh(y / c)`` and its slope."""
+    if not cap:
+        return y, 1.0
+    y = cap * jnp.tanh(y / cap)
+    return y, 1 - (y / cap) ** 2
+
+
+def _scaled(cap: float, gx: Array, g: Array) -> tuple[Array, None, None]:
+    return g[:, :1].astype(gx.dtype) * gx, None, None
+
+
+scores_of_blocks.defvjp(_by_pieces, _scaled)
 
 
 def _scored(x: Array, target: Array, w: Array, cap: float) -> tuple[Array, Array]:

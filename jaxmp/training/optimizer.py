@@ -126,7 +126,7 @@ def optimizer_of(
     if c.delay and is_own and isinstance(of_stage(whole, c.name, trees), WholeNorm):
         check_whole_norm(config)
     whole = corrected(whole, delay, c.correction)
-    if config.model.param_dtype != 'float32':
+    if config.model.param_dtype == 'bfloat16':
         whole = with_masters(whole)
     return of_stage(whole, c.name, trees) if is_own else whole
 

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import path_aware_map
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxmp.boundary.pipeline import Variables
 from jaxmp.config import Config
 from jaxmp.metrics import PERPLEXITY
 from jaxmp.models import decoder, gpt2_file, pretrained
 from jaxmp.models.adapters import base_of, digest, open_with_adapters, write_adapters
+from jaxmp.models.blocks import Blocks
 from jaxmp.models.described import Checkpoint
 from jaxmp.training.tasks import trained
 from jaxmp.training.tasks.datasets import text_of
 from jaxmp.training.tasks.gpt2 import gpt2_task
 from jaxmp.training.tasks.task import Collections, Task, cuts_of, is_traced
 
+IN_FILE = 'file'  # the word of model.param_dtype for the blocks of a GGUF file
 _TOKENIZERS = ('tokenizer.json', 'vocab.json')
 
 
@@ -54,6 +57,7 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
     stages: Any = pretrained.stages_of(  # of a decoder
         checkpoint, c.stages, cuts_of(c.cuts), remat=c.remat, lora=choice.lora,
         dtype=None if c.dtype == 'float32' else jnp.dtype(c.dtype),
+        stored=pretrained.stored(checkpoint) if c.param_dtype == IN_FILE else (),
     )  # fmt: skip
     sizes = stages[0].config
     positions = checkpoint.described.get('max_position_embeddings') or 0
@@ -61,6 +65,7 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
     pretrained.check_length(length, positions, 'config.data.sequence_length', checkpoint.place)
     paths = [(s, p) for s, stage in enumerate(stages) for p in pretrained.shapes(stage)]
     trained.check(c.train, choice, paths)
+    _check_frozen(c.train, choice, stages)
     dataset = text_of(config)
     pretrained.check_tokenizer(
         checkpoint.place, sizes.vocabulary, dataset.classes, 'config.data.tokenizer'
@@ -80,7 +85,8 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
         pretrained.copy_companions(checkpoint.place, root)
 
     def dtype(path: trained.Path) -> DTypeLike:
-        return jnp.float32 if path[-1] in pretrained.LOW_RANK else jnp.dtype(c.param_dtype)
+        wide = path[-1] in pretrained.LOW_RANK or c.param_dtype == IN_FILE
+        return jnp.float32 if wide else jnp.dtype(c.param_dtype)
 
     # The stages of one process have one table, unless a step donates it and returns two.
     table = None if choice.select(0, decoder.TABLE.path) else {}
@@ -94,9 +100,9 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
     def start(stage: int, variables: Collections, key: Array) -> Collections:
         if not is_traced(variables):
             return {**variables, **read(stage, key)}
-        cast = lambda path, leaf: leaf.astype(dtype(path))
-        params = path_aware_map(cast, variables['params'])
-        return {**variables, 'params': params}
+        leaves: dict[trained.Path, PyTree] = flatten_dict(variables['params'])
+        params = {p: a if isinstance(a, Blocks) else a.astype(dtype(p)) for p, a in leaves.items()}
+        return {**variables, 'params': unflatten_dict(params)}
 
     tied = decoder.TABLE if sizes.tied and len(stages) > 1 else None
     return Task(
@@ -104,6 +110,18 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
         read=read, start=start, tied=tied, export=export,
         trained=choice.select,
     )  # fmt: skip
+
+
+def _check_frozen(text: str, choice: trained.Trained, stages: Sequence[decoder.Stage]) -> None:
+    """Raises ValueError if a parameter is trained that is in the blocks of a file."""
+    for s, stage in enumerate(stages):
+        for path in pretrained.shapes(stage):
+            if pretrained.kinds_of(stage, path) and choice.select(s, path):
+                raise ValueError(
+                    f'config.model.param_dtype={IN_FILE!r} keeps {".".join(path)} in the blocks of '
+                    f'its file, and config.model.train={text!r} trains it; take '
+                    "config.model.train='lora(8)', or config.model.param_dtype='bfloat16'"
+                )
 
 
 def score(by_token: Float[Array, 'B T 2'], y: Int[Array, 'B T']) -> dict[str, Array]:

@@ -1,0 +1,195 @@
+"""A frozen base that stays in the blocks of its GGUF file."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import pre_tokenizers
+
+from jaxmp.models import blocks, pretrained, scores
+from jaxmp.models.blocks import KINDS, Blocks
+from jaxmp.runtimes.trained import part, whole
+from jaxmp.training.tasks import named as tasks
+from tests.test_pretrained import SHORT, config_of
+
+gguf = pytest.importorskip('gguf')
+
+WIDE = {'width': 64, 'inner': 96, 'layers': 3, 'vocabulary': 256, 'heads': 2, 'kv_heads': 1}
+MIXED = {  # as Q4_K_M: a kind of its own for the table, and two in turn for one kernel
+    'token_embd': 'Q8_0', 'attn_v': ('Q4_1', 'Q5_0'), 'ffn_down': ('Q5_1', 'Q4_0', 'Q5_1'),
+}  # fmt: skip
+
+
+def random_blocks(random, kind, rows, width, scale=0.01):
+    """Bytes of random codes, and scales that make weights of a usual size."""
+    layout = KINDS[kind]
+    shape = rows, width // layout.weights, layout.nbytes
+    b = random.integers(0, 256, shape, dtype=np.uint8)
+    numbers = {
+        'F32': {}, 'F16': {}, 'BF16': {}, 'Q2_K': (80, 82), 'Q3_K': (108,), 'Q6_K': (208,),
+    }.get(kind, (0, 2) if kind in ('Q4_1', 'Q5_1', 'Q4_K', 'Q5_K') else (0,))  # fmt: skip
+    for place in numbers:
+        d = (random.normal(size=shape[:2]) * scale).astype(np.float16)
+        b[..., place : place + 2] = d[..., None].view(np.uint8)
+    if not numbers:
+        x = random.normal(size=(rows, width)).astype(np.float32)
+        return gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind]).view(np.uint8)
+    return b.reshape(rows, -1)
+
+
+def write(file, kinds, default='Q4_0', tied=True, **sizes):
+    """A random Llama on bytes, whose kernels are in blocks of some kinds."""
+    s, random = {**WIDE, **sizes}, np.random.default_rng(0)
+    C, H, V = s['width'], s['inner'], s['vocabulary']
+    of_head = C // s['heads']
+    writer = gguf.GGUFWriter(file, 'llama')
+    writer.add_context_length(64)
+    writer.add_embedding_length(C)
+    writer.add_block_count(s['layers'])
+    writer.add_feed_forward_length(H)
+    writer.add_head_count(s['heads'])
+    writer.add_head_count_kv(s['kv_heads'])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_pre('gpt-2')
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:-1]
+    writer.add_token_list([*letters, 'he'])
+    writer.add_token_types([1] * V)
+    writer.add_token_merges(['h e'])
+    writer.add_eos_token_id(0)
+
+    def add(name, rows, width, layer=0):
+        kind = kinds.get(name.split('.')[-2], default)
+        kind = kind if isinstance(kind, str) else kind[layer % len(kind)]
+        quantised = gguf.GGMLQuantizationType[kind]
+        x = random.normal(size=(rows, width)).astype(np.float32) * 0.1
+        if kind.endswith('_K'):
+            data = random_blocks(random, kind, rows, width, 0.002)
+        else:
+            data = gguf.quants.quantize(x, quantised)
+        writer.add_tensor(name, data, raw_dtype=quantised)
+
+    add('token_embd.weight', V, C)
+    if not tied:
+        add('output.weight', V, C)
+    writer.add_tensor('output_norm.weight', np.ones(C, np.float32))
+    for i in range(s['layers']):
+        for norm in ('attn_norm', 'ffn_norm'):
+            writer.add_tensor(f'blk.{i}.{norm}.weight', np.ones(C, np.float32))
+        for name, rows, width in (
+            ('attn_q', C, C), ('attn_k', s['kv_heads'] * of_head, C),
+            ('attn_v', s['kv_heads'] * of_head, C), ('attn_output', C, C), ('ffn_gate', H, C),
+            ('ffn_up', H, C), ('ffn_down', C, H),
+        ):  # fmt: skip
+            add(f'blk.{i}.{name}.weight', rows, width, i)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def small(file, **changes):
+    """A short run of LoRA over a file."""
+    given = {'train': 'lora(2)', 'param_dtype': 'file', **SHORT, **changes}
+    return config_of('finetune', path=str(file), **given)
+
+
+def opened(file, train_on_file=True, stages=2, **changes):
+    """The task's stages and variables, in blocks or widened to float32."""
+    config = small(
+        file, param_dtype='file' if train_on_file else 'float32', stages=stages, **changes
+    )
+    task: Any = tasks.task_of(config)
+    return task, [task.read(s, jax.random.key(0)) for s in range(stages)]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_kind_is_widened_as_the_package_gguf_does(kind):
+    """To the bit, compiled or not."""
+    number, layout = gguf.GGMLQuantizationType[kind], KINDS[kind]
+    assert (layout.weights, layout.nbytes) == gguf.constants.GGML_QUANT_SIZES[number]
+    rows = random_blocks(np.random.default_rng(1), kind, 24, 512)
+    of_file = Blocks(jnp.asarray(rows), None, (kind,), 512)
+    wanted = gguf.quants.dequantize(rows, number)
+    assert np.isfinite(wanted).all()
+    assert wanted.any()
+    np.testing.assert_array_equal(of_file.widened(), wanted)
+    np.testing.assert_array_equal(np.asarray(of_file), wanted)
+    np.testing.assert_array_equal(of_file[jnp.array([3, 5])].widened(), wanted[[3, 5]])
+
+
+def test_layers_of_several_kinds_are_one_stack():
+    random, kinds = np.random.default_rng(2), ('Q4_K', 'Q6_K')
+    stack = np.zeros((3, 8, blocks.row_bytes('Q6_K', 512)), np.uint8)
+    wanted = []
+    for rows, kind in zip(stack, ('Q6_K', 'Q4_K', 'Q6_K'), strict=True):
+        b = random_blocks(random, kind, 8, 512)
+        rows[:, : b.shape[1]] = b
+        wanted.append(gguf.quants.dequantize(b, gguf.GGMLQuantizationType[kind]))
+    mixed = Blocks(jnp.asarray(stack), jnp.array([1, 0, 1]), kinds, 512)
+    np.testing.assert_array_equal(np.asarray(mixed), wanted)
+    scanned = jax.lax.scan(lambda _, one: (0, one.widened()), 0, mixed)[1]
+    np.testing.assert_array_equal(scanned, wanted)
+    assert mixed.shape == (3, 8, 512)
+    assert mixed.nbytes == stack.nbytes + 12
+
+
+@pytest.mark.parametrize('cap', [0.0, 2.0])
+def test_scores_by_pieces_are_those_of_the_whole_output_layer(cap):
+    """Of 700 rows the last of three pieces sees some again; also the gradient."""
+    random = np.random.default_rng(3)
+    rows = random_blocks(random, 'Q5_1', 700, 64, 0.1)
+    w = Blocks(jnp.asarray(rows), None, ('Q5_1',), 64)
+    x = jnp.asarray(random.normal(size=(4096, 64)), jnp.float32)
+    targets = jnp.asarray(random.integers(0, 700, 4096))
+    weights = jnp.asarray(random.normal(size=4096), jnp.float32)
+
+    def loss(x, score, w):
+        y = score(x, w, targets, cap)
+        return (weights * y[:, 0]).sum(), y
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (_, y), g = run(x, scores.scores_of_blocks, w)
+    (_, wanted), wanted_g = run(x, scores.next_token_scores, w.widened())
+    np.testing.assert_allclose(y[:, 0], wanted[:, 0], rtol=1e-5)
+    np.testing.assert_array_equal(y[:, 1], wanted[:, 1])
+    assert 0 < y[:, 1].mean() < 1
+    np.testing.assert_allclose(g, wanted_g, atol=1e-5 * np.abs(wanted_g).max())
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_logits_are_those_of_the_widened_weights_to_the_bit(tmp_path, tied):
+    """And the gradients of the adapters, which B = 0 would hide, within 1e-5."""
+    file = write(tmp_path / 'a.gguf', MIXED, tied=tied, vocabulary=256)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 24)), jnp.int32)
+    found = []
+    for in_blocks in (True, False):
+        task, variables = opened(file, in_blocks)
+        for v in variables:
+            trained = pretrained._flat(v['params'])
+            for i, (path, a) in enumerate(sorted(trained.items())):
+                if path[-1] == 'lora_b':
+                    trained[path] = jax.random.normal(jax.random.key(i), a.shape) * 0.05
+            v['params'] = pretrained.unflatten_dict(trained)
+        is_low = lambda path: path[-1] in pretrained.LOW_RANK
+        low = [part(is_low, v['params']) for v in variables]
+
+        def forward(low, logits, task=task, variables=variables):
+            x = tokens
+            for stage, v, one in zip(task.stages, variables, low, strict=True):
+                stage = stage.with_logits if logits else stage
+                x = stage.apply({'params': whole(v['params'], one)}, x, tokens=tokens)
+            return x
+
+        y = jax.jit(functools.partial(forward, logits=True))(low)
+        loss = lambda low: forward(low, False)[:, :-1, 0].mean()
+        found.append((y, *jax.jit(jax.value_and_grad(loss))(low)))
+    (y, loss, grads), (wanted, wanted_loss, wanted_grads) = found
+    np.testing.assert_array_equal(y, wanted)
+    assert abs(loss - wanted_loss) < 1e-5
+    for a, b in zip(*map(jax.tree.leaves, (grads, wanted_grads)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
