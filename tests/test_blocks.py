@@ -1,19 +1,30 @@
 """A frozen base that stays in the blocks of its GGUF file."""
 
 import functools
+import os
+import signal
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tokenizers import pre_tokenizers
 
-from jaxmp.models import blocks, pretrained, scores
+from jaxmp.models import blocks, checkpoint, pretrained, scores
 from jaxmp.models.blocks import KINDS, Blocks
+from jaxmp.net.group import ProcessGroup
 from jaxmp.runtimes.trained import part, whole
+from jaxmp.training import dry_run, footprint, loop
+from jaxmp.training.evaluation import language_model
+from jaxmp.training.generation import generate
 from jaxmp.training.tasks import named as tasks
-from tests.test_pretrained import SHORT, config_of
+from tests.base import slow
+from tests.runs import LAUNCH, config_of, pids, records, text_of, wait_for_steps
+from tests.runs import start as start_run
+from tests.test_decoder import close, logits
+from tests.test_pretrained import SHORT, tiny
 
 gguf = pytest.importorskip('gguf')
 
@@ -193,3 +204,150 @@ def test_logits_are_those_of_the_widened_weights_to_the_bit(tmp_path, tied):
     assert abs(loss - wanted_loss) < 1e-5
     for a, b in zip(*map(jax.tree.leaves, (grads, wanted_grads)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+TRAINED = {'lr': 0.01, 'optimizer': 'adamw', 'steps': 3}
+
+
+def adapters_after(workdir):
+    return load_file(workdir / 'model' / 'adapter_model.safetensors')
+
+
+@pytest.fixture(scope='module')
+def run_of(tmp_path_factory):
+    """Trains on a file once for each set of changes; gives folder and summary."""
+    root = tmp_path_factory.mktemp('runs')
+    file = write(root / 'a.gguf', MIXED, layers=2)
+
+    @functools.cache
+    def run(**changes):
+        workdir = root / '_'.join(map(str, ['run', *changes.values()]))
+        config = small(file, **TRAINED, **changes)
+        return workdir, loop.train_and_evaluate(config, workdir, quiet=True, draw=False)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    'changes',
+    slow(
+        [
+            {'param_dtype': 'float32'}, {'runtime': 'mpmd'}, {'runtime': 'spmd'}, {'replicas': 2},
+            {'runtime': 'mpmd', 'replicas': 2}, {'runtime': 'spmd', 'replicas': 2},
+            {'num_microbatches': 2}, {'stages': 1},
+        ],
+        lambda c: 'param_dtype' not in c,
+    ),
+)  # fmt: skip
+def test_runs_over_blocks_end_as_over_float32(run_of, changes):
+    """Of any runtime, by replicas and micro-batches too: losses and adapters."""
+    workdir, summary = run_of()
+    other, wanted = run_of(**changes)
+    np.testing.assert_allclose(
+        summary['history']['train']['loss'], wanted['history']['train']['loss'], atol=1e-5
+    )
+    assert summary['parameters'] == wanted['parameters']
+    one, two = adapters_after(workdir), adapters_after(other)
+    assert one.keys() == two.keys()
+    for name, a in one.items():
+        np.testing.assert_allclose(a, two[name], atol=1e-4)  # AdamW divides by small gradients
+
+
+def test_a_run_over_blocks_is_merged_read_and_generated_from(run_of, capsys):
+    """Its folder names the file, whose float32 weights take the updates; or they are in it."""
+    workdir, _ = run_of()
+    tokens = np.arange(12)[None]
+    exp, read = language_model.opened(workdir)
+    wanted = logits(exp.task.stages, read(language_model.every), tokens)
+    model = language_model.open_language_model(str(workdir / 'model'))
+    close(logits(model.stages, model.variables, tokens), wanted)
+    merged, _ = run_of(merge=True)
+    model = language_model.open_language_model(str(merged / 'model'))
+    assert not model.stages[0].config.stored
+    close(logits(model.stages, model.variables, tokens), wanted)
+    texts = []
+    for place in (workdir, workdir / 'model'):
+        generate.main([str(place), '--temperature=0', '--tokens=5', '--prompt', 'the'])
+        texts.append(capsys.readouterr().out.splitlines()[-1])
+    assert texts[0].endswith(texts[1].removeprefix('the'))
+    assert len(texts[1]) > 3
+
+
+@pytest.mark.slow
+def test_two_processes_over_blocks_one_of_them_killed_end_as_if_not(tmp_path):
+    file = write(tmp_path / 'a.gguf', MIXED, layers=2)
+    changes = {'path': str(file), **SHORT, **TRAINED, 'train': 'lora(2)', 'param_dtype': 'file'}
+    changes |= {'steps': 8, 'fwd': 'outliers(mx(4))', 'bwd': 'ef21(top_k(0.1))', 'runtime': 'mpmd'}
+    changes |= {'eval_every': '3 steps', 'checkpoint_every': '2 steps'}
+    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+    run = lambda workdir: start_run(workdir, *LAUNCH, name='finetune', **changes)
+    out, code = text_of(run(whole))
+    assert code == 0, out[-2000:]
+    process = run(cut)
+    wait_for_steps(process, cut, 4)
+    os.kill(pids(cut, 1)[0], signal.SIGKILL)
+    assert text_of(process)[1] == 137
+    out, code = text_of(run(cut))
+    assert code == 0, out[-2000:]
+    assert 'resuming from step' in out
+    assert records(cut) == records(whole)
+    jax.tree.map(np.testing.assert_array_equal, *map(adapters_after, (whole, cut)))
+
+
+@pytest.mark.parametrize('train', ['lora(2)', '*norm*'])
+def test_the_memory_of_a_process_counts_blocks(tmp_path, train):
+    """What is trained may be anything that is no block; a table of two stages counts once."""
+    config = small(write(tmp_path / 'a.gguf', MIXED), stages=2, train=train, optimizer='adamw')
+    trainer = loop.prepare(config, ProcessGroup())
+    state, sizes = trainer.create(), footprint.footprint(trainer.exp, range(2))
+    unique = lambda tree: sum({id(a): a.nbytes for a in jax.tree.leaves(tree)}.values())
+    assert sizes['parameters'] == unique(state.model.params)
+    assert sizes['optimizer'] == unique(state.opt_state)
+    rows = dry_run.stages(trainer.exp).columns
+    wide = dry_run.stages(
+        loop.prepare(
+            small(config.model.path, train=train, param_dtype='float32'), ProcessGroup()
+        ).exp
+    ).columns
+    cells = lambda columns, i: [int(cell.replace(',', '')) for cell in columns[i].cells]
+    assert cells(rows, 2) == cells(wide, 2)  # parameters
+    assert sum(cells(rows, 3)) < sum(cells(wide, 3)) / 3  # bytes
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'train': 'no_table'}, r'keeps layers\..* in the blocks of its file, and config\.model\.'),
+        ({'train': 'stage1.*q_proj.weight'}, r'q_proj.weight in the blocks .*take config\.model'),
+        ({'train': 'all'}, r"model\.train='lora\(8\)', or config\.model\.param_dtype='bfloat16'"),
+    ],
+)
+def test_a_parameter_in_blocks_is_not_trained(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.task_of(small(write(tmp_path / 'a.gguf', MIXED), **changes))
+
+
+def test_blocks_that_are_none_or_not_known(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r'has no blocks of weights.*give a \.gguf file, or'):
+        tasks.task_of(small(tiny(tmp_path / 'folder')))
+    file = write(tmp_path / 'a.gguf', MIXED)
+    monkeypatch.delitem(KINDS, 'Q5_1')
+    known = (
+        r'a\.gguf: model\.layers\.\d\.mlp\.down_proj\.weight is in blocks Q5_1; F32, .*, Q6_K may'
+    )
+    with pytest.raises(ValueError, match=known):
+        tasks.task_of(small(file))
+
+
+def test_a_stage_reads_its_own_blocks_alone(tmp_path):
+    """Of a table that two stages have, one array; of the other stage's layers nothing."""
+    file = write(tmp_path / 'a.gguf', MIXED)
+    names = []
+    found = checkpoint.open_checkpoint(file)
+    theirs: Any = found.blocks
+    noted = theirs._replace(read=lambda name: names.append(name) or theirs.read(name))
+    found = found._replace(blocks=noted)
+    stages = pretrained.stages_of(found, 2, stored=pretrained.stored(found))
+    pretrained.read(found, stages, 1)
+    assert {name.split('.')[2] for name in names if '.layers.' in name} == {'2'}
+    assert 'model.embed_tokens.weight' in names

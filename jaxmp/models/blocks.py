@@ -14,6 +14,7 @@ References:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 from jaxmp.models.layers import contract, product
 
@@ -105,6 +106,16 @@ def empty(shape: tuple[int, int], kinds: tuple[str, ...]) -> Blocks:
     """
     rows = jnp.zeros((shape[0], max(row_bytes(kind, shape[1]) for kind in kinds)), jnp.uint8)
     return Blocks(rows, jnp.zeros((), jnp.int32) if kinds[1:] else None, kinds, shape[1])
+
+
+def weights_in(tree: PyTree) -> int:
+    """How many numbers a tree has, weights in blocks among them.
+
+    >>> weights_in({'in_blocks': empty((2, 64), ('Q4_0',)), 'array': jnp.zeros(3)})
+    131
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def row_bytes(kind: str, width: int) -> int:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jaxmp import data, terminal
 from jaxmp.config import Config
+from jaxmp.models.blocks import weights_in
 from jaxmp.net.group import ProcessGroup
 from jaxmp.training.experiment import Experiment, microbatch_like, warnings_on
 from jaxmp.training.footprint import parameters
@@ -59,10 +60,9 @@ def stages(exp: Experiment) -> Table:
     for head in ('stage', 'module', 'parameters', 'bytes', 'sends'):
         table.add_column(head, justify='left' if head == 'module' else 'right')
     for s, tree in params.items():
-        count = sum(p.size for p in jax.tree.leaves(tree))
         sends = f'{sent[s].dtype.name}{list(sent[s].shape)}' if s < len(sent) else ''
         name = type(exp.task.stages[s]).__name__
-        table.add_row(str(s), name, f'{count:,}', f'{nbytes(tree):,}', sends)
+        table.add_row(str(s), name, f'{weights_in(tree):,}', f'{nbytes(tree):,}', sends)
     return table
 
 

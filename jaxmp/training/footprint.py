@@ -130,8 +130,9 @@ def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> tuple[str,
     low_rank = c.model.train.startswith('lora')
     if c.model.name == 'pretrained' and not low_rank:
         helps.append("config.model.train='lora(8)'")
-    if low_rank and c.model.param_dtype == 'float32':  # of what is trained it would save nothing
-        helps.append("config.model.param_dtype='bfloat16'")
+    fewest = 'file' if c.model.path.endswith('.gguf') else 'bfloat16'
+    if low_rank and c.model.param_dtype != fewest:  # of what is trained it would save nothing
+        helps.append(f'config.model.param_dtype={fewest!r}')
     if sizes.get('activations', 0) > sum(sizes.values()) / 10:
         helps += [] if c.model.remat else ['config.model.remat=True']
         helps += [f'a config.batch_size below {c.batch_size}'] if c.batch_size > 1 else []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxmp import exchange
 from jaxmp.boundary import Boundary, FeedbackState
 from jaxmp.boundary.pipeline import Pipeline, Variables
+from jaxmp.models.blocks import weights_in
 from jaxmp.runtimes.placement import memory
 from jaxmp.runtimes.stage import StageProgram, programs
 from jaxmp.runtimes.state import MicroBatch, Residuals
@@ -180,4 +181,4 @@ def _likes(model: Pipeline, x: Like) -> tuple[Like, ...]:
 
 def parameters(exp: Experiment) -> int:
     """How many there are."""
-    return sum(p.size for v in shapes(exp)[0] for p in jax.tree.leaves(v['params']))
+    return weights_in([v['params'] for v in shapes(exp)[0]])
