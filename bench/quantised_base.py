@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -94,7 +95,7 @@ def model(file, dtype, steps):
         return state[0].model.params
 
     def compile_and_run(params):
-        bound = trainer.bound(trainer.during(trainer.exp.boundaries(0)), trainer.rules(0))
+        bound: Any = trainer.bound(trainer.during(trainer.exp.boundaries(0)), trainer.rules(0))
         order = data.order(0, 0, len(trainer.exp.data.train.y))[: steps * BATCH]
         batches = list(trainer.batches(order))
         compiled = bound.lower(state[0], batches[0]).compile()
@@ -111,7 +112,7 @@ def model(file, dtype, steps):
 
 def stage(file, dtype, steps):
     """The second of four stages alone."""
-    task = named.task_of(config_of(file, dtype, 4))
+    task: Any = named.task_of(config_of(file, dtype, 4))
     module, select = task.stages[1], of_stage(task.trained, 1)
 
     def compile_and_run(params):

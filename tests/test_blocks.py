@@ -103,10 +103,10 @@ def write(file, kinds, default='Q4_0', tied=True, **sizes):
     return file
 
 
-def small(file, **changes):
+def small(file, **changes) -> Any:
     """A short run of LoRA over a file."""
     given = {'train': 'lora(2)', 'param_dtype': 'file', **SHORT, **changes}
-    return config_of('finetune', path=str(file), **given)
+    return config_of('finetune', **{'path': str(file), **given})
 
 
 def opened(file, train_on_file=True, stages=2, **changes):
@@ -263,7 +263,8 @@ def test_a_run_over_blocks_is_merged_read_and_generated_from(run_of, capsys):
     close(logits(model.stages, model.variables, tokens), wanted)
     merged, _ = run_of(merge=True)
     model = language_model.open_language_model(str(merged / 'model'))
-    assert not model.stages[0].config.stored
+    stages: Any = model.stages
+    assert not stages[0].config.stored
     close(logits(model.stages, model.variables, tokens), wanted)
     texts = []
     for place in (workdir, workdir / 'model'):
@@ -351,3 +352,23 @@ def test_a_stage_reads_its_own_blocks_alone(tmp_path):
     pretrained.read(found, stages, 1)
     assert {name.split('.')[2] for name in names if '.layers.' in name} == {'2'}
     assert 'model.embed_tokens.weight' in names
+
+
+def test_adapters_over_a_file_are_trained_on_its_blocks_unless_said_otherwise(
+    tmp_path, monkeypatch
+):
+    """Not where all is trained, nor in float32, nor of a kind that is not known."""
+    file = write(tmp_path / 'a.gguf', MIXED)
+
+    def stored(**changes):
+        task: Any = tasks.task_of(small(file, **{'param_dtype': '', **changes}))
+        return dict(task.stages[0].config.stored)
+
+    kinds = stored()
+    assert len(kinds) == 8
+    assert (kinds['embed_tokens'], kinds['down_proj']) == (('Q8_0',), ('Q4_0', 'Q5_1'))
+    assert stored(train='no_table') == stored(param_dtype='float32') == {}
+    monkeypatch.delitem(KINDS, 'Q5_0')
+    assert stored() == {}
+    wide = write(tmp_path / 'b.gguf', {}, default='F32')
+    assert stored(path=str(wide)) == {}

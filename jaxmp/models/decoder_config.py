@@ -42,6 +42,9 @@ class Kind(NamedTuple):
     window: int = 0
 
 
+Stored = tuple[tuple[str, tuple[str, ...]], ...]  # kinds of blocks by the name of a module
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes and switches of a decoder.
@@ -97,7 +100,7 @@ class Config:
     stream: DTypeLike | None = None
     remat: bool = False
     lora: Lora | None = None
-    stored: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    stored: Stored = ()
 
     @property
     def blocks(self) -> int:

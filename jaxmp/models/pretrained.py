@@ -23,6 +23,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp.models import blocks, decoder, families, gpt2, gpt2_file
 from jaxmp.models.blocks import Blocks
+from jaxmp.models.decoder_config import Stored
 from jaxmp.models.described import Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.huggingface import COMPANIONS
@@ -127,8 +128,10 @@ def read(
     return {'params': unflatten_dict(params | _low_rank(low, key))}
 
 
-def stored(checkpoint: Checkpoint) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def stored(checkpoint: Checkpoint) -> Stored:
     """The kernels and tables of a file with the kinds of their blocks, as a config stores them.
+
+    Those of 32 bits are arrays as they are.
 
     Raises:
       ValueError: if the file has no blocks, or of a kind that is not known.
@@ -148,7 +151,7 @@ def stored(checkpoint: Checkpoint) -> tuple[tuple[str, tuple[str, ...]], ...]:
                     "may stay as they are: take config.model.param_dtype='bfloat16', or another "
                     'file'
                 )
-    return tuple((module, tuple(sorted(k))) for module, k in kinds.items())
+    return tuple((module, tuple(sorted(k))) for module, k in kinds.items() if k != {'F32'})
 
 
 def kinds_of(stage: Stage, path: Keys) -> tuple[str, ...]:

@@ -131,7 +131,8 @@ def check(exp: Experiment, sizes: Mapping[str, int], devices: int) -> tuple[str,
     if c.model.name == 'pretrained' and not low_rank:
         helps.append("config.model.train='lora(8)'")
     fewest = 'file' if c.model.path.endswith('.gguf') else 'bfloat16'
-    if low_rank and c.model.param_dtype != fewest:  # of what is trained it would save nothing
+    wide = ('float32',) if fewest == 'file' else ('', 'float32')  # empty takes a file's blocks
+    if low_rank and c.model.param_dtype in wide:  # of what is trained it would save nothing
         helps.append(f'config.model.param_dtype={fewest!r}')
     if sizes.get('activations', 0) > sum(sizes.values()) / 10:
         helps += [] if c.model.remat else ['config.model.remat=True']

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxmp.metrics import PERPLEXITY
 from jaxmp.models import decoder, gpt2_file, pretrained
 from jaxmp.models.adapters import base_of, digest, open_with_adapters, write_adapters
 from jaxmp.models.blocks import Blocks
+from jaxmp.models.decoder_config import Stored
 from jaxmp.models.described import Checkpoint
 from jaxmp.training.tasks import trained
 from jaxmp.training.tasks.datasets import text_of
@@ -57,7 +59,7 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
     stages: Any = pretrained.stages_of(  # of a decoder
         checkpoint, c.stages, cuts_of(c.cuts), remat=c.remat, lora=choice.lora,
         dtype=None if c.dtype == 'float32' else jnp.dtype(c.dtype),
-        stored=pretrained.stored(checkpoint) if c.param_dtype == IN_FILE else (),
+        stored=_stored(c.param_dtype, choice, checkpoint),
     )  # fmt: skip
     sizes = stages[0].config
     positions = checkpoint.described.get('max_position_embeddings') or 0
@@ -85,7 +87,7 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
         pretrained.copy_companions(checkpoint.place, root)
 
     def dtype(path: trained.Path) -> DTypeLike:
-        wide = path[-1] in pretrained.LOW_RANK or c.param_dtype == IN_FILE
+        wide = path[-1] in pretrained.LOW_RANK or c.param_dtype in ('', IN_FILE)
         return jnp.float32 if wide else jnp.dtype(c.param_dtype)
 
     # The stages of one process have one table, unless a step donates it and returns two.
@@ -110,6 +112,16 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
         read=read, start=start, tied=tied, export=export,
         trained=choice.select,
     )  # fmt: skip
+
+
+def _stored(dtype: str, choice: trained.Trained, checkpoint: Checkpoint) -> Stored:
+    """The kernels that stay in their file's blocks: where adapters are trained, or if said so."""
+    if dtype == IN_FILE:
+        return pretrained.stored(checkpoint)
+    if not dtype and choice.lora and checkpoint.blocks:
+        with contextlib.suppress(ValueError):  # of a kind that is not known: it is widened
+            return pretrained.stored(checkpoint)
+    return ()
 
 
 def _check_frozen(text: str, choice: trained.Trained, stages: Sequence[decoder.Stage]) -> None:
