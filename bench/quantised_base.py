@@ -128,8 +128,22 @@ def stage(file, dtype, steps):
         return most, lambda: float(jax.block_until_ready(run(low, fixed, x))[0])
 
     read = lambda s: task.read(s, jax.random.key(0))['params']
-    read(2)  # compiles what draws the updates
+    read(0)  # as many blocks: compiles what draws the updates
     return measured(lambda: read(1), compile_and_run, steps)
+
+
+def table(rows):
+    """The rows in Markdown, as docs/two_desks.md has them."""
+    lines = [
+        '| SmolLM2 135M | kept, MB | temporary | peak | CPU-ms a token | loss off |',
+        '|---|--:|--:|--:|--:|--:|',
+    ]
+    for r in rows:
+        off = f'{r["loss_off"]:.1e}' if 'loss_off' in r else ''
+        what = {'model': 'all', 'stage': 'one stage of four'}[r['what']]
+        cells = ' | '.join(f'{r[k]:.0f}' for k in ('kept', 'temporary', 'peak'))
+        lines.append(f'| {what}, `{r["dtype"]}` | {cells} | {r["cpu_ms"]:.1f} | {off} |')
+    return '\n'.join(lines) + '\n'
 
 
 def main(file, out, steps='16'):
