@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -543,3 +544,32 @@ def test_the_page_on_collectives_has_the_programs_that_were_run(bench):
         raw, theirs = by_way[program, 'raw'], by_way[program, 'as it is']
         assert raw['gradient_off'] == 0
         assert {**raw, 'way': '', 'codecs': None} == {**theirs, 'way': ''}
+
+
+def test_the_page_on_two_desks_has_what_was_run_and_what_follows(bench):
+    """Parameters by formula are those that were held; one block is near what XLA counts for it."""
+    base, desks = bench('quantised_base'), bench('two_desks')
+    found = json.loads((RESULTS / 'quantised_base.json').read_text())
+    rows = {(r['what'], r['dtype']): r for r in found['rows']}
+    page = (ROOT / 'docs' / 'two_desks.md').read_text()
+    for name, table in (
+        ('quantised_base', base.table(found['rows'])),
+        ('two_desks', desks.memory_table()), ('two_desks_speed', desks.speed_table()),
+    ):  # fmt: skip
+        assert f'<!-- {name} -->\n{table}<!-- /{name} -->' in page
+    assert len(re.findall(r'\S*\w\S*', page)) <= 500
+    assert found['steps'] == 32
+    wide, blocks = rows['model', 'float32'], rows['model', 'file']
+    assert blocks['loss_off'] < 1e-4
+    assert blocks['cpu_ms'] < 1.1 * wide['cpu_ms']
+    assert rows['stage', 'file']['reading'] < 1.1 * rows['stage', 'file']['kept']
+    sizes, tokens = desks.MODELS['SmolLM2 135M'], found['batch'] * found['length']
+    for (what, dtype), row in rows.items():
+        stages, params = desks.stages_of(sizes, dtype, {'model': 1, 'stage': 4}[what])
+        s = what == 'stage'
+        parts = desks.row(sizes, dtype, stages[s], params[s], tokens, products=4)
+        held = parts['frozen'] + parts['adapters'] / 4
+        assert held / 1e6 == pytest.approx(row['kept'], abs=0.1)
+        if what == 'stage' and dtype != 'bfloat16':  # XLA:CPU widens all of a bf16 stage at once
+            counted = (parts['inputs'] + parts['one block']) / 1e6
+            assert counted == pytest.approx(row['temporary'], rel=0.25)
