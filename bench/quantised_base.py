@@ -148,7 +148,7 @@ def table(rows):
 
 def main(file, out, steps='16'):
     """One process after another; writes the rows."""
-    rows = []
+    about, rows = provenance(), []
     for what in ('model', 'stage'):
         for dtype in DTYPES:
             args = [sys.executable, __file__, what, file, dtype, steps]
@@ -159,9 +159,9 @@ def main(file, out, steps='16'):
     for row in rows[: len(DTYPES)]:
         off = [abs(a - b) for a, b in zip(row['losses'], wide, strict=True)]
         row['loss_off'] = max(off)
-    about = {'model': Path(file).name, 'steps': int(steps), 'batch': BATCH, 'length': LENGTH}
+    about |= {'model': Path(file).name, 'steps': int(steps), 'batch': BATCH, 'length': LENGTH}
     about |= {'rank': RANK, 'file_MB': round(os.path.getsize(file) / MB, 1)}
-    Path(out).write_text(json.dumps(provenance() | about | {'rows': rows}, indent=1) + '\n')
+    Path(out).write_text(json.dumps(about | {'rows': rows}, indent=1) + '\n')
 
 
 if __name__ == '__main__':

@@ -20,6 +20,7 @@ from jaxmp.training import dry_run, footprint, loop
 from jaxmp.training.evaluation import language_model
 from jaxmp.training.generation import generate
 from jaxmp.training.tasks import named as tasks
+from jaxmp.wire import nbytes
 from tests.base import slow
 from tests.runs import LAUNCH, config_of, pids, records, text_of, wait_for_steps
 from tests.runs import start as start_run
@@ -146,7 +147,7 @@ def test_layers_of_several_kinds_are_one_stack():
     scanned = jax.lax.scan(lambda _, one: (0, one.widened()), 0, mixed)[1]
     np.testing.assert_array_equal(scanned, wanted)
     assert mixed.shape == (3, 8, 512)
-    assert mixed.nbytes == stack.nbytes + 12
+    assert nbytes(mixed) == stack.nbytes + 12
 
 
 @pytest.mark.parametrize('cap', [0.0, 2.0])
@@ -345,9 +346,8 @@ def test_a_stage_reads_its_own_blocks_alone(tmp_path):
     file = write(tmp_path / 'a.gguf', MIXED)
     names = []
     found = checkpoint.open_checkpoint(file)
-    theirs: Any = found.blocks
-    noted = theirs._replace(read=lambda name: names.append(name) or theirs.read(name))
-    found = found._replace(blocks=noted)
+    theirs: Any = found.read_bytes
+    found = found._replace(read_bytes=lambda name: names.append(name) or theirs(name))
     stages = pretrained.stages_of(found, 2, stored=pretrained.stored(found))
     pretrained.read(found, stages, 1)
     assert {name.split('.')[2] for name in names if '.layers.' in name} == {'2'}

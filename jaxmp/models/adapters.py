@@ -102,7 +102,7 @@ def open_with_adapters(path: str, lora: Lora | None = None) -> Checkpoint:
         # In float32 whatever the file has, so that the reader's dtype rounds once.
         return kernel.astype(np.float32) + np.float32(update.alpha / update.rank) * (b @ a)
 
-    return base._replace(read=merged, blocks=None)
+    return base._replace(read=merged, kinds={})
 
 
 def _base(place: Path, name: str) -> Checkpoint:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,22 +26,23 @@ from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 from jaxmp.models.layers import contract, product
 
-Parts = tuple[Array, Array, Array | None]  # scales, codes, what is added to their products
 PIECE = 4096  # rows of an output layer that are widened together
 
 
-class Layout(NamedTuple):
-    """How a kind packs weights.
-
-    Attributes:
-      weights: of a block.
-      nbytes: of a block.
-      parts: of blocks ``(..., nbytes)``.
-    """
+class Size(NamedTuple):
+    """Of a block: weights and bytes."""
 
     weights: int
     nbytes: int
-    parts: Callable[[Array], Parts]
+
+
+_NUMBERS = {'F32': jnp.float32, 'F16': jnp.float16, 'BF16': jnp.bfloat16}
+KINDS = {
+    'F32': Size(1, 4), 'F16': Size(1, 2), 'BF16': Size(1, 2), 'Q4_0': Size(32, 18),
+    'Q4_1': Size(32, 20), 'Q5_0': Size(32, 22), 'Q5_1': Size(32, 24), 'Q8_0': Size(32, 34),
+    'Q2_K': Size(256, 84), 'Q3_K': Size(256, 110), 'Q4_K': Size(256, 144), 'Q5_K': Size(256, 176),
+    'Q6_K': Size(256, 210),
+}  # fmt: skip
 
 
 @functools.partial(
@@ -68,11 +68,6 @@ class Blocks:
     def shape(self) -> tuple[int, ...]:
         """Of the kernels."""
         return *self.rows.shape[:-1], self.width
-
-    @property
-    def nbytes(self) -> int:
-        """As they are held."""
-        return self.rows.nbytes + (0 if self.kind is None else self.kind.nbytes)
 
     def __getitem__(self, rows: Int[Array, '...'] | int) -> Blocks:
         """Some rows of a kernel, or one kernel of a stack of one kind."""
@@ -129,9 +124,9 @@ def row_bytes(kind: str, width: int) -> int:
 
 def _widened(kind: str, width: int, rows: Array) -> Array:
     """``scale * code + least`` of all weights, in float32."""
-    layout, lead = KINDS[kind], rows.shape[:-1]
-    blocks = rows[..., : row_bytes(kind, width)].reshape(*lead, -1, layout.nbytes)
-    scale, code, least = layout.parts(blocks)
+    lead = rows.shape[:-1]
+    blocks = rows[..., : row_bytes(kind, width)].reshape(*lead, -1, KINDS[kind].nbytes)
+    scale, code, least = _parts(kind, blocks)
     y = scale[..., None] * code.reshape(*scale.shape, -1).astype(jnp.float32)
     y = y if least is None else y + least[..., None]
     return y.reshape(*lead, width)
@@ -140,13 +135,13 @@ def _widened(kind: str, width: int, rows: Array) -> Array:
 _wide = jax.jit(Blocks.widened)
 
 
-# The kinds, each as llama.cpp packs it.
+# The kinds, each as llama.cpp packs it; runs of a block have scales of their own in those of _K.
 
 
-def _as(blocks: Array, start: int, dtype: DTypeLike) -> Array:
-    """The number of 2 or 4 bytes at ``start`` of each block, ``(..., 1)``."""
-    part = blocks[..., None, start : start + jnp.dtype(dtype).itemsize]
-    return jax.lax.bitcast_convert_type(part, dtype).astype(jnp.float32)
+def _half(blocks: Array, start: int) -> Array:
+    """The number of 16 bits at ``start`` of each block, ``(..., 1)``."""
+    part = blocks[..., None, start : start + 2]
+    return jax.lax.bitcast_convert_type(part, jnp.float16).astype(jnp.float32)
 
 
 def _signed(b: Array) -> Array:
@@ -164,44 +159,9 @@ def _centred(code: Array, zero: int) -> Array:
     return code.astype(jnp.int8) - jnp.int8(zero)
 
 
-def _number(dtype: DTypeLike, b: Array) -> Parts:
-    return _as(b, 0, dtype), jnp.ones(b.shape[:-1], jnp.int8), None
-
-
-def _q4_0(b: Array) -> Parts:
-    return _as(b, 0, jnp.float16), _centred(_codes(b[..., 2:], 4, 16), 8), None
-
-
-def _q4_1(b: Array) -> Parts:
-    return _as(b, 0, jnp.float16), _codes(b[..., 4:], 4, 16), _as(b, 2, jnp.float16)
-
-
 def _q5(b: Array) -> Array:
     """Four bits of each code, after a fifth of each."""
     return _codes(b[..., 4:], 4, 16) | (_codes(b[..., :4], 1, 1) << 4)
-
-
-def _q5_0(b: Array) -> Parts:
-    return _as(b, 0, jnp.float16), _centred(_q5(b[..., 2:]), 16), None
-
-
-def _q5_1(b: Array) -> Parts:
-    return _as(b, 0, jnp.float16), _q5(b[..., 4:]), _as(b, 2, jnp.float16)
-
-
-def _q8_0(b: Array) -> Parts:
-    return _as(b, 0, jnp.float16), _signed(b[..., 2:]), None
-
-
-def _q2_k(b: Array) -> Parts:
-    scale, least = (_as(b, i, jnp.float16) for i in (80, 82))
-    return scale * (b[..., :16] & 15), _codes(b[..., 16:80], 2, 32), -least * (b[..., :16] >> 4)
-
-
-def _q3_k(b: Array) -> Parts:
-    code = _codes(b[..., 32:96], 2, 32) | (_codes(b[..., :32], 1, 32) << 2)
-    scale = _codes(b[..., 96:104], 4, 8) | (_codes(b[..., 104:108], 2, 4) << 4)
-    return _as(b, 108, jnp.float16) * _centred(scale, 32), _centred(code, 4), None
 
 
 def _of_12_bytes(b: Array) -> tuple[Array, Array]:
@@ -209,34 +169,41 @@ def _of_12_bytes(b: Array) -> tuple[Array, Array]:
     low, middle, high = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scale = jnp.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], -1)
     least = jnp.concatenate([middle & 63, (high >> 4) | ((middle >> 2) & 48)], -1)
-    return _as(b, 0, jnp.float16) * scale, -_as(b, 2, jnp.float16) * least
+    return _half(b, 0) * scale, -_half(b, 2) * least
 
 
-def _q4_k(b: Array) -> Parts:
-    scale, least = _of_12_bytes(b)
-    return scale, _codes(b[..., 16:], 4, 32), least
-
-
-def _q5_k(b: Array) -> Parts:
-    scale, least = _of_12_bytes(b)
-    return scale, _codes(b[..., 48:], 4, 32) | (_codes(b[..., 16:48], 1, 32) << 4), least
-
-
-def _q6_k(b: Array) -> Parts:
-    code = _codes(b[..., :128], 4, 64) | (_codes(b[..., 128:192], 2, 32) << 4)
-    return _as(b, 208, jnp.float16) * _signed(b[..., 192:208]), _centred(code, 32), None
-
-
-KINDS = {
-    'F32': Layout(1, 4, functools.partial(_number, jnp.float32)),
-    'F16': Layout(1, 2, functools.partial(_number, jnp.float16)),
-    'BF16': Layout(1, 2, functools.partial(_number, jnp.bfloat16)),
-    'Q4_0': Layout(32, 18, _q4_0), 'Q4_1': Layout(32, 20, _q4_1),
-    'Q5_0': Layout(32, 22, _q5_0), 'Q5_1': Layout(32, 24, _q5_1),
-    'Q8_0': Layout(32, 34, _q8_0), 'Q2_K': Layout(256, 84, _q2_k),
-    'Q3_K': Layout(256, 110, _q3_k), 'Q4_K': Layout(256, 144, _q4_k),
-    'Q5_K': Layout(256, 176, _q5_k), 'Q6_K': Layout(256, 210, _q6_k),
-}  # fmt: skip
+def _parts(kind: str, b: Array) -> tuple[Array, Array, Array | None]:
+    """Scales, codes, and what is added to their products, of blocks ``(..., nbytes)``."""
+    match kind:
+        case 'Q4_0':
+            return _half(b, 0), _centred(_codes(b[..., 2:], 4, 16), 8), None
+        case 'Q4_1':
+            return _half(b, 0), _codes(b[..., 4:], 4, 16), _half(b, 2)
+        case 'Q5_0':
+            return _half(b, 0), _centred(_q5(b[..., 2:]), 16), None
+        case 'Q5_1':
+            return _half(b, 0), _q5(b[..., 4:]), _half(b, 2)
+        case 'Q8_0':
+            return _half(b, 0), _signed(b[..., 2:]), None
+        case 'Q2_K':
+            scale, least = _half(b, 80) * (b[..., :16] & 15), _half(b, 82) * (b[..., :16] >> 4)
+            return scale, _codes(b[..., 16:80], 2, 32), -least
+        case 'Q3_K':
+            code = _codes(b[..., 32:96], 2, 32) | (_codes(b[..., :32], 1, 32) << 2)
+            scale = _codes(b[..., 96:104], 4, 8) | (_codes(b[..., 104:108], 2, 4) << 4)
+            return _half(b, 108) * _centred(scale, 32), _centred(code, 4), None
+        case 'Q4_K':
+            scale, least = _of_12_bytes(b)
+            return scale, _codes(b[..., 16:], 4, 32), least
+        case 'Q5_K':
+            scale, least = _of_12_bytes(b)
+            return scale, _codes(b[..., 48:], 4, 32) | (_codes(b[..., 16:48], 1, 32) << 4), least
+        case 'Q6_K':
+            code = _codes(b[..., :128], 4, 64) | (_codes(b[..., 128:192], 2, 32) << 4)
+            return _half(b, 208) * _signed(b[..., 192:208]), _centred(code, 32), None
+        case _:  # numbers, each a block
+            number = jax.lax.bitcast_convert_type(b, _NUMBERS[kind]).astype(jnp.float32)
+            return number[..., None], jnp.ones((*b.shape[:-1], 1), jnp.int8), None
 
 
 # Products.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,18 +35,6 @@ OFF: dict[str, tuple[Any, ...]] = {  # parts that no decoder here has, and their
 UNSAID = 'give another checkpoint, or remove the key if it changes no logit'
 
 
-class InBlocks(NamedTuple):
-    """The tensors of a file that are in blocks of weights.
-
-    Attributes:
-      kinds: of all tensors, by name; see `jaxmp.models.blocks`.
-      read: the bytes of a tensor, one row for each of its rows.
-    """
-
-    kinds: Mapping[str, str]
-    read: Callable[[str], np.ndarray]
-
-
 class Checkpoint(NamedTuple):
     """A pretrained model on disk.
 
@@ -54,11 +43,13 @@ class Checkpoint(NamedTuple):
       described: contents of its ``config.json``.
       shapes: of all tensors, by name.
       read: the tensor of a name, in the file's dtype.
-      blocks: its tensors as they are in the file, if it has blocks.
+      kinds: of the blocks of a GGUF file's tensors, by name; see `jaxmp.models.blocks`.
+      read_bytes: those blocks, of a name, row by row.
     """
 
     place: Path
     described: Described
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]
-    blocks: InBlocks | None = None
+    kinds: Mapping[str, str] = MappingProxyType({})
+    read_bytes: Callable[[str], np.ndarray] | None = None

@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp.data import release
 from jaxmp.data.gguf import Fields, Tensors, opened
 from jaxmp.data.understood import AGAIN, keys, number, understood
-from jaxmp.models.described import Checkpoint, Described, InBlocks
+from jaxmp.models.described import Checkpoint, Described
 from jaxmp.models.families import FAMILIES
 from jaxmp.models.rotary import frequencies
 
@@ -119,7 +119,7 @@ def open_gguf(file: Path) -> Checkpoint:
 
     shapes = {name: tuple(map(int, tensors[theirs].shape[::-1])) for name, theirs in names.items()}
     kinds = {name: tensors[theirs].tensor_type.name for name, theirs in names.items()}
-    return Checkpoint(file, described, shapes, read, InBlocks(kinds, read_bytes))
+    return Checkpoint(file, described, shapes, read, kinds, read_bytes)
 
 
 def by_halves(weight: np.ndarray, heads: int) -> np.ndarray:

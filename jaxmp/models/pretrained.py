@@ -136,13 +136,13 @@ def stored(checkpoint: Checkpoint) -> Stored:
     Raises:
       ValueError: if the file has no blocks, or of a kind that is not known.
     """
-    if not (file := checkpoint.blocks):
+    if not checkpoint.kinds:
         raise ValueError(
             f'{checkpoint.place} has no blocks of weights, so its parameters cannot stay as they '
             "are; give a .gguf file, or config.model.param_dtype='bfloat16'"
         )
     kinds: dict[str, set[str]] = {}
-    for name, kind in file.kinds.items():
+    for name, kind in checkpoint.kinds.items():
         if len(checkpoint.shapes[name]) == 2:
             kinds.setdefault(name.split('.')[-2], set()).add(kind)
             if kind not in blocks.KINDS:
@@ -163,14 +163,13 @@ def kinds_of(stage: Stage, path: Keys) -> tuple[str, ...]:
 
 def _blocks(checkpoint: Checkpoint, names: Sequence[str], kinds: tuple[str, ...]) -> Blocks:
     """The kernels of some names, as they are in their file."""
-    file = checkpoint.blocks
-    assert file
+    assert checkpoint.read_bytes
     N, K = checkpoint.shapes[names[0]]
     stack = _aligned((len(names), N, max(blocks.row_bytes(kind, K) for kind in kinds)))
     for rows, name in zip(stack, names, strict=True):
-        read = file.read(name)
+        read = checkpoint.read_bytes(name)
         rows[:, : read.shape[1]], rows[:, read.shape[1] :] = read, 0
-    kind = [kinds.index(file.kinds[name]) for name in names]
+    kind = [kinds.index(checkpoint.kinds[name]) for name in names]
     return Blocks(jax.device_put(stack), jnp.array(kind) if kinds[1:] else None, kinds, K)
 
 

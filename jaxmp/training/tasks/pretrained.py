@@ -67,7 +67,8 @@ def _decoder_task(config: Config, checkpoint: Checkpoint, choice: trained.Traine
     pretrained.check_length(length, positions, 'config.data.sequence_length', checkpoint.place)
     paths = [(s, p) for s, stage in enumerate(stages) for p in pretrained.shapes(stage)]
     trained.check(c.train, choice, paths)
-    _check_frozen(c.train, choice, stages)
+    in_blocks = [(s, p) for s, p in paths if pretrained.kinds_of(stages[s], p)]
+    _check_frozen(c.train, [p for s, p in in_blocks if choice.select(s, p)])
     dataset = text_of(config)
     pretrained.check_tokenizer(
         checkpoint.place, sizes.vocabulary, dataset.classes, 'config.data.tokenizer'
@@ -118,22 +119,20 @@ def _stored(dtype: str, choice: trained.Trained, checkpoint: Checkpoint) -> Stor
     """The kernels that stay in their file's blocks: where adapters are trained, or if said so."""
     if dtype == IN_FILE:
         return pretrained.stored(checkpoint)
-    if not dtype and choice.lora and checkpoint.blocks:
+    if not dtype and choice.lora and checkpoint.kinds:
         with contextlib.suppress(ValueError):  # of a kind that is not known: it is widened
             return pretrained.stored(checkpoint)
     return ()
 
 
-def _check_frozen(text: str, choice: trained.Trained, stages: Sequence[decoder.Stage]) -> None:
-    """Raises ValueError if a parameter is trained that is in the blocks of a file."""
-    for s, stage in enumerate(stages):
-        for path in pretrained.shapes(stage):
-            if pretrained.kinds_of(stage, path) and choice.select(s, path):
-                raise ValueError(
-                    f'config.model.param_dtype={IN_FILE!r} keeps {".".join(path)} in the blocks of '
-                    f'its file, and config.model.train={text!r} trains it; take '
-                    "config.model.train='lora(8)', or config.model.param_dtype='bfloat16'"
-                )
+def _check_frozen(text: str, paths: Sequence[trained.Path]) -> None:
+    """Raises ValueError if parameters are trained that are in the blocks of a file."""
+    if paths:
+        raise ValueError(
+            f'config.model.param_dtype={IN_FILE!r} keeps {".".join(paths[0])} in the blocks of its '
+            f'file, and config.model.train={text!r} trains it; take '
+            "config.model.train='lora(8)', or config.model.param_dtype='bfloat16'"
+        )
 
 
 def score(by_token: Float[Array, 'B T 2'], y: Int[Array, 'B T']) -> dict[str, Array]:
