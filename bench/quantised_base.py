@@ -132,6 +132,35 @@ def stage(file, dtype, steps):
     return measured(lambda: read(1), compile_and_run, steps)
 
 
+def exact(file, dtype, steps):
+    """Logits and gradients over a base of a dtype against those over float32, adapters not zero."""
+    found = []
+    for name in ('float32', dtype):
+        task: Any = named.task_of(config_of(file, name, 1))
+        [module], select = task.stages, of_stage(task.trained, 0)
+        params = task.read(0, jax.random.key(0))['params']
+        draw = lambda a: 0.02 * jax.random.normal(jax.random.key(a.size), a.shape)
+        low = jax.tree.map(draw, part(select, params))
+        tokens = jnp.asarray(task.data.train.x[:BATCH], jnp.int32)
+
+        @jax.jit
+        def run(low, params, tokens, module=module):
+            apply = lambda module, low: module.apply(
+                {'params': whole(params, low)}, tokens, tokens=tokens
+            )
+            loss = lambda low: apply(module, low)[:, :-1, 0].mean()
+            return apply(module.with_logits, low), jax.grad(loss)(low)
+
+        found.append(jax.tree.map(np.asarray, run(low, params, tokens)))
+    (wanted, gradients), (logits, others) = found
+    pairs = list(zip(*map(jax.tree.leaves, (gradients, others)), strict=True))
+    off = lambda size: max(float(size(a - b) / size(a)) for a, b in pairs)
+    return {
+        'logits_equal': bool(np.array_equal(logits, wanted)),
+        'gradient_off': off(np.linalg.norm), 'gradient_off_largest': off(lambda a: np.abs(a).max()),
+    }  # fmt: skip
+
+
 def table(rows):
     """The rows in Markdown, as docs/two_desks.md has them."""
     lines = [
@@ -155,6 +184,8 @@ def main(file, out, steps='16'):
             text = subprocess.run(args, capture_output=True, text=True, check=True).stdout
             rows.append({'what': what, 'dtype': dtype, **json.loads(text.splitlines()[-1])})
             print(json.dumps(rows[-1]), flush=True)
+    args = [sys.executable, __file__, 'exact', file, 'file', steps]
+    about |= json.loads(subprocess.run(args, capture_output=True, text=True, check=True).stdout)
     wide = rows[0]['losses']
     for row in rows[: len(DTYPES)]:
         off = [abs(a - b) for a, b in zip(row['losses'], wide, strict=True)]
@@ -165,7 +196,7 @@ def main(file, out, steps='16'):
 
 
 if __name__ == '__main__':
-    parts = {'model': model, 'stage': stage}
+    parts = {'model': model, 'stage': stage, 'exact': exact}
     if sys.argv[1] in parts:
         part_of, file, dtype, steps = sys.argv[1:]
         print(json.dumps(parts[part_of](file, dtype, int(steps))))
