@@ -222,7 +222,7 @@ def run_of(tmp_path_factory):
 
     @functools.cache
     def run(**changes):
-        workdir = root / '_'.join(map(str, ['run', *changes.values()]))
+        workdir = root / '_'.join(['run', *(f'{k}={v}' for k, v in changes.items())])
         config = small(file, **TRAINED, **changes)
         return workdir, loop.train_and_evaluate(config, workdir, quiet=True, draw=False)
 
@@ -235,7 +235,8 @@ def run_of(tmp_path_factory):
         [
             {'param_dtype': 'float32'}, {'runtime': 'mpmd'}, {'runtime': 'spmd'}, {'replicas': 2},
             {'runtime': 'mpmd', 'replicas': 2}, {'runtime': 'spmd', 'replicas': 2},
-            {'num_microbatches': 2}, {'stages': 1},
+            {'num_microbatches': 2},
+            {'runtime': 'mpmd', 'parallel.schedule': 'zb_h1', 'num_microbatches': 2},
         ],
         lambda c: 'param_dtype' not in c,
     ),
