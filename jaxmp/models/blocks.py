@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -69,8 +70,8 @@ class Blocks:
         """Of the kernels."""
         return *self.rows.shape[:-1], self.width
 
-    def __getitem__(self, rows: Int[Array, '...'] | int) -> Blocks:
-        """Some rows of a kernel, or one kernel of a stack of one kind."""
+    def __getitem__(self, rows: Int[Array, '...']) -> Blocks:
+        """Some rows of a kernel."""
         return replace(self, rows=self.rows[rows])
 
     def cut(self, start: Int[Array, ''], count: int) -> Blocks:
@@ -87,9 +88,8 @@ class Blocks:
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         """All kernels in float32, for numpy; one is widened at a time."""
         if self.rows.ndim == 2:
-            return np.asarray(_wide(self), dtype)
-        kind = lambda i: None if self.kind is None else self.kind[i]
-        each = (replace(self, rows=r, kind=kind(i)) for i, r in enumerate(self.rows))
+            return np.asarray(jax.jit(Blocks.widened)(self), dtype)
+        each = (jax.tree.map(operator.itemgetter(i), self) for i in range(len(self.rows)))
         return np.stack([np.asarray(one, dtype) for one in each])
 
 
@@ -130,9 +130,6 @@ def _widened(kind: str, width: int, rows: Array) -> Array:
     y = scale[..., None] * code.reshape(*scale.shape, -1).astype(jnp.float32)
     y = y if least is None else y + least[..., None]
     return y.reshape(*lead, width)
-
-
-_wide = jax.jit(Blocks.widened)
 
 
 # The kinds, each as llama.cpp packs it; runs of a block have scales of their own in those of _K.

@@ -44,7 +44,7 @@ class Checkpoint(NamedTuple):
       shapes: of all tensors, by name.
       read: the tensor of a name, in the file's dtype.
       kinds: of the blocks of a GGUF file's tensors, by name; see `jaxmp.models.blocks`.
-      read_bytes: those blocks, of a name, row by row.
+      read_bytes: those blocks, of a name, row by row; they may be mapped, see `jaxmp.data.release`.
     """
 
     place: Path

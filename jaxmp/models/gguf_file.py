@@ -112,10 +112,7 @@ def open_gguf(file: Path) -> Checkpoint:
         return array - offset if name.endswith('norm.weight') else array
 
     def read_bytes(name: str) -> np.ndarray:
-        data = tensors[names[name]].data
-        rows = ordered(name, np.array(data).view(np.uint8))
-        release(data)
-        return rows
+        return ordered(name, tensors[names[name]].data.view(np.uint8))
 
     shapes = {name: tuple(map(int, tensors[theirs].shape[::-1])) for name, theirs in names.items()}
     kinds = {name: tensors[theirs].tensor_type.name for name, theirs in names.items()}

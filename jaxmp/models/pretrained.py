@@ -21,6 +21,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
+from jaxmp.data import release
 from jaxmp.models import blocks, decoder, families, gpt2, gpt2_file
 from jaxmp.models.blocks import Blocks
 from jaxmp.models.decoder_config import Stored
@@ -106,18 +107,19 @@ def read(
         names = list(_names(stages[only], path, start))
         if names[0] not in checkpoint.shapes:  # a low-rank update; all others are there
             continue
+        kinds = kinds_of(stages[only], path)
         if path[0] != 'layers':
-            if (array := shared.get(names[0])) is None:
-                if kinds := kinds_of(stages[only], path):
-                    array = _blocks(checkpoint, names, kinds)[0]
-                else:
-                    array = jnp.asarray(checkpoint.read(names[0]), dtype(path))
+            array = shared.get(names[0])
+            if array is None and kinds:
+                array = _blocks(checkpoint, path, names, kinds)
+            elif array is None:
+                array = jnp.asarray(checkpoint.read(names[0]), dtype(path))
             if path[0] in _TABLES:
                 shared[names[0]] = array
             params[path] = array
             continue
-        if kinds := kinds_of(stages[only], path):
-            params[path] = _blocks(checkpoint, names, kinds)
+        if kinds:
+            params[path] = _blocks(checkpoint, path, names, kinds)
             continue
         first = checkpoint.read(names[0])
         stack = np.empty(shape, dtype(path) or first.dtype)
@@ -148,8 +150,7 @@ def stored(checkpoint: Checkpoint) -> Stored:
             if kind not in blocks.KINDS:
                 raise ValueError(
                     f'{checkpoint.place}: {name} is in blocks {kind}; {", ".join(blocks.KINDS)} '
-                    "may stay as they are: take config.model.param_dtype='bfloat16', or another "
-                    'file'
+                    "may stay as they are: take config.model.param_dtype='bfloat16'"
                 )
     return tuple((module, tuple(sorted(k))) for module, k in kinds.items() if k != {'F32'})
 
@@ -161,16 +162,22 @@ def kinds_of(stage: Stage, path: Keys) -> tuple[str, ...]:
     return dict(stage.config.stored).get(path[-2], ())
 
 
-def _blocks(checkpoint: Checkpoint, names: Sequence[str], kinds: tuple[str, ...]) -> Blocks:
-    """The kernels of some names, as they are in their file."""
+def _blocks(
+    checkpoint: Checkpoint, path: Keys, names: Sequence[str], kinds: tuple[str, ...]
+) -> Blocks:
+    """The kernels of a path, which have these names in their file, as they are there."""
     assert checkpoint.read_bytes
     N, K = checkpoint.shapes[names[0]]
     stack = _aligned((len(names), N, max(blocks.row_bytes(kind, K) for kind in kinds)))
     for rows, name in zip(stack, names, strict=True):
         read = checkpoint.read_bytes(name)
-        rows[:, : read.shape[1]], rows[:, read.shape[1] :] = read, 0
+        rows[:, read.shape[1] :] = 0
+        for i in range(0, N, blocks.PIECE):  # of a file that is mapped few rows are in memory
+            rows[i : i + blocks.PIECE, : read.shape[1]] = read[i : i + blocks.PIECE]
+            release(read)
     kind = [kinds.index(checkpoint.kinds[name]) for name in names]
-    return Blocks(jax.device_put(stack), jnp.array(kind) if kinds[1:] else None, kinds, K)
+    rows = jax.device_put(stack if path[0] == 'layers' else stack[0])
+    return Blocks(rows, jnp.array(kind) if kinds[1:] else None, kinds, K)
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:

@@ -73,9 +73,8 @@ def scores_of_blocks(
 ) -> Float[Array, 'N 2']:
     """`next_token_scores` of a frozen output layer, a piece of which is widened at a time.
 
-    A piece has so many rows of ``w`` that its logits are 2^20 at most, or 256. Sums over the
-    vocabulary are rescaled when a piece has a larger logit, so each is widened once; the gradient
-    of ``x`` is such a sum too.
+    A piece has 256 rows of ``w``, or as many as give 2^20 logits. Sums over the vocabulary, of
+    which the gradient of ``x`` is one, are rescaled when a piece has a larger logit.
     """
     return _by_pieces(x_NC, w_VC, targets_N, cap)[0]
 

@@ -547,7 +547,7 @@ def test_the_page_on_collectives_has_the_programs_that_were_run(bench):
 
 
 def test_the_page_on_two_desks_has_what_was_run_and_what_follows(bench):
-    """Parameters by formula are those that were held; one block is near what XLA counts for it."""
+    """Parameters by formula are those that were held; one block is at least what XLA counts."""
     base, desks = bench('quantised_base'), bench('two_desks')
     found = json.loads((RESULTS / 'quantised_base.json').read_text())
     rows = {(r['what'], r['dtype']): r for r in found['rows']}
@@ -559,6 +559,8 @@ def test_the_page_on_two_desks_has_what_was_run_and_what_follows(bench):
         assert f'<!-- {name} -->\n{table}<!-- /{name} -->' in page
     assert len(re.findall(r'\S*\w\S*', page)) <= 500
     assert found['steps'] == 32
+    assert found['logits_equal']
+    assert found['gradient_off'] < 1e-5
     wide, blocks = rows['model', 'float32'], rows['model', 'file']
     assert blocks['loss_off'] < 1e-4
     assert blocks['cpu_ms'] < 1.1 * wide['cpu_ms']
@@ -572,4 +574,4 @@ def test_the_page_on_two_desks_has_what_was_run_and_what_follows(bench):
         assert held / 1e6 == pytest.approx(row['kept'], abs=0.1)
         if what == 'stage' and dtype != 'bfloat16':  # XLA:CPU widens all of a bf16 stage at once
             counted = (parts['inputs'] + parts['one block']) / 1e6
-            assert counted == pytest.approx(row['temporary'], rel=0.25)
+            assert counted / 1.4 < row['temporary'] < counted
