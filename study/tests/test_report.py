@@ -41,7 +41,9 @@ PAGES = ('docs/results.md', 'docs/findings.md', 'docs/paper.md', 'docs/late.md')
 
 def command(name):
     """The README's command line of a command, as arguments."""
-    line = re.search(rf'^python -m study {name} (.*)$', (ROOT / 'README.md').read_text(), re.M)
+    line = re.search(
+        rf'^(?:jaxmp|python -m study) {name} (.*)$', (ROOT / 'README.md').read_text(), re.M
+    )
     return shlex.split(line[1])
 
 
