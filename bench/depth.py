@@ -82,14 +82,9 @@ LINES = {
     'outliers(asinh(8), channels=4, causal=True)': 'asinh, heavy apart, 8.2 bits',
 }
 COLOURS = '#777777', 'black', '#0072B2', '#E69F00', '#56B4E9', '#D55E00', '#009E73', '#882255'
-LEARNED = {
-    '0.3-4': 'weighed by 0.3 of the gradients',
-    '0.99-4': 'weighed by all of the gradients',
-    '0.99-3': 'the same',
-    '0.99-2.3': 'the same, a trellis',
-    '0.99-4-code': 'the same as 4 bits, learned from source code',
-}
+BEFORE = {('smollm2', '4'): '0.3-4'}  # of configs/depth.py; the others weigh by 0.99
 OUT = Path(__file__).parents[1] / 'results' / 'depth'
+FITTED = Path(__file__).parent / 'results' / 'fitted.json'
 NEAR = 0.3  # of what was measured
 TOKENS, BLOCK, BATCH = 2048, 256, 4
 
@@ -248,17 +243,22 @@ def by_choice(results):
     return markdown(['model', 'cuts', 'codec', 'bits', *TEXTS], rows)
 
 
-def by_lesson(folder):
-    """Components that were learned before, at three cuts: rows of configs/depth.py."""
+def by_fit(fits, folder):
+    """Components of `jaxmp fit` at three cuts, beside those that messages taught before."""
     rows = []
-    for name, words in LEARNED.items():
-        cells = []
-        for model in MODELS:
-            file = folder / model / f'{model}-{name}.json'
-            row = json.loads(file.read_text()) if file.is_file() else None
-            cells.append(Found(row['kl'], row['kl_error'], True).text if row else '')
-        rows.append([words, name.split('-')[1], *cells])
-    return markdown(['learned', 'bits', *(NAMES[m] for m in MODELS)], rows)
+    for model, name in NAMES.items():
+        about = fits['models'][model]
+        words = {f'{b:g}': BEFORE.get((model, f'{b:g}'), f'0.99-{b:g}') for b in (4, 3, 2.3)}
+        for codec, old in {**words, 'percent': ''}.items():
+            texts = {t: about['texts'][t][codec] for t in TEXTS}
+            found_in = [Found(s['kl'], s['kl_error'], True).text for s in texts.values()]
+            bits = f'{texts["wikitext"]["bits"]:.2f}'
+            if codec == 'percent':
+                bits = f'{bits}, by `--percent=1`'
+            taught = json.loads((folder / model / f'{model}-{old}.json').read_text()) if old else {}
+            cell = Found(taught['kl'], taught['kl_error'], True).text if old else ''
+            rows.append([name, bits, cell, *found_in])
+    return markdown(['model', 'bits', 'learned while sending', *TEXTS], rows)
 
 
 def page(results):
@@ -268,7 +268,7 @@ def page(results):
         'texts': by_text(results),
         'law': by_codec(results),
         'chosen': by_choice(results),
-        'learned': by_lesson(OUT.with_name('depth_learned')),
+        'fitted': by_fit(json.loads(FITTED.read_text()), OUT.with_name('depth_learned')),
     }
 
 

@@ -76,11 +76,11 @@ def encode(
 
     first = jnp.full(len(numbers), LEAST, jnp.uint32)
     states, (word, large) = jax.lax.scan(push, first, (of(t.frequency), of(t.start)), reverse=True)
-    order = jnp.cumsum(large.astype(jnp.int32), 0)
+    used, before = jax.lax.scan(lambda n, row: (n + row, n), jnp.zeros_like(numbers[:, 0]), large)
     lane = jnp.broadcast_to(jnp.arange(len(numbers)), large.shape)
-    to = jnp.where(large, order - 1, words)
+    to = jnp.where(large, before, words)
     stream = jnp.zeros((len(numbers), words), jnp.uint16).at[lane, to].set(word, mode='drop')
-    return jnp.concatenate([jax.lax.bitcast_convert_type(states, jnp.uint16), stream], 1), order[-1]
+    return jnp.concatenate([jax.lax.bitcast_convert_type(states, jnp.uint16), stream], 1), used
 
 
 def decode(stream: UInt16[Array, 'N W'], table: UInt8[np.ndarray, ' C']) -> Int[Array, 'N C']:
@@ -89,7 +89,7 @@ def decode(stream: UInt16[Array, 'N W'], table: UInt8[np.ndarray, ' C']) -> Int[
     >>> numbers, table = jnp.array([[0, -3, 7], [1, 0, 0]]), np.array([0, 16, 20], np.uint8)
     >>> stream, used = encode(numbers, table, 2)
     >>> decode(stream, table).tolist(), used.tolist()
-    ([[0, -3, 7], [1, 0, 0]], [0, 0])
+    ([[0, -3, 7], [1, 0, 0]], [0, 1])
     """
     t = tables()
     frequency, start, number = (jnp.asarray(a) for a in (t.frequency, t.start, t.number))
