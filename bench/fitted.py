@@ -40,17 +40,18 @@ def rows_of(name, models, texts, learn):
     blocks = perplexity.blocks_of(model, learn, BLOCK, LEARNED, BATCH)
     count = len(blocks) // fit.HELD_OUT
     found = [fit.directions_of(sent) for sent in fit.sent_of(model, blocks[:-count], BATCH)]
-    held = fit.sent_of(model, blocks[-count:], BATCH)
+    held = [fit.sent_of(model, blocks[-count:], BATCH)]
     codecs, about = {}, {'weights': digest(path), 'cuts': CUTS[name][3]}
     for bits in BITS:
         asked = Namespace(bits=bits, percent=0.0, batch=BATCH)
-        _, components, predicted = fit.chosen(found, held, asked)
-        codecs[f'{bits:g}'] = channels_of(components)
-        about[f'{bits:g} predicted'] = predicted
-        print(name, bits, predicted, [int(c.wide.sum()) for c in components], flush=True)
+        chosen = fit.chosen(found, held, asked)
+        codecs[f'{bits:g}'] = channels_of(chosen.components)
+        about[f'{bits:g} predicted'] = chosen.predicted
+        print(name, bits, chosen.predicted, flush=True)
     asked = Namespace(bits=0.0, percent=PERCENT, batch=BATCH)
-    about['percent bits'], components, _ = fit.chosen(found, held, asked)
-    codecs['percent'] = channels_of(components)
+    chosen = fit.chosen(found, held, asked)
+    about['percent bits'] = chosen.bits
+    codecs['percent'] = channels_of(chosen.components)
     scores = {}
     for text in TEXTS:
         some = perplexity.blocks_of(model, texts / f'{text}.txt', BLOCK, TOKENS, BATCH)

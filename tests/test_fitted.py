@@ -261,9 +261,14 @@ def test_a_run_is_not_resumed_with_other_components(fit_of, tmp_path):
 def test_the_fewest_bits_within_a_percentage(fit_of):
     folder, text, out, _ = fit_of
     out = out.with_name('percent.npz')
-    words = [str(folder), f'--text={text}', '--tokenizer=bytes', '--block=32', '--cuts=1 2']
+    other = text.with_name('other.txt')
+    other.write_text((ROOT / 'jaxmp/data/alice.txt').read_text()[20_000:30_000])
+    words = [str(folder), '--text', str(text), str(other), '--tokenizer=bytes', '--block=32']
+    words += ['--cuts=1 2']
     fit.main([*words, '--percent=5', '--tokens=4096', f'--out={out}'])
-    assert opened(str(out))[0]['predicted_kl'] < 0.05
+    about = opened(str(out))[0]
+    assert about['predicted_kl'] < 0.05
+    assert about['text'] == ['alice.txt', 'other.txt']
     with pytest.raises(SystemExit, match=r'8 bits are predicted to add .* --percent=1e-12 is less'):
         fit.main([*words, '--percent=1e-12', '--tokens=4096', f'--out={out}'])
 

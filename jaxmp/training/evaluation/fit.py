@@ -2,15 +2,17 @@
 
     jaxmp fit SmolLM2-135M-Instruct.Q4_1.gguf --text=notes.txt --cuts='8 16 23' --bits=3
 
-It takes some minutes, once for a model, and nothing is trained. The last fifth of the text is not
+It takes some minutes, once for a model, and nothing is trained. The last fifth of each text is not
 learned from: it says what the components cost, and how much the gradients should weigh. With
 --percent in place of --bits it takes the fewest bits that are predicted to add at most so much to
-the perplexity, over all boundaries.
+the perplexity of every text, over all boundaries.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -52,6 +54,17 @@ class Sent(NamedTuple):
     g: Blocks
 
 
+class Chosen(NamedTuple):
+    """The components of each boundary, their bits, and what they are predicted to cost together.
+
+    Of several texts the cost is that of the text that loses most.
+    """
+
+    bits: float
+    components: list[Components]
+    predicted: float
+
+
 def sent_of(model: LanguageModel, blocks: Int[np.ndarray, 'N T'], batch: int) -> list[Sent]:
     """The activations of a text at each boundary, and the gradients by them."""
     size, start, found = min(batch, len(blocks)), before_first(model), []
@@ -83,42 +96,44 @@ def directions_of(sent: Sent) -> list[Directions]:
 
 
 def best(
-    found: Sequence[Directions], held: Sent, bits: float, batch: int
-) -> tuple[float, Components]:
-    """The components that cost least in so many bits, after what they cost."""
+    found: Sequence[Directions], held: Sequence[Sent], bits: float, batch: int
+) -> tuple[np.ndarray, Components]:
+    """The components of a boundary that cost least in so many bits, after their cost by text."""
     coded = [in_bits(each, bits) for each in found]
-    costs = [cost(codec_of(each), held, batch) for each in coded]
-    return min(zip(costs, coded, strict=True), key=lambda pair: pair[0])
+    costs = [np.array([cost(codec_of(each), text, batch) for text in held]) for each in coded]
+    return min(zip(costs, coded, strict=True), key=lambda pair: pair[0].sum())
 
 
 def chosen(
-    found: Sequence[Sequence[Directions]], held: Sequence[Sent], args: argparse.Namespace
-) -> tuple[float, list[Components], float]:
-    """Bits, the components of each boundary, and what they are predicted to cost together.
+    found: Sequence[Sequence[Directions]], held: Sequence[Sequence[Sent]], args: argparse.Namespace
+) -> Chosen:
+    """The components of each boundary, in the bits asked for or the fewest within a percentage.
+
+    Args:
+      found: by boundary, then by share.
+      held: of text that was not learned from, by text, then by boundary.
+      args: with ``bits``, or ``percent`` above 0.
 
     Raises:
-      ValueError: if no number of bits is within ``args.percent``.
+      ValueError: if no number of bits is within the percentage on every text.
     """
-    most = math.log1p(args.percent / 100) if args.percent else math.inf
     tried = TRIED if args.percent else (args.bits,)
-    low, high, ends = 0, len(tried) - 1, {}
+    by_cut = list(zip(*held, strict=True))
 
-    def at(number: int) -> tuple[float, list[Components], float]:
-        pairs = [
-            best(f, h, float(tried[number]), args.batch) for f, h in zip(found, held, strict=True)
-        ]
-        ends[number] = float(tried[number]), [c for _, c in pairs], sum(lost for lost, _ in pairs)
-        return ends[number]
+    @functools.cache
+    def at(bits: float) -> Chosen:
+        pairs = [best(f, h, bits, args.batch) for f, h in zip(found, by_cut, strict=True)]
+        costs = np.sum([costs for costs, _ in pairs], 0)
+        return Chosen(bits, [c for _, c in pairs], float(costs.max()))
 
-    if at(high)[2] > most:
+    most = math.log1p(args.percent / 100) if args.percent else math.inf
+    if (last := at(tried[-1])).predicted > most:
         raise ValueError(
-            f'{tried[high]:g} bits are predicted to add {100 * math.expm1(ends[high][2]):.2g} % to '
+            f'{last.bits:g} bits are predicted to add {100 * math.expm1(last.predicted):.2g} % to '
             f'the perplexity, and --percent={args.percent:g} is less; give more'
         )
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if at(middle)[2] <= most else (middle + 1, high)
-    return ends[high]
+    first = bisect.bisect_left(tried, True, key=lambda bits: at(bits).predicted <= most)
+    return at(tried[first])
 
 
 def numbers_of(stages: Any) -> list[int]:
@@ -133,32 +148,44 @@ def fit(args: argparse.Namespace) -> None:
     model = open_language_model(args.model, 0 if cuts or run else 2, cuts, args.tokenizer)
     if len(model.stages) == 1:
         raise ValueError(f"{args.model} in one stage has no boundary; give --cuts='8 16 23'")
-    blocks = np.concatenate(
-        [
-            perplexity.blocks_of(model, file, args.block, args.tokens, args.batch)
-            for file in args.text
-        ]
-    )
-    count = -(-len(blocks) // HELD_OUT)
-    found = [directions_of(sent) for sent in sent_of(model, blocks[:-count], args.batch)]
-    rest = blocks[-count:]
-    bits, components, predicted = chosen(found, sent_of(model, rest, args.batch), args)
+    texts = {
+        file.name: perplexity.blocks_of(model, file, args.block, args.tokens, args.batch)
+        for file in args.text
+    }
+    learn = np.concatenate([blocks[: -rest(blocks)] for blocks in texts.values()])
+    held = {name: blocks[-rest(blocks) :] for name, blocks in texts.items()}
+    found = [directions_of(sent) for sent in sent_of(model, learn, args.batch)]
+    sent = [sent_of(model, blocks, args.batch) for blocks in held.values()]
+    bits, components, predicted = chosen(found, sent, args)
     numbers = numbers_of(model.stages)
     about = {
-        'model': model.name, 'weights': digest(args.model), 'bits': bits,
-        'text': [file.name for file in args.text], 'tokens': int(blocks[:-count].size),
-        'predicted_kl': predicted,
+        'model': model.name, 'weights': digest(args.model), 'bits': bits, 'text': [*texts],
+        'tokens': int(learn.size), 'predicted_kl': predicted,
     }  # fmt: skip
     write(args.out, about, dict(zip(numbers, components, strict=True)))
-    texts = [f"fitted('{args.out}', {number})" for number in numbers]
-    channels = [direct(codec_of(c)) for c in components]
-    scores = perplexity.scores(
-        model, rest, {UNCOMPRESSED: direct(raw), args.out.name: channels}, args.batch
-    )
-    scored = scores[args.out.name]._replace(predicted=perplexity.Mean(predicted))
-    title = f'{args.out.name} on {rest.size:,} tokens that were not learned from'
-    perplexity_page.show({model.name: {**scores, args.out.name: scored}}, title)
-    print('--config.fwd="' + '; '.join(texts) + '"')
+    _show(model, held, components, args)
+    words = '; '.join(f"fitted('{args.out}', {number})" for number in numbers)
+    print(f'--config.fwd="{words}"')
+
+
+def rest(blocks: Int[np.ndarray, 'N T']) -> int:
+    """How many blocks of a text are not learned from."""
+    return -(-len(blocks) // HELD_OUT)
+
+
+def _show(
+    model: LanguageModel,
+    held: dict[str, Int[np.ndarray, 'N T']],
+    components: Sequence[Components],
+    args: argparse.Namespace,
+) -> None:
+    """Prints what the components cost on each text, as measured."""
+    channels = {UNCOMPRESSED: direct(raw), args.out.name: [direct(codec_of(c)) for c in components]}
+    scores = {
+        f'{model.name} on {name}': perplexity.scores(model, blocks, channels, args.batch)
+        for name, blocks in held.items()
+    }
+    perplexity_page.show(scores, 'on tokens that were not learned from')
 
 
 def parser() -> argparse.ArgumentParser:
