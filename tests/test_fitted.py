@@ -231,7 +231,8 @@ def test_the_command_learns_and_tests(fit_of):
     assert said['tokens'] == 3264  # four blocks of five
 
 
-def test_a_file_serves_in_a_test_a_run_and_a_text(fit_of, tmp_path, capsys):
+@pytest.mark.slow
+def test_a_file_serves_in_a_test(fit_of, tmp_path, capsys):
     folder, text, out, _ = fit_of
     channels = f"fitted('{out}', 1);fitted('{out}', 2)"
     crosstest.main([
@@ -244,6 +245,7 @@ def test_a_file_serves_in_a_test_a_run_and_a_text(fit_of, tmp_path, capsys):
     assert scores[channels]['kl'] < 0.1
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_other_components(fit_of, tmp_path):
     folder, _, out, _ = fit_of
     own = tmp_path / 'own.npz'
@@ -258,6 +260,7 @@ def test_a_run_is_not_resumed_with_other_components(fit_of, tmp_path):
         run()
 
 
+@pytest.mark.slow
 def test_the_fewest_bits_within_a_percentage(fit_of):
     folder, text, out, _ = fit_of
     out = out.with_name('percent.npz')
@@ -288,6 +291,7 @@ def test_wrong_arguments_are_told_in_a_line(fit_of, words, says, monkeypatch, tm
         fit.main([str(folder), f'--text={text}', '--tokenizer=bytes', *words])
 
 
+@pytest.mark.slow
 def test_a_text_is_written_through_components(fit_of, capsys):
     """A token at a time behind each boundary's own; as many channels as boundaries."""
     folder, _, out, _ = fit_of
