@@ -1,18 +1,21 @@
-"""Components by `jaxmp fit` in 4, 3 and 2.3 bits at three cuts, learned on one text, tried on four.
+"""Components by `jaxmp fit` in 4, 3 and 2.3 bits at three cuts, learned on a text, tried on four.
 
     python bench/texts.py TEXTS --wikitext=wiki.test.raw
-    python bench/fitted.py MODELS TEXTS wiki.valid.tokens OUT.json [MODEL ...]
+    python bench/fitted.py MODELS TEXTS wiki.valid.tokens bench/results/fitted [MODEL LESSON]
 
-MODELS has the GGUF files that bench/depth.py names. Components are learned from 12,288 tokens of
-WikiText-2's valid text, another 3,072 say how much gradients weigh. Nothing is trained. A model
-takes about ten minutes of a core.
+MODELS has the GGUF files that bench/depth.py names. A lesson is `tokens`, WikiText-2's valid text,
+which is tokenised; `wikitext`, the second half of the text that is raw; or `mixed`, the second
+halves of all four. Components are learned from 12,288 tokens, another 3,072 say how much gradients
+weigh. Texts are tried on their first 2,048 tokens. Nothing is trained. A lesson takes SmolLM2
+eight minutes of a core, Gemma twenty.
 """
 
-import json
 import sys
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 from depth import BATCH, BLOCK, CUTS, MODELS, TEXTS, TOKENS
 
 from jaxmp.codecs import raw
@@ -26,32 +29,38 @@ from jaxmp.training.workdir.locks import write_json
 
 LEARNED = 15_360
 BITS = 4.0, 3.0, 2.3
-PERCENT = 1.0
+LESSONS = 'tokens', 'wikitext', 'mixed'
+HALF = 150_000  # bytes of a text
 
 
-def channels_of(components):
-    return [direct(codec_of(c)) for c in components]
+def blocks_of(model, lesson, texts, tokens):
+    """The blocks to learn from, and those of each text that are not learned from."""
+    names = {'tokens': (), 'wikitext': ('wikitext',), 'mixed': TEXTS}[lesson]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f'{name}.txt' for name in names]
+        for file in files:
+            half = (texts / file.name).read_bytes()[HALF:]
+            file.write_bytes(half[half.index(b'\n') :])
+        files, count = files or [tokens], LEARNED // max(len(files), 1)
+        found = [perplexity.blocks_of(model, f, BLOCK, count, BATCH) for f in files]
+    held = [blocks[-fit.rest(blocks) :] for blocks in found]
+    return np.concatenate([blocks[: -fit.rest(blocks)] for blocks in found]), held
 
 
-def rows_of(name, models, texts, learn):
+def rows_of(name, lesson, models, texts, tokens):
     """The scores of a model, by text and bits."""
     path = str(models / MODELS[name])
     model = open_language_model(path, 0, CUTS[name][3])
-    blocks = perplexity.blocks_of(model, learn, BLOCK, LEARNED, BATCH)
-    count = len(blocks) // fit.HELD_OUT
-    found = [fit.directions_of(sent) for sent in fit.sent_of(model, blocks[:-count], BATCH)]
-    held = [fit.sent_of(model, blocks[-count:], BATCH)]
+    learn, rest = blocks_of(model, lesson, texts, tokens)
+    found = [fit.directions_of(sent) for sent in fit.sent_of(model, learn, BATCH)]
+    held = [fit.sent_of(model, blocks, BATCH) for blocks in rest]
     codecs, about = {}, {'weights': digest(path), 'cuts': CUTS[name][3]}
-    for bits in BITS:
-        asked = Namespace(bits=bits, percent=0.0, batch=BATCH)
-        chosen = fit.chosen(found, held, asked)
-        codecs[f'{bits:g}'] = channels_of(chosen.components)
-        about[f'{bits:g} predicted'] = chosen.predicted
-        print(name, bits, chosen.predicted, flush=True)
-    asked = Namespace(bits=0.0, percent=PERCENT, batch=BATCH)
-    chosen = fit.chosen(found, held, asked)
-    about['percent bits'] = chosen.bits
-    codecs['percent'] = channels_of(chosen.components)
+    for bits in (*BITS, 0.0):
+        chosen = fit.chosen(found, held, Namespace(bits=bits, percent=not bits, batch=BATCH))
+        word = f'{bits:g}' if bits else 'percent'
+        codecs[word] = [direct(codec_of(c)) for c in chosen.components]
+        about[f'{word} predicted'] = chosen.predicted
+        print(name, lesson, word, chosen.bits, chosen.predicted, flush=True)
     scores = {}
     for text in TEXTS:
         some = perplexity.blocks_of(model, texts / f'{text}.txt', BLOCK, TOKENS, BATCH)
@@ -61,13 +70,14 @@ def rows_of(name, models, texts, learn):
     return about | {'texts': scores}
 
 
-def main(models, texts, learn, out, *names):
-    out = Path(out)
-    before = json.loads(out.read_text())['models'] if out.exists() else {}
-    for name in names or MODELS:
-        before[name] = rows_of(name, Path(models), Path(texts), Path(learn))
-        about = {'learned': Path(learn).name, 'tokens': LEARNED, 'block': BLOCK, 'batch': BATCH}
-        write_json(out, provenance() | about | {'models': before})
+def main(models, texts, tokens, out, *one):
+    jobs = [one] if one else [(name, lesson) for name in MODELS for lesson in LESSONS]
+    for name, lesson in jobs:
+        made = rows_of(name, lesson, Path(models), Path(texts), Path(tokens))
+        about = {'learned': LEARNED, 'tokens': TOKENS, 'block': BLOCK, 'batch': BATCH}
+        file = Path(out) / f'{name}-{lesson}.json'
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, provenance() | about | made)
 
 
 if __name__ == '__main__':
