@@ -84,7 +84,9 @@ LINES = {
 COLOURS = '#777777', 'black', '#0072B2', '#E69F00', '#56B4E9', '#D55E00', '#009E73', '#882255'
 BEFORE = {('smollm2', '4'): '0.3-4'}  # of configs/depth.py; the others weigh by 0.99
 OUT = Path(__file__).parents[1] / 'results' / 'depth'
-FITTED = Path(__file__).parent / 'results' / 'fitted.json'
+FITTED = Path(__file__).parent / 'results' / 'fitted'
+LESSONS = 'tokens', 'wikitext', 'mixed'
+COLUMNS = (('tokens', 'wikitext'), ('wikitext', 'wikitext'), *(('mixed', t) for t in TEXTS))
 NEAR = 0.3  # of what was measured
 TOKENS, BLOCK, BATCH = 2048, 256, 4
 
@@ -247,18 +249,18 @@ def by_fit(fits, folder):
     """Components of `jaxmp fit` at three cuts, beside those that messages taught before."""
     rows = []
     for model, name in NAMES.items():
-        about = fits['models'][model]
-        words = {f'{b:g}': BEFORE.get((model, f'{b:g}'), f'0.99-{b:g}') for b in (4, 3, 2.3)}
-        for codec, old in {**words, 'percent': ''}.items():
-            texts = {t: about['texts'][t][codec] for t in TEXTS}
-            found_in = [Found(s['kl'], s['kl_error'], True).text for s in texts.values()]
-            bits = f'{texts["wikitext"]["bits"]:.2f}'
-            if codec == 'percent':
-                bits = f'{bits}, by `--percent=1`'
-            taught = json.loads((folder / model / f'{model}-{old}.json').read_text()) if old else {}
-            cell = Found(taught['kl'], taught['kl_error'], True).text if old else ''
-            rows.append([name, bits, cell, *found_in])
-    return markdown(['model', 'bits', 'learned while sending', *TEXTS], rows)
+        lessons = {n: json.loads((fits / f'{model}-{n}.json').read_text()) for n in LESSONS}
+        cell = lambda s: Found(s['kl'], s['kl_error'], True).text
+        for bits in ('4', '3', '2.3', 'percent'):
+            old = folder / model / f'{model}-{BEFORE.get((model, bits), f"0.99-{bits}")}.json'
+            taught = cell(json.loads(old.read_text())) if old.is_file() else ''
+            of = lambda lesson, text: lessons[lesson]['texts'][text][bits]  # noqa: B023
+            cells = [cell(of(*pair)) for pair in COLUMNS]
+            asked = '`--percent=1`' if bits == 'percent' else f'`--bits={bits}`'
+            spent = f'{of("mixed", "wikitext")["bits"]:.2f}'
+            rows.append([name, asked, spent, taught, *cells])
+    heads = [f'{lesson}: {text}' for lesson, text in COLUMNS]
+    return markdown(['model', 'asked', 'bits', 'messages: wikitext', *heads], rows)
 
 
 def page(results):
@@ -268,7 +270,7 @@ def page(results):
         'texts': by_text(results),
         'law': by_codec(results),
         'chosen': by_choice(results),
-        'fitted': by_fit(json.loads(FITTED.read_text()), OUT.with_name('depth_learned')),
+        'fitted': by_fit(FITTED, OUT.with_name('depth_learned')),
     }
 
 

@@ -18,6 +18,10 @@ BAD = {
     'report': (['/nowhere', '--out', 'x'], r'/nowhere has no result of a finished run'),
     'compare': (['/nowhere'], r'/nowhere is not a run: .*; give workdirs or result files'),
     'evaluate': (['/nowhere'], 'there is no run /nowhere; give the workdir of one$'),
+    'fit': (
+        ['/nowhere', '--text=x.txt', '--bits=3'],
+        r'--text=x\.txt is not there, .*; give a text',
+    ),
     'fold': (['/nowhere'], 'jaxmp fold: there is no run /nowhere; give the workdir of one$'),
     'generate': (['/nowhere'], r'there is no /nowhere; give a folder with config\.json'),
     'launch': (['--processes', '0', '--', 'x'], r'--processes 0: give 1 or more'),
