@@ -249,18 +249,17 @@ def by_fit(fits, folder):
     """Components of `jaxmp fit` at three cuts, beside those that messages taught before."""
     rows = []
     for model, name in NAMES.items():
-        lessons = {n: json.loads((fits / f'{model}-{n}.json').read_text()) for n in LESSONS}
+        files = {n: fits / f'{model}-{n}.json' for n in LESSONS}
+        lessons = {n: json.loads(f.read_text())['texts'] for n, f in files.items() if f.is_file()}
         cell = lambda s: Found(s['kl'], s['kl_error'], True).text
         for bits in ('4', '3', '2.3', 'percent'):
             old = folder / model / f'{model}-{BEFORE.get((model, bits), f"0.99-{bits}")}.json'
             taught = cell(json.loads(old.read_text())) if old.is_file() else ''
-            of = lambda lesson, text: lessons[lesson]['texts'][text][bits]  # noqa: B023
-            cells = [cell(of(*pair)) for pair in COLUMNS]
+            cells = [cell(lessons[n][t][bits]) if n in lessons else '' for n, t in COLUMNS]
             asked = '`--percent=1`' if bits == 'percent' else f'`--bits={bits}`'
-            spent = f'{of("mixed", "wikitext")["bits"]:.2f}'
-            rows.append([name, asked, spent, taught, *cells])
+            rows.append([name, asked, taught, *cells])
     heads = [f'{lesson}: {text}' for lesson, text in COLUMNS]
-    return markdown(['model', 'asked', 'bits', 'messages: wikitext', *heads], rows)
+    return markdown(['model', 'asked', 'messages: wikitext', *heads], rows)
 
 
 def page(results):

@@ -78,15 +78,17 @@ def sent_of(model: LanguageModel, blocks: Int[np.ndarray, 'N T'], batch: int) ->
     return [Sent(*map(np.concatenate, zip(*column, strict=True))) for column in columns]
 
 
-def cost(codec: Codec, sent: Sent, batch: int) -> float:
-    """The divergence that a codec is predicted to cause at a boundary."""
+def cost(codec: Codec, held: Sequence[Sent], batch: int) -> np.ndarray:
+    """The divergence that a codec is predicted to cause at a boundary, by text."""
     crossed = jax.jit(lambda x: codec.decode(codec.encode(x, Ctx()), like(x), Ctx()))
-    parts = [
-        divergence(jnp.asarray(sent.g[i : i + batch]), crossed(x) - x)
-        for i in range(0, len(sent.x), batch)
-        for x in [jnp.asarray(sent.x[i : i + batch])]
-    ]
-    return float(jnp.concatenate(parts).mean())
+
+    def of(text: Sent) -> float:
+        cuts = range(batch, len(text.x), batch)
+        pairs = zip(np.split(text.x, cuts), np.split(text.g, cuts), strict=True)
+        lost = [divergence(jnp.asarray(g), crossed(x) - x) for x, g in pairs]
+        return float(jnp.concatenate(lost).mean())
+
+    return np.array([of(text) for text in held])
 
 
 def directions_of(sent: Sent) -> list[Directions]:
@@ -100,7 +102,7 @@ def best(
 ) -> tuple[np.ndarray, Components]:
     """The components of a boundary that cost least in so many bits, after their cost by text."""
     coded = [in_bits(each, bits) for each in found]
-    costs = [np.array([cost(codec_of(each), text, batch) for text in held]) for each in coded]
+    costs = [cost(codec_of(each), held, batch) for each in coded]
     return min(zip(costs, coded, strict=True), key=lambda pair: pair[0].sum())
 
 
