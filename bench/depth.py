@@ -256,7 +256,9 @@ def by_fit(fits, folder):
             old = folder / model / f'{model}-{BEFORE.get((model, bits), f"0.99-{bits}")}.json'
             taught = cell(json.loads(old.read_text())) if old.is_file() else ''
             cells = [cell(lessons[n][t][bits]) if n in lessons else '' for n, t in COLUMNS]
-            asked = '`--percent=1`' if bits == 'percent' else f'`--bits={bits}`'
+            spent = [f'{n} {t["wikitext"][bits]["bits"]:.2f}' for n, t in lessons.items()]
+            asked = f'`--percent=1`, bits: {", ".join(spent)}'
+            asked = asked if bits == 'percent' else f'`--bits={bits}`'
             rows.append([name, asked, taught, *cells])
     heads = [f'{lesson}: {text}' for lesson, text in COLUMNS]
     return markdown(['model', 'asked', 'messages: wikitext', *heads], rows)
