@@ -1,7 +1,7 @@
 """Components by `jaxmp fit` in 4, 3 and 2.3 bits at three cuts, learned on a text, tried on four.
 
     python bench/texts.py TEXTS --wikitext=wiki.test.raw
-    python bench/fitted.py MODELS TEXTS wiki.valid.tokens bench/results/fitted [MODEL LESSON]
+    python bench/fitted.py MODELS TEXTS wiki.valid.tokens bench/results/fitted [MODEL LESSON CUTS]
 
 MODELS has the GGUF files that bench/depth.py names. A lesson is `tokens`, WikiText-2's valid text,
 which is tokenised; `wikitext`, the second half of the text that is raw; or `mixed`, the second
@@ -30,6 +30,7 @@ from jaxmp.training.workdir.locks import write_json
 LEARNED = 15_360
 BITS = 4.0, 3.0, 2.3
 LESSONS = 'tokens', 'wikitext', 'mixed'
+SEVEN = [('smollm2', 'mixed', 7)]  # with --percent alone
 HALF = 150_000  # bytes of a text
 
 
@@ -47,15 +48,15 @@ def blocks_of(model, lesson, texts, tokens):
     return np.concatenate([blocks[: -fit.rest(blocks)] for blocks in found]), held
 
 
-def rows_of(name, lesson, models, texts, tokens):
+def rows_of(name, lesson, cuts, models, texts, tokens):
     """The scores of a model, by text and bits."""
     path = str(models / MODELS[name])
-    model = open_language_model(path, 0, CUTS[name][3])
+    model = open_language_model(path, 0, CUTS[name][cuts])
     learn, rest = blocks_of(model, lesson, texts, tokens)
     found = [fit.directions_of(sent) for sent in fit.sent_of(model, learn, BATCH)]
     held = [fit.sent_of(model, blocks, BATCH) for blocks in rest]
-    codecs, about = {}, {'weights': digest(path), 'cuts': CUTS[name][3]}
-    for bits in (*BITS, 0.0):
+    codecs, about = {}, {'weights': digest(path), 'cuts': CUTS[name][cuts]}
+    for bits in (*BITS, 0.0) if cuts == 3 else (0.0,):
         chosen = fit.chosen(found, held, Namespace(bits=bits, percent=not bits, batch=BATCH))
         word = f'{bits:g}' if bits else 'percent'
         codecs[word] = [direct(codec_of(c)) for c in chosen.components]
@@ -71,11 +72,12 @@ def rows_of(name, lesson, models, texts, tokens):
 
 
 def main(models, texts, tokens, out, *one):
-    jobs = [one] if one else [(name, lesson) for name in MODELS for lesson in LESSONS]
-    for name, lesson in jobs:
-        made = rows_of(name, lesson, Path(models), Path(texts), Path(tokens))
+    jobs = [one] if one else [*((m, n, 3) for m in MODELS for n in LESSONS), *SEVEN]
+    for name, lesson, cuts in jobs:
+        made = rows_of(name, lesson, int(cuts), Path(models), Path(texts), Path(tokens))
         about = {'learned': LEARNED, 'tokens': TOKENS, 'block': BLOCK, 'batch': BATCH}
-        file = Path(out) / f'{name}-{lesson}.json'
+        more = '' if int(cuts) == 3 else f'-{cuts}'
+        file = Path(out) / f'{name}-{lesson}{more}.json'
         file.parent.mkdir(exist_ok=True)
         write_json(file, provenance() | about | made)
 
