@@ -17,6 +17,7 @@ def get_config() -> Config:
     c.data.name = 'alice'
     c.data.sequence_length = 256
     c.model.name = 'pretrained'
+    c.model.param_dtype = ''  # of a GGUF file under lora its own blocks, else float32
     c.model.remat = True  # on a CPU it takes no more time: residuals cost as much as they save
     # Of those tried it adds least to the perplexity of both SmolLM2-135M and Gemma 3 270M, at any
     # number of cuts (docs/depth.md); a token is coded by itself, as generation needs.

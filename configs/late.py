@@ -30,6 +30,7 @@ MORE_SEEDS = {'untied': 3}  # the first three have 1.084 ± .018 times the steps
 def finetuned(scale: str, train: str, rate: float) -> Config:
     """SmolLM2-135M-Instruct in four stages; ``train`` as config.model.train."""
     c = load('finetune')
+    c.model.param_dtype = 'float32'
     steps = 256 if scale == 'long' else 64
     c.data.update(name='wikitext-2', train_examples=4 * steps, test_examples=32)
     c.model.update(path=BASE, train=train)

@@ -194,6 +194,7 @@ def pretrained(table: int) -> Config:
     if table != 5:
         raise ValueError('the scale pretrained is of a language model, Table 5')
     c = load('finetune')
+    c.model.param_dtype = 'float32'
     c.data.update(name='wikitext-2', train_examples=400, test_examples=32)
     c.model.train = 'no_table'
     c.optimizer.update(lr=2e-4, warmup='5%')  # tuned on seed 100

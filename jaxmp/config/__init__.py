@@ -131,9 +131,9 @@ KEYS: Mapping[str, Key] = {
         'no_table', "of a checkpoint: all; no_table; lora(8); or patterns of names, '*norm*'",
         model='pretrained'),
     'model.param_dtype': Key(
-        '', "of parameters but those of lora; file: a GGUF file's own blocks, as they are; "
+        'float32', "of parameters but those of lora; file: a GGUF file's own blocks, as they are; "
         'bfloat16: the optimizer has float32 copies; empty: file under lora, else float32',
-        words=('', 'float32', 'bfloat16', 'file'), model='pretrained'),
+        words=('float32', 'bfloat16', 'file', ''), model='pretrained'),
     'model.merge': Key(
         False, 'add the updates of lora to their kernels in WORKDIR/model', model='pretrained',
         idle=True, free=True),

@@ -13,7 +13,7 @@ NUMBER = r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+'
 
 UNREAD = (  # the report's tables, which test_report.py makes again; comments; blocks; addresses
     r'<!-- (results|verdicts|nats|claims|bits|codecs|late|schedules)\b[^>]*-->.*?<!-- /\1 -->',
-    r'<!-- (depth|texts|law|chosen|learned) -->.*?<!-- /\1 -->',
+    r'<!-- (depth|texts|law|chosen|fitted) -->.*?<!-- /\1 -->',
     r'<!--.*?-->',
     r'```.*?```',
     r'\$\$.*?\$\$|\$[^$]*\$',
