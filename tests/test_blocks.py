@@ -1,8 +1,6 @@
 """A frozen base that stays in the blocks of its GGUF file."""
 
 import functools
-import os
-import signal
 from typing import Any
 
 import jax
@@ -22,10 +20,9 @@ from jaxmp.training.generation import generate
 from jaxmp.training.tasks import named as tasks
 from jaxmp.wire import nbytes
 from tests.base import slow
-from tests.runs import LAUNCH, config_of, pids, records, text_of, wait_for_steps
-from tests.runs import start as start_run
+from tests.runs import config_of
 from tests.test_decoder import close, logits
-from tests.test_pretrained import SHORT, tiny
+from tests.test_pretrained import SHORT, killed, tiny
 
 gguf = pytest.importorskip('gguf')
 
@@ -280,20 +277,7 @@ def test_a_run_over_blocks_is_merged_read_and_generated_from(run_of, capsys):
 def test_two_processes_over_blocks_one_of_them_killed_end_as_if_not(tmp_path):
     file = write(tmp_path / 'a.gguf', MIXED, layers=2)
     changes = {'path': str(file), **SHORT, **TRAINED, 'train': 'lora(2)', 'param_dtype': 'file'}
-    changes |= {'steps': 8, 'fwd': 'outliers(mx(4))', 'bwd': 'ef21(top_k(0.1))', 'runtime': 'mpmd'}
-    changes |= {'eval_every': '3 steps', 'checkpoint_every': '2 steps'}
-    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-    run = lambda workdir: start_run(workdir, *LAUNCH, name='finetune', **changes)
-    out, code = text_of(run(whole))
-    assert code == 0, out[-2000:]
-    process = run(cut)
-    wait_for_steps(process, cut, 4)
-    os.kill(pids(cut, 1)[0], signal.SIGKILL)
-    assert text_of(process)[1] == 137
-    out, code = text_of(run(cut))
-    assert code == 0, out[-2000:]
-    assert 'resuming from step' in out
-    assert records(cut) == records(whole)
+    whole, cut = killed(tmp_path, {**changes, 'steps': 8})
     jax.tree.map(np.testing.assert_array_equal, *map(adapters_after, (whole, cut)))
 
 
@@ -335,9 +319,7 @@ def test_blocks_that_are_none_or_not_known(tmp_path, monkeypatch):
         tasks.task_of(small(tiny(tmp_path / 'folder')))
     file = write(tmp_path / 'a.gguf', MIXED)
     monkeypatch.delitem(KINDS, 'Q5_1')
-    known = (
-        r'a\.gguf: model\.layers\.\d\.mlp\.down_proj\.weight is in blocks Q5_1; F32, .* may'
-    )
+    known = r'a\.gguf: model\.layers\.\d\.mlp\.down_proj\.weight is in blocks Q5_1; F32, .* may'
     with pytest.raises(ValueError, match=known):
         tasks.task_of(small(file))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp import lax
 from jaxmp.codecs import rans, rows
 from jaxmp.codecs.components import opened, write
 from jaxmp.codecs.fitted import codec_of
@@ -159,6 +160,18 @@ def test_the_word_reads_the_file(file):
     assert channel == jaxmp.parse(str(channel))
     assert jaxmp.bits(channel, x) <= 4 * x.size
     assert np.linalg.norm(error(channel.codec, x)) < np.linalg.norm(x)
+
+
+@pytest.mark.parametrize('check_vma', [True, False])
+def test_it_is_a_word_of_a_collective(file, check_vma):
+    x, P = activations(13, 64).reshape(2, 32, C), jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2,), ('i',), axis_types=(jax.sharding.AxisType.Auto,))
+    swap = lambda x: lax.ppermute(x, 'i', [(0, 1), (1, 0)], fwd=f"fitted('{file}', 2)")
+    specs = {'in_specs': P('i'), 'out_specs': P('i'), 'check_vma': check_vma}
+    y = jax.jit(jax.shard_map(swap, mesh=mesh, **specs))(jnp.asarray(x))[::-1]
+    alone = jaxmp.parse(f"fitted('{file}', 2)").codec
+    apart = np.linalg.norm(y - x - error(alone, jnp.asarray(x)))
+    assert apart < 0.2 * np.linalg.norm(error(alone, jnp.asarray(x)))
 
 
 def changed(file, **arrays):

@@ -332,14 +332,11 @@ def test_updates_over_two_replicas_are_exchanged_alone_and_equal_the_joined_batc
     assert shared['exchange']['sent'] == adapters
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('train', ['lora(2)', 'all'])
-def test_two_processes_one_of_them_killed_end_like_two_that_were_not(tmp_path, train):
-    """kill -9 in the middle, then the same command: records, parameters and bytes are equal."""
-    changes = {'path': str(tiny(tmp_path / 'model')), **SHORT, 'train': train, 'epochs': 2}
+def killed(folder, changes):
+    """The workdirs of two processes, and of two of which one was killed, with equal records."""
     changes |= {'fwd': 'outliers(mx(4))', 'bwd': 'ef21(top_k(0.1))', 'runtime': 'mpmd'}
     changes |= {'eval_every': '3 steps', 'checkpoint_every': '2 steps'}
-    whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+    whole, cut = folder / 'whole', folder / 'cut'
     run = lambda workdir: start_run(workdir, *LAUNCH, name='finetune', **changes)
     out, code = text_of(run(whole))
     assert code == 0, out[-2000:]
@@ -353,6 +350,15 @@ def test_two_processes_one_of_them_killed_end_like_two_that_were_not(tmp_path, t
     assert code == 0, out[-2000:]
     assert 'resuming from step' in out
     assert records(cut) == records(whole)
+    return whole, cut
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('train', ['lora(2)', 'all'])
+def test_two_processes_one_of_them_killed_end_like_two_that_were_not(tmp_path, train):
+    """kill -9 in the middle, then the same command: records, parameters and bytes are equal."""
+    changes = {'path': str(tiny(tmp_path / 'model')), **SHORT, 'train': train, 'epochs': 2}
+    whole, cut = killed(tmp_path, changes)
     assert [r['step'] for r in records(cut)[:3]] == [0, 0, 3]
     a, b = (json.loads((w / 'summary.json').read_text()) for w in (whole, cut))
     assert a['processes'] == 2

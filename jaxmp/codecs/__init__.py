@@ -1,8 +1,8 @@
 """Codecs, which say what bits are sent for a tensor, and the parts that codecs are built from.
 
 Every codec takes one array of float16, bfloat16, float32 or float64 (`raw` takes any dtype). Every
-codec decodes a message to the same bits in every program and on every CPU; `jaxmp.codecs.exact`
-explains how.
+codec but `fitted` decodes a message to the same bits in every program and on every CPU;
+`jaxmp.codecs.exact` explains how.
 """
 
 from jaxmp.codecs.companded import asinh

@@ -144,21 +144,33 @@ def encode(
     of = lambda rows: grid(jnp.asarray(rows)[cell].astype(jnp.uint32))
     frequency, start = of(t.frequency), of(t.start)
     frequency = jnp.where(frequency == 0, (1 << PRECISION) - 1, frequency)  # beyond the last one
-    limit = LEAST >> PRECISION << 16
-
-    def push(x: Array, row: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        f, s = row
-        large, word = x >= f * limit, x.astype(jnp.uint16)
-        x = jnp.where(large, x >> 16, x)
-        return (x // f << PRECISION) + x % f + s, (word, large)
-
-    first = jnp.full(frequency.shape[1], LEAST, jnp.uint32)
-    rows = frequency, start
-    states, (word, large) = jax.lax.scan(push, varying_as(first, rows), rows, reverse=True)
+    states, word, large = pushed(frequency, start)
     order = jnp.cumsum(large.reshape(-1).astype(jnp.int32))
     to = jnp.where(large.reshape(-1), order - 1, words)
     stream = jnp.zeros(words, jnp.uint16).at[to].set(word.reshape(-1), mode='drop')
     return stream, states, order[-1]
+
+
+def pushed(
+    frequency: UInt32[Array, 'L N'], start: UInt32[Array, 'L N']
+) -> tuple[UInt32[Array, ' N'], UInt16[Array, 'L N'], Bool[Array, 'L N']]:
+    """The last states of lanes, and words by number with which of them are of the stream.
+
+    Args:
+      frequency: of each number, in the rows of a lane.
+      start: the sum of those before it.
+    """
+
+    def push(x: Array, row: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        f, s = row
+        large, word = x >= f * (LEAST >> PRECISION << 16), x.astype(jnp.uint16)
+        x = jnp.where(large, x >> 16, x)
+        return (x // f << PRECISION) + x % f + s, (word, large)
+
+    rows = frequency, start
+    first = varying_as(jnp.full(frequency.shape[1], LEAST, jnp.uint32), rows)
+    states, (word, large) = jax.lax.scan(push, first, rows, reverse=True)
+    return states, word, large
 
 
 def decode(

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8, UInt16
 
-from jaxmp.codecs.rans import LARGEST, LEAST, PRECISION, SMALLEST, STEPS, TABLES, tables
+from jaxmp.codecs.rans import LARGEST, LEAST, PRECISION, SMALLEST, STEPS, TABLES, pushed, tables
+from jaxmp.wire import varying_as
 
 STATE = 2  # words of a row's last state, half of which is information
-LIMIT = LEAST >> PRECISION << 16
 
 
 @functools.cache
@@ -68,15 +68,9 @@ def encode(
     cell = jnp.clip(numbers, -most, most).T + LARGEST
     of = lambda rows: jnp.take_along_axis(jnp.asarray(rows[table], jnp.uint32), cell, 1)
 
-    def push(x: Array, row: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        f, start = row
-        large, word = x >= f * LIMIT, x.astype(jnp.uint16)
-        x = jnp.where(large, x >> 16, x)
-        return (x // f << PRECISION) + x % f + start, (word, large)
-
-    first = jnp.full(len(numbers), LEAST, jnp.uint32)
-    states, (word, large) = jax.lax.scan(push, first, (of(t.frequency), of(t.start)), reverse=True)
-    used, before = jax.lax.scan(lambda n, row: (n + row, n), jnp.zeros_like(numbers[:, 0]), large)
+    states, word, large = pushed(of(t.frequency), of(t.start))
+    none = varying_as(jnp.zeros_like(numbers[:, 0]), large)
+    used, before = jax.lax.scan(lambda n, row: (n + row, n), none, large)
     lane = jnp.broadcast_to(jnp.arange(len(numbers)), large.shape)
     to = jnp.where(large, before, words)
     stream = jnp.zeros((len(numbers), words), jnp.uint16).at[lane, to].set(word, mode='drop')
@@ -106,5 +100,5 @@ def decode(stream: UInt16[Array, 'N W'], table: UInt8[np.ndarray, ' C']) -> Int[
         x = jnp.where(small, x << 16 | stream[lane, jnp.minimum(at, last)], x)
         return (x, at + small), index.astype(jnp.int32) - LARGEST
 
-    first = states, jnp.full(len(stream), STATE)
+    first = varying_as((states, jnp.full(len(stream), STATE)), stream)
     return jax.lax.scan(pop, first, jnp.asarray(table, jnp.int32))[1].T

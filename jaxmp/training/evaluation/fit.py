@@ -124,7 +124,8 @@ def chosen(
 
     @functools.cache
     def at(bits: float) -> Chosen:
-        pairs = [best(f, h, bits, args.batch) for f, h in zip(found, by_cut, strict=True)]
+        cuts = tracked(list(zip(found, by_cut, strict=True)), f'{bits:g} bits')
+        pairs = [best(f, h, bits, args.batch) for f, h in cuts]
         costs = np.sum([costs for costs, _ in pairs], 0)
         return Chosen(bits, [c for _, c in pairs], float(costs.max()))
 
@@ -156,7 +157,7 @@ def fit(args: argparse.Namespace) -> None:
     }
     learn = np.concatenate([blocks[: -rest(blocks)] for blocks in texts.values()])
     held = {name: blocks[-rest(blocks) :] for name, blocks in texts.items()}
-    found = [directions_of(sent) for sent in sent_of(model, learn, args.batch)]
+    found = [directions_of(s) for s in tracked(sent_of(model, learn, args.batch), 'learned')]
     sent = [sent_of(model, blocks, args.batch) for blocks in held.values()]
     bits, components, predicted = chosen(found, sent, args)
     numbers = numbers_of(model.stages)
